@@ -1,0 +1,39 @@
+# make demo   install, train two small models, evaluate both, say where the picture lies
+# make test   install if needed, run the tests
+# make lint   formatting, lint, types
+
+PYTHON ?= python3
+PY := .venv/bin/python
+# A demo that was started with other recipes is left as it is: the directory is named after the recipes' content.
+DEMO := runs/quickstart-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
+
+.PHONY: demo test test-all lint install
+.DELETE_ON_ERROR:
+
+install: .venv/installed
+
+# Written last, so that an interrupted installation is begun again; begun again too if its Python is gone.
+ifneq ($(shell .venv/bin/python -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null),True)
+.PHONY: .venv/installed
+endif
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
+	$(PYTHON) -m venv --clear .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: install
+	$(PY) train.py --config=configs/quickstart.py:processor=none --workdir=$(DEMO)/kerple
+	$(PY) train.py --config=configs/quickstart.py:processor=dape,kernel=3 --workdir=$(DEMO)/dape1x3-kerple
+	$(PY) eval.py --workdir=$(DEMO)/kerple,$(DEMO)/dape1x3-kerple
+
+test: install
+	$(PY) -m pytest -m 'not slow'
+
+test-all: install
+	$(PY) -m pytest
+
+lint: install
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyright

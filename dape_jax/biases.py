@@ -1,0 +1,338 @@
+"""Position biases: what is added to attention scores because of where query and key stand.
+
+In: query positions `q_pos_T` and key positions `k_pos_S`. Out: `bias_HTS`. Next: `processors.py`.
+
+A bias is a function of positions and of nothing else: no maximum length, no stored table over positions, so a model
+trained at one length runs at any other. Each comes as a pure function, as an NNX module that holds its parameters, and
+as a frozen config that builds the module.
+
+To add one: the three of them here, and one line in `BIASES` at the foot. The tests, the benchmark and the
+command lines find it there.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dape_jax.errors import require
+
+
+@runtime_checkable
+class Bias(Protocol):
+    """What `attention.py` and the processors know of a bias."""
+
+    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+        """Return the bias of every head for every (query, key) pair."""
+        ...
+
+
+@runtime_checkable
+class BiasConfig(Protocol):
+    """What `transformer.py` knows of a bias: whether one module serves all layers, and how it is made."""
+
+    shared_by_layers: ClassVar[bool]
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Bias | None:
+        """Make the module; None where there is no bias at all."""
+        ...
+
+
+def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Int[Array, "T S"]:
+    """max(query position - key position, 0).
+
+    Keys in the future (distance 0 here) are masked by attention; the value only has to be finite.
+    """
+    return jnp.maximum(q_pos_T[:, None] - k_pos_S[None, :], 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class NopeConfig:
+    """No position bias: NoPE, or rotary embedding alone."""
+
+    shared_by_layers: ClassVar[bool] = False
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> None:
+        """Return None: attention then adds nothing, and DAPE reads the scores alone."""
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Slopes of ALiBi in double precision, shape [H].
+
+    For a power of two, 2^(-8 (n+1) / H), n = 0..H-1. Otherwise the slopes of the next smaller power of two P, then every
+    other slope of 2P, from the first.
+
+    Source: Press et al. 2022 and their released code.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2.0 ** (-8 * (n + 1) / power) for n in range(power)]
+    between = [2.0 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * power, 2)]
+    return np.asarray((slopes + between)[:num_heads])
+
+
+def alibi(
+    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"]
+) -> Float[Array, "H T S"]:
+    """Linear bias, -slope_h * dist. Source: Press et al. 2022, section 3."""
+    distance_TS = distances(q_pos_T, k_pos_S).astype(slopes_H.dtype)
+    return -slopes_H[:, None, None] * distance_TS[None]
+
+
+class Alibi(nnx.Module):
+    """ALiBi: no parameters."""
+
+    def __init__(self, num_heads: int):
+        self.num_heads = num_heads
+
+    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+        """See `alibi`."""
+        return alibi(q_pos_T, k_pos_S, jnp.asarray(alibi_slopes(self.num_heads), dtype=float))
+
+
+@dataclasses.dataclass(frozen=True)
+class AlibiConfig:
+    """ALiBi, any number of heads."""
+
+    shared_by_layers: ClassVar[bool] = False
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Alibi:
+        """Make the module."""
+        return Alibi(num_heads)
+
+
+def kerple(
+    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], p_H: Float[Array, "H"], a_H: Float[Array, "H"]
+) -> Float[Array, "H T S"]:
+    """Logarithmic kernel, -p_h log(1 + a_h dist), with p and a held at 0.01 or above.
+
+    Source: Chi et al. 2022, equation 4 (r1 = p, r2 = a).
+    Differs: the official code overwrites the parameters with max(parameter, 0.01) in every forward pass. Here the value
+      is clamped and the parameter is left alone; as there, the gradient is that at the clamped value, passed on
+      unchanged, so a parameter that has sunk below 0.01 can rise again.
+    """
+
+    def clamp(x: Float[Array, "H"]) -> Float[Array, "H"]:
+        return x + jax.lax.stop_gradient(jnp.maximum(x, 0.01) - x)
+
+    distance_TS = distances(q_pos_T, k_pos_S).astype(p_H.dtype)
+    return -clamp(p_H)[:, None, None] * jnp.log1p(clamp(a_H)[:, None, None] * distance_TS[None])
+
+
+class Kerple(nnx.Module):
+    """Kerple, logarithmic variant: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
+
+    def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
+        self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
+        self.a_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=1.0))
+
+    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+        """See `kerple`."""
+        return kerple(q_pos_T, k_pos_S, self.p_H[...], self.a_H[...])
+
+
+@dataclasses.dataclass(frozen=True)
+class KerpleConfig:
+    """Kerple, logarithmic variant."""
+
+    shared_by_layers: ClassVar[bool] = False
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
+        """Make the module."""
+        return Kerple(num_heads, rngs=rngs)
+
+
+def t5_buckets(
+    distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128
+) -> Int[Array, "*shape"]:
+    """T5's bucket of a distance (causal form).
+
+    With E = num_buckets / 2: the distance itself below E, then logarithmic up to max_distance,
+
+        min(E + floor(log(n / E) / log(max_distance / E) * (num_buckets - E)), num_buckets - 1)
+
+    Source: Raffel et al. 2020, section 2.1 and their released code.
+    Differs: the first distance of every logarithmic bucket is found on the host in double precision and compared as an
+      integer, so no device's logarithm decides an edge; equal to the official float32 on `golden/tables`.
+    """
+    exact = num_buckets // 2
+    steps = num_buckets - exact
+    first = [math.ceil(round(exact * (max_distance / exact) ** (m / steps), 9)) for m in range(1, steps)]
+    large = exact + jnp.searchsorted(jnp.asarray(first, distance.dtype), distance, side="right")
+    return jnp.where(distance < exact, distance, large.astype(distance.dtype))
+
+
+def t5(
+    q_pos_T: Int[Array, "T"],
+    k_pos_S: Int[Array, "S"],
+    table_NH: Float[Array, "N H"],
+    *,
+    max_distance: int = 128,
+    scale: float = 1.0,
+) -> Float[Array, "H T S"]:
+    """Learned bias of a bucketed distance, scale * table[bucket(dist), h].
+
+    Args:
+      q_pos_T: query positions.
+      k_pos_S: key positions.
+      table_NH: one entry for each of N buckets and each head.
+      max_distance: the distance from which on all fall in the last bucket.
+      scale: sqrt(head dim) in the official code.
+
+    Source: Raffel et al. 2020, section 2.1.
+    """
+    bucket_TS = t5_buckets(distances(q_pos_T, k_pos_S), table_NH.shape[0], max_distance)
+    return scale * jnp.moveaxis(table_NH[bucket_TS], -1, 0)
+
+
+class T5(nnx.Module):
+    """T5's relative position bias, table Xavier normal."""
+
+    def __init__(self, num_heads: int, head_dim: int, num_buckets: int, max_distance: int, *, rngs: nnx.Rngs):
+        self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (num_buckets, num_heads)))
+        self.max_distance = max_distance
+        self.scale = math.sqrt(head_dim)
+
+    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+        """See `t5`."""
+        return t5(q_pos_T, k_pos_S, self.table_NH[...], max_distance=self.max_distance, scale=self.scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config:
+    """T5's bias; as in the official code, one table serves all layers and is multiplied by sqrt(head dim)."""
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    shared_by_layers: ClassVar[bool] = True
+
+    def __post_init__(self):
+        require(self.num_buckets >= 4, "model.bias.num_buckets", self.num_buckets, "4 or more")
+        require(
+            self.max_distance > self.num_buckets // 2,
+            "model.bias.max_distance",
+            self.max_distance,
+            f"more than num_buckets / 2 = {self.num_buckets // 2}",
+        )
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> T5:
+        """Make the module."""
+        return T5(num_heads, head_dim, self.num_buckets, self.max_distance, rngs=rngs)
+
+
+FIRE_ACTIVATIONS = {"relu": jax.nn.relu, "leaky_relu": jax.nn.leaky_relu}
+
+
+def fire(
+    q_pos_T: Int[Array, "T"],
+    k_pos_S: Int[Array, "S"],
+    c: Float[Array, ""],
+    threshold: Float[Array, ""],
+    hidden_M: Float[Array, "M"],
+    hidden_bias_M: Float[Array, "M"],
+    output_MH: Float[Array, "M H"],
+    output_bias_H: Float[Array, "H"],
+    *,
+    activation: str = "relu",
+) -> Float[Array, "H T S"]:
+    """Functional interpolation of relative positions: an MLP of the log distance relative to the query's log position.
+
+        z = log(|c dist| + 1) / (log(|c max(q_pos, |threshold|)| + 1) + 1e-6)        bias = MLP(z), 1 -> M -> H
+
+    Args:
+      q_pos_T: query positions.
+      k_pos_S: key positions.
+      c: scale inside the logarithm.
+      threshold: positions below it are normalised as if they stood there.
+      hidden_M: first layer, 1 -> M.
+      hidden_bias_M: its bias.
+      output_MH: second layer, M -> H.
+      output_bias_H: its bias.
+      activation: "relu" when FIRE stands alone, "leaky_relu" (0.01) under DAPE, as in the official code.
+
+    Source: Li et al. 2024, equation 5.
+    """
+    distance_TS = distances(q_pos_T, k_pos_S).astype(c.dtype)
+    norm_T = jnp.maximum(q_pos_T.astype(c.dtype), jnp.abs(threshold))
+    z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_T)) + 1e-6)[:, None]
+    hidden_TSM = z_TS[..., None] * hidden_M[None, None, :] + hidden_bias_M[None, None, :]
+    hidden_TSM = FIRE_ACTIVATIONS[activation](hidden_TSM)
+    return jnp.einsum("TSM,MH->HTS", hidden_TSM, output_MH) + output_bias_H[:, None, None]
+
+
+class Fire(nnx.Module):
+    """FIRE: c and the threshold's multiplier are learned scalars; the MLP starts U(+-1/sqrt(fan_in))."""
+
+    def __init__(self, num_heads: int, config: "FireConfig", *, rngs: nnx.Rngs):
+        def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
+            limit = fan_in**-0.5
+            return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
+
+        self.c = nnx.Param(jnp.asarray(config.initial_c, jnp.float32))
+        self.threshold_multiplier = nnx.Param(jnp.ones((), jnp.float32))
+        self.hidden_M = uniform((config.width,), 1)
+        self.hidden_bias_M = uniform((config.width,), 1)
+        self.output_MH = uniform((config.width, num_heads), config.width)
+        self.output_bias_H = uniform((num_heads,), config.width)
+        self.threshold = config.threshold
+        self.activation = config.activation
+
+    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+        """See `fire`."""
+        return fire(
+            q_pos_T,
+            k_pos_S,
+            self.c[...],
+            self.threshold_multiplier[...] * self.threshold,
+            self.hidden_M[...],
+            self.hidden_bias_M[...],
+            self.output_MH[...],
+            self.output_bias_H[...],
+            activation=self.activation,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FireConfig:
+    """FIRE.
+
+    Args:
+      threshold: where the normalisation by the query's position sets in, in positions. The official V2 configs train at
+        512 with 256.
+      width: hidden width of the MLP.
+      initial_c: c at the start.
+      activation: of the MLP; see `fire`.
+    """
+
+    threshold: int = 256
+    width: int = 32
+    initial_c: float = 0.1
+    activation: str = "relu"
+    shared_by_layers: ClassVar[bool] = False
+
+    def __post_init__(self):
+        require(self.threshold > 0, "model.bias.threshold", self.threshold, "a positive number of positions")
+        require(self.width > 0, "model.bias.width", self.width, "a positive width")
+        require(
+            self.activation in FIRE_ACTIVATIONS,
+            "model.bias.activation",
+            self.activation,
+            f"one of {sorted(FIRE_ACTIVATIONS)}",
+        )
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Fire:
+        """Make the module."""
+        return Fire(num_heads, self, rngs=rngs)
+
+
+BIASES = {
+    "nope": NopeConfig,
+    "alibi": AlibiConfig,
+    "kerple": KerpleConfig,
+    "t5": T5Config,
+    "fire": FireConfig,
+}

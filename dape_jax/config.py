@@ -1,0 +1,168 @@
+"""From a config file to checked, frozen values: everything a run needs, with every mistake named before any device work.
+
+In: the nested dict of a config file. Out: `RunConfig`. A section is read by the dataclass of the room that it configures;
+its fields have no defaults here, so that a config file says everything.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from dape_jax.attention import IMPLEMENTATIONS
+from dape_jax.biases import BIASES
+from dape_jax.data.store import DataConfig
+from dape_jax.errors import InputError, require
+from dape_jax.evaluation.perplexity import EvaluationConfig
+from dape_jax.positions import ROTARY
+from dape_jax.processors import PROCESSORS
+from dape_jax.sharding import MeshConfig
+from dape_jax.training.optimizer import OptimizerConfig
+from dape_jax.transformer import TransformerConfig
+
+# The rooms that offer a choice by name; each is a dict from name to config dataclass.
+CHOICES = {"rotary": ROTARY, "bias": BIASES, "processor": PROCESSORS, "attention": IMPLEMENTATIONS}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Args of the training loop.
+
+    Args:
+      seed: of the parameters.
+      train_length: T, in tokens.
+      batch_size: sequences in a step, over all devices and accumulation parts.
+      accumulation_steps: parts in which a step's gradient is computed.
+      num_steps: steps in all.
+      validate_every: steps between validations (and at the end).
+      validation_batches: held-out batches in a validation.
+      checkpoint_every: steps between checkpoints (and at the end); a multiple of `validate_every`.
+      keep_latest: newest checkpoints kept, besides the one with the lowest validation loss.
+    """
+
+    seed: int
+    train_length: int
+    batch_size: int
+    accumulation_steps: int
+    num_steps: int
+    validate_every: int
+    validation_batches: int
+    checkpoint_every: int
+    keep_latest: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            require(value > 0 or field.name == "seed", f"train.{field.name}", value, "a positive number")
+        require(
+            self.checkpoint_every % self.validate_every == 0,
+            "train.checkpoint_every",
+            self.checkpoint_every,
+            f"a multiple of train.validate_every = {self.validate_every}, so that every checkpoint has its loss",
+        )
+
+    def check_devices(self, batch_axis_size: int) -> None:
+        """Raise `InputError` unless the batch divides over devices and accumulation parts."""
+        divisor = batch_axis_size * self.accumulation_steps
+        require(
+            self.batch_size % divisor == 0,
+            "train.batch_size",
+            self.batch_size,
+            f"a multiple of {batch_axis_size} devices x {self.accumulation_steps} accumulation_steps = {divisor}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """One section for each room."""
+
+    model: TransformerConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    mesh: MeshConfig
+    evaluation: EvaluationConfig
+
+    @classmethod
+    def from_dict(cls, spec: dict[str, Any]) -> "RunConfig":
+        """Read and check a config file's dict.
+
+        Raises:
+          InputError: a section or field that is unknown, missing or out of range.
+        """
+        _check_fields(cls, "config", spec)
+        return cls(
+            model=read_model(spec["model"]),
+            data=read_section(DataConfig, "data", spec["data"]),
+            optimizer=read_section(OptimizerConfig, "optimizer", spec["optimizer"]),
+            train=read_section(TrainConfig, "train", spec["train"]),
+            mesh=read_section(MeshConfig, "mesh", spec["mesh"]),
+            evaluation=read_section(EvaluationConfig, "evaluation", spec["evaluation"]),
+        )
+
+
+def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    if unknown := sorted(set(spec) - fields):
+        raise InputError(f"{section}.{unknown[0]} = {spec[unknown[0]]!r}: no such field; there are {sorted(fields)}")
+    if missing := sorted(fields - set(spec)):
+        raise InputError(f"{section}.{missing[0]}: missing")
+
+
+def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
+    """Make the dataclass of a section whose fields are all given."""
+    _check_fields(cls, section, spec)
+    return cls(**spec)
+
+
+def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> Any:
+    """Make the config that `{"name": NAME, **options}` describes, from one of the dicts at the rooms' feet."""
+    options = dict(spec)
+    name = options.pop("name", None)
+    require(name in choices, f"{field}.name", name, f"one of {sorted(choices)}")
+    allowed = [f.name for f in dataclasses.fields(choices[name])]
+    for option, value in options.items():
+        require(option in allowed, f"{field}.{option}", value, f"{name!r} has the options {allowed}")
+    return choices[name](**options)
+
+
+def read_model(spec: dict[str, Any]) -> TransformerConfig:
+    """Read the `model` section."""
+    _check_fields(TransformerConfig, "model", spec)
+    return TransformerConfig(
+        **{**spec, **{name: read_choice(f"model.{name}", table, spec[name]) for name, table in CHOICES.items()}}
+    )
+
+
+def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
+    """Read a config file's argument, `config.py:key=value,key=value`, each value of its default's type.
+
+    Raises:
+      InputError: an unknown key, or a value that is not of the type.
+    """
+    values = dict(defaults)
+    for item in filter(None, (argument or "").split(",")):
+        key, equals, text = item.partition("=")
+        require(bool(equals) and key in defaults, "config argument", item, f"key=value with a key of {list(defaults)}")
+        kind = type(defaults[key])
+        try:
+            values[key] = kind(text)
+        except ValueError as error:
+            raise InputError(f"config argument = {item!r}: {key} takes {kind.__name__}") from error
+    return values
+
+
+def to_json(spec: dict[str, Any]) -> dict[str, Any]:
+    """The dict as JSON gives it back (tuples become lists), so that saved and new configs compare."""
+    return json.loads(json.dumps(spec))
+
+
+def differences(saved: Any, new: Any, path: str = "") -> list[str]:
+    """One line for every leaf in which two nested dicts differ."""
+    if isinstance(saved, dict) and isinstance(new, dict):
+        keys = sorted(set(saved) | set(new))
+        return [
+            line
+            for key in keys
+            for line in differences(saved.get(key, "(none)"), new.get(key, "(none)"), f"{path}.{key}" if path else key)
+        ]
+    return [] if saved == new else [f"{path}: saved {saved!r}, now {new!r}"]

@@ -1,0 +1,145 @@
+"""Token store -> batches of windows, through Grain.
+
+In: a `TokenStore`. Out: {"inputs": int32[B, T], "targets": int32[B, T]} in host memory, this process's rows alone.
+Next: `dape_jax.training`, which places them on the devices, and `dape_jax.evaluation`.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import grain
+import numpy as np
+from grain.experimental import ElasticIterator
+from jaxtyping import Int32, Int64
+
+from dape_jax.data.store import TokenStore
+from dape_jax.errors import require
+
+Window = dict[str, Int32[np.ndarray, "T"]]
+Batch = dict[str, Int32[np.ndarray, "B T"]]
+
+# Grain's defaults, 16 threads and 500 batches ahead, can hold gigabytes and are the slower for it on a memory map.
+_READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Windows(grain.sources.RandomAccessDataSource[Window]):
+    """The store as windows of T inputs that do not overlap, each with its targets: the same tokens one place later.
+
+    Documents follow one another as in GPT-NeoX: a window may hold the end of one and the beginning of the next, parted
+    by end_of_document (#). With T = 4, the first three windows of the documents "abcde", "xyz", ...:
+
+        stream        a b c d e # x y z # ...
+        inputs   0    a b c d
+        targets  0      b c d e
+        inputs   1            e # x y
+        targets  1              # x y z
+        inputs   2                    z # ...
+
+    Every token but the store's first is a target exactly once, save fewer than T that are left over at the end.
+    """
+
+    store: TokenStore
+    length: int
+
+    def __len__(self) -> int:
+        return (self.store.num_tokens - 1) // self.length  # the last target needs one token more
+
+    def __getitem__(self, index: int) -> Window:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = index * self.length
+        tokens = self.store.tokens[start : start + self.length + 1].astype(np.int32)
+        return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+
+def train_batches(
+    store: TokenStore, *, train_length: int, global_batch_size: int, seed: int, shard_index: int, num_shards: int
+) -> grain.DatasetIterator[Batch]:
+    """Endless shuffled batches: every window once per epoch, in an order that differs from epoch to epoch.
+
+    The iterator's whole state, `get_state()` -> {"global_next_index": N}, is how many windows all processes together
+    have read. It is therefore the same on each of them, and `set_state` resumes exactly with another number of
+    processes or another batch size. To keep the store, the length and the seed the same is up to the caller.
+
+    Args:
+        store: the tokens.
+        train_length: T.
+        global_batch_size: rows of a batch over all processes; this one yields global_batch_size / num_shards of them.
+        seed: of the order.
+        shard_index: this process.
+        num_shards: how many processes share the batch.
+
+    Raises:
+        InputError: a size that does not fit, or a store shorter than one window.
+    """
+    windows = _windows(store, "train_length", train_length)
+    require(0 <= seed < 2**32, "data.seed", seed, "0 to 2**32 - 1")
+    require(num_shards > 0, "num_shards", num_shards, "at least 1")
+    require(0 <= shard_index < num_shards, "shard_index", shard_index, f"0 to {num_shards - 1}")
+    require(
+        global_batch_size > 0 and global_batch_size % num_shards == 0,
+        "global_batch_size",
+        global_batch_size,
+        f"a positive multiple of the number of processes, {num_shards}",
+    )
+    # seed().shuffle() and not shuffle(seed): Grain shuffles epoch e by seed + e, so the second epoch of seed 0 would be
+    # the first of seed 1; seed() hashes the seed first.
+    dataset = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    shard = grain.sharding.ShardOptions(shard_index=shard_index, shard_count=num_shards)
+    return iter(ElasticIterator(dataset, global_batch_size, shard, read_options=_READ_OPTIONS))
+
+
+def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_batches: int) -> "ValidationBatches":
+    """The same full batches every time and for every run, their windows in order and spread over the whole store.
+
+    Args:
+        store: the held-out tokens.
+        length: T, which evaluation may choose longer than training did.
+        batch_size: B.
+        num_batches: at most this many; fewer where the store holds fewer.
+
+    Raises:
+        InputError: a size that does not fit, or a store shorter than one batch.
+    """
+    windows = _windows(store, "length", length)
+    require(num_batches > 0, "num_batches", num_batches, "at least 1")
+    require(
+        0 < batch_size <= len(windows),
+        "batch_size",
+        batch_size,
+        f"1 to the {len(windows)} windows of length {length} in the {store.num_tokens} tokens of {store.directory}",
+    )
+    num_windows = min(num_batches, len(windows) // batch_size) * batch_size
+    spread = np.arange(num_windows) * len(windows) // num_windows
+    return ValidationBatches(windows, spread.reshape(-1, batch_size))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ValidationBatches:
+    """A list of batches that are read when asked for; every pass over it starts at the first."""
+
+    windows: Windows
+    indices: Int64[np.ndarray, "batches B"]  # of the windows
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Batch:
+        rows = [self.windows[int(i)] for i in self.indices[index]]
+        return {name: np.stack([row[name] for row in rows]) for name in ("inputs", "targets")}
+
+
+def _windows(store: TokenStore, field: str, length: int) -> Windows:
+    require(length > 0, field, length, "at least 1")
+    windows = Windows(store, length)
+    require(
+        len(windows) > 0,
+        field,
+        length,
+        f"at most {store.num_tokens - 1}: {store.directory} holds {store.num_tokens} tokens, and targets are one ahead",
+    )
+    return windows

@@ -1,0 +1,14 @@
+"""What a user is told when the input is wrong; every room raises it, the two command lines print it."""
+
+
+class InputError(ValueError):
+    """Bad input, in one line that names the field, its value and what is allowed.
+
+    The command lines print it without a traceback; any other exception is a bug and keeps its traceback.
+    """
+
+
+def require(condition: bool, field: str, value: object, allowed: str) -> None:
+    """Raise `InputError("field = value: allowed")` unless the condition holds."""
+    if not condition:
+        raise InputError(f"{field} = {value!r}: {allowed}")

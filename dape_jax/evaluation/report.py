@@ -1,0 +1,133 @@
+"""What an evaluation leaves behind: a table as text and Markdown, `lengths.json`, and `lengths.png`.
+
+In: one `RunResult` for each model. Out: files. Rows are models and columns are lengths, as in the paper's tables.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import matplotlib.pyplot as plt
+
+if TYPE_CHECKING:
+    from dape_jax.evaluation.evaluate import RunResult
+
+FILES = ("lengths.json", "lengths.txt", "lengths.md", "lengths.png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """Where a report lies, and its table for the terminal."""
+
+    directory: Path
+    table: str
+
+    @property
+    def picture(self) -> Path:
+        """The curve."""
+        return self.directory / "lengths.png"
+
+
+def write(results: Sequence["RunResult"], directory: Path) -> Written:
+    """Write table, JSON and picture; results of an earlier, different evaluation there are kept under another name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(to_json(results), indent=1) + "\n"
+    _keep_earlier(directory, content)
+    table = text_table(results)
+    (directory / "lengths.json").write_text(content)
+    (directory / "lengths.txt").write_text(table + "\n")
+    (directory / "lengths.md").write_text(markdown_table(results) + "\n")
+    plot(results, directory / "lengths.png")
+    return Written(directory, table)
+
+
+def _keep_earlier(directory: Path, content: str) -> None:
+    earlier = directory / "lengths.json"
+    if not earlier.exists() or earlier.read_text() == content:
+        return
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(earlier.stat().st_mtime))
+    for name in FILES:
+        file = directory / name
+        if file.exists():
+            file.replace(file.with_stem(f"{file.stem}.{stamp}"))
+
+
+def to_json(results: Sequence["RunResult"]) -> dict[str, Any]:
+    """Everything as JSON: results, device and versions. No time of day, so that equal evaluations give equal files."""
+    return {
+        "runs": [dataclasses.asdict(result) for result in results],
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "versions": {name: version(name) for name in ("jax", "flax")},
+    }
+
+
+def _cells(results: Sequence["RunResult"]) -> list[list[str]]:
+    """Header and rows: each model's perplexity and its 95 % interval at each length."""
+    lengths = [result.length for result in results[0].lengths]
+    rows = [["", *(str(length) for length in lengths)]]
+    for run in results:
+        rows.append([run.name])
+        for result in run.lengths:
+            interval = "" if result.low is None else f" [{result.low:.2f}, {result.high:.2f}]"
+            rows[-1].append(f"{result.perplexity:.2f}{interval}")
+    return rows
+
+
+def _caption(results: Sequence["RunResult"]) -> str:
+    first = results[0].lengths[-1]
+    trained = sorted({run.train_length for run in results})
+    tokens = ", ".join(f"{r.num_tokens:,} at {r.length}" for r in results[0].lengths if r.num_tokens != first.num_tokens)
+    return (
+        f"Perplexity of the last {results[0].last_tokens} tokens by sequence length, with 95 % bootstrap intervals over "
+        f"{first.num_documents} held-out documents; {first.num_windows} sequences, {first.num_tokens:,} scored tokens"
+        f"{f' (fewer where N < last_tokens: {tokens})' if tokens else ''}. "
+        f"Trained at {', '.join(map(str, trained))} tokens."
+    )
+
+
+def text_table(results: Sequence["RunResult"]) -> str:
+    """The table for a terminal."""
+    rows = _cells(results)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([_caption(results), "", *lines])
+
+
+def markdown_table(results: Sequence["RunResult"]) -> str:
+    """The table for a README."""
+    header, *rows = _cells(results)
+    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] + ["---:"] * (len(header) - 1), *rows)]
+    return "\n".join([_caption(results), "", *lines])
+
+
+def plot(results: Sequence["RunResult"], file: Path) -> None:
+    """Draw perplexity against length, the train length marked."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for run in results:
+        lengths = [result.length for result in run.lengths]
+        (line,) = axes.plot(lengths, [result.perplexity for result in run.lengths], marker="o", label=run.name)
+        bounds = [(result.low, result.high) for result in run.lengths]
+        if all(low is not None for low, _ in bounds):
+            axes.fill_between(lengths, *zip(*bounds, strict=True), color=line.get_color(), alpha=0.15, linewidth=0)
+    for length in sorted({run.train_length for run in results}):
+        axes.axvline(length, color="gray", linestyle="--", linewidth=1)
+        axes.annotate("train length", (length, 0.97), xycoords=("data", "axes fraction"), ha="left", va="top", fontsize=8)
+    highest = max(result.perplexity for run in results for result in run.lengths)
+    lowest = min(result.perplexity for run in results for result in run.lengths)
+    if highest > 5 * lowest:
+        axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    ticks = [result.length for result in results[0].lengths]
+    axes.set_xticks(ticks, [str(length) for length in ticks])
+    axes.set_xlabel("sequence length N (tokens)")
+    axes.set_ylabel(f"perplexity of the last {results[0].last_tokens} tokens")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,120 @@
+"""Checkpoints: one composite save of `params`, `opt_state`, `data` and `config`, by Orbax. Next: `loop.py`.
+
+The four are separate items, so that an evaluator reads `params` and `config` alone. The newest few are kept, and the one
+with the lowest validation loss besides.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from dape_jax.errors import InputError, require
+from dape_jax.training.step import TrainState
+from dape_jax.transformer import Params
+
+CONFIG_FILE = "config.json"
+
+
+def open_checkpoints(workdir: Path, keep_latest: int) -> ocp.CheckpointManager:
+    """The manager of a run's checkpoints. Call `close()` on it: saves run in the background until then.
+
+    Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best; a policy that is the union of newest
+    and best is what a run needs.
+    """
+    policy = preservation_policy.AnyPreservationPolicy(
+        [
+            preservation_policy.LatestN(keep_latest),
+            preservation_policy.BestN(get_metric_fn=lambda metrics: metrics["validation_nats"], reverse=True, n=1),
+        ]
+    )
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(
+        _directory(workdir), item_names=("params", "opt_state", "data", "config"), options=options
+    )
+
+
+def _directory(workdir: Path) -> Path:
+    return workdir.absolute() / "checkpoints"
+
+
+def save(
+    manager: ocp.CheckpointManager,
+    step: int,
+    state: TrainState,
+    data_state: dict[str, Any],
+    config: dict[str, Any],
+    validation_nats: float,
+) -> None:
+    """Start saving everything that a resumed run needs; returns when the arrays may be overwritten."""
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            opt_state=ocp.args.StandardSave(state.opt_state),
+            data=ocp.args.JsonSave(data_state),
+            config=ocp.args.JsonSave(config),
+        ),
+        metrics={"validation_nats": validation_nats},
+    )
+
+
+def restore(manager: ocp.CheckpointManager, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Read training state and data position of a step, placed like the arrays of `state`."""
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    restored = manager.restore(
+        step,
+        args=ocp.args.Composite(
+            params=ocp.args.StandardRestore(abstract.params),
+            opt_state=ocp.args.StandardRestore(abstract.opt_state),
+            data=ocp.args.JsonRestore(),
+        ),
+    )
+    return TrainState(restored.params, restored.opt_state), restored.data
+
+
+def restore_params(workdir: Path, abstract: Params, step: int | None = None) -> tuple[int, Params]:
+    """Read the parameters of a step (the newest unless given), and nothing else.
+
+    Raises:
+      InputError: there is no such step.
+    """
+    directory = _directory(workdir)
+    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False)) as manager:
+        steps = sorted(manager.all_steps())
+        require(bool(steps), "workdir", str(workdir), "a directory with a checkpoint; this one has none yet")
+        step = steps[-1] if step is None else step
+        require(step in steps, "step", step, f"one of the checkpoints {steps} in {workdir}")
+        restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
+    return step, restored.params
+
+
+def write_config(workdir: Path, config: dict[str, Any]) -> None:
+    """Write the run's config, atomically."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    partial = workdir / f"{CONFIG_FILE}.{os.getpid()}.tmp"
+    partial.write_text(json.dumps(config, indent=2) + "\n")
+    partial.replace(workdir / CONFIG_FILE)
+
+
+def read_config(workdir: Path) -> dict[str, Any] | None:
+    """The config that a run wrote into its workdir; None where there is none.
+
+    Raises:
+      InputError: the file is not what a run writes.
+    """
+    file = workdir / CONFIG_FILE
+    if not file.exists():
+        return None
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"workdir = {str(workdir)!r}: {file} is not JSON ({error})") from error
+    require(
+        isinstance(config, dict) and set(config) >= {"config", "data_digest"}, "workdir", str(workdir), f"{file} is no run's"
+    )
+    return config

@@ -1,0 +1,204 @@
+"""The training loop: config and workdir in, checkpoints out. It reads top to bottom. Next: `evaluation/perplexity.py`."""
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from dape_jax.config import RunConfig, differences, to_json
+from dape_jax.data.batches import train_batches, validation_batches
+from dape_jax.data.store import load_corpus
+from dape_jax.errors import InputError, require
+from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.training import checkpoint
+from dape_jax.training.optimizer import make_optimizer, make_schedule
+from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step
+from dape_jax.transformer import Params, model_structure
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or its gradient is no longer a finite number."""
+
+
+def train(spec: dict[str, Any], workdir: Path) -> None:
+    """Train what a config describes; start, go on, or do nothing, by what the workdir holds.
+
+    1. No config there: a new run.
+    2. The same config and a checkpoint: go on from the newest, exactly (parameters, optimizer, data position).
+    3. The same config and no checkpoint: the run died before its first; start again.
+    4. Another config: refuse and show the difference. Nothing is overwritten.
+    5. A checkpoint of the last step: done.
+
+    Args:
+      spec: the nested dict of a config file.
+      workdir: where config, checkpoints and TensorBoard scalars go.
+
+    Raises:
+      InputError: bad input, before any device work.
+      NonFiniteError: the loss is not finite; the checkpoints before it are kept.
+    """
+    # ---- what is asked for, checked
+    run = RunConfig.from_dict(spec)
+    num_devices = math.prod(run.mesh.sizes(jax.device_count()))
+    run.train.check_devices(num_devices)
+    mesh = make_mesh(run.mesh)
+    require(
+        run.model.width % mesh.shape["fsdp"] == 0,
+        "model.width",
+        run.model.width,
+        f"a multiple of the fsdp axis, {mesh.shape['fsdp']}",
+    )
+    saved = checkpoint.read_config(workdir)
+    if saved is not None:
+        refuse_other_config(workdir, saved["config"], to_json(spec))
+
+    # ---- data
+    corpus = load_corpus(run.data)
+    require(
+        corpus.train.sidecar.vocab_size <= run.model.vocab_size,
+        "model.vocab_size",
+        run.model.vocab_size,
+        f"at least the tokenizer's {corpus.train.sidecar.vocab_size}",
+    )
+    batches = iter(
+        train_batches(
+            corpus.train,
+            train_length=run.train.train_length,
+            global_batch_size=run.train.batch_size,
+            seed=run.data.seed,
+            shard_index=jax.process_index(),
+            num_shards=jax.process_count(),
+        )
+    )
+    held_out = list(
+        validation_batches(
+            corpus.validation,
+            length=run.train.train_length,
+            batch_size=run.train.batch_size,
+            num_batches=run.train.validation_batches,
+        )
+    )
+    config = {"config": to_json(spec), "data_digest": corpus.digest}
+    if saved is None:
+        checkpoint.write_config(workdir, config)
+    else:
+        refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": corpus.digest})
+
+    # ---- model and optimizer
+    graphdef, abstract = model_structure(run.model)
+    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
+    params = init_params(run.model, run.train.seed, mesh)
+    state = TrainState(params, init_opt_state(optimizer, params, mesh))
+    train_step = make_train_step(graphdef, optimizer, run.train.accumulation_steps)
+    nll_step = make_nll_step(graphdef, run.train.train_length)
+    logger.info("%s parameters on %s", f"{sum(x.size for x in jax.tree.leaves(abstract)):,}", mesh)
+
+    with checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager:
+        # ---- go on where the newest checkpoint stands
+        start = manager.latest_step() or 0
+        if start:
+            state, data_state = checkpoint.restore(manager, start, state)
+            batches.set_state(data_state)
+        if start == run.train.num_steps:
+            logger.info("%s is trained: step %d of %d", workdir, start, run.train.num_steps)
+            return
+
+        # ---- steps
+        with Scalars(workdir, run, start) as scalars:
+            for step in range(start + 1, run.train.num_steps + 1):
+                state, metrics = train_step(state, put_batch(next(batches), mesh))
+                scalars.add(step, metrics)
+                last = step == run.train.num_steps
+                if last or step % run.train.validate_every == 0:
+                    scalars.flush()
+                    validation_nats = mean_validation_nll(nll_step, state.params, held_out, mesh)
+                    scalars.add_validation(step, validation_nats)
+                    if last or step % run.train.checkpoint_every == 0:
+                        checkpoint.save(manager, step, state, batches.get_state(), config, validation_nats)
+
+
+def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise `InputError` with every difference between the run that the workdir holds and the one asked for."""
+    if lines := differences(saved, new):
+        raise InputError(
+            f"workdir = {str(workdir)!r}: holds a run with another config; take another workdir, or the config it was "
+            "started with:\n  " + "\n  ".join(lines)
+        )
+
+
+def mean_validation_nll(nll_step: Any, params: Params, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh) -> float:
+    """Mean nll of the held-out batches, in nats per token."""
+    nlls = [nll_step(params, put_batch(batch, mesh)) for batch in batches]
+    return float(sum(float(nll.sum()) for nll in nlls) / sum(nll.size for nll in nlls))
+
+
+class Scalars:
+    """Progress bar and TensorBoard, one step behind the device.
+
+    A step's metrics are fetched when the next has been dispatched, so that fetching never leaves the device idle.
+    """
+
+    def __init__(self, workdir: Path, run: RunConfig, start: int):
+        self.schedule = make_schedule(run.optimizer, run.train.num_steps)
+        self.step_tokens = run.train.batch_size * run.train.train_length
+        # On resuming, scalars of steps that will be taken again are dropped.
+        self.writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
+        self.bar = tqdm(total=run.train.num_steps, initial=start, unit="step", desc=workdir.name, mininterval=1.0)
+        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.fetched_at = time.monotonic()
+        self.validation_text = ""
+
+    def __enter__(self) -> "Scalars":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.close()
+        self.writer.close()
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Take a step's metrics and report the step before it."""
+        self.flush()
+        self.pending = (step, metrics)
+
+    def flush(self) -> None:
+        """Fetch and report the metrics taken last.
+
+        Raises:
+          NonFiniteError: naming the step.
+        """
+        if self.pending is None:
+            return
+        step, metrics = self.pending
+        self.pending = None
+        values = {name: float(value) for name, value in metrics.items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise NonFiniteError(f"step {step}: {name} = {value}; checkpoints up to here are kept")
+        now = time.monotonic()
+        tokens_per_second = self.step_tokens / (now - self.fetched_at)
+        self.fetched_at = now
+        values |= {"learning_rate": float(self.schedule(step - 1)), "tokens_per_second": tokens_per_second}
+        for name, value in values.items():
+            self.writer.add_scalar(f"train/{name}", value, step)
+        self.bar.set_postfix_str(
+            f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s{self.validation_text}", refresh=False
+        )
+        self.bar.update()
+
+    def add_validation(self, step: int, validation_nats: float) -> None:
+        """Report a validation."""
+        if not math.isfinite(validation_nats):
+            raise NonFiniteError(f"step {step}: validation_nats = {validation_nats}; checkpoints up to here are kept")
+        self.writer.add_scalar("validation/loss_nats", validation_nats, step)
+        self.validation_text = f", validation {validation_nats:.3f}"
+        self.fetched_at = time.monotonic()

@@ -1,0 +1,234 @@
+"""The paper's decoder: embeddings -> blocks -> logits, in GPT-NeoX's form.
+
+In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
+
+Pre-LayerNorm blocks, x + attention(norm(x)) then x + mlp(norm(x)); biases everywhere; untied embeddings; no dropout. The
+layers are one module with stacked parameters, run by a scan, so that compile time does not grow with depth.
+
+Parameters are float32 and named after the shape legend; matmuls run in the compute dtype; norms, scores and logits are
+float32.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dape_jax.attention import Blockwise, Dense
+from dape_jax.biases import Bias, BiasConfig
+from dape_jax.errors import require
+from dape_jax.positions import NoRotary, Rope
+from dape_jax.processors import ProcessorConfig
+
+# The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
+SIZES = {
+    "125m": {"num_layers": 12, "width": 768, "num_heads": 12},
+    "350m": {"num_layers": 24, "width": 1024, "num_heads": 16},
+    "2.7b": {"num_layers": 32, "width": 2560, "num_heads": 32},
+    "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
+}
+
+# What the backward pass keeps of a block: everything; the results of matmuls without a batch dim (not the scores);
+# nothing but the block's input.
+REMAT = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+# Parameters outside a module: a nested dict of arrays, which is what trains and what a checkpoint holds.
+Params = dict[str, Any]
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Everything that decides the model's function and how it is computed.
+
+    Args:
+      num_layers: number of blocks.
+      width: D.
+      num_heads: H; divides the width.
+      vocab_size: V.
+      rotary: what rotates queries and keys.
+      bias: position bias.
+      processor: what is done to the scores.
+      attention: `Dense` or `Blockwise`.
+      remat: what the backward pass keeps of a block, a key of `REMAT`.
+      dtype: of the matmuls; "auto" is bfloat16 on TPU and GPU and float32 on CPU.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    vocab_size: int
+    rotary: NoRotary | Rope
+    bias: BiasConfig
+    processor: ProcessorConfig
+    attention: Dense | Blockwise
+    remat: str
+    dtype: str
+
+    def __post_init__(self):
+        for field in ("num_layers", "width", "num_heads", "vocab_size"):
+            require(getattr(self, field) > 0, f"model.{field}", getattr(self, field), "a positive number")
+        require(
+            self.width % self.num_heads == 0,
+            "model.num_heads",
+            self.num_heads,
+            f"a divisor of model.width = {self.width}",
+        )
+        if isinstance(self.rotary, Rope):
+            require(self.head_dim % 2 == 0, "model.width / model.num_heads", self.head_dim, "even for rotary embedding")
+        require(self.remat in REMAT, "model.remat", self.remat, f"one of {sorted(REMAT)}")
+        require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {list(DTYPES)}")
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return self.width // self.num_heads
+
+    @property
+    def compute_dtype(self) -> jnp.dtype:
+        """The dtype of the matmuls on the present platform."""
+        name = self.dtype
+        if name == "auto":
+            name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return jnp.dtype(name)
+
+
+class SelfAttention(nnx.Module):
+    """Projections around `attention.py`; holds the layer's own bias (unless all layers share one) and processor."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        D, H, K = config.width, config.num_heads, config.head_dim
+        normal = nnx.initializers.normal(math.sqrt(2 / (5 * D)))
+        output_normal = nnx.initializers.normal(2 / (config.num_layers * math.sqrt(D)))
+        self.query_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
+        self.key_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
+        self.value_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
+        self.output_HKD = nnx.Param(output_normal(rngs.params(), (H, K, D)))
+        self.query_bias_HK = nnx.Param(jnp.zeros((H, K)))
+        self.key_bias_HK = nnx.Param(jnp.zeros((H, K)))
+        self.value_bias_HK = nnx.Param(jnp.zeros((H, K)))
+        self.output_bias_D = nnx.Param(jnp.zeros((D,)))
+        self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, rngs)
+        has_bias = config.bias.shared_by_layers or self.bias is not None
+        self.processor = config.processor.build(H, has_bias, config.compute_dtype, rngs)
+        self.rotary = config.rotary
+        self.attention = config.attention
+        self.dtype = config.compute_dtype
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"], shared_bias: Bias | None
+    ) -> Float[Array, "B T D"]:
+        """Attend every position to itself and those before it."""
+
+        def project(weight_DHK: nnx.Param, bias_HK: nnx.Param) -> Float[Array, "B T H K"]:
+            y_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
+            return y_BTHK + bias_HK[None, None].astype(self.dtype)
+
+        q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
+        k_BTHK = self.rotary(project(self.key_DHK, self.key_bias_HK), pos_T)
+        v_BTHK = project(self.value_DHK, self.value_bias_HK)
+        bias = shared_bias if self.bias is None else self.bias
+        out_BTHK = self.attention(q_BTHK, k_BTHK, v_BTHK, pos_T, pos_T, bias=bias, processor=self.processor)
+        out_BTD = jnp.einsum("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
+        return out_BTD + self.output_bias_D[None, None].astype(self.dtype)
+
+
+class MLP(nnx.Module):
+    """Two layers with GELU (the exact one) between, F = 4 D."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        D, F = config.width, 4 * config.width
+        normal = nnx.initializers.normal(math.sqrt(2 / (5 * D)))
+        output_normal = nnx.initializers.normal(2 / (config.num_layers * math.sqrt(D)))
+        self.up_DF = nnx.Param(normal(rngs.params(), (D, F)))
+        self.up_bias_F = nnx.Param(jnp.zeros((F,)))
+        self.down_FD = nnx.Param(output_normal(rngs.params(), (F, D)))
+        self.down_bias_D = nnx.Param(jnp.zeros((D,)))
+        self.dtype = config.compute_dtype
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """down(gelu(up(x)))."""
+        h_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype))
+        h_BTF = nnx.gelu(h_BTF + self.up_bias_F[None, None].astype(self.dtype), approximate=False)
+        y_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
+        return y_BTD + self.down_bias_D[None, None].astype(self.dtype)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = nnx.LayerNorm(config.width, use_fast_variance=False, rngs=rngs)
+        self.attention = SelfAttention(config, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(config.width, use_fast_variance=False, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dtype = config.compute_dtype
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"], shared_bias: Bias | None
+    ) -> Float[Array, "B T D"]:
+        """One layer of the residual stream, which is float32."""
+        attended_BTD = self.attention(self.attention_norm(x_BTD).astype(self.dtype), pos_T, shared_bias)
+        x_BTD += attended_BTD.astype(x_BTD.dtype)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD).astype(self.dtype)).astype(x_BTD.dtype)
+
+
+class Decoder(nnx.Module):
+    """The language model."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        normal = nnx.initializers.normal(math.sqrt(2 / (5 * config.width)))
+        self.embedding_VD = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+        self.shared_bias = (
+            config.bias.build(config.num_heads, config.head_dim, rngs) if config.bias.shared_by_layers else None
+        )
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def make_layers(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.layers = make_layers(rngs)
+        self.norm = nnx.LayerNorm(config.width, use_fast_variance=False, rngs=rngs)
+        self.unembedding_DV = nnx.Param(normal(rngs.params(), (config.width, config.vocab_size)))
+        self.config = config
+
+    def features(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T D"]:
+        """Everything but the unembedding; positions 0..T-1 unless given."""
+        pos_T = jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T
+        x_BTD = self.embedding_VD[...][tokens_BT]
+
+        def layer(x_BTD: Float[Array, "B T D"], block: Block) -> tuple[Float[Array, "B T D"], None]:
+            return block(x_BTD, pos_T, self.shared_bias), None
+
+        if REMAT[self.config.remat] is not None:
+            layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers)
+        return self.norm(x_BTD)
+
+    def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Float32 logits of the features of any positions."""
+        dtype = self.config.compute_dtype
+        return jnp.einsum(
+            "BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), preferred_element_type=jnp.float32
+        )
+
+    def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
+        """Logits of the next token at every position."""
+        return self.logits(self.features(tokens_BT, pos_T))
+
+
+def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
+    """The model's static structure, and its parameters' shapes and dtypes; nothing is allocated."""
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(model, nnx.Param)
+    return graphdef, nnx.to_pure_dict(params)

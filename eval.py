@@ -1,0 +1,36 @@
+"""Evaluate trained models by sequence length: `python eval.py --workdir=runs/a,runs/b --lengths=128,256,512`."""
+
+from pathlib import Path
+
+from absl import flags
+
+from dape_jax import command_line
+from dape_jax.evaluation.evaluate import evaluate
+
+WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")
+LENGTHS = flags.DEFINE_list("lengths", [], "Sequence lengths in tokens, increasing; those of the run's config if empty.")
+LAST_TOKENS = flags.DEFINE_integer("last_tokens", None, "Scored tokens of a sequence; that of the run's config if unset.")
+DATA = flags.DEFINE_string("data", None, "Another corpus whose held-out documents are scored, as in --config.data.path.")
+OUTPUT = flags.DEFINE_string("output", None, "Where results go; the workdir, or the directory common to all, if unset.")
+flags.mark_flag_as_required("workdir")
+
+
+@flags.validator("lengths", "--lengths must be whole numbers, parted by commas")
+def _are_whole_numbers(values: list[str]) -> bool:
+    return all(value.isdecimal() for value in values)
+
+
+def main(_: list[str]) -> None:
+    """Flags, then one call."""
+    report = evaluate(
+        [Path(workdir) for workdir in WORKDIR.value],
+        output=Path(OUTPUT.value) if OUTPUT.value else None,
+        lengths=tuple(int(length) for length in LENGTHS.value),
+        last_tokens=LAST_TOKENS.value,
+        data=DATA.value,
+    )
+    print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,677 @@
+"""What the data room promises: no document lost or on both sides, nothing read twice, an order that resumes."""
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dape_jax.data import corpus
+from dape_jax.data.batches import Windows, train_batches, validation_batches
+from dape_jax.data.store import (
+    OFFSETS_FILE,
+    SIDECAR_FILE,
+    TOKENS_FILE,
+    Corpus,
+    DataConfig,
+    Sidecar,
+    TokenStore,
+    load_corpus,
+    open_store,
+)
+from dape_jax.data.tokenizers import TOKENIZERS, Bytes
+from dape_jax.errors import InputError
+
+quick = settings(max_examples=15, deadline=None)
+
+DOCUMENTS = [f"document {i}: ".encode() + bytes(range(1, 256)) * (i % 3) + b"\n" for i in range(40)]
+
+
+def write(directory: Path, documents: list[bytes], name: str = "{}.txt") -> Path:
+    for i, document in enumerate(documents):
+        file = directory / name.format(i)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(document)
+    return directory
+
+
+def config(path: str | Path, cache: str | Path, **changes) -> DataConfig:
+    fields = {"path": str(path), "tokenizer": "bytes", "cache_dir": str(cache), "held_out_fraction": 0.3, "seed": 0}
+    return DataConfig(**(fields | changes))
+
+
+def texts(store: TokenStore) -> list[bytes]:
+    return [store.tokenizer.decode(store.document(i)) for i in range(store.num_documents)]
+
+
+def memory_store(num_tokens: int) -> TokenStore:
+    """A store whose token at position i is i, so that every window says where it came from."""
+    sidecar = Sidecar(1, "bytes", 257, "<u2", 1, num_tokens, "0" * 64, "train", "memory", "0" * 64)
+    return TokenStore(Path("memory"), sidecar, np.arange(num_tokens, dtype="<u2"), np.array([0, num_tokens], "<i8"))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[DataConfig, Corpus]:
+    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache")
+    return made_config, load_corpus(made_config)
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> tuple[DataConfig, Path]:
+    """A corpus to copy and damage, and the name of its directory."""
+    root = tmp_path_factory.mktemp("pristine")
+    made_config = config(write(root / "text", DOCUMENTS), root / "cache")
+    return made_config, load_corpus(made_config).train.directory.parent
+
+
+# tokenizers
+
+
+@given(st.binary())
+def test_bytes_are_lossless(text: bytes):
+    tokenizer = Bytes()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(np.append(ids, tokenizer.end_of_document).astype(np.int32)) == text
+    assert ids.size == 0 or ids.max() < tokenizer.end_of_document < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("ids", [[-1], [5, 257]])
+def test_ids_outside_the_vocabulary_are_refused(ids: list[int]):
+    with pytest.raises(InputError, match=r"0 to 256"):
+        Bytes().decode(np.array(ids))
+
+
+def test_every_tokenizer_is_known_by_its_name():
+    assert all(tokenizer().name == name for name, tokenizer in TOKENIZERS.items())
+
+
+# corpus: files and documents
+
+
+def test_files_of_a_directory_a_glob_and_a_file(tmp_path: Path):
+    names = ["b.txt", "a.txt", "sub/deep/c.py", ".hidden", ".git/config", "sub/.d"]
+    for name in names:
+        write(tmp_path, [b"text"], name)
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "linked.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    visible = ["a.txt", "b.txt", "linked.txt", "sub/deep/c.py"]
+    assert [name for name, _ in corpus.find_files(str(tmp_path))] == visible
+    assert [file.name for _, file in corpus.find_files(f"{tmp_path}/**/*.py")] == ["c.py"]
+    assert [file.name for _, file in corpus.find_files(f"{tmp_path}/*.txt")] == ["a.txt", "b.txt"]
+    assert corpus.find_files(str(tmp_path / "a.txt")) == [("a.txt", tmp_path / "a.txt")]
+
+
+def test_a_name_with_glob_signs_is_taken_literally_when_it_exists(tmp_path: Path):
+    write(tmp_path, [b"text"], "part[1].txt")
+    assert [file.name for _, file in corpus.find_files(f"{tmp_path}/part[1].txt")] == ["part[1].txt"]
+
+
+def test_binary_and_empty_files_are_left_out(tmp_path: Path):
+    write(tmp_path, [b"", b"\x89PNG\0\1", b"caf\xe9 is not utf-8", b"x" * 9000 + b"\0", b""])
+    documents = list(corpus.read_documents(str(tmp_path), corpus.find_files(str(tmp_path))))
+    assert documents == [b"caf\xe9 is not utf-8", b"x" * 9000 + b"\0"]
+
+
+def test_standard_library_of_this_interpreter():
+    found = corpus.find_files("stdlib")
+    names = [name for name, _ in found]
+    assert len(names) >= 1000
+    assert names == sorted(set(names))
+    assert {"os.py", "json/__init__.py", "asyncio/tasks.py"} <= set(names)
+    assert all(name.endswith(".py") for name in names)
+    assert not any(
+        part in name.split("/") for name in names for part in ("site-packages", "lib-dynload", "__pycache__")
+    )
+
+
+def test_standard_library_leaves_out_links_that_leave_it(tmp_path: Path, monkeypatch):
+    write(tmp_path / "lib", [b"x = 1"] * 150, "m{}.py")
+    write(tmp_path, [b"x = 2"], "outside.py")
+    (tmp_path / "lib/sitecustomize.py").symlink_to(tmp_path / "outside.py")
+    write(tmp_path / "lib/site-packages", [b"x = 3"], "installed.py")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    assert [name for name, _ in corpus.find_files("stdlib")] == sorted(f"m{i}.py" for i in range(150))
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_no_standard_library_source_names_the_way_out(tmp_path: Path, monkeypatch, exists: bool):
+    library = write(tmp_path / "lib", [b"x = 1"] * 3, "m{}.py") if exists else tmp_path / "none"
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
+    with pytest.raises(InputError, match=r"--config\.data\.path"):
+        load_corpus(config("stdlib", tmp_path / "cache"))
+
+
+# corpus: the split
+
+documents_of_any_bytes = st.lists(st.binary(min_size=1, max_size=50).map(lambda b: b.replace(b"\0", b" ")), max_size=12)
+
+
+@quick
+@given(documents_of_any_bytes, st.floats(0.05, 0.95))
+def test_each_document_is_on_one_side_and_none_is_lost(documents: list[bytes], fraction: float):
+    documents = documents + DOCUMENTS[:10]  # so that both sides usually have some
+    with tempfile.TemporaryDirectory() as root:
+        path = write(Path(root, "text"), documents)
+        sides = Counter(corpus.split_of(document, fraction) for document in documents)
+        assume(len(sides) == 2)
+        loaded = load_corpus(config(path, Path(root, "cache"), held_out_fraction=fraction))
+        train, validation = texts(loaded.train), texts(loaded.validation)
+        assert not set(train) & set(validation)
+        assert Counter(train + validation) == Counter(documents)
+
+
+def test_identical_texts_fall_on_one_side(tmp_path: Path):
+    loaded = load_corpus(config(write(tmp_path / "text", DOCUMENTS * 3), tmp_path / "cache"))
+    train, validation = Counter(texts(loaded.train)), Counter(texts(loaded.validation))
+    assert set((train + validation).values()) == {3}
+    assert not train & validation
+
+
+def test_split_does_not_depend_on_names_places_and_order(tmp_path: Path):
+    shuffled = random.Random(0).sample(DOCUMENTS, len(DOCUMENTS))
+    one = load_corpus(config(write(tmp_path / "one", DOCUMENTS), tmp_path / "cache"))
+    other = load_corpus(config(write(tmp_path / "far/away", shuffled, "{}/readme"), tmp_path / "cache"))
+    assert set(texts(one.train)) == set(texts(other.train))
+    assert set(texts(one.validation)) == set(texts(other.validation))
+
+
+@quick
+@given(st.binary(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+def test_a_larger_fraction_only_moves_documents_into_validation(document: bytes, a: float, b: float):
+    if corpus.split_of(document, min(a, b)) == "validation":
+        assert corpus.split_of(document, max(a, b)) == "validation"
+
+
+def test_the_fraction_is_what_is_held_out():
+    held_out = sum(corpus.split_of(f"{i}".encode(), 0.2) == "validation" for i in range(10_000))
+    assert abs(held_out - 2000) < 5 * 40  # five standard deviations
+
+
+# store
+
+
+def test_store_roundtrip(made: tuple[DataConfig, Corpus]):
+    _, loaded = made
+    in_file_order = [file.read_bytes() for _, file in corpus.find_files(loaded.train.sidecar.source)]
+    for store, split in ((loaded.train, "train"), (loaded.validation, "validation")):
+        assert texts(store) == [text for text in in_file_order if corpus.split_of(text, 0.3) == split]
+        ends = [store.document(i)[-1] for i in range(store.num_documents)]
+        assert set(ends) == {store.tokenizer.end_of_document}
+        assert sum(len(store.document(i)) for i in range(store.num_documents)) == store.num_tokens == len(store.tokens)
+        assert (store.directory / TOKENS_FILE).stat().st_size == 2 * store.num_tokens
+        assert not store.tokens.flags.writeable
+        store.verify()
+        with pytest.raises(IndexError):
+            store.document(store.num_documents)
+
+
+def test_unchanged_inputs_are_not_read_again(made: tuple[DataConfig, Corpus]):
+    made_config, first = made
+    written = {file: file.stat().st_mtime_ns for file in Path(made_config.cache_dir).rglob("*")}
+    for file in Path(made_config.path).iterdir():  # other text, same size and time: only who reads it can tell
+        stat = file.stat()
+        file.write_bytes(b"?" * stat.st_size)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    second = load_corpus(made_config)
+    assert second.digest == first.digest
+    assert texts(second.train) == texts(first.train)
+    assert {file: file.stat().st_mtime_ns for file in Path(made_config.cache_dir).rglob("*")} == written
+
+
+@pytest.mark.parametrize("change", ["content", "touch", "add", "remove", "rename", "fraction", "place"])
+def test_changed_inputs_make_a_new_store_and_spare_the_old(made: tuple[DataConfig, Corpus], change: str):
+    made_config, first = made
+    path, changes = Path(made_config.path), {}
+    match change:
+        case "content":
+            (path / "3.txt").write_bytes(DOCUMENTS[3] + b"more")
+        case "touch":
+            os.utime(path / "3.txt", ns=(1, 1))
+        case "add":
+            (path / "new.txt").write_bytes(b"a new document")
+        case "remove":
+            (path / "3.txt").unlink()
+        case "rename":
+            (path / "3.txt").rename(path / "zzz.txt")
+        case "fraction":
+            changes = {"held_out_fraction": 0.5}
+        case "place":
+            path = Path(shutil.copytree(path, path.with_name("copy")))
+    second = load_corpus(config(path, made_config.cache_dir, **changes))
+    assert second.train.directory != first.train.directory
+    assert (second.digest == first.digest) == (change in ("touch", "place"))
+    assert open_store(first.train.directory).digest == first.train.digest
+    first.train.verify()
+
+
+def test_the_seed_of_the_order_does_not_make_a_new_store(made: tuple[DataConfig, Corpus]):
+    made_config, first = made
+    again = load_corpus(config(made_config.path, made_config.cache_dir, seed=7))
+    assert again.train.directory == first.train.directory
+
+
+@quick
+@given(st.data())
+def test_verify_detects_any_flipped_byte(pristine: tuple[DataConfig, Path], data: st.DataObject):
+    _, directory = pristine
+    with tempfile.TemporaryDirectory() as root:
+        copy = Path(shutil.copytree(directory / "train", Path(root, "train")))
+        open_store(copy).verify()
+        tokens = bytearray((copy / TOKENS_FILE).read_bytes())
+        tokens[data.draw(st.integers(0, len(tokens) - 1))] ^= data.draw(st.integers(1, 255))
+        (copy / TOKENS_FILE).write_bytes(tokens)
+        with pytest.raises(InputError, match=r"store\.json: digest"):
+            open_store(copy).verify()
+
+
+@quick
+@given(st.data())
+def test_damaged_offsets_never_pass_for_whole(pristine: tuple[DataConfig, Path], data: st.DataObject):
+    _, directory = pristine
+    with tempfile.TemporaryDirectory() as root:
+        copy = Path(shutil.copytree(directory / "train", Path(root, "train")))
+        before = np.array(open_store(copy).offsets)
+        content = bytearray((copy / OFFSETS_FILE).read_bytes())
+        if data.draw(st.booleans()):
+            content = content[: data.draw(st.integers(0, len(content) - 1))]
+        else:
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        (copy / OFFSETS_FILE).write_bytes(content)
+        message = None
+        try:
+            store = open_store(copy)
+            store.verify()
+            np.testing.assert_array_equal(store.offsets, before)  # what was damaged means nothing, such as padding
+        except InputError as error:
+            message = str(error)
+        assert message is None or (str(copy / SIDECAR_FILE) in message and "\n" not in message)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=5), values, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def damaged(draw, content: bytes) -> bytes:
+    fields = json.loads(content)
+    name = draw(st.sampled_from(sorted(fields)))
+    match draw(st.sampled_from(["truncate", "replace", "field", "drop", "add", "number"])):
+        case "truncate":
+            return content[: draw(st.integers(0, len(content) - 3))]  # the last bytes are "}" and a newline
+        case "replace":
+            return draw(st.binary() | json_values.map(lambda value: json.dumps(value).encode()))
+        case "field":
+            value = draw(json_values)
+            assume(type(value) is not type(fields[name]) or (value != fields[name] and name != "source"))
+            fields[name] = value
+        case "drop":
+            del fields[name]
+        case "add":
+            fields[draw(st.text().filter(lambda key: key not in fields))] = draw(json_values)
+        case "number":
+            name = draw(st.sampled_from(["format_version", "vocab_size", "num_documents", "num_tokens"]))
+            fields[name] += draw(st.sampled_from([-1, 1, -fields[name], 10**30]))
+    return json.dumps(fields).encode()
+
+
+@settings(quick, max_examples=120)
+@given(st.data(), st.sampled_from(["train", "validation"]))
+def test_a_damaged_sidecar_is_named_and_kept(pristine: tuple[DataConfig, Path], data: st.DataObject, split: str):
+    made_config, directory = pristine
+    sidecar = directory / split / SIDECAR_FILE
+    whole = sidecar.read_bytes()
+    content = data.draw(damaged(whole))
+    sidecar.write_bytes(content)
+    try:
+        with pytest.raises(InputError) as caught:
+            load_corpus(made_config)
+        assert str(sidecar) in str(caught.value)
+        assert f"delete {directory} " in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert sidecar.read_bytes() == content
+    finally:
+        sidecar.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", [TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE, ""])
+def test_a_missing_file_is_reported_and_not_rebuilt(made: tuple[DataConfig, Corpus], name: str):
+    made_config, first = made
+    lost = first.validation.directory / name
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    with pytest.raises(InputError, match=r"store\.json.*delete .* to have it built anew"):
+        load_corpus(made_config)
+    assert not lost.exists()
+    shutil.rmtree(first.train.directory.parent)
+    assert load_corpus(made_config).digest == first.digest
+
+
+def test_exchanged_splits_are_refused(made: tuple[DataConfig, Corpus]):
+    made_config, first = made
+    train, validation = first.train.directory, first.validation.directory
+    train.rename(train.with_name("other"))
+    validation.rename(train)
+    train.with_name("other").rename(validation)
+    with pytest.raises(InputError, match="split = 'validation'"):
+        load_corpus(made_config)
+
+
+def test_a_token_file_of_another_length_is_refused(made: tuple[DataConfig, Corpus]):
+    made_config, first = made
+    with open(first.train.directory / TOKENS_FILE, "ab") as file:
+        file.write(b"\1")
+    with pytest.raises(InputError, match="num_tokens"):
+        load_corpus(made_config)
+
+
+# store: builds that do not end well
+
+
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch):
+    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache")
+    calls = iter(range(20))
+
+    def interrupted(document: bytes, held_out_fraction: float) -> str:
+        if next(calls) == 15:
+            raise KeyboardInterrupt
+        return "train"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "split_of", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            load_corpus(made_config)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert Counter(texts(load_corpus(made_config).train)) <= Counter(DOCUMENTS)
+
+
+def test_a_killed_build_is_never_taken_for_whole(tmp_path: Path):
+    path = write(tmp_path / "text", DOCUMENTS)
+    script = (
+        "import os, signal, sys\n"
+        "from dape_jax.data import corpus, store\n"
+        "split_of, calls = corpus.split_of, iter(range(99))\n"
+        "def killed(*args):\n"
+        "    if next(calls) == 30: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return split_of(*args)\n"
+        "corpus.split_of = killed\n"
+        "store.load_corpus(store.DataConfig(*sys.argv[1:4], 0.3, 0))\n"
+    )
+    arguments = [sys.executable, "-c", script, str(path), "bytes", str(tmp_path / "cache")]
+    killed = subprocess.run(arguments, cwd=Path(__file__).parents[1])
+    assert killed.returncode == -9
+    left = [entry.name for entry in (tmp_path / "cache").iterdir()]
+    assert len(left) == 1
+    assert left[0].startswith(".tmp-")
+    after = load_corpus(config(path, tmp_path / "cache"))
+    after.train.verify()
+    assert after.digest == load_corpus(config(path, tmp_path / "clean")).digest
+
+
+def test_whoever_builds_first_is_used(tmp_path: Path, monkeypatch):
+    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache")
+    split_of = corpus.split_of
+    theirs = []
+
+    def overtaken(document: bytes, held_out_fraction: float) -> str:
+        if not theirs:
+            monkeypatch.setattr(corpus, "split_of", split_of)
+            theirs.append(load_corpus(made_config))  # another process, from start to end, during our build
+        return split_of(document, held_out_fraction)
+
+    monkeypatch.setattr(corpus, "split_of", overtaken)
+    ours = load_corpus(made_config)
+    assert ours.train.directory == theirs[0].train.directory
+    assert ours.digest == theirs[0].digest
+    theirs[0].train.verify()
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [ours.train.directory.parent.name]
+
+
+# store: what the user is told
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"path": ""}, "data.path = ''"),
+        ({"tokenizer": "gpt2"}, r"data.tokenizer = 'gpt2': one of \['bytes'\]"),
+        ({"cache_dir": ""}, "data.cache_dir = ''"),
+        ({"held_out_fraction": 0.0}, "data.held_out_fraction = 0.0"),
+        ({"held_out_fraction": 1.0}, "data.held_out_fraction = 1.0"),
+        ({"held_out_fraction": float("nan")}, "data.held_out_fraction = nan"),
+        ({"seed": -1}, "data.seed = -1"),
+        ({"seed": 2**32}, "data.seed = 4294967296"),
+    ],
+)
+def test_a_wrong_config_names_field_and_value(changes: dict, field: str):
+    with pytest.raises(InputError, match=field):
+        DataConfig(**(dataclasses.asdict(config("text", "cache")) | changes))
+
+
+@pytest.mark.parametrize("path", ["nowhere", "no/*.where", "a\0b", "empty directory", "empty files", "binary"])
+def test_nothing_to_read_names_the_path(tmp_path: Path, path: str):
+    (tmp_path / "empty directory").mkdir()
+    write(tmp_path / "empty files", [b"", b""])
+    write(tmp_path / "binary", [b"\0", b"\0\1", b""])
+    with pytest.raises(InputError, match=r"data\.path = ") as caught:
+        load_corpus(config(tmp_path / path, tmp_path / "cache"))
+    assert repr(str(tmp_path / path)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("fraction", "side"), [(1e-9, "validation"), (1 - 1e-9, "train")])
+def test_an_empty_side_names_the_fraction(tmp_path: Path, fraction: float, side: str):
+    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache", held_out_fraction=fraction)
+    with pytest.raises(InputError, match=rf"data.held_out_fraction = {fraction!r}: leaves no {side} .*data.path = "):
+        load_corpus(made_config)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_names_the_field(tmp_path: Path):
+    (tmp_path / "cache").write_bytes(b"a file")
+    with pytest.raises(InputError, match=r"data\.cache_dir = "):
+        load_corpus(config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache"))
+
+
+# batches: windows
+
+sizes = st.tuples(st.integers(2, 400), st.integers(1, 12)).filter(lambda pair: pair[0] > pair[1])  # num_tokens, T
+
+
+@quick
+@given(sizes)
+def test_windows_tile_the_store_and_targets_are_one_ahead(size: tuple[int, int]):
+    num_tokens, length = size
+    windows = Windows(memory_store(num_tokens), length)
+    rows = [windows[i] for i in range(len(windows))]
+    inputs, targets = (np.concatenate([row[name] for row in rows]) for name in ("inputs", "targets"))
+    np.testing.assert_array_equal(inputs, np.arange(len(inputs)))
+    np.testing.assert_array_equal(targets, inputs + 1)
+    assert inputs.dtype == targets.dtype == np.int32
+    assert 0 <= num_tokens - 1 - len(targets) < length
+    for outside in (-1, len(windows)):
+        with pytest.raises(IndexError):
+            windows[outside]
+
+
+def test_pickled_windows_carry_no_tokens(tmp_path: Path):
+    loaded = load_corpus(config(write(tmp_path / "text", [b"%d" % i * 9999 for i in range(9)]), tmp_path / "cache"))
+    windows = Windows(loaded.train, 16)
+    sent = pickle.dumps(windows)
+    assert len(sent) < 2000 < loaded.train.num_tokens
+    again = pickle.loads(sent)
+    assert len(again) == len(windows)
+    np.testing.assert_array_equal(again[7]["targets"], windows[7]["targets"])
+
+
+# batches: training
+
+
+def rows_of(store: TokenStore, length: int, batch: int, steps: int, shard=(0, 1), seed=0, state=None):
+    """The windows that one process reads, by the position of their first token, step by step; and the state after."""
+    iterator = train_batches(
+        store, train_length=length, global_batch_size=batch, seed=seed, shard_index=shard[0], num_shards=shard[1]
+    )
+    if state is not None:
+        iterator.set_state(state)
+    starts = []
+    for _ in range(steps):
+        batch_here = next(iterator)
+        assert set(batch_here) == {"inputs", "targets"}
+        for name, values in batch_here.items():
+            assert (values.shape, values.dtype) == ((batch // shard[1], length), np.int32), name
+        np.testing.assert_array_equal(batch_here["targets"], batch_here["inputs"] + 1)
+        starts.append(batch_here["inputs"][:, 0].tolist())
+    after = iterator.get_state()
+    iterator.close()
+    return starts, after
+
+
+def flat(steps: list[list[int]]) -> list[int]:
+    return [start for step in steps for start in step]
+
+
+@quick
+@given(sizes, st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_every_window_once_per_epoch(size: tuple[int, int], batch: int, seed: int):
+    num_tokens, length = size
+    store = memory_store(num_tokens)
+    every = [i * length for i in range(len(Windows(store, length)))]
+    epochs = 3
+    steps, _ = rows_of(store, length, batch, -(-epochs * len(every) // batch), seed=seed)
+    seen = flat(steps)
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * len(every) : (epoch + 1) * len(every)]) == every
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_order_differs_between_epochs_and_between_seeds(seed: int):
+    store = memory_store(65)
+
+    def epochs(seed: int) -> list[list[int]]:
+        return rows_of(store, 1, 64, 3, seed=seed)[0]
+
+    orders = epochs(seed) + epochs(seed + 1)
+    assert len({tuple(order) for order in orders}) == 6  # seed + 1 is no shifted copy of seed either
+    assert sorted(orders[0]) != orders[0]
+    assert epochs(seed) == epochs(seed)
+
+
+@quick
+@given(sizes, st.integers(1, 6), st.integers(0, 30), st.integers(1, 10))
+def test_resume_is_exact_at_any_step(size: tuple[int, int], batch: int, before: int, after: int):
+    num_tokens, length = size
+    store = memory_store(num_tokens)
+    whole, _ = rows_of(store, length, batch, before + after)
+    first, state = rows_of(store, length, batch, before)
+    assert state == {"global_next_index": before * batch}
+    second, _ = rows_of(store, length, batch, after, state=json.loads(json.dumps(state)))
+    assert first + second == whole
+
+
+def test_an_iterator_in_use_can_be_set_back():
+    store = memory_store(50)
+    iterator = train_batches(store, train_length=4, global_batch_size=4, seed=3, shard_index=0, num_shards=1)
+    next(iterator)
+    state = iterator.get_state()
+    once = [next(iterator)["inputs"] for _ in range(5)]
+    iterator.set_state(state)
+    np.testing.assert_array_equal([next(iterator)["inputs"] for _ in range(5)], once)
+    iterator.close()
+
+
+@quick
+@given(sizes, st.sampled_from([2, 4]), st.integers(1, 3), st.integers(0, 12))
+def test_shards_share_the_global_batch(size: tuple[int, int], num_shards: int, rows: int, before: int):
+    num_tokens, length = size
+    store, batch, steps = memory_store(num_tokens), num_shards * rows, 4
+    _, state = rows_of(store, length, batch, before)  # by one process, and resumed by several
+    whole, state_after = rows_of(store, length, batch, steps, state=state)
+    shards = [rows_of(store, length, batch, steps, (shard, num_shards), state=state) for shard in range(num_shards)]
+    for step in range(steps):
+        assert sorted(flat([starts[step] for starts, _ in shards])) == sorted(whole[step])
+    assert all(after == state_after for _, after in shards)
+
+
+@quick
+@given(sizes, st.integers(0, 10))
+def test_another_batch_size_goes_on_where_the_last_one_stopped(size: tuple[int, int], before: int):
+    num_tokens, length = size
+    store = memory_store(num_tokens)
+    first, state = rows_of(store, length, 8, before)
+    second, _ = rows_of(store, length, 4, 6, state=state)
+    whole, _ = rows_of(store, length, 4, 2 * before + 6)
+    assert flat(first + second) == flat(whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_length": 100}, "train_length = 100: at most 99: memory holds 100 tokens"),
+        ({"train_length": 0}, "train_length = 0"),
+        ({"global_batch_size": 0}, "global_batch_size = 0"),
+        ({"global_batch_size": 6, "num_shards": 4}, "global_batch_size = 6: a positive multiple of .* 4"),
+        ({"num_shards": 0}, "num_shards = 0"),
+        ({"shard_index": 1}, "shard_index = 1"),
+        ({"seed": -1}, "data.seed = -1"),
+    ],
+)
+def test_wrong_training_sizes_name_field_and_value(changes: dict, message: str):
+    fields = {"train_length": 99, "global_batch_size": 4, "seed": 0, "shard_index": 0, "num_shards": 1}
+    with pytest.raises(InputError, match=message):
+        train_batches(memory_store(100), **(fields | changes))
+
+
+# batches: validation
+
+
+@quick
+@given(sizes, st.integers(1, 9), st.integers(1, 9))
+def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], batch: int, num_batches: int):
+    num_tokens, length = size
+    store = memory_store(num_tokens)
+    num_windows = len(Windows(store, length))
+    assume(batch <= num_windows)
+    batches = validation_batches(store, length=length, batch_size=batch, num_batches=num_batches)
+    assert len(batches) == min(num_batches, num_windows // batch)
+    passes = [list(batches), list(batches)]
+    for one, two in zip(*passes, strict=True):
+        assert one["inputs"].shape == one["targets"].shape == (batch, length)
+        assert one["inputs"].dtype == one["targets"].dtype == np.int32
+        np.testing.assert_array_equal(one["inputs"], two["inputs"])
+        np.testing.assert_array_equal(one["targets"], one["inputs"] + 1)
+    starts = np.concatenate([one["inputs"][:, 0] for one in passes[0]]) // length
+    gaps = np.diff(np.append(starts, num_windows))
+    assert starts[0] == 0
+    assert gaps.min() > 0
+    assert gaps.max() - gaps.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 100}, "length = 100: at most 99"),
+        ({"length": 0}, "length = 0"),
+        ({"batch_size": 10}, "batch_size = 10: 1 to the 9 windows of length 10 in the 100 tokens of memory"),
+        ({"batch_size": 0}, "batch_size = 0"),
+        ({"num_batches": 0}, "num_batches = 0"),
+    ],
+)
+def test_wrong_validation_sizes_name_field_and_value(changes: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        validation_batches(memory_store(100), **({"length": 10, "batch_size": 4, "num_batches": 3} | changes))
