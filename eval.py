@@ -8,9 +8,15 @@ from dape_jax import command_line
 from dape_jax.evaluation.evaluate import evaluate
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")
-LENGTHS = flags.DEFINE_list("lengths", [], "Sequence lengths in tokens, increasing; those of the run's config if empty.")
-LAST_TOKENS = flags.DEFINE_integer("last_tokens", None, "Scored tokens of a sequence; that of the run's config if unset.")
-DATA = flags.DEFINE_string("data", None, "Another corpus whose held-out documents are scored, as in --config.data.path.")
+LENGTHS = flags.DEFINE_list(
+    "lengths", [], "Sequence lengths in tokens, increasing; those of the run's config if empty."
+)
+LAST_TOKENS = flags.DEFINE_integer(
+    "last_tokens", None, "Scored tokens of a sequence; that of the run's config if unset."
+)
+DATA = flags.DEFINE_string(
+    "data", None, "Another corpus whose held-out documents are scored, as in --config.data.path."
+)
 OUTPUT = flags.DEFINE_string("output", None, "Where results go; the workdir, or the directory common to all, if unset.")
 flags.mark_flag_as_required("workdir")
 
@@ -23,7 +29,7 @@ def _are_whole_numbers(values: list[str]) -> bool:
 def main(_: list[str]) -> None:
     """Flags, then one call."""
     report = evaluate(
-        [Path(workdir) for workdir in WORKDIR.value],
+        [Path(workdir) for workdir in WORKDIR.value or ()],
         output=Path(OUTPUT.value) if OUTPUT.value else None,
         lengths=tuple(int(length) for length in LENGTHS.value),
         last_tokens=LAST_TOKENS.value,

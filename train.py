@@ -15,7 +15,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(_: list[str]) -> None:
     """Flags, then one call."""
-    train(CONFIG.value.to_dict(), Path(WORKDIR.value))
+    train(CONFIG.value.to_dict(), Path(WORKDIR.value or ""))
 
 
 if __name__ == "__main__":

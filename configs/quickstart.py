@@ -7,8 +7,8 @@ times longer. `make demo` runs both methods and draws them into one picture:
     python train.py --config=configs/quickstart.py:processor=dape --workdir=runs/quickstart/dape1x3-kerple
     python eval.py --workdir=runs/quickstart/kerple,runs/quickstart/dape1x3-kerple
 
-Argument: rotary=none|rope, bias=nope|alibi|kerple|t5|fire, processor=none|dape, kernel=1|3|5|...; any field below can be
-set too, as --config.train.num_steps=2000.
+Argument: rotary=none|rope, bias=nope|alibi|kerple|t5|fire, processor=none|dape, kernel=1|3|5|...; any field below can
+be set too, as --config.train.num_steps=2000.
 """
 
 from ml_collections import ConfigDict
@@ -19,6 +19,12 @@ from dape_jax.config import parse_argument
 def get_config(argument: str | None = None) -> ConfigDict:
     """The recipe."""
     choice = parse_argument(argument, rotary="none", bias="kerple", processor="dape", kernel=3)
+    is_dape = choice["processor"] == "dape"
+    bias, processor = dict(name=choice["bias"]), dict(name=choice["processor"])
+    if choice["bias"] == "fire":
+        bias |= dict(threshold=32, activation="leaky_relu" if is_dape else "relu")
+    if is_dape:
+        processor |= dict(kernel_width=choice["kernel"], channels=32, edge="prefix")
     config = ConfigDict()
     config.model = dict(
         num_layers=4,
@@ -26,20 +32,12 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_heads=4,
         vocab_size=257,  # 256 bytes and the end of a document
         rotary=dict(name=choice["rotary"]),
-        bias=dict(name=choice["bias"]),
-        processor=dict(name="none"),
-        attention=dict(name="dense"),
+        bias=bias,
+        processor=processor,
+        attention=dict(name="blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
         remat="none",
         dtype="auto",
     )
-    if choice["bias"] == "fire":
-        config.model.bias = dict(name="fire", threshold=32, activation="relu")
-    if choice["processor"] != "none":
-        config.model.processor = dict(
-            name=choice["processor"], kernel_width=choice["kernel"], channels=32, edge="prefix"
-        )
-        if choice["bias"] == "fire":
-            config.model.bias.activation = "leaky_relu"
     config.data = dict(
         path="stdlib",
         tokenizer="bytes",
@@ -75,6 +73,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         max_windows=128,
         batch_tokens=8192,
         blockwise_from=512,
-        block_size=64,
+        block_size=32,
     )
     return config

@@ -9,8 +9,8 @@ same letters, and the parameters of the model are named the same way, which is w
     C  hidden channels of the score convolution                 W  width of its kernel
     M  hidden width of FIRE's MLP                               N  buckets of T5's bias
 
-`axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units stand
-in names: `nll_nats`, `num_tokens`, `warmup_steps`.
+`axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
+stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
 
 Reading order: positions, biases, processors, attention, transformer, sharding, data, training, evaluation.
 """

@@ -9,6 +9,7 @@ same function and gives the same numbers.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ from dape_jax.processors import Plain, Processor
 def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
     """Softmax over the keys that the mask lets through; exactly 0 elsewhere.
 
-    A masked score is a large finite negative number, not -inf: a row with no key at all then gives numbers, not NaNs, and
-    so does its gradient.
+    A masked score is a large finite negative number, not -inf: a row with no key at all then gives numbers, not NaNs,
+    and so does its gradient.
     """
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
     return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
@@ -44,16 +45,16 @@ def attend(
         softmax(processor(Q K^T / sqrt(K), bias, mask)) V        mask: key position <= query position
 
     Args:
-      q_BTHK: queries, rotated already where positions are rotary.
-      k_BSHK: keys.
-      v_BSHK: values.
-      q_pos_T: positions of the queries, in any order.
-      k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours.
-      bias: position bias; None for none.
-      processor: what is done to the scores; None for scores + bias.
+        q_BTHK: queries, rotated already where positions are rotary.
+        k_BSHK: keys.
+        v_BSHK: values.
+        q_pos_T: positions of the queries, in any order.
+        k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours.
+        bias: position bias; None for none.
+        processor: what is done to the scores; None for scores + bias.
 
     Returns:
-      The attended values in the dtype of `v_BSHK`. Scores, bias and softmax are float32 (float64 if the inputs are).
+        The attended values in the dtype of `v_BSHK`. Scores, bias and softmax are float32 (float64 if the inputs are).
     """
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     mask_TS = k_pos_S[None, :] <= q_pos_T[:, None]
@@ -97,8 +98,8 @@ class Blockwise:
     self-attention; with one bucket they may be any rows.
 
     Args:
-      block_size: rows in a block.
-      num_buckets: runs of rows with their own number of keys.
+        block_size: rows in a block.
+        num_buckets: runs of rows with their own number of keys.
     """
 
     block_size: int = 128
@@ -133,7 +134,7 @@ class Blockwise:
         num_buckets = min(self.num_buckets, num_blocks)
         cuts = [num_blocks * i // num_buckets for i in range(num_buckets + 1)]
         outs = []
-        for start, stop in zip(cuts[:-1], cuts[1:], strict=True):
+        for start, stop in itertools.pairwise(cuts):
             visible = num_keys
             if num_buckets > 1:
                 visible = min(num_keys, num_keys - num_rows + stop * block + processor.key_halo)
@@ -143,7 +144,9 @@ class Blockwise:
             def rows_of_block(q, pos, k=k, v=v, k_pos=k_pos):
                 return attend(q, k, v, pos, k_pos, bias=bias, processor=processor)
 
-            outs.append(jax.lax.map(lambda block: rows_of_block(*block), (q_blocks[start:stop], pos_blocks[start:stop])))
+            outs.append(
+                jax.lax.map(lambda block: rows_of_block(*block), (q_blocks[start:stop], pos_blocks[start:stop]))
+            )
         out_blocks = jnp.concatenate(outs)
         return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
 

@@ -64,8 +64,8 @@ class NopeConfig:
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Slopes of ALiBi in double precision, shape [H].
 
-    For a power of two, 2^(-8 (n+1) / H), n = 0..H-1. Otherwise the slopes of the next smaller power of two P, then every
-    other slope of 2P, from the first.
+    For a power of two, 2^(-8 (n+1) / H), n = 0..H-1. Otherwise the slopes of the next smaller power of two P, then
+    every other slope of 2P, from the first.
 
     Source: Press et al. 2022 and their released code.
     """
@@ -75,9 +75,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.asarray((slopes + between)[:num_heads])
 
 
-def alibi(
-    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"]
-) -> Float[Array, "H T S"]:
+def alibi(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"]) -> Float[Array, "H T S"]:
     """Linear bias, -slope_h * dist. Source: Press et al. 2022, section 3."""
     distance_TS = distances(q_pos_T, k_pos_S).astype(slopes_H.dtype)
     return -slopes_H[:, None, None] * distance_TS[None]
@@ -146,9 +144,7 @@ class KerpleConfig:
         return Kerple(num_heads, rngs=rngs)
 
 
-def t5_buckets(
-    distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128
-) -> Int[Array, "*shape"]:
+def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128) -> Int[Array, "*shape"]:
     """T5's bucket of a distance (causal form).
 
     With E = num_buckets / 2: the distance itself below E, then logarithmic up to max_distance,
@@ -177,11 +173,11 @@ def t5(
     """Learned bias of a bucketed distance, scale * table[bucket(dist), h].
 
     Args:
-      q_pos_T: query positions.
-      k_pos_S: key positions.
-      table_NH: one entry for each of N buckets and each head.
-      max_distance: the distance from which on all fall in the last bucket.
-      scale: sqrt(head dim) in the official code.
+        q_pos_T: query positions.
+        k_pos_S: key positions.
+        table_NH: one entry for each of N buckets and each head.
+        max_distance: the distance from which on all fall in the last bucket.
+        scale: sqrt(head dim) in the official code.
 
     Source: Raffel et al. 2020, section 2.1.
     """
@@ -244,15 +240,15 @@ def fire(
         z = log(|c dist| + 1) / (log(|c max(q_pos, |threshold|)| + 1) + 1e-6)        bias = MLP(z), 1 -> M -> H
 
     Args:
-      q_pos_T: query positions.
-      k_pos_S: key positions.
-      c: scale inside the logarithm.
-      threshold: positions below it are normalised as if they stood there.
-      hidden_M: first layer, 1 -> M.
-      hidden_bias_M: its bias.
-      output_MH: second layer, M -> H.
-      output_bias_H: its bias.
-      activation: "relu" when FIRE stands alone, "leaky_relu" (0.01) under DAPE, as in the official code.
+        q_pos_T: query positions.
+        k_pos_S: key positions.
+        c: scale inside the logarithm.
+        threshold: positions below it are normalised as if they stood there.
+        hidden_M: first layer, 1 -> M.
+        hidden_bias_M: its bias.
+        output_MH: second layer, M -> H.
+        output_bias_H: its bias.
+        activation: "relu" when FIRE stands alone, "leaky_relu" (0.01) under DAPE, as in the official code.
 
     Source: Li et al. 2024, equation 5.
     """
@@ -301,11 +297,11 @@ class FireConfig:
     """FIRE.
 
     Args:
-      threshold: where the normalisation by the query's position sets in, in positions. The official V2 configs train at
-        512 with 256.
-      width: hidden width of the MLP.
-      initial_c: c at the start.
-      activation: of the MLP; see `fire`.
+        threshold: where the normalisation by the query's position sets in, in positions. The official V2 configs train
+            at 512 with 256.
+        width: hidden width of the MLP.
+        initial_c: c at the start.
+        activation: of the MLP; see `fire`.
     """
 
     threshold: int = 256

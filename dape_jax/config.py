@@ -1,7 +1,7 @@
-"""From a config file to checked, frozen values: everything a run needs, with every mistake named before any device work.
+"""From a config file to checked, frozen values; every mistake is named before any device work.
 
-In: the nested dict of a config file. Out: `RunConfig`. A section is read by the dataclass of the room that it configures;
-its fields have no defaults here, so that a config file says everything.
+In: the nested dict of a config file. Out: `RunConfig`. A section is read by the dataclass of the room that it
+configures; its fields have no defaults here, so that a config file says everything.
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ class TrainConfig:
     """Args of the training loop.
 
     Args:
-      seed: of the parameters.
-      train_length: T, in tokens.
-      batch_size: sequences in a step, over all devices and accumulation parts.
-      accumulation_steps: parts in which a step's gradient is computed.
-      num_steps: steps in all.
-      validate_every: steps between validations (and at the end).
-      validation_batches: held-out batches in a validation.
-      checkpoint_every: steps between checkpoints (and at the end); a multiple of `validate_every`.
-      keep_latest: newest checkpoints kept, besides the one with the lowest validation loss.
+        seed: of the parameters.
+        train_length: T, in tokens.
+        batch_size: sequences in a step, over all devices and accumulation parts.
+        accumulation_steps: parts in which a step's gradient is computed.
+        num_steps: steps in all.
+        validate_every: steps between validations (and at the end).
+        validation_batches: held-out batches in a validation.
+        checkpoint_every: steps between checkpoints (and at the end); a multiple of `validate_every`.
+        keep_latest: newest checkpoints kept, besides the one with the lowest validation loss.
     """
 
     seed: int
@@ -87,7 +87,7 @@ class RunConfig:
         """Read and check a config file's dict.
 
         Raises:
-          InputError: a section or field that is unknown, missing or out of range.
+            InputError: a section or field that is unknown, missing or out of range.
         """
         _check_fields(cls, "config", spec)
         return cls(
@@ -111,7 +111,8 @@ def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
 def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
     """Make the dataclass of a section whose fields are all given."""
     _check_fields(cls, section, spec)
-    return cls(**spec)
+    # A config that was saved as JSON has lists where it had tuples.
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()})
 
 
 def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> Any:
@@ -137,7 +138,7 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     """Read a config file's argument, `config.py:key=value,key=value`, each value of its default's type.
 
     Raises:
-      InputError: an unknown key, or a value that is not of the type.
+        InputError: an unknown key, or a value that is not of the type.
     """
     values = dict(defaults)
     for item in filter(None, (argument or "").split(",")):

@@ -32,7 +32,7 @@ class Rope:
         a' = a cos(pos w) - b sin(pos w)        b' = b cos(pos w) + a sin(pos w)
 
     Args:
-      base: the longest wavelength divided by 2 pi, in positions.
+        base: the longest wavelength divided by 2 pi, in positions.
 
     Source: Su et al. 2021, in GPT-NeoX's rotate-half form over all K dims.
     Differs: angles are computed where they are used, in float32 or better; the official code caches them up to a

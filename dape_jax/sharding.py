@@ -2,11 +2,12 @@
 
 In: parameter names and shapes. Out: shardings. Next: `data/`.
 
-Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters. Heads have no axis: the
-score convolution mixes them, so attention is sharded over the batch, and over query rows, never over heads.
+Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters. Heads have no axis:
+the score convolution mixes them, so attention is sharded over the batch, and over query rows, never over heads.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ class MeshConfig:
     """Sizes of the mesh axes; -1, for one of them, is whatever devices are left.
 
     Args:
-      data: copies of the parameters.
-      fsdp: shards of the parameters.
+        data: copies of the parameters.
+        fsdp: shards of the parameters.
     """
 
     data: int
@@ -42,7 +43,7 @@ class MeshConfig:
         """The sizes with -1 resolved.
 
         Raises:
-          InputError: they do not multiply to the number of devices.
+            InputError: they do not multiply to the number of devices.
         """
         given = self.data * self.fsdp
         left = num_devices // -given if given < 0 else 1
@@ -51,7 +52,7 @@ class MeshConfig:
         return data, fsdp
 
 
-def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The one mesh of a run. Axes are Auto: the compiler places what the table leaves open."""
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh(config.sizes(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

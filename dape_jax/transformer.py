@@ -2,8 +2,8 @@
 
 In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
 
-Pre-LayerNorm blocks, x + attention(norm(x)) then x + mlp(norm(x)); biases everywhere; untied embeddings; no dropout. The
-layers are one module with stacked parameters, run by a scan, so that compile time does not grow with depth.
+Pre-LayerNorm blocks, x + attention(norm(x)) then x + mlp(norm(x)); biases everywhere; untied embeddings; no dropout.
+The layers are one module with stacked parameters, run by a scan, so that compile time does not grow with depth.
 
 Parameters are float32 and named after the shape legend; matmuls run in the compute dtype; norms, scores and logits are
 float32.
@@ -51,16 +51,16 @@ class TransformerConfig:
     """Everything that decides the model's function and how it is computed.
 
     Args:
-      num_layers: number of blocks.
-      width: D.
-      num_heads: H; divides the width.
-      vocab_size: V.
-      rotary: what rotates queries and keys.
-      bias: position bias.
-      processor: what is done to the scores.
-      attention: `Dense` or `Blockwise`.
-      remat: what the backward pass keeps of a block, a key of `REMAT`.
-      dtype: of the matmuls; "auto" is bfloat16 on TPU and GPU and float32 on CPU.
+        num_layers: number of blocks.
+        width: D.
+        num_heads: H; divides the width.
+        vocab_size: V.
+        rotary: what rotates queries and keys.
+        bias: position bias.
+        processor: what is done to the scores.
+        attention: `Dense` or `Blockwise`.
+        remat: what the backward pass keeps of a block, a key of `REMAT`.
+        dtype: of the matmuls; "auto" is bfloat16 on TPU and GPU and float32 on CPU.
     """
 
     num_layers: int

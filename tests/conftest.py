@@ -1,12 +1,18 @@
 """Strict JAX for every test: eight simulated devices, no silent promotion of ranks, annotations checked at run time."""
 
 import os
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
 
 import jax
 import pytest
+
+# Many tests run the same small program: each is compiled once in a session.
+CACHE = tempfile.TemporaryDirectory(prefix="dape_jax_tests_")
+jax.config.update("jax_compilation_cache_dir", CACHE.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

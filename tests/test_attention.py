@@ -57,7 +57,9 @@ def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, see
 
 
 def make_qkv(length: int, batch: int = 2, heads: int = 2, head_dim: int = 4, seed: int = 1):
-    return [jax.random.normal(key, (batch, length, heads, head_dim)) for key in jax.random.split(jax.random.key(seed), 3)]
+    return [
+        jax.random.normal(key, (batch, length, heads, head_dim)) for key in jax.random.split(jax.random.key(seed), 3)
+    ]
 
 
 @pytest.mark.parametrize(("bias", "processor", "implementation"), PRODUCT)
@@ -103,7 +105,10 @@ def test_implementations_agree(bias, processor, data):
     params, run = make_layer(bias, processor, heads, head_dim)
     qkv = make_qkv(length, batch, heads, head_dim)
     weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
-    sizes = {"block_size": data.draw(st.integers(1, 25), "block"), "num_buckets": data.draw(st.integers(1, 6), "buckets")}
+    sizes = {
+        "block_size": data.draw(st.integers(1, 25), "block"),
+        "num_buckets": data.draw(st.integers(1, 6), "buckets"),
+    }
 
     def value_and_grads(implementation):
         def loss(params, qkv):
@@ -156,7 +161,8 @@ def test_listing_edge_differs_from_prefix_edge_in_the_last_rows_alone(width, imp
     q, k, v = make_qkv(length)
     pos = jnp.arange(length)
     prefix, listing = (
-        IMPLEMENTED[implementation](q, k, v, pos, pos, bias=bias, processor=layers[edge]) for edge in ("prefix", "listing")
+        IMPLEMENTED[implementation](q, k, v, pos, pos, bias=bias, processor=layers[edge])
+        for edge in ("prefix", "listing")
     )
     np.testing.assert_allclose(prefix[:, : length - half], listing[:, : length - half], atol=2e-6)
     for row in range(length - half, length):

@@ -1,0 +1,1 @@
+"""From a checkpoint to a comparison by length. Read in that order: perplexity, evaluate, report."""

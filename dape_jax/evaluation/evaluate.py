@@ -21,13 +21,13 @@ class RunResult:
     """One model's perplexity by length.
 
     Args:
-      name: the workdir's own name.
-      workdir: where it was read from.
-      step: of the checkpoint.
-      train_length: T, in tokens.
-      last_tokens: scored tokens of a sequence.
-      data: digest of the corpus that was scored.
-      lengths: one result for each length.
+        name: the workdir's own name.
+        workdir: where it was read from.
+        step: of the checkpoint.
+        train_length: T, in tokens.
+        last_tokens: scored tokens of a sequence.
+        data: digest of the corpus that was scored.
+        lengths: one result for each length.
     """
 
     name: str
@@ -45,20 +45,22 @@ def evaluate(
     """Evaluate the newest checkpoint of every workdir and write one comparison.
 
     Args:
-      workdirs: of the runs, each with another name.
-      output: where the results go; the workdir, or the directory that all workdirs have in common.
-      lengths: sequence lengths; empty for those of each run's config.
-      last_tokens: scored tokens; None for that of each run's config.
-      data: in the form of `data.path`, another corpus whose held-out documents are scored; None for the run's own.
+        workdirs: of the runs, each with another name.
+        output: where the results go; the workdir, or the directory that all workdirs have in common.
+        lengths: sequence lengths; empty for those of each run's config.
+        last_tokens: scored tokens; None for that of each run's config.
+        data: in the form of `data.path`, another corpus whose held-out documents are scored; None for the run's own.
 
     Raises:
-      InputError: bad input, before any device work.
+        InputError: bad input, before any device work.
     """
     require(bool(workdirs), "workdir", [], "one workdir or more")
     require(len({w.name for w in workdirs}) == len(workdirs), "workdir", [w.name for w in workdirs], "different names")
     runs = [read_run(workdir, lengths, last_tokens) for workdir in workdirs]
     protocols = [(run.evaluation.lengths, run.evaluation.last_tokens) for run, _ in runs]
-    require(len(set(protocols)) == 1, "lengths, last_tokens", protocols, "the same for all; give --lengths, --last_tokens")
+    require(
+        len(set(protocols)) == 1, "lengths, last_tokens", protocols, "the same for all; give --lengths, --last_tokens"
+    )
 
     results = []
     for workdir, (run, digest) in zip(workdirs, runs, strict=True):

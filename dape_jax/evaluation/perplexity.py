@@ -32,12 +32,12 @@ class EvaluationConfig:
     """Args of the evaluation by length.
 
     Args:
-      lengths: sequence lengths N, in tokens.
-      last_tokens: scored tokens at the end of a sequence; at N below it, all N (and then fewer tokens than elsewhere).
-      max_windows: windows that are scored at most, spread evenly over the documents.
-      batch_tokens: tokens processed at once; a batch holds as many sequences as fit, and one at least.
-      blockwise_from: from this length on attention is blockwise, so that memory is linear in length.
-      block_size: rows of a block then.
+        lengths: sequence lengths N, in tokens.
+        last_tokens: scored tokens at the end of a sequence; at N below it, all N (and then fewer tokens than
+        elsewhere). max_windows: windows that are scored at most, spread evenly over the documents.
+        batch_tokens: tokens processed at once; a batch holds as many sequences as fit, and one at least.
+        blockwise_from: from this length on attention is blockwise, so that memory is linear in length.
+        block_size: rows of a block then.
     """
 
     lengths: tuple[int, ...]
@@ -48,7 +48,6 @@ class EvaluationConfig:
     block_size: int
 
     def __post_init__(self):
-        object.__setattr__(self, "lengths", tuple(self.lengths))  # a config read from JSON holds a list
         require(len(self.lengths) > 0, "evaluation.lengths", self.lengths, "one length or more")
         for length in self.lengths:
             require(
@@ -70,21 +69,26 @@ class Window:
 
 
 def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Window]:
-    """Places to score: in every document that is long enough, windows of the longest length that do not overlap.
+    """Places to score: windows of the longest length at the end of documents, then before those, without overlap.
+
+    All documents that are long enough give one before any gives two, so that a few long ones do not decide the figure.
 
     Args:
-      store: held-out documents.
-      longest: the longest N; a window takes N inputs and one more token, the last target.
-      max_windows: if there are more, this many of them, evenly spaced.
+        store: held-out documents.
+        longest: the longest N; a window takes N inputs and one more token, the last target.
+        max_windows: at most so many; among documents of equal standing the choice is random, and always the same.
 
     Raises:
-      InputError: no document is long enough.
+        InputError: no document is long enough.
     """
     document_lengths = np.diff(store.offsets)
+    windows_each = (document_lengths - 1) // longest
+    order = np.random.default_rng(0).permutation(store.num_documents)
     windows = [
-        Window(document, int(length) - taken * longest)
-        for document, length in enumerate(document_lengths)
-        for taken in range((int(length) - 1) // longest)
+        Window(int(document), int(document_lengths[document]) - taken * longest)
+        for taken in range(min(max_windows, max(windows_each)))
+        for document in order
+        if taken < windows_each[document]
     ]
     require(
         bool(windows),
@@ -92,8 +96,7 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Wi
         longest,
         f"at most {max(document_lengths) - 1}: the longest held-out document has {max(document_lengths)} tokens",
     )
-    keep = np.unique(np.linspace(0, len(windows) - 1, min(max_windows, len(windows))).round().astype(int))
-    return [windows[i] for i in keep]
+    return windows[:max_windows]
 
 
 def window_batches(
@@ -115,14 +118,14 @@ class LengthResult:
     """Perplexity at one length.
 
     Args:
-      length: N.
-      perplexity: exp(sum of nll / number of tokens).
-      low: lower end of the 95 % bootstrap interval over documents; None with fewer than two documents.
-      high: its upper end.
-      nll_nats: sum over all scored tokens.
-      num_tokens: scored tokens.
-      num_windows: sequences.
-      num_documents: documents they come from.
+        length: N.
+        perplexity: exp(sum of nll / number of tokens).
+        low: lower end of the 95 % bootstrap interval over documents; None with fewer than two documents.
+        high: its upper end.
+        nll_nats: sum over all scored tokens.
+        num_tokens: scored tokens.
+        num_windows: sequences.
+        num_documents: documents they come from.
     """
 
     length: int
@@ -188,15 +191,15 @@ def evaluate_lengths(
     """Perplexity of one model at every length.
 
     Args:
-      config: the model.
-      params: its parameters.
-      mesh: where they live; sequences are split over its devices.
-      store: held-out documents.
-      evaluation: lengths and protocol.
-      name: shown by the progress bar.
+        config: the model.
+        params: its parameters.
+        mesh: where they live; sequences are split over its devices.
+        store: held-out documents.
+        evaluation: lengths and protocol.
+        name: shown by the progress bar.
 
     Raises:
-      InputError: no held-out document is as long as the longest length.
+        InputError: no held-out document is as long as the longest length.
     """
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
     results = []

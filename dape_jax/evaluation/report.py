@@ -80,14 +80,15 @@ def _cells(results: Sequence["RunResult"]) -> list[list[str]]:
 
 
 def _caption(results: Sequence["RunResult"]) -> str:
-    first = results[0].lengths[-1]
-    trained = sorted({run.train_length for run in results})
-    tokens = ", ".join(f"{r.num_tokens:,} at {r.length}" for r in results[0].lengths if r.num_tokens != first.num_tokens)
+    last_tokens, lengths = results[0].last_tokens, results[0].lengths
+    longest = lengths[-1]
+    fewer = [f"{result.num_tokens:,} at {result.length}" for result in lengths if result.length < last_tokens]
+    trained = ", ".join(str(length) for length in sorted({run.train_length for run in results}))
+    only = f" ({', '.join(fewer)})" if fewer else ""
     return (
-        f"Perplexity of the last {results[0].last_tokens} tokens by sequence length, with 95 % bootstrap intervals over "
-        f"{first.num_documents} held-out documents; {first.num_windows} sequences, {first.num_tokens:,} scored tokens"
-        f"{f' (fewer where N < last_tokens: {tokens})' if tokens else ''}. "
-        f"Trained at {', '.join(map(str, trained))} tokens."
+        f"Perplexity of the last {last_tokens} tokens by sequence length, trained at {trained} tokens. "
+        f"{longest.num_windows} sequences from {longest.num_documents} held-out documents, {longest.num_tokens:,} scored "
+        f"tokens{only}; 95 % bootstrap intervals over documents."
     )
 
 
@@ -112,12 +113,15 @@ def plot(results: Sequence["RunResult"], file: Path) -> None:
     for run in results:
         lengths = [result.length for result in run.lengths]
         (line,) = axes.plot(lengths, [result.perplexity for result in run.lengths], marker="o", label=run.name)
-        bounds = [(result.low, result.high) for result in run.lengths]
-        if all(low is not None for low, _ in bounds):
-            axes.fill_between(lengths, *zip(*bounds, strict=True), color=line.get_color(), alpha=0.15, linewidth=0)
+        low = [result.low for result in run.lengths if result.low is not None]
+        high = [result.high for result in run.lengths if result.high is not None]
+        if len(low) == len(high) == len(lengths):
+            axes.fill_between(lengths, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     for length in sorted({run.train_length for run in results}):
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
-        axes.annotate("train length", (length, 0.97), xycoords=("data", "axes fraction"), ha="left", va="top", fontsize=8)
+        axes.annotate(
+            "train length", (length, 0.97), xycoords=("data", "axes fraction"), ha="left", va="top", fontsize=8
+        )
     highest = max(result.perplexity for run in results for result in run.lengths)
     lowest = min(result.perplexity for run in results for result in run.lengths)
     if highest > 5 * lowest:

@@ -1,0 +1,1 @@
+"""From batches to a trained model. Read in that order: optimizer, step, checkpoint, loop."""

@@ -1,7 +1,7 @@
 """Checkpoints: one composite save of `params`, `opt_state`, `data` and `config`, by Orbax. Next: `loop.py`.
 
-The four are separate items, so that an evaluator reads `params` and `config` alone. The newest few are kept, and the one
-with the lowest validation loss besides.
+The four are separate items, so that an evaluator reads `params` and `config` alone. The newest few are kept, and the
+one with the lowest validation loss besides.
 """
 
 import json
@@ -23,16 +23,23 @@ CONFIG_FILE = "config.json"
 def open_checkpoints(workdir: Path, keep_latest: int) -> ocp.CheckpointManager:
     """The manager of a run's checkpoints. Call `close()` on it: saves run in the background until then.
 
-    Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best; a policy that is the union of newest
-    and best is what a run needs.
+    Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best; a policy that is the union of
+    newest and best is what a run needs. `best_fn` is given besides: without it Orbax does not write the metrics down,
+    and a resumed run would know of no best and delete nothing.
     """
+
+    def validation_nats(metrics: dict[str, float]) -> float:
+        return metrics["validation_nats"]
+
     policy = preservation_policy.AnyPreservationPolicy(
         [
             preservation_policy.LatestN(keep_latest),
-            preservation_policy.BestN(get_metric_fn=lambda metrics: metrics["validation_nats"], reverse=True, n=1),
+            preservation_policy.BestN(get_metric_fn=validation_nats, reverse=True, n=1),
         ]
     )
-    options = ocp.CheckpointManagerOptions(preservation_policy=policy, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=policy, best_fn=validation_nats, best_mode="min", cleanup_tmp_directories=True
+    )
     return ocp.CheckpointManager(
         _directory(workdir), item_names=("params", "opt_state", "data", "config"), options=options
     )
@@ -74,14 +81,14 @@ def restore(manager: ocp.CheckpointManager, step: int, state: TrainState) -> tup
             data=ocp.args.JsonRestore(),
         ),
     )
-    return TrainState(restored.params, restored.opt_state), restored.data
+    return TrainState(restored["params"], restored["opt_state"]), restored["data"]
 
 
 def restore_params(workdir: Path, abstract: Params, step: int | None = None) -> tuple[int, Params]:
     """Read the parameters of a step (the newest unless given), and nothing else.
 
     Raises:
-      InputError: there is no such step.
+        InputError: there is no such step.
     """
     directory = _directory(workdir)
     with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False)) as manager:
@@ -90,7 +97,7 @@ def restore_params(workdir: Path, abstract: Params, step: int | None = None) -> 
         step = steps[-1] if step is None else step
         require(step in steps, "step", step, f"one of the checkpoints {steps} in {workdir}")
         restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
-    return step, restored.params
+    return step, restored["params"]
 
 
 def write_config(workdir: Path, config: dict[str, Any]) -> None:
@@ -105,7 +112,7 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
     """The config that a run wrote into its workdir; None where there is none.
 
     Raises:
-      InputError: the file is not what a run writes.
+        InputError: the file is not what a run writes.
     """
     file = workdir / CONFIG_FILE
     if not file.exists():
@@ -115,6 +122,9 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
     except ValueError as error:
         raise InputError(f"workdir = {str(workdir)!r}: {file} is not JSON ({error})") from error
     require(
-        isinstance(config, dict) and set(config) >= {"config", "data_digest"}, "workdir", str(workdir), f"{file} is no run's"
+        isinstance(config, dict) and set(config) >= {"config", "data_digest"},
+        "workdir",
+        str(workdir),
+        f"{file} is no run's",
     )
     return config

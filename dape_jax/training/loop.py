@@ -1,4 +1,4 @@
-"""The training loop: config and workdir in, checkpoints out. It reads top to bottom. Next: `evaluation/perplexity.py`."""
+"""The training loop: config and workdir in, checkpoints out. Next: `evaluation/perplexity.py`."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
@@ -40,12 +41,12 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     5. A checkpoint of the last step: done.
 
     Args:
-      spec: the nested dict of a config file.
-      workdir: where config, checkpoints and TensorBoard scalars go.
+        spec: the nested dict of a config file.
+        workdir: where config, checkpoints and TensorBoard scalars go.
 
     Raises:
-      InputError: bad input, before any device work.
-      NonFiniteError: the loss is not finite; the checkpoints before it are kept.
+        InputError: bad input, before any device work.
+        NonFiniteError: the loss is not finite; the checkpoints before it are kept.
     """
     # ---- what is asked for, checked
     run = RunConfig.from_dict(spec)
@@ -174,20 +175,19 @@ class Scalars:
         """Fetch and report the metrics taken last.
 
         Raises:
-          NonFiniteError: naming the step.
+            NonFiniteError: naming the step.
         """
         if self.pending is None:
             return
         step, metrics = self.pending
         self.pending = None
         values = {name: float(value) for name, value in metrics.items()}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise NonFiniteError(f"step {step}: {name} = {value}; checkpoints up to here are kept")
+        if bad := [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]:
+            raise NonFiniteError(f"step {step}: {', '.join(bad)}; checkpoints up to here are kept")
         now = time.monotonic()
         tokens_per_second = self.step_tokens / (now - self.fetched_at)
         self.fetched_at = now
-        values |= {"learning_rate": float(self.schedule(step - 1)), "tokens_per_second": tokens_per_second}
+        values |= {"learning_rate": float(jnp.asarray(self.schedule(step - 1))), "tokens_per_second": tokens_per_second}
         for name, value in values.items():
             self.writer.add_scalar(f"train/{name}", value, step)
         self.bar.set_postfix_str(

@@ -14,14 +14,14 @@ class OptimizerConfig:
     """Args of AdamW and of its schedule.
 
     Args:
-      learning_rate: at the peak.
-      warmup_fraction: of all steps, linear from 0.
-      final_fraction: of the peak, where the cosine ends.
-      beta1: decay of the first moment.
-      beta2: decay of the second moment.
-      epsilon: added to the root of the second moment.
-      weight_decay: times the learning rate, on all but norms and biases of linear and convolution layers.
-      clip_norm: largest global norm of a gradient.
+        learning_rate: at the peak.
+        warmup_fraction: of all steps, linear from 0.
+        final_fraction: of the peak, where the cosine ends.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: added to the root of the second moment.
+        weight_decay: times the learning rate, on all but norms and biases of linear and convolution layers.
+        clip_norm: largest global norm of a gradient.
     """
 
     learning_rate: float

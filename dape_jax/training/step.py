@@ -66,8 +66,8 @@ def make_train_step(
 ) -> Callable[[TrainState, dict[str, Array]], tuple[TrainState, dict[str, Array]]]:
     """Make `step(state, batch) -> (state, metrics)`, jitted; the state given is consumed.
 
-    The gradient is that of the mean over the whole batch, computed in `accumulation_steps` parts of equal size. Metrics:
-    `loss_nats` per token and the `gradient_norm` before clipping, as device arrays.
+    The gradient is that of the mean over the whole batch, computed in `accumulation_steps` parts of equal size.
+    Metrics: `loss_nats` per token and the `gradient_norm` before clipping, as device arrays.
     """
 
     def part(params: Params, batch: dict[str, Array]) -> tuple[Array, Params]:
@@ -87,7 +87,7 @@ def make_train_step(
             total, _ = jax.lax.scan(add, zero, parts)
             loss, gradients = jax.tree.map(lambda x: x / accumulation_steps, total)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = jax.tree.map(jnp.add, state.params, updates)
         metrics = {"loss_nats": loss, "gradient_norm": optax.tree.norm(gradients)}
         return TrainState(params, opt_state), metrics
 

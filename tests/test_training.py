@@ -1,0 +1,303 @@
+"""Training: exact resumption, refusal of other configs, sharding, schedule, and what is kept."""
+
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import tiny
+
+from dape_jax.config import RunConfig
+from dape_jax.errors import InputError
+from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
+from dape_jax.training import checkpoint, loop
+from dape_jax.training.optimizer import make_optimizer, make_schedule
+from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step
+from dape_jax.transformer import model_structure
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+def saved_arrays(workdir: Path, step: int) -> dict:
+    """Everything that a checkpoint holds."""
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        items = {name: ocp.args.StandardRestore() for name in ("params", "opt_state")}
+        restored = manager.restore(step, args=ocp.args.Composite(**items, data=ocp.args.JsonRestore()))
+    return {"params": restored["params"], "opt_state": restored["opt_state"], "data": restored["data"]}
+
+
+def interrupt_at(monkeypatch, batch: int) -> None:
+    """Make the loop die where it would place its batch number `batch` (validation batches count too)."""
+    calls = []
+
+    def put(*args):
+        calls.append(None)
+        if len(calls) == batch:
+            raise KeyboardInterrupt
+        return put_batch(*args)
+
+    monkeypatch.setattr(loop, "put_batch", put)
+
+
+@pytest.mark.parametrize("batch", [6, 8, 10])
+def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, tmp_path, monkeypatch, batch):
+    """Parameters, optimizer and data position after 6 steps, whether or not the run died on the way."""
+    whole = root / "whole"
+    spec = tiny.spec(root)
+    loop.train(spec, whole)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, batch)
+        loop.train(spec, tmp_path / "parts")
+    latest = checkpoint.open_checkpoints(tmp_path / "parts", 2).latest_step()
+    assert latest in (2, 4)
+    loop.train(spec, tmp_path / "parts")
+    chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 6), saved_arrays(whole, 6))
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(root, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, 1)
+        loop.train(tiny.spec(root), tmp_path / "run")
+    loop.train(tiny.spec(root), tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "6").exists()
+
+
+def test_a_finished_run_is_left_alone(root, tmp_path, monkeypatch):
+    loop.train(tiny.spec(root), tmp_path / "run")
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "checkpoints").rglob("*") if file.is_file()}
+    interrupt_at(monkeypatch, 1)
+    loop.train(tiny.spec(root), tmp_path / "run")
+    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "checkpoints").rglob("*") if file.is_file()}
+    assert before == after
+
+
+def test_another_config_in_the_same_workdir_is_refused_with_the_difference(root, tmp_path):
+    workdir = tmp_path / "run"
+    loop.train(tiny.spec(root), workdir)
+    before = (workdir / "config.json").read_text()
+    with pytest.raises(InputError) as error:
+        loop.train(tiny.spec(root, optimizer__learning_rate=0.5, train__num_steps=9), workdir)
+    for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 6, now 9", str(workdir)):
+        assert words in str(error.value)
+    assert (workdir / "config.json").read_text() == before
+
+
+def test_other_text_under_the_same_path_is_refused(root, tmp_path):
+    spec = tiny.spec(tmp_path)
+    loop.train(spec, tmp_path / "run")
+    (tmp_path / "text" / "new.txt").write_text("new text " * 50)
+    with pytest.raises(InputError, match="data_digest"):
+        loop.train(spec, tmp_path / "run")
+
+
+def test_a_config_is_saved_resolved(root, tmp_path):
+    spec = tiny.spec(root)
+    loop.train(spec, tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["config"] == json.loads(json.dumps(spec))
+    assert RunConfig.from_dict(saved["config"]) == RunConfig.from_dict(spec)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root, tmp_path, monkeypatch):
+    calls = []
+    real = loop.make_train_step
+
+    def poisoned(*args):
+        step = real(*args)
+
+        def run(state, batch):
+            calls.append(None)
+            if len(calls) == 5:
+                state = TrainState(jax.tree.map(lambda x: x * jnp.nan, state.params), state.opt_state)
+            return step(state, batch)
+
+        return run
+
+    monkeypatch.setattr(loop, "make_train_step", poisoned)
+    with pytest.raises(loop.NonFiniteError, match="step 5: .*loss_nats = nan"):
+        loop.train(tiny.spec(root), tmp_path / "run")
+    assert len(calls) <= 6  # metrics come one step late, no later
+    with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        assert sorted(manager.all_steps()) == [2, 4]
+    chex.assert_tree_all_finite(saved_arrays(tmp_path / "run", 4)["params"])
+
+
+@pytest.mark.parametrize("sessions", [[(3.0, 1.0, 9.0, 8.0, 7.0)], [(3.0, 1.0), (9.0,), (8.0, 7.0)]])
+def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
+    """Also when the run is resumed on the way. (Orbax's own `max_to_keep` with `best_fn` would keep 1 and 2 here.)"""
+    state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())})
+    step = 0
+    for losses in sessions:
+        with checkpoint.open_checkpoints(tmp_path, keep_latest=2) as manager:
+            for loss in losses:
+                step += 1
+                checkpoint.save(manager, step, state, {}, {}, loss)
+    with checkpoint.open_checkpoints(tmp_path, keep_latest=2) as manager:
+        assert sorted(manager.all_steps()) == [2, 4, 5]
+        assert manager.latest_step() == 5
+        assert manager.metrics(2) == {"validation_nats": 1.0}
+
+
+@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumulation):
+    """Three steps: losses and parameters, on any mesh, in any number of parts.
+
+    With momentum and not Adam, which would blow rounding errors up to whole steps wherever a gradient is 0 in truth, as
+    that of the last bias of the score convolution is.
+    """
+    run = RunConfig.from_dict(tiny.spec(root))
+    graphdef, _ = model_structure(run.model)
+    optimizer = optax.sgd(0.5, momentum=0.9)
+    tokens = np.asarray(jax.random.randint(jax.random.key(1), (3, 16, 17), 0, 257))
+
+    def three_steps(mesh, accumulation):
+        params = init_params(run.model, 0, mesh)
+        state = TrainState(params, init_opt_state(optimizer, params, mesh))
+        step = make_train_step(graphdef, optimizer, accumulation)
+        losses = []
+        for rows in tokens:
+            state, metrics = step(state, put_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
+            losses.append(metrics["loss_nats"])
+        return state, jnp.stack(losses)
+
+    one = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    expected, expected_losses = three_steps(one, 1)
+    found, losses = three_steps(make_mesh(MeshConfig(*mesh)), accumulation)
+    chex.assert_trees_all_close(np.asarray(losses), np.asarray(expected_losses), atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(found.params), jax.device_get(expected.params), atol=1e-5)
+
+
+def test_parameters_and_moments_are_sharded_by_the_table(root):
+    run = RunConfig.from_dict(tiny.spec(root))
+    mesh = make_mesh(MeshConfig(2, 4))
+    params = init_params(run.model, 0, mesh)
+    opt_state = init_opt_state(make_optimizer(run.optimizer, 10), params, mesh)
+    up = params["layers"]["mlp"]["up_DF"]
+    assert tuple(up.sharding.spec) == (None, "fsdp", None)
+    assert up.addressable_shards[0].data.shape == (2, 4, 64)
+    moments = opt_state[1][0]
+    for moment in (moments.mu, moments.nu):
+        chex.assert_trees_all_equal_shapes(moment, params)
+        jax.tree.map(lambda m, p: chex.assert_equal(m.sharding, p.sharding), moment, params)
+    for name, leaf in params["layers"]["attention"]["processor"].items():
+        assert leaf.sharding.is_fully_replicated, name
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim", "spec"),
+    [
+        ("up_DF", 3, (None, "fsdp", None)),
+        ("embedding_VD", 2, (None, "fsdp")),
+        ("output_HKD", 4, (None, None, None, "fsdp")),
+        ("scores_WHC", 4, (None, None, None, None)),
+        ("output_bias_D", 2, ()),
+        ("scale", 1, ()),
+        ("p_H", 2, ()),
+        ("c", 0, ()),
+    ],
+)
+def test_the_table_reads_names(name, ndim, spec):
+    assert tuple(parameter_spec(name, ndim)) == spec
+
+
+def test_schedule_and_decay_are_the_papers(root):
+    config = RunConfig.from_dict(tiny.spec(root, optimizer__learning_rate=6e-4, optimizer__warmup_fraction=0.01)).optimizer
+    schedule = make_schedule(config, 1000)
+    assert schedule(0) == 0
+    assert schedule(5) == pytest.approx(3e-4)
+    assert schedule(10) == pytest.approx(6e-4)
+    assert schedule(1000) == pytest.approx(6e-5)
+    assert all(schedule(i) >= schedule(i + 10) for i in range(10, 990))
+
+    params = {"up_DF": jnp.ones((2, 2)), "up_bias_F": jnp.ones(2), "norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)}}
+    params |= {"p_H": jnp.ones(2), "hidden_bias_C": jnp.ones(2), "bias_WHC": jnp.ones((1, 2, 2))}
+    optimizer = make_optimizer(config, 1000)
+    state = optimizer.init(params)
+    for _ in range(2):  # the learning rate of the first step is 0
+        updates, state = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    decayed = {name for name, update in updates.items() if np.any(jax.tree.leaves(update)[0] != 0)}
+    assert decayed == {"up_DF", "p_H", "bias_WHC"}
+
+
+def test_gradients_are_clipped_by_their_global_norm(root):
+    config = RunConfig.from_dict(tiny.spec(root)).optimizer
+    optimizer = make_optimizer(config, 10)
+    params = {"a_DF": jnp.zeros((1, 1)), "b_DF": jnp.zeros((1, 1))}
+    states = []
+    for scale in (3.0, 300.0):
+        gradient = {"a_DF": jnp.full((1, 1), scale), "b_DF": jnp.full((1, 1), 2 * scale)}
+        states.append(optimizer.update(gradient, optimizer.init(params), params)[1])
+    chex.assert_trees_all_close(*states, rtol=1e-6)
+
+
+def test_training_learns(root, tmp_path):
+    """From the entropy of a uniform guess to well below it, in forty steps of repeated words."""
+    spec = tiny.spec(root, train__num_steps=40, train__validate_every=40, train__checkpoint_every=40)
+    run = RunConfig.from_dict(spec)
+    loop.train(spec, tmp_path / "run")
+    with checkpoint.open_checkpoints(tmp_path / "run", 2) as manager:
+        assert manager.metrics(40)["validation_nats"] < 3.2
+    mesh = make_mesh(run.mesh)
+    tokens = np.ones((8, 16), np.int32)
+    graphdef, _ = model_structure(run.model)
+    untrained = make_nll_step(graphdef, 16)(
+        init_params(run.model, 0, mesh), put_batch({"inputs": tokens, "targets": tokens}, mesh)
+    )
+    assert untrained.mean() == pytest.approx(np.log(257), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train__batch_size": 12}, ["train.batch_size", "12", "8 devices x 1"]),
+        ({"train__batch_size": 8, "train__accumulation_steps": 2}, ["train.batch_size", "8", "16"]),
+        ({"train__train_length": 0}, ["train.train_length", "0", "positive"]),
+        ({"train__train_length": 10**6}, ["train_length", "1000000", "at most"]),
+        ({"train__checkpoint_every": 3}, ["train.checkpoint_every", "3", "multiple"]),
+        ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate", "0.0", "positive"]),
+        ({"mesh__data": 3}, ["mesh", "3", "8 devices"]),
+        ({"mesh__data": -1}, ["mesh", "-1", "one axis"]),
+        ({"evaluation__lengths": (16, -1)}, ["evaluation.lengths", "-1", "positive"]),
+        ({"evaluation__lengths": (32, 16)}, ["evaluation.lengths", "increasing"]),
+        ({"evaluation__lengths": ()}, ["evaluation.lengths", "one length"]),
+        ({"data__path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all"]),
+        ({"data__held_out_fraction": 1.5}, ["data.held_out_fraction", "1.5"]),
+        ({"data__tokenizer": "gpt2"}, ["data.tokenizer", "gpt2", "bytes"]),
+        ({"model__vocab_size": 100}, ["model.vocab_size", "100", "257"]),
+        ({"model__width": 12}, ["model.width", "12", "fsdp"]),
+        ({"train__steps": 3}, ["train.steps", "3", "num_steps"]),
+    ],
+)
+def test_bad_input_is_named_before_any_device_work(root, tmp_path, monkeypatch, changes, words):
+    monkeypatch.setattr(loop, "init_params", None)  # calling it would be a TypeError
+    with pytest.raises(InputError) as error:
+        loop.train(tiny.spec(root, **changes), tmp_path / "run")
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_section_or_field_is_named(root):
+    spec = tiny.spec(root)
+    del spec["train"]["num_steps"]
+    with pytest.raises(InputError, match=r"train\.num_steps: missing"):
+        RunConfig.from_dict(spec)
+    del spec["optimizer"]
+    with pytest.raises(InputError, match=r"config\.optimizer: missing"):
+        RunConfig.from_dict(spec)
+
+
+def test_a_damaged_config_file_is_named(root, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json is not JSON"):
+        loop.train(tiny.spec(root), tmp_path / "run")

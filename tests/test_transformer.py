@@ -1,0 +1,161 @@
+"""The model: its invariants end to end, its sizes, its initial values."""
+
+import dataclasses
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import SPEC
+
+from dape_jax.biases import BIASES
+from dape_jax.config import read_model
+from dape_jax.errors import InputError
+from dape_jax.processors import PROCESSORS
+from dape_jax.transformer import REMAT, SIZES, Decoder, TransformerConfig, model_structure
+
+METHODS = list(itertools.product(BIASES, PROCESSORS, ("none", "rope")))
+
+
+def make_config(**changes) -> TransformerConfig:
+    return read_model(SPEC["model"] | {"vocab_size": 11} | changes)
+
+
+def make_model(**changes) -> Decoder:
+    return Decoder(make_config(**changes), rngs=nnx.Rngs(0))
+
+
+def tokens(batch: int, length: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(0), (batch, length), 0, 11)
+
+
+def count(params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(("bias", "processor", "rotary"), METHODS)
+def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
+    """f(x[:t]) = f(x)[:t], whatever follows t, at four times the length and more."""
+    model = make_model(bias={"name": bias}, processor={"name": processor}, rotary={"name": rotary})
+    x = tokens(2, 40)
+    whole = jax.jit(lambda model, x: model(x))(model, x)
+    chex.assert_shape(whole, (2, 40, 11))
+    np.testing.assert_allclose(model(x[:, :9]), whole[:, :9], atol=1e-4)
+    changed = jax.jit(lambda model, x: model(x))(model, x.at[:, 9:].set((x[:, 9:] + 1) % 11))
+    np.testing.assert_array_equal(changed[:, :9], whole[:, :9])
+    assert np.abs(changed[:, 9:] - whole[:, 9:]).max() > 1e-3
+
+
+@pytest.mark.parametrize(("bias", "processor"), list(itertools.product(BIASES, PROCESSORS)))
+def test_trained_short_runs_sixteen_times_longer(bias, processor):
+    """Every method takes a gradient step at T and then runs at 16 T: nothing in it holds a length."""
+    model = make_model(bias={"name": bias}, processor={"name": processor})
+    graphdef, params = nnx.split(model, nnx.Param)
+
+    def loss(params, x):
+        logits = nnx.merge(graphdef, params)(x[:, :-1])
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), x[:, 1:, None], axis=-1).mean()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens(2, 9))
+    chex.assert_tree_all_finite(grads)
+    trained = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    assert loss(trained, tokens(2, 9)) < value
+    long = jax.jit(loss)(trained, tokens(2, 16 * 8 + 1))
+    assert np.isfinite(long)
+    assert long < 2 * np.log(11)
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("attention", [{"name": "dense"}, {"name": "blockwise", "block_size": 4, "num_buckets": 2}])
+def test_remat_and_attention_change_no_number(remat, attention):
+    x = tokens(2, 11)
+
+    def value_and_grad(model):
+        return nnx.value_and_grad(lambda model: jax.nn.log_softmax(model(x))[..., 0].mean())(model)
+
+    expected = value_and_grad(make_model())
+    found = value_and_grad(make_model(remat=remat, attention=attention))
+    chex.assert_trees_all_close(found, expected, atol=1e-6)
+
+
+def test_a_shared_bias_is_one_module_and_others_are_one_for_each_layer():
+    _, t5 = model_structure(make_config(bias={"name": "t5"}))
+    assert t5["shared_bias"]["table_NH"].shape == (32, 2)
+    assert "bias" not in t5["layers"]["attention"]
+    _, kerple = model_structure(make_config(bias={"name": "kerple"}))
+    assert kerple["layers"]["attention"]["bias"]["p_H"].shape == (2, 2)
+    assert "shared_bias" not in kerple
+
+
+@pytest.mark.parametrize(("size", "expected"), [("125m", 162e6), ("350m", 405e6), ("2.7b", 2.78e9), ("6.7b", 6.86e9)])
+def test_sizes_are_the_papers(size, expected):
+    """GPT-NeoX's count at its vocabulary of 50,304: 12 L D^2 + 2 V D, and vectors."""
+    config = dataclasses.replace(read_model(SPEC["model"] | SIZES[size]), vocab_size=50_304)
+    num = count(model_structure(config)[1])
+    D, L = config.width, config.num_layers
+    assert num == pytest.approx(12 * L * D**2 + 2 * 50_304 * D, rel=0.01)
+    assert num == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_score_convolution_has_the_parameters_that_the_paper_counts(width):
+    """2H C W + C + C H W + H for each layer; H C W less where there is no bias."""
+    plain = {"name": "none"}
+    dape = {"name": "dape", "kernel_width": width, "channels": 4}
+    H, C, L = 2, 4, 2
+    for bias, inputs in (("kerple", 2 * H), ("nope", H)):
+        with_dape, without = (
+            count(model_structure(make_config(bias={"name": bias}, processor=p))[1]) for p in (dape, plain)
+        )
+        assert with_dape - without == L * (inputs * C * width + C + C * H * width + H)
+
+
+def test_initial_values():
+    """Normal with std sqrt(2/(5D)), and 2/(L sqrt(D)) for what writes into the residual stream; biases 0."""
+    model = make_model(width=256, num_layers=3)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
+    small, output = np.sqrt(2 / (5 * 256)), 2 / (3 * np.sqrt(256))
+    for value in (attention["query_DHK"], attention["value_DHK"], mlp["up_DF"], params["embedding_VD"]):
+        assert value.std() == pytest.approx(small, rel=0.05)
+    for value in (attention["output_HKD"], mlp["down_FD"]):
+        assert value.std() == pytest.approx(output, rel=0.05)
+    assert np.all(attention["query_bias_HK"] == 0)
+    assert not np.array_equal(attention["query_DHK"][0], attention["query_DHK"][1])
+    processor = attention["processor"]
+    limit = 1 / np.sqrt(2 * 2 * 3)
+    assert limit * 0.8 < np.abs(processor["scores_WHC"]).max() <= limit
+    assert np.abs(processor["output_WCH"]).max() <= 1 / np.sqrt(4 * 3)
+
+
+def test_bfloat16_keeps_parameters_and_logits_in_float32():
+    model = make_model(dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {jnp.dtype("float32")}
+    logits = model(tokens(2, 9))
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, make_model()(tokens(2, 9)), atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bias": {"name": "kerpel"}}, ["model.bias.name", "kerpel", "kerple"]),
+        ({"processor": {"name": "cape"}}, ["model.processor.name", "cape", "dape"]),
+        ({"processor": {"name": "dape", "kernel_width": 4}}, ["model.processor.kernel_width", "4", "odd"]),
+        ({"bias": {"name": "alibi", "slope": 1}}, ["model.bias.slope", "1", "options"]),
+        ({"num_heads": 3}, ["model.num_heads", "3", "16"]),
+        ({"num_heads": 16, "rotary": {"name": "rope"}}, ["1", "even"]),
+        ({"width": 0}, ["model.width", "0", "positive"]),
+        ({"dtype": "float8"}, ["model.dtype", "float8", "bfloat16"]),
+        ({"remat": "some"}, ["model.remat", "some", "full"]),
+        ({"depth": 3}, ["model.depth", "3", "num_layers"]),
+        ({"attention": {"name": "flash"}}, ["model.attention.name", "flash", "blockwise"]),
+    ],
+)
+def test_bad_models_are_named(changes, words):
+    with pytest.raises(InputError) as error:
+        make_config(**changes)
+    assert all(word in str(error.value) for word in words), error.value

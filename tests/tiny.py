@@ -1,0 +1,76 @@
+"""A run small enough for a test, and text for it."""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
+
+SPEC = {
+    "model": {
+        "num_layers": 2,
+        "width": 16,
+        "num_heads": 2,
+        "vocab_size": 257,
+        "rotary": {"name": "none"},
+        "bias": {"name": "kerple"},
+        "processor": {"name": "dape", "kernel_width": 3, "channels": 4, "edge": "prefix"},
+        "attention": {"name": "dense"},
+        "remat": "none",
+        "dtype": "float32",
+    },
+    "data": {"path": "", "tokenizer": "bytes", "cache_dir": "", "held_out_fraction": 0.3, "seed": 0},
+    "optimizer": {
+        "learning_rate": 1e-2,
+        "warmup_fraction": 0.1,
+        "final_fraction": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "epsilon": 1e-8,
+        "weight_decay": 0.1,
+        "clip_norm": 1.0,
+    },
+    "train": {
+        "seed": 0,
+        "train_length": 16,
+        "batch_size": 8,
+        "accumulation_steps": 1,
+        "num_steps": 6,
+        "validate_every": 2,
+        "validation_batches": 2,
+        "checkpoint_every": 2,
+        "keep_latest": 2,
+    },
+    "mesh": {"data": 1, "fsdp": -1},
+    "evaluation": {
+        "lengths": (16, 32, 64),
+        "last_tokens": 16,
+        "max_windows": 8,
+        "batch_tokens": 256,
+        "blockwise_from": 64,
+        "block_size": 16,
+    },
+}
+
+
+def write_text(directory: Path) -> Path:
+    """Forty files of repeated words, 100 to 600 bytes each."""
+    directory.mkdir(parents=True)
+    draw = random.Random(0)
+    for i in range(40):
+        (directory / f"{i:02}.txt").write_text(" ".join(draw.choices(WORDS, k=draw.randint(20, 120))))
+    return directory
+
+
+def spec(root: Path, **changes: Any) -> dict[str, Any]:
+    """The small run's config on text under `root`; changes are dotted, with __ for the dot: train__num_steps=3."""
+    result = copy.deepcopy(SPEC)
+    text = root / "text"
+    if not text.exists():
+        write_text(text)
+    result["data"] |= {"path": str(text), "cache_dir": str(root / "cache")}
+    for name, value in changes.items():
+        section, field = name.split("__")
+        result[section][field] = value
+    return result
