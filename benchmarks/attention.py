@@ -3,7 +3,9 @@
     python -m benchmarks.attention --vs=torch --lengths=512,2048
 
 One layer is q, k, v -> out, without projections. Everything measured at one length and direction takes turns in one
-process (A B C A B C ..), so that a busy machine slows all of it alike: trust the ratios more than the milliseconds.
+process (A B C A B C ..), so that a busy machine slows all of it, though not alike: threads that wait for each other, as
+PyTorch's do, suffer most. For a ratio to rely on, keep the machine quiet.
+
 Written are a table, OUTPUT/<platform>.json and OUTPUT/<platform>.png. The columns:
 
     direction        forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program

@@ -102,7 +102,7 @@ class Blockwise:
         num_buckets: runs of rows with their own number of keys.
     """
 
-    block_size: int = 128
+    block_size: int = 64
     num_buckets: int = 4
 
     def __post_init__(self):

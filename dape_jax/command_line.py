@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable
 
-from absl import app
+from absl import app, flags
 from absl import logging as absl_logging
 
 from dape_jax.errors import InputError
@@ -13,8 +13,8 @@ from dape_jax.errors import InputError
 def run(main: Callable[[list[str]], None]) -> None:
     """Parse flags and call `main`.
 
-    An `InputError` ends the program with its one line on standard error and status 2. Of the logs, our own are shown
-    from INFO on and those of the libraries from WARNING on (Orbax writes a screenful for every checkpoint).
+    An `InputError`, like a bad flag, ends the program with one line on standard error and status 2. Of the logs, ours
+    are shown from INFO on and those of the libraries from WARNING on (Orbax writes a screenful for every checkpoint).
     """
 
     def quietly(arguments: list[str]) -> None:
@@ -23,7 +23,16 @@ def run(main: Callable[[list[str]], None]) -> None:
         main(arguments)
 
     try:
-        app.run(quietly)
+        app.run(quietly, flags_parser=_parse)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _parse(arguments: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(arguments)
+    except flags.Error as error:
+        raise InputError("; ".join(str(error).splitlines())) from error
+    except AttributeError as error:  # what a config says of a field that it does not have
+        raise InputError(f"flags: no such field of the config: {error}") from error

@@ -171,8 +171,8 @@ def dape(
         dtype: of the convolutions' operands; None keeps that of the scores. They accumulate in float32 or better.
 
     Source: the paper's equations 3 and 4 and its listing (appendix L).
-    Differs: the right edge, unless edge="listing". With W = 1 the first paper's code does not mask; the results are equal
-      wherever the mask is True.
+    Differs: the right edge, unless edge="listing". With W = 1 the first paper's code does not mask; the results are
+        equal wherever the mask is True.
     """
     if (bias_HTS is None) != (bias_WHC is None):
         raise InputError("bias_HTS, bias_WHC: a bias and the kernel that reads it come together, or neither does")

@@ -53,9 +53,10 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, tmp_path
     whole = root / "whole"
     spec = tiny.spec(root)
     loop.train(spec, whole)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         interrupt_at(patch, batch)
-        loop.train(spec, tmp_path / "parts")
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(spec, tmp_path / "parts")
     latest = checkpoint.open_checkpoints(tmp_path / "parts", 2).latest_step()
     assert latest in (2, 4)
     loop.train(spec, tmp_path / "parts")
@@ -63,9 +64,10 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, tmp_path
 
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_again(root, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         interrupt_at(patch, 1)
-        loop.train(tiny.spec(root), tmp_path / "run")
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(tiny.spec(root), tmp_path / "run")
     loop.train(tiny.spec(root), tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / "6").exists()
 
@@ -122,7 +124,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
         return run
 
     monkeypatch.setattr(loop, "make_train_step", poisoned)
-    with pytest.raises(loop.NonFiniteError, match="step 5: .*loss_nats = nan"):
+    with pytest.raises(loop.NonFiniteError, match=r"step 5: .*loss_nats = nan"):
         loop.train(tiny.spec(root), tmp_path / "run")
     assert len(calls) <= 6  # metrics come one step late, no later
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
@@ -210,7 +212,9 @@ def test_the_table_reads_names(name, ndim, spec):
 
 
 def test_schedule_and_decay_are_the_papers(root):
-    config = RunConfig.from_dict(tiny.spec(root, optimizer__learning_rate=6e-4, optimizer__warmup_fraction=0.01)).optimizer
+    config = RunConfig.from_dict(
+        tiny.spec(root, optimizer__learning_rate=6e-4, optimizer__warmup_fraction=0.01)
+    ).optimizer
     schedule = make_schedule(config, 1000)
     assert schedule(0) == 0
     assert schedule(5) == pytest.approx(3e-4)

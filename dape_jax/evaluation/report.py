@@ -87,8 +87,8 @@ def _caption(results: Sequence["RunResult"]) -> str:
     only = f" ({', '.join(fewer)})" if fewer else ""
     return (
         f"Perplexity of the last {last_tokens} tokens by sequence length, trained at {trained} tokens. "
-        f"{longest.num_windows} sequences from {longest.num_documents} held-out documents, {longest.num_tokens:,} scored "
-        f"tokens{only}; 95 % bootstrap intervals over documents."
+        f"{longest.num_windows} sequences from {longest.num_documents} held-out documents, {longest.num_tokens:,} "
+        f"scored tokens{only}; 95 % bootstrap intervals over documents."
     )
 
 
