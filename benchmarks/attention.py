@@ -26,11 +26,8 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,6 +46,7 @@ from dape_jax.attention import IMPLEMENTATIONS
 from dape_jax.biases import BIASES
 from dape_jax.errors import require
 from dape_jax.processors import DapeConfig, PlainConfig
+from dape_jax.provenance import provenance
 
 DIRECTIONS = ("forward", "backward")
 DTYPES = ("float32", "bfloat16")
@@ -354,26 +352,6 @@ def plot(rows: list[Row], title: str, file: Path) -> None:
     plt.close(figure)
 
 
-def commit() -> str:
-    """The commit of the code, with `-dirty` where tracked files were changed."""
-    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def machine(settings: Settings) -> dict[str, Any]:
-    """On what, and with what, it was measured."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "num_cpus": os.cpu_count(),
-        "versions": {name: version(name) for name in (["jax", "torch"] if settings.vs else ["jax"])},
-        "commit": commit(),
-        "command": " ".join(["python -m benchmarks.attention", *sys.argv[1:]]),
-    }
-
-
 def main(_: list[str]) -> None:
     """Flags, measurements, then what is left behind."""
     settings = settings_from_flags()
@@ -387,7 +365,7 @@ def main(_: list[str]) -> None:
 
     directory = Path(settings.output)
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"rows": [dataclasses.asdict(row) for row in rows], **machine(settings)}
+    content = {"rows": [dataclasses.asdict(row) for row in rows], **provenance(*["torch"] if settings.vs else [])}
     (directory / f"{platform}.json").write_text(json.dumps(content, indent=1) + "\n")
     layer = f"{f'DAPE 1x{settings.kernel_width}' if settings.kernel_width else 'no DAPE'}, {settings.bias}"
     title = f"{layer}, batch {settings.batch}, {settings.heads} heads, {settings.dtype}; {content['device']}"

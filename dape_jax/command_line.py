@@ -7,13 +7,14 @@ from collections.abc import Callable
 from absl import app, flags
 from absl import logging as absl_logging
 
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, NonFiniteError
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """Parse flags and call `main`.
 
-    An `InputError`, like a bad flag, ends the program with one line on standard error and status 2. Of the logs, ours
+    An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
+    with one line and status 1. Any other exception is a bug and keeps its traceback. Of the logs, ours
     are shown from INFO on and those of the libraries from WARNING on (Orbax writes a screenful for every checkpoint).
     """
 
@@ -27,6 +28,9 @@ def run(main: Callable[[list[str]], None]) -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except NonFiniteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _parse(arguments: list[str]) -> list[str]:

@@ -8,6 +8,10 @@ class InputError(ValueError):
     """
 
 
+class NonFiniteError(RuntimeError):
+    """The loss or its gradient is no longer a finite number; the command line prints it without a traceback."""
+
+
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:

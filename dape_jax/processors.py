@@ -44,8 +44,8 @@ class Processor(Protocol):
 class ProcessorConfig(Protocol):
     """What `transformer.py` knows of a processor."""
 
-    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Processor:
-        """Make the module; `dtype` is the compute dtype of its convolutions."""
+    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Processor:
+        """Make the module; `dtype` is that of its convolutions' operands, None for that of the scores."""
         ...
 
 
@@ -70,7 +70,7 @@ class Plain(nnx.Module):
 class PlainConfig:
     """No processing."""
 
-    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Plain:
+    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
         return Plain()
 
@@ -81,6 +81,8 @@ def key_convolution(
     """1xW convolution (cross-correlation) along the keys, zero padding, accumulated in float32 or better.
 
         y[.., j, o] = sum over w, i of kernel[w, i, o] x[.., j + w - pad_left, i]
+
+    I and O are the channels in and out; the R = S + pad_left + pad_right - W + 1 columns out are keys again.
 
     Its gradients are those of the convolution. That of the kernel is written as W matmuls: the convolution that
     autodiff would use is several times slower inside a loop on CPU (`benchmarks/attention.py`), and the layers are a
@@ -177,6 +179,7 @@ def dape(
     if (bias_HTS is None) != (bias_WHC is None):
         raise InputError("bias_HTS, bias_WHC: a bias and the kernel that reads it come together, or neither does")
     dtype = scores_BHTS.dtype if dtype is None else dtype
+    require(edge in EDGES, "edge", edge, f"one of {EDGES}")
     half = scores_WHC.shape[0] // 2
     right_1, right_2 = {"prefix": (2 * half, 0), "listing": (half, half)}[edge]
 
@@ -256,7 +259,7 @@ class DapeConfig:
         require(self.channels > 0, "model.processor.channels", self.channels, "a positive number of channels")
         require(self.edge in EDGES, "model.processor.edge", self.edge, f"one of {EDGES}")
 
-    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> Dape:
+    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Dape:
         """Make the module."""
         return Dape(num_heads, has_bias, self, dtype=dtype, rngs=rngs)
 

@@ -5,6 +5,8 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
+# The suite's time is compilation, and LLVM's optimisation doubles it. The command lines' tests run with it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest

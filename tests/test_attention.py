@@ -33,7 +33,17 @@ def processors_of(name: str) -> list:
 ALL_PROCESSORS = {
     f"{name}{getattr(config, 'kernel_width', '')}": config for name in PROCESSORS for config in processors_of(name)
 }
-PRODUCT = list(itertools.product(BIASES, ALL_PROCESSORS, IMPLEMENTED))
+
+
+def product(*names) -> list:
+    """The full product; that of the widest kernels is left to the slow tests."""
+    return [
+        pytest.param(*combination, marks=pytest.mark.slow if {"dape5", "dape7"} & set(combination) else ())
+        for combination in itertools.product(*names)
+    ]
+
+
+PRODUCT = product(BIASES, ALL_PROCESSORS, IMPLEMENTED)
 
 
 def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, seed: int = 0):
@@ -95,7 +105,7 @@ def test_rows_do_not_depend_on_what_is_to_their_right(bias, processor, implement
     np.testing.assert_allclose(last, whole[:, -1:], atol=2e-6)
 
 
-@pytest.mark.parametrize(("bias", "processor"), list(itertools.product(BIASES, ALL_PROCESSORS)))
+@pytest.mark.parametrize(("bias", "processor"), product(BIASES, ALL_PROCESSORS))
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(st.data())
 def test_implementations_agree(bias, processor, data):
@@ -122,7 +132,7 @@ def test_implementations_agree(bias, processor, data):
         chex.assert_trees_all_close(value_and_grads(kind(**options)), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("bias", "processor"), list(itertools.product(BIASES, ALL_PROCESSORS)))
+@pytest.mark.parametrize(("bias", "processor"), product(BIASES, ALL_PROCESSORS))
 def test_any_rows_give_the_same(bias, processor):
     """`attend` on rows in any order is the same as taking those rows from the whole."""
     params, run = make_layer(bias, processor)
@@ -135,7 +145,7 @@ def test_any_rows_give_the_same(bias, processor):
         np.testing.assert_allclose(some, whole[:, rows], atol=2e-6)
 
 
-@pytest.mark.parametrize(("bias", "processor"), list(itertools.product(BIASES, ALL_PROCESSORS)))
+@pytest.mark.parametrize(("bias", "processor"), product(BIASES, ALL_PROCESSORS))
 def test_bfloat16_is_near_float32(bias, processor):
     params, run = make_layer(bias, processor)
     qkv = make_qkv(16)

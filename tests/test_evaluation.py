@@ -133,10 +133,11 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
     mesh = make_mesh(run.mesh)
     params = init_params(run.model, 0, mesh)
     store = load_corpus(run.data).validation
+    windows = choose_windows(store, 64, 8)
     results = []
     for blockwise_from in (1, 10_000):
         evaluation = RunConfig.from_dict(tiny.spec(root, evaluation__blockwise_from=blockwise_from)).evaluation
-        results.append(evaluate_lengths(run.model, params, mesh, store, evaluation, "test"))
+        results.append(evaluate_lengths(run.model, params, mesh, store, windows, evaluation, "test"))
     for blockwise, dense in zip(*results, strict=True):
         assert blockwise.nll_nats == pytest.approx(dense.nll_nats, rel=1e-5)
     assert results[0][0].num_tokens == results[0][-1].num_tokens
@@ -232,7 +233,7 @@ def test_bad_workdirs_are_named(runs, root, tmp_path, monkeypatch):
         patch.setattr(loop, "put_batch", die)
         with pytest.raises(KeyboardInterrupt):
             loop.train(tiny.spec(root), tmp_path / "young")
-    assert "none yet" in message([tmp_path / "young"])
+    assert "no checkpoint yet" in message([tmp_path / "young"])
 
 
 def test_text_that_has_changed_since_training_is_refused(tmp_path):

@@ -1,16 +1,18 @@
 """The evaluator's job: workdirs in, one comparison out. It reads checkpoints, never writes them. Next: `report.py`."""
 
 import dataclasses
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dape_jax.config import RunConfig
-from dape_jax.data.store import load_corpus
+from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.perplexity import LengthResult, evaluate_lengths
+from dape_jax.evaluation.perplexity import LengthResult, Window, choose_windows, evaluate_lengths
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
 from dape_jax.transformer import model_structure
@@ -56,68 +58,85 @@ def evaluate(
     """
     require(bool(workdirs), "workdir", [], "one workdir or more")
     require(len({w.name for w in workdirs}) == len(workdirs), "workdir", [w.name for w in workdirs], "different names")
-    runs = [read_run(workdir, lengths, last_tokens) for workdir in workdirs]
-    protocols = [(run.evaluation.lengths, run.evaluation.last_tokens) for run, _ in runs]
-    require(
-        len(set(protocols)) == 1, "lengths, last_tokens", protocols, "the same for all; give --lengths, --last_tokens"
-    )
-
-    results = []
-    for workdir, (run, digest) in zip(workdirs, runs, strict=True):
-        results.append(evaluate_run(workdir, run, digest, data))
-    digests = {result.name: result.data for result in results}
-    require(len(set(digests.values())) == 1, "data", digests, "the same text for all; give --data")
-    if output is None:
-        output = Path(*_common_parts([workdir.absolute() for workdir in workdirs]))
-    return report.write(results, output)
+    models = [read_trained(workdir, lengths, last_tokens) for workdir in workdirs]
+    protocols = [(model.run.evaluation.lengths, model.run.evaluation.last_tokens) for model in models]
+    require(len(set(protocols)) == 1, "lengths, last_tokens", protocols, "one for all; give --lengths, --last_tokens")
+    corpora = [held_out_corpus(model, data) for model in models]
+    digests = [corpus.digest for corpus in corpora]
+    require(len(set(digests)) == 1, "data", digests, "the same text for all; give --data")
+    evaluation = models[0].run.evaluation
+    windows = choose_windows(corpora[0].validation, max(evaluation.lengths), evaluation.max_windows)
+    results = [evaluate_trained(model, corpora[0], windows) for model in models]
+    common = os.path.commonpath([workdir.absolute() for workdir in workdirs])
+    return report.write(results, Path(common) if output is None else output)
 
 
-def _common_parts(paths: list[Path]) -> list[str]:
-    common = []
-    for parts in zip(*(path.parts for path in paths), strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    return common
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a checkpoint says of itself, the evaluation's flags put in.
+
+    Args:
+        workdir: where it lies.
+        step: the newest.
+        run: the config it was trained with.
+        data_digest: of the corpus it was trained on.
+    """
+
+    workdir: Path
+    step: int
+    run: RunConfig
+    data_digest: str
 
 
-def read_run(workdir: Path, lengths: tuple[int, ...], last_tokens: int | None) -> tuple[RunConfig, str]:
-    """The config that a workdir's run was trained with, the evaluation's flags put in, and its corpus's digest."""
-    saved = checkpoint.read_config(workdir)
-    require(saved is not None, "workdir", str(workdir), "a directory that train.py has written")
-    assert saved is not None
+def read_trained(workdir: Path, lengths: tuple[int, ...], last_tokens: int | None) -> Trained:
+    """Read the config of a workdir's newest checkpoint; flags that are given replace its own."""
+    step, saved = checkpoint.restore_config(workdir)
     spec: dict[str, Any] = saved["config"]
     if lengths:
         spec["evaluation"]["lengths"] = lengths
     if last_tokens is not None:
         spec["evaluation"]["last_tokens"] = last_tokens
-    return RunConfig.from_dict(spec), saved["data_digest"]
+    return Trained(workdir, step, RunConfig.from_dict(spec), saved["data_digest"])
 
 
-def evaluate_run(workdir: Path, run: RunConfig, digest: str, data: str | None) -> RunResult:
-    """Evaluate one run on the held-out documents of its corpus, or of another."""
-    corpus = load_corpus(run.data if data is None else dataclasses.replace(run.data, path=data))
+def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
+    """The corpus that a model was trained on, or another; what is scored is what it holds out.
+
+    Raises:
+        InputError: the text under the model's `data.path` has changed since.
+    """
+    config = trained.run.data
+    if data is not None:
+        return load_corpus(dataclasses.replace(config, path=data))
+    corpus = load_corpus(config)
     require(
-        data is not None or corpus.digest == digest,
+        corpus.digest == trained.data_digest,
         "data.path",
-        run.data.path,
-        f"no longer holds the text that {workdir} was trained on (digest {corpus.digest}, then {digest}), so what it "
-        "holds out may have been trained on; name the corpus to score with --data",
+        config.path,
+        f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, then "
+        f"{trained.data_digest}), so what it holds out may have been trained on; name the corpus to score with --data",
     )
-    mesh = make_mesh(MeshConfig(data=1, fsdp=-1))
+    return corpus
+
+
+def evaluate_trained(trained: Trained, corpus: Corpus, windows: list[Window]) -> RunResult:
+    """Evaluate one model on chosen windows, on all devices."""
+    run = trained.run
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width)))
     _, abstract = model_structure(run.model)
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
         parameter_shardings(abstract, mesh),
     )
-    step, params = checkpoint.restore_params(workdir, target)
+    params = checkpoint.restore_params(trained.workdir, trained.step, target)
+    name = trained.workdir.absolute().name
     return RunResult(
-        name=workdir.absolute().name,
-        workdir=str(workdir),
-        step=step,
+        name=name,
+        workdir=str(trained.workdir),
+        step=trained.step,
         train_length=run.train.train_length,
         last_tokens=run.evaluation.last_tokens,
         data=corpus.digest,
-        lengths=evaluate_lengths(run.model, params, mesh, corpus.validation, run.evaluation, workdir.name),
+        lengths=evaluate_lengths(run.model, params, mesh, corpus.validation, windows, run.evaluation, name),
     )

@@ -185,6 +185,7 @@ def evaluate_lengths(
     params: Params,
     mesh: Mesh,
     store: TokenStore,
+    windows: list[Window],
     evaluation: EvaluationConfig,
     name: str,
 ) -> list[LengthResult]:
@@ -195,13 +196,10 @@ def evaluate_lengths(
         params: its parameters.
         mesh: where they live; sequences are split over its devices.
         store: held-out documents.
+        windows: where sequences end; see `choose_windows`.
         evaluation: lengths and protocol.
         name: shown by the progress bar.
-
-    Raises:
-        InputError: no held-out document is as long as the longest length.
     """
-    windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
     results = []
     with tqdm(total=len(windows) * sum(evaluation.lengths), unit="token", unit_scale=True, desc=name) as bar:
         for length in evaluation.lengths:

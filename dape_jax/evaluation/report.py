@@ -7,12 +7,12 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import matplotlib.pyplot as plt
+
+from dape_jax.provenance import provenance
 
 if TYPE_CHECKING:
     from dape_jax.evaluation.evaluate import RunResult
@@ -36,7 +36,8 @@ class Written:
 def write(results: Sequence["RunResult"], directory: Path) -> Written:
     """Write table, JSON and picture; results of an earlier, different evaluation there are kept under another name."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(to_json(results), indent=1) + "\n"
+    runs = [dataclasses.asdict(result) for result in results]
+    content = json.dumps({"runs": runs} | provenance("flax"), indent=1) + "\n"
     _keep_earlier(directory, content)
     table = text_table(results)
     (directory / "lengths.json").write_text(content)
@@ -55,16 +56,6 @@ def _keep_earlier(directory: Path, content: str) -> None:
         file = directory / name
         if file.exists():
             file.replace(file.with_stem(f"{file.stem}.{stamp}"))
-
-
-def to_json(results: Sequence["RunResult"]) -> dict[str, Any]:
-    """Everything as JSON: results, device and versions. No time of day, so that equal evaluations give equal files."""
-    return {
-        "runs": [dataclasses.asdict(result) for result in results],
-        "device": jax.devices()[0].device_kind,
-        "num_devices": jax.device_count(),
-        "versions": {name: version(name) for name in ("jax", "flax")},
-    }
 
 
 def _cells(results: Sequence["RunResult"]) -> list[list[str]]:

@@ -84,20 +84,26 @@ def restore(manager: ocp.CheckpointManager, step: int, state: TrainState) -> tup
     return TrainState(restored["params"], restored["opt_state"]), restored["data"]
 
 
-def restore_params(workdir: Path, abstract: Params, step: int | None = None) -> tuple[int, Params]:
-    """Read the parameters of a step (the newest unless given), and nothing else.
+def restore_config(workdir: Path) -> tuple[int, dict[str, Any]]:
+    """The newest step and the config that was saved with it: all that an evaluator needs to rebuild the model.
 
     Raises:
-        InputError: there is no such step.
+        InputError: there is no checkpoint.
     """
-    directory = _directory(workdir)
-    with ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=False)) as manager:
-        steps = sorted(manager.all_steps())
-        require(bool(steps), "workdir", str(workdir), "a directory with a checkpoint; this one has none yet")
-        step = steps[-1] if step is None else step
-        require(step in steps, "step", step, f"one of the checkpoints {steps} in {workdir}")
+    require(_directory(workdir).is_dir(), "workdir", str(workdir), "a directory that train.py has written")
+    with ocp.CheckpointManager(_directory(workdir), options=ocp.CheckpointManagerOptions(create=False)) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise InputError(f"workdir = {str(workdir)!r}: has no checkpoint yet")
+        restored = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
+    return step, restored["config"]
+
+
+def restore_params(workdir: Path, step: int, abstract: Params) -> Params:
+    """Read the parameters of a step, and nothing else, placed as `abstract` says."""
+    with ocp.CheckpointManager(_directory(workdir), options=ocp.CheckpointManagerOptions(create=False)) as manager:
         restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
-    return step, restored["params"]
+    return restored["params"]
 
 
 def write_config(workdir: Path, config: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from dape_jax.config import RunConfig, differences, to_json
 from dape_jax.data.batches import train_batches, validation_batches
 from dape_jax.data.store import load_corpus
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, NonFiniteError, require
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
@@ -25,10 +25,6 @@ from dape_jax.training.step import TrainState, init_opt_state, init_params, make
 from dape_jax.transformer import Params, model_structure
 
 logger = logging.getLogger(__name__)
-
-
-class NonFiniteError(RuntimeError):
-    """The loss or its gradient is no longer a finite number."""
 
 
 def train(spec: dict[str, Any], workdir: Path) -> None:
@@ -133,7 +129,7 @@ def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any
     if lines := differences(saved, new):
         raise InputError(
             f"workdir = {str(workdir)!r}: holds a run with another config; take another workdir, or the config it was "
-            "started with:\n  " + "\n  ".join(lines)
+            "started with. " + "; ".join(lines)
         )
 
 
