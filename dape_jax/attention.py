@@ -127,9 +127,10 @@ class Blockwise:
         block = min(self.block_size, num_rows)
         num_blocks = -(-num_rows // block)
         # The last block is filled up with copies of the last row, which are cut off again.
-        rows = jnp.minimum(jnp.arange(num_blocks * block), num_rows - 1)
-        q_blocks = jnp.moveaxis(q_BTHK[:, rows].reshape(batch, num_blocks, block, heads, head_dim), 1, 0)
-        pos_blocks = q_pos_T[rows].reshape(num_blocks, block)
+        fill = (0, num_blocks * block - num_rows)
+        q_filled = jnp.pad(q_BTHK, ((0, 0), fill, (0, 0), (0, 0)), mode="edge")
+        q_blocks = jnp.moveaxis(q_filled.reshape(batch, num_blocks, block, heads, head_dim), 1, 0)
+        pos_blocks = jnp.pad(q_pos_T, (fill,), mode="edge").reshape(num_blocks, block)
 
         num_buckets = min(self.num_buckets, num_blocks)
         cuts = [num_blocks * i // num_buckets for i in range(num_buckets + 1)]

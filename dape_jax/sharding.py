@@ -84,6 +84,17 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def shard_batch(x: jax.Array) -> jax.Array:
+    """Keep an activation split over the batch, its first dim, in the mesh of `jax.set_mesh`; without ours, as it is.
+
+    Said at the embedding and in every layer: from the parameters' shardings alone the compiler would split the width,
+    and compute the whole batch on every device.
+    """
+    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, BATCH)
+
+
 def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's rows of a batch -> global arrays, split over the batch."""
     sharding = NamedSharding(mesh, BATCH)

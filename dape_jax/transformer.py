@@ -23,6 +23,7 @@ from dape_jax.biases import Bias, BiasConfig
 from dape_jax.errors import require
 from dape_jax.positions import NoRotary, Rope
 from dape_jax.processors import ProcessorConfig
+from dape_jax.sharding import shard_batch
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
 SIZES = {
@@ -205,10 +206,10 @@ class Decoder(nnx.Module):
     def features(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T D"]:
         """Everything but the unembedding; positions 0..T-1 unless given."""
         pos_T = jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T
-        x_BTD = self.embedding_VD[...][tokens_BT]
+        x_BTD = shard_batch(self.embedding_VD[...][tokens_BT])
 
         def layer(x_BTD: Float[Array, "B T D"], block: Block) -> tuple[Float[Array, "B T D"], None]:
-            return block(x_BTD, pos_T, self.shared_bias), None
+            return shard_batch(block(x_BTD, pos_T, self.shared_bias)), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)

@@ -30,7 +30,7 @@ from dape_jax.evaluation.perplexity import (
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step
+from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import model_structure
 
 
@@ -120,10 +120,13 @@ def test_training_loss_is_the_evaluators_loss(root):
     params = init_params(run.model, 0, mesh)
     graphdef, _ = model_structure(run.model)
     at_length, _ = model_structure(attention_at(run.model, 16, run.evaluation))
-    evaluated = make_nll_step(at_length, 16)(params, put_batch(batch, mesh))
+    with jax.set_mesh(mesh):
+        evaluated = make_nll_step(at_length, 16)(params, put_batch(batch, mesh))
     optimizer = make_optimizer(run.optimizer, 10)
     state = TrainState(params, init_opt_state(optimizer, params, mesh))
-    _, metrics = make_train_step(graphdef, optimizer, 1)(state, put_batch(batch, mesh))
+    step = make_train_step(graphdef, optimizer, 1, shardings_of(state))
+    with jax.set_mesh(mesh):
+        _, metrics = step(state, put_batch(batch, mesh))
     assert float(metrics["loss_nats"]) == pytest.approx(float(evaluated.mean()), rel=1e-6)
 
 

@@ -17,7 +17,14 @@ from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer, make_schedule
-from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step
+from dape_jax.training.step import (
+    TrainState,
+    init_opt_state,
+    init_params,
+    make_nll_step,
+    make_train_step,
+    shardings_of,
+)
 from dape_jax.transformer import model_structure
 
 
@@ -165,18 +172,46 @@ def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumula
     def three_steps(mesh, accumulation):
         params = init_params(run.model, 0, mesh)
         state = TrainState(params, init_opt_state(optimizer, params, mesh))
-        step = make_train_step(graphdef, optimizer, accumulation)
+        shardings = shardings_of(state)
+        step = make_train_step(graphdef, optimizer, accumulation, shardings)
         losses = []
-        for rows in tokens:
-            state, metrics = step(state, put_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
-            losses.append(metrics["loss_nats"])
-        return state, jnp.stack(losses)
+        with jax.set_mesh(mesh):
+            for rows in tokens:
+                state, metrics = step(state, put_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
+                losses.append(float(metrics["loss_nats"]))
+        assert shardings_of(state) == shardings
+        return state, losses
 
     one = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
     expected, expected_losses = three_steps(one, 1)
     found, losses = three_steps(make_mesh(MeshConfig(*mesh)), accumulation)
-    chex.assert_trees_all_close(np.asarray(losses), np.asarray(expected_losses), atol=1e-5)
+    np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
     chex.assert_trees_all_close(jax.device_get(found.params), jax.device_get(expected.params), atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", [(8, 1), (1, 8), (2, 4)])
+@pytest.mark.parametrize("attention", [{"name": "dense"}, {"name": "blockwise", "block_size": 16, "num_buckets": 2}])
+def test_every_device_computes_its_share(root, mesh, attention):
+    """An eighth of the work and of the activations on each of eight devices, as the compiler plans it."""
+    spec = tiny.spec(root)
+    spec["model"] |= {"width": 32, "attention": attention}
+    run = RunConfig.from_dict(spec)
+    graphdef, _ = model_structure(run.model)
+    optimizer = make_optimizer(run.optimizer, 10)
+
+    def planned(mesh):
+        params = init_params(run.model, 0, mesh)
+        state = TrainState(params, init_opt_state(optimizer, params, mesh))
+        rows = np.zeros((64, 64), np.int32)
+        with jax.set_mesh(mesh):
+            step = make_train_step(graphdef, optimizer, 1, shardings_of(state))
+            compiled = step.lower(state, put_batch({"inputs": rows, "targets": rows}, mesh)).compile()
+        return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
+
+    flops, memory = planned(make_mesh(MeshConfig(*mesh)))
+    one_flops, one_memory = planned(make_mesh(MeshConfig(1, 1), jax.devices()[:1]))
+    assert flops < 1.3 * one_flops / 8
+    assert memory < 2 * one_memory / 8
 
 
 def test_parameters_and_moments_are_sharded_by_the_table(root):

@@ -201,7 +201,10 @@ def evaluate_lengths(
         name: shown by the progress bar.
     """
     results = []
-    with tqdm(total=len(windows) * sum(evaluation.lengths), unit="token", unit_scale=True, desc=name) as bar:
+    with (
+        jax.set_mesh(mesh),
+        tqdm(total=len(windows) * sum(evaluation.lengths), unit="token", unit_scale=True, desc=name) as bar,
+    ):
         for length in evaluation.lengths:
             bar.set_postfix_str(f"length {length}")
             tokens_each = min(evaluation.last_tokens, length)

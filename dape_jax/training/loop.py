@@ -21,7 +21,7 @@ from dape_jax.errors import InputError, NonFiniteError, require
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
-from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step
+from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import Params, model_structure
 
 logger = logging.getLogger(__name__)
@@ -96,11 +96,11 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     optimizer = make_optimizer(run.optimizer, run.train.num_steps)
     params = init_params(run.model, run.train.seed, mesh)
     state = TrainState(params, init_opt_state(optimizer, params, mesh))
-    train_step = make_train_step(graphdef, optimizer, run.train.accumulation_steps)
+    train_step = make_train_step(graphdef, optimizer, run.train.accumulation_steps, shardings_of(state))
     nll_step = make_nll_step(graphdef, run.train.train_length)
     logger.info("%s parameters on %s", f"{sum(x.size for x in jax.tree.leaves(abstract)):,}", mesh)
 
-    with checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager:
+    with jax.set_mesh(mesh), checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager:
         # ---- go on where the newest checkpoint stands
         start = manager.latest_step() or 0
         if start:

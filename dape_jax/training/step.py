@@ -50,6 +50,11 @@ def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh
     return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
+def shardings_of(state: TrainState) -> TrainState:
+    """Where every array of a state lives."""
+    return jax.tree.map(lambda leaf: leaf.sharding, state)
+
+
 def nll(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """Negative log-likelihood of every target, in nats, float32."""
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), targets_BT)
@@ -62,9 +67,11 @@ def mean_nll(graphdef: nnx.GraphDef, params: Params, batch: dict[str, Array]) ->
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation_steps: int
+    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation_steps: int, shardings: TrainState
 ) -> Callable[[TrainState, dict[str, Array]], tuple[TrainState, dict[str, Array]]]:
     """Make `step(state, batch) -> (state, metrics)`, jitted; the state given is consumed.
+
+    Call it in the mesh of the run (`jax.set_mesh`). `shardings` is where the state lives, before and after.
 
     The gradient is that of the mean over the whole batch, computed in `accumulation_steps` parts of equal size.
     Metrics: `loss_nats` per token and the `gradient_norm` before clipping, as device arrays.
@@ -91,7 +98,7 @@ def make_train_step(
         metrics = {"loss_nats": loss, "gradient_norm": optax.tree.norm(gradients)}
         return TrainState(params, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int) -> Callable[[Params, dict[str, Array]], Array]:
