@@ -146,7 +146,10 @@ class Scalars:
     """
 
     def __init__(self, workdir: Path, run: RunConfig, start: int):
-        self.schedule = make_schedule(run.optimizer, run.train.num_steps)
+        # All at once, here: a computation on the device at every step would wait for the step that it runs.
+        self.learning_rates = np.asarray(
+            make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(run.train.num_steps))
+        )
         self.step_tokens = run.train.batch_size * run.train.train_length
         # On resuming, scalars of steps that will be taken again are dropped.
         self.writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
@@ -183,7 +186,7 @@ class Scalars:
         now = time.monotonic()
         tokens_per_second = self.step_tokens / (now - self.fetched_at)
         self.fetched_at = now
-        values |= {"learning_rate": float(jnp.asarray(self.schedule(step - 1))), "tokens_per_second": tokens_per_second}
+        values |= {"learning_rate": float(self.learning_rates[step - 1]), "tokens_per_second": tokens_per_second}
         for name, value in values.items():
             self.writer.add_scalar(f"train/{name}", value, step)
         self.bar.set_postfix_str(
