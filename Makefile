@@ -4,21 +4,21 @@
 
 PYTHON ?= python3
 PY := .venv/bin/python
-# A demo that was started with other recipes is left as it is: the directory is named after the recipes' content.
-DEMO := runs/quickstart-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
+# A demo that was started with other recipes, or with another Python (whose library is its text), is left as it is.
+DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
 
 .PHONY: demo test test-all lint install
 .DELETE_ON_ERROR:
 
 install: .venv/installed
 
-# Written last, so that an interrupted installation is begun again; begun again too if its Python is gone.
+# Written last, so that an interrupted installation is taken up again; begun anew if its Python is gone.
 ifneq ($(shell .venv/bin/python -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null),True)
 .PHONY: .venv/installed
 endif
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"Python 3.11 or newer is needed, this is {sys.version}"'
-	$(PYTHON) -m venv --clear .venv
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 

@@ -5,15 +5,18 @@ from pathlib import Path
 from absl import flags
 
 from dape_jax import command_line
+from dape_jax.errors import require
 from dape_jax.evaluation.evaluate import evaluate
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")
+STEP = flags.DEFINE_string("step", "newest", "Checkpoint: newest, best (lowest validation loss) or its number.")
 LENGTHS = flags.DEFINE_list(
     "lengths", [], "Sequence lengths in tokens, increasing; those of the run's config if empty."
 )
 LAST_TOKENS = flags.DEFINE_integer(
     "last_tokens", None, "Scored tokens of a sequence; that of the run's config if unset."
 )
+MAX_WINDOWS = flags.DEFINE_integer("max_windows", None, "Scored sequences at most; that of the run's config if unset.")
 DATA = flags.DEFINE_string(
     "data", None, "Another corpus whose held-out documents are scored, as in --config.data.path."
 )
@@ -28,12 +31,15 @@ def _are_whole_numbers(values: list[str]) -> bool:
 
 def main(_: list[str]) -> None:
     """Flags, then one call."""
+    require(all(WORKDIR.value or [""]), "--workdir", WORKDIR.value, "directories, parted by commas")
     report = evaluate(
         [Path(workdir) for workdir in WORKDIR.value or ()],
-        output=Path(OUTPUT.value) if OUTPUT.value else None,
-        lengths=tuple(int(length) for length in LENGTHS.value),
+        step=STEP.value or "newest",
+        lengths=tuple(int(length) for length in LENGTHS.value or ()),
         last_tokens=LAST_TOKENS.value,
+        max_windows=MAX_WINDOWS.value,
         data=DATA.value,
+        output=Path(OUTPUT.value) if OUTPUT.value else None,
     )
     print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")
 

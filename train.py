@@ -6,6 +6,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from dape_jax import command_line
+from dape_jax.errors import require
 from dape_jax.training.loop import train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
@@ -15,7 +16,8 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(_: list[str]) -> None:
     """Flags, then one call."""
-    train(CONFIG.value.to_dict(), Path(WORKDIR.value or ""))
+    require(bool(WORKDIR.value), "--workdir", WORKDIR.value, "a directory")
+    train(command_line.config_of(CONFIG), Path(WORKDIR.value or ""))
 
 
 if __name__ == "__main__":

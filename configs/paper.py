@@ -1,4 +1,4 @@
-r"""Every language-model run of the paper, by one argument.
+r"""The language-model runs of the paper, by one argument; those of CoPE and Transformer-XL (table 9) are not here yet.
 
     python train.py --config=configs/paper.py:125m,bias=kerple,processor=dape,kernel=3,train_length=512 \
         --config.data.path='/data/books3/*.txt' --workdir=runs/books3/dape1x3-kerple
@@ -31,7 +31,7 @@ GPT-3's.
 
 from ml_collections import ConfigDict
 
-from dape_jax.config import parse_argument
+from dape_jax.config import choose, parse_argument
 from dape_jax.errors import require
 from dape_jax.transformer import SIZES
 
@@ -56,20 +56,21 @@ def get_config(argument: str | None = None) -> ConfigDict:
         seed=0,
     )
     is_dape = choice["processor"] == "dape"
-    bias, processor = dict(name=choice["bias"]), dict(name=choice["processor"])
+    bias = choose("bias", choice["bias"])
     if choice["bias"] == "fire":  # as the official configurations, which halve what they are given: 512 and 128
         bias |= dict(threshold=256 if is_dape else 64, activation="leaky_relu" if is_dape else "relu")
+    processor = choose("processor", choice["processor"])
     if is_dape:
-        processor |= dict(kernel_width=choice["kernel"], channels=choice["channels"], edge="prefix")
+        processor |= dict(kernel_width=choice["kernel"], channels=choice["channels"])
 
     config = ConfigDict()
     config.model = dict(
         **SIZES[size],
         vocab_size=257,  # 256 bytes and the end of a document
-        rotary=dict(name=choice["rotary"]),
+        rotary=choose("rotary", choice["rotary"]),
         bias=bias,
         processor=processor,
-        attention=dict(name="blockwise", block_size=128, num_buckets=4),
+        attention=choose("attention", "blockwise", block_size=128, num_buckets=4),
         remat="full",
         dtype="auto",
     )

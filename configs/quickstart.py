@@ -13,28 +13,29 @@ be set too, as --config.train.num_steps=2000.
 
 from ml_collections import ConfigDict
 
-from dape_jax.config import parse_argument
+from dape_jax.config import choose, parse_argument
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """The recipe."""
     choice = parse_argument(argument, rotary="none", bias="kerple", processor="dape", kernel=3)
     is_dape = choice["processor"] == "dape"
-    bias, processor = dict(name=choice["bias"]), dict(name=choice["processor"])
+    bias = choose("bias", choice["bias"])
     if choice["bias"] == "fire":
         bias |= dict(threshold=32, activation="leaky_relu" if is_dape else "relu")
+    processor = choose("processor", choice["processor"])
     if is_dape:
-        processor |= dict(kernel_width=choice["kernel"], channels=32, edge="prefix")
+        processor |= dict(kernel_width=choice["kernel"])
     config = ConfigDict()
     config.model = dict(
         num_layers=4,
         width=128,
         num_heads=4,
         vocab_size=257,  # 256 bytes and the end of a document
-        rotary=dict(name=choice["rotary"]),
+        rotary=choose("rotary", choice["rotary"]),
         bias=bias,
         processor=processor,
-        attention=dict(name="blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
+        attention=choose("attention", "blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
         remat="none",
         dtype="auto",
     )

@@ -103,7 +103,7 @@ class Blockwise:
     """
 
     block_size: int = 64
-    num_buckets: int = 4
+    num_buckets: int = 1
 
     def __post_init__(self):
         require(self.block_size > 0, "model.attention.block_size", self.block_size, "a positive number of rows")

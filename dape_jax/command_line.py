@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from absl import app, flags
 from absl import logging as absl_logging
@@ -21,6 +22,8 @@ def run(main: Callable[[list[str]], None]) -> None:
     def quietly(arguments: list[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)
         logging.getLogger("dape_jax").setLevel(logging.INFO)
+        if len(arguments) > 1:
+            raise InputError(f"command line = {arguments[1]!r}: flags alone, in the form --name=value")
         main(arguments)
 
     try:
@@ -28,6 +31,9 @@ def run(main: Callable[[list[str]], None]) -> None:
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; training goes on from its newest checkpoint with the same command", file=sys.stderr)
+        sys.exit(130)
     except NonFiniteError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -38,5 +44,19 @@ def _parse(arguments: list[str]) -> list[str]:
         return flags.FLAGS(arguments)
     except flags.Error as error:
         raise InputError("; ".join(str(error).splitlines())) from error
+    except OSError as error:
+        raise _unreadable(error) from error
     except AttributeError as error:  # what a config says of a field that it does not have
         raise InputError(f"flags: no such field of the config: {error}") from error
+
+
+def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
+    """The nested dict of a config-file flag; a file that could not be read says so only when it is asked for."""
+    try:
+        return flag.value.to_dict()
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _unreadable(error: OSError) -> InputError:
+    return InputError("--config: cannot be read: " + "; ".join(line.strip() for line in str(error).splitlines()))

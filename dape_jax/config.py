@@ -8,6 +8,8 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
+
 from dape_jax.attention import IMPLEMENTATIONS
 from dape_jax.biases import BIASES
 from dape_jax.data.store import DataConfig
@@ -52,7 +54,10 @@ class TrainConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            require(value > 0 or field.name == "seed", f"train.{field.name}", value, "a positive number")
+            if field.name == "seed":
+                require(0 <= value < 2**32, "train.seed", value, "0 to 2**32 - 1")
+            else:
+                require(value > 0, f"train.{field.name}", value, "a positive number")
         require(
             self.checkpoint_every % self.validate_every == 0,
             "train.checkpoint_every",
@@ -81,6 +86,15 @@ class RunConfig:
     train: TrainConfig
     mesh: MeshConfig
     evaluation: EvaluationConfig
+
+    def __post_init__(self):
+        fraction, num_steps = self.optimizer.warmup_fraction, self.train.num_steps
+        require(
+            round(fraction * num_steps) < num_steps,
+            "optimizer.warmup_fraction",
+            fraction,
+            f"must leave a step of train.num_steps = {num_steps} after the warm-up",
+        )
 
     @classmethod
     def from_dict(cls, spec: dict[str, Any]) -> "RunConfig":
@@ -127,11 +141,36 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
 
 
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
-    """Read the `model` section."""
+    """Read the `model` section; the dtype "auto" is resolved for the present platform."""
     _check_fields(TransformerConfig, "model", spec)
-    return TransformerConfig(
-        **{**spec, **{name: read_choice(f"model.{name}", table, spec[name]) for name, table in CHOICES.items()}}
-    )
+    chosen = {field: read_choice(f"model.{field}", table, spec[field]) for field, table in CHOICES.items()}
+    dtype = spec["dtype"]
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return TransformerConfig(**{**spec, **chosen, "dtype": dtype})
+
+
+def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
+    """A choice with all of its options, for a config file: `choose("bias", "fire", threshold=64)`.
+
+    Args:
+        field: a key of `CHOICES`.
+        name: a key of the dict there.
+        options: those that differ from the defaults of the choice's dataclass.
+
+    Raises:
+        InputError: an unknown name or option.
+    """
+    return {"name": name} | dataclasses.asdict(read_choice(f"model.{field}", CHOICES[field], {"name": name} | options))
+
+
+def resolved(run: RunConfig) -> dict[str, Any]:
+    """A run's whole config as JSON, every option in it: what is saved, and what `RunConfig.from_dict` reads again."""
+    spec = dataclasses.asdict(run)
+    for field, table in CHOICES.items():
+        (name,) = [name for name, kind in table.items() if type(getattr(run.model, field)) is kind]
+        spec["model"][field] = {"name": name} | spec["model"][field]
+    return json.loads(json.dumps(spec))
 
 
 def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
@@ -150,11 +189,6 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
         except ValueError as error:
             raise InputError(f"config argument = {item!r}: {key} takes {kind.__name__}") from error
     return values
-
-
-def to_json(spec: dict[str, Any]) -> dict[str, Any]:
-    """The dict as JSON gives it back (tuples become lists), so that saved and new configs compare."""
-    return json.loads(json.dumps(spec))
 
 
 def differences(saved: Any, new: Any, path: str = "") -> list[str]:

@@ -170,7 +170,8 @@ def dape(
         output_WCH: kernel of Conv2.
         output_bias_H: bias of Conv2. It moves a whole row of scores, cancels in the softmax, and its gradient is 0.
         edge: "prefix" or "listing".
-        dtype: of the convolutions' operands; None keeps that of the scores. They accumulate in float32 or better.
+        dtype: of the convolutions' operands, but for the half that reads B; None keeps that of the scores. They
+            accumulate in float32 or better.
 
     Source: the paper's equations 3 and 4 and its listing (appendix L).
     Differs: the right edge, unless edge="listing". With W = 1 the first paper's code does not mask; the results are
@@ -184,12 +185,13 @@ def dape(
     right_1, right_2 = {"prefix": (2 * half, 0), "listing": (half, half)}[edge]
 
     def masked(x_BHTS: Float[Array, "_ H T S"]) -> Float[Array, "_ T S H"]:
-        return jnp.moveaxis(jnp.where(mask_TS[None, None], x_BHTS, 0), 1, -1).astype(dtype)
+        return jnp.moveaxis(jnp.where(mask_TS[None, None], x_BHTS, 0), 1, -1)
 
-    hidden_BTRC = key_convolution(masked(scores_BHTS), scores_WHC.astype(dtype), half, right_1)
+    hidden_BTRC = key_convolution(masked(scores_BHTS).astype(dtype), scores_WHC.astype(dtype), half, right_1)
     hidden_BTRC += hidden_bias_C[None, None, None].astype(hidden_BTRC.dtype)
     if bias_HTS is not None and bias_WHC is not None:
-        hidden_BTRC += key_convolution(masked(bias_HTS[None]), bias_WHC.astype(dtype), half, right_1)
+        # At full precision: it has no batch dim, and a bias far from its query is too large for bfloat16 to resolve.
+        hidden_BTRC += key_convolution(masked(bias_HTS[None]), bias_WHC.astype(bias_HTS.dtype), half, right_1)
     hidden_BTRC = jax.nn.leaky_relu(hidden_BTRC, 0.01).astype(dtype)
     update_BTSH = key_convolution(hidden_BTRC, output_WCH.astype(dtype), half, right_2)
     update_BTSH += output_bias_H[None, None, None].astype(update_BTSH.dtype)

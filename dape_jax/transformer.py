@@ -44,7 +44,7 @@ REMAT = {
 # Parameters outside a module: a nested dict of arrays, which is what trains and what a checkpoint holds.
 Params = dict[str, Any]
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class TransformerConfig:
         processor: what is done to the scores.
         attention: `Dense` or `Blockwise`.
         remat: what the backward pass keeps of a block, a key of `REMAT`.
-        dtype: of the matmuls; "auto" is bfloat16 on TPU and GPU and float32 on CPU.
+        dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
     """
 
     num_layers: int
@@ -96,11 +96,8 @@ class TransformerConfig:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """The dtype of the matmuls on the present platform."""
-        name = self.dtype
-        if name == "auto":
-            name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-        return jnp.dtype(name)
+        """The dtype of the matmuls."""
+        return jnp.dtype(self.dtype)
 
 
 class SelfAttention(nnx.Module):

@@ -46,13 +46,13 @@ def product(*names) -> list:
 PRODUCT = product(BIASES, ALL_PROCESSORS, IMPLEMENTED)
 
 
-def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, seed: int = 0):
+def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, seed: int = 0, dtype=jnp.float32):
     """A bias and a processor with random parameters, as one pytree of parameters and a function of it."""
     rngs = nnx.Rngs(seed)
     options = {"threshold": 6} if bias == "fire" else {}
     layer = nnx.Dict(
         bias=BIASES[bias](**options).build(heads, head_dim, rngs),
-        processor=ALL_PROCESSORS[processor].build(heads, bias != "nope", jnp.dtype("float32"), rngs),
+        processor=ALL_PROCESSORS[processor].build(heads, bias != "nope", jnp.dtype(dtype), rngs),
     )
     graphdef, params = nnx.split(layer, nnx.Param)
     params = nnx.to_pure_dict(params)
@@ -147,13 +147,25 @@ def test_any_rows_give_the_same(bias, processor):
 
 @pytest.mark.parametrize(("bias", "processor"), product(BIASES, ALL_PROCESSORS))
 def test_bfloat16_is_near_float32(bias, processor):
-    params, run = make_layer(bias, processor)
+    """Inputs and convolutions in bfloat16: values, and the direction and length of all gradients together."""
     qkv = make_qkv(16)
-    full = run(params, *qkv, Dense())
-    layer_half, run_half = params, run
-    half = run_half(layer_half, *[x.astype(jnp.bfloat16) for x in qkv], Dense())
-    assert half.dtype == jnp.bfloat16
-    np.testing.assert_allclose(half.astype(jnp.float32), full, atol=0.06)
+    weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
+
+    def value_and_gradient(dtype):
+        params, run = make_layer(bias, processor, dtype=dtype)
+
+        def loss(params, qkv):
+            out = run(params, *[x.astype(dtype) for x in qkv], Dense())
+            assert out.dtype == dtype
+            return (out.astype(jnp.float32) * weight).sum(), out
+
+        (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, qkv)
+        return out.astype(jnp.float32), jnp.concatenate([grad.reshape(-1) for grad in jax.tree.leaves(grads)])
+
+    (full, full_grad), (half, half_grad) = value_and_gradient(jnp.float32), value_and_gradient(jnp.bfloat16)
+    np.testing.assert_allclose(half, full, atol=0.06)
+    assert jnp.linalg.norm(half_grad - full_grad) < 0.03 * jnp.linalg.norm(full_grad)
+    assert not np.array_equal(half, full)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -18,6 +18,7 @@ from dape_jax.config import RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
+from dape_jax.evaluation import evaluate as evaluate_module
 from dape_jax.evaluation.evaluate import evaluate
 from dape_jax.evaluation.perplexity import (
     Window,
@@ -149,7 +150,7 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
 def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path):
     contents = []
     for output in (tmp_path / "first", tmp_path / "second"):
-        written = evaluate(runs, output, lengths=(), last_tokens=None, data=None)
+        written = evaluate(runs, output=output)
         assert written.directory == output
         contents.append((output / "lengths.json").read_bytes())
     assert contents[0] == contents[1]
@@ -171,12 +172,12 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path):
 
 def test_results_land_in_the_common_directory_and_earlier_ones_are_kept(runs):
     common = runs[0].parent
-    first = evaluate(runs, None, lengths=(16,), last_tokens=None, data=None)
+    first = evaluate(runs, lengths=(16,))
     assert first.directory == common
     before = (common / "lengths.json").read_text()
-    evaluate(runs, None, lengths=(16,), last_tokens=None, data=None)
+    evaluate(runs, lengths=(16,))
     assert len(list(common.glob("lengths*.json"))) == 1
-    evaluate(runs, None, lengths=(16, 32), last_tokens=8, data=None)
+    evaluate(runs, lengths=(16, 32), last_tokens=8)
     kept = [file for file in common.glob("lengths.*.json")]
     assert [file.read_text() for file in kept] == [before]
     assert json.loads((common / "lengths.json").read_text())["runs"][0]["last_tokens"] == 8
@@ -185,7 +186,7 @@ def test_results_land_in_the_common_directory_and_earlier_ones_are_kept(runs):
 def test_another_corpus_can_be_scored(runs, root, tmp_path):
     other = tiny.write_text(tmp_path / "other")
     (other / "more.txt").write_text("more " * 100)
-    written = evaluate(runs[:1], tmp_path / "out", lengths=(16,), last_tokens=None, data=str(other))
+    written = evaluate(runs[:1], output=tmp_path / "out", lengths=(16,), data=str(other))
     digest = json.loads((written.directory / "lengths.json").read_text())["runs"][0]["data"]
     data = RunConfig.from_dict(tiny.spec(root)).data
     assert digest == load_corpus(dataclasses.replace(data, path=str(other))).digest
@@ -198,10 +199,35 @@ def test_evaluation_reads_params_alone(runs, tmp_path):
     shutil.copytree(runs[1], copy)
     shutil.rmtree(copy / "checkpoints" / "4" / "opt_state")
     shutil.rmtree(copy / "checkpoints" / "4" / "data")
-    found = evaluate([copy], None, lengths=(16,), last_tokens=None, data=None)
-    expected = evaluate(runs[1:], tmp_path / "out", lengths=(16,), last_tokens=None, data=None)
+    found = evaluate([copy], lengths=(16,))
+    expected = evaluate(runs[1:], output=tmp_path / "out", lengths=(16,))
     nlls = [json.loads((w.directory / "lengths.json").read_text())["runs"][0]["lengths"] for w in (found, expected)]
     assert nlls[0] == nlls[1]
+
+
+def test_any_checkpoint_can_be_evaluated(root, tmp_path):
+    """The newest, the best by validation loss, or one by its number."""
+    loop.train(tiny.spec(root, train__num_steps=4), tmp_path / "run")
+
+    def step_of(step: str) -> int:
+        written = evaluate([tmp_path / "run"], step=step, lengths=(16,), output=tmp_path / step)
+        return json.loads((written.directory / "lengths.json").read_text())["runs"][0]["step"]
+
+    assert [step_of(step) for step in ("newest", "best", "2")] == [4, 4, 2]
+    with pytest.raises(InputError, match=r"step = '3': one of \['newest', 'best', '2', '4'\]"):
+        step_of("3")
+
+
+def test_an_output_that_cannot_be_written_is_named_before_the_work(runs, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(evaluate_module, "evaluate_trained", None)  # calling it would be a TypeError
+    with pytest.raises(InputError, match=r"output = .*file.*cannot be written to"):
+        evaluate(runs, output=tmp_path / "file")
+
+
+def test_names_that_matplotlib_would_read_as_formulas(root, tmp_path):
+    loop.train(tiny.spec(root, train__num_steps=2), tmp_path / "_a_$^$")
+    assert evaluate([tmp_path / "_a_$^$"], lengths=(16,)).picture.exists()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +240,7 @@ def test_evaluation_reads_params_alone(runs, tmp_path):
 )
 def test_bad_input_is_named(runs, tmp_path, lengths, last_tokens, words):
     with pytest.raises(InputError) as error:
-        evaluate(runs, tmp_path / "out", lengths=lengths, last_tokens=last_tokens, data=None)
+        evaluate(runs, output=tmp_path / "out", lengths=lengths, last_tokens=last_tokens)
     assert all(word in str(error.value) for word in words), error.value
     assert not (tmp_path / "out").exists()
 
@@ -222,7 +248,7 @@ def test_bad_input_is_named(runs, tmp_path, lengths, last_tokens, words):
 def test_bad_workdirs_are_named(runs, root, tmp_path, monkeypatch):
     def message(workdirs) -> str:
         with pytest.raises(InputError) as error:
-            evaluate(workdirs, tmp_path / "out", lengths=(16,), last_tokens=None, data=None)
+            evaluate(workdirs, output=tmp_path / "out", lengths=(16,))
         return str(error.value)
 
     assert "train.py" in message([tmp_path / "nothing"])
@@ -244,7 +270,7 @@ def test_text_that_has_changed_since_training_is_refused(tmp_path):
     loop.train(spec, tmp_path / "run")
     (tmp_path / "text" / "new.txt").write_text("new text " * 50)
     with pytest.raises(InputError, match="--data"):
-        evaluate([tmp_path / "run"], None, lengths=(16,), last_tokens=None, data=None)
+        evaluate([tmp_path / "run"], lengths=(16,))
 
 
 def test_a_window_longer_than_any_document_names_the_longest(root):

@@ -12,7 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 
-from dape_jax.config import RunConfig
+from dape_jax.config import RunConfig, resolved
+from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
 from dape_jax.training import checkpoint, loop
@@ -112,7 +113,14 @@ def test_a_config_is_saved_resolved(root, tmp_path):
     spec = tiny.spec(root)
     loop.train(spec, tmp_path / "run")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["config"] == json.loads(json.dumps(spec))
+    assert saved["config"]["model"]["bias"] == {"name": "kerple"}
+    assert saved["config"]["train"] == spec["train"]
+    spec["model"] |= {"bias": {"name": "t5"}, "rotary": {"name": "rope"}, "dtype": "auto"}
+    model = resolved(RunConfig.from_dict(spec))["model"]
+    assert model["bias"] == {"name": "t5", "num_buckets": 32, "max_distance": 128}
+    assert model["rotary"] == {"name": "rope", "base": 10_000.0}
+    assert model["dtype"] == "float32"
+    spec = tiny.spec(root)
     assert RunConfig.from_dict(saved["config"]) == RunConfig.from_dict(spec)
 
 
@@ -303,6 +311,10 @@ def test_training_learns(root, tmp_path):
         ({"train__train_length": 0}, ["train.train_length", "0", "positive"]),
         ({"train__train_length": 10**6}, ["train_length", "1000000", "at most"]),
         ({"train__checkpoint_every": 3}, ["train.checkpoint_every", "3", "multiple"]),
+        ({"train__train_length": 2000}, ["train.batch_size", "8", "windows of length 2000"]),
+        ({"train__seed": -1}, ["train.seed", "-1", "2**32"]),
+        ({"optimizer__warmup_fraction": 0.95}, ["optimizer.warmup_fraction", "0.95", "num_steps = 6"]),
+        ({"optimizer__learning_rate": float("inf")}, ["optimizer.learning_rate", "inf"]),
         ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate", "0.0", "positive"]),
         ({"mesh__data": 3}, ["mesh", "3", "8 devices"]),
         ({"mesh__data": -1}, ["mesh", "-1", "one axis"]),
@@ -334,6 +346,22 @@ def test_a_missing_section_or_field_is_named(root):
     del spec["optimizer"]
     with pytest.raises(InputError, match=r"config\.optimizer: missing"):
         RunConfig.from_dict(spec)
+
+
+def test_a_workdir_that_cannot_be_written_is_named(root, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"workdir = .*file.*cannot be written to"):
+        loop.train(tiny.spec(root), tmp_path / "file")
+
+
+def test_damaged_tokens_are_found_before_training(root, tmp_path):
+    spec = tiny.spec(tmp_path)
+    store = load_corpus(RunConfig.from_dict(spec).data).train
+    tokens = bytearray((store.directory / "tokens.bin").read_bytes())
+    tokens[100] ^= 1
+    (store.directory / "tokens.bin").write_bytes(tokens)
+    with pytest.raises(InputError, match="digest"):
+        loop.train(spec, tmp_path / "run")
 
 
 def test_a_damaged_config_file_is_named(root, tmp_path):

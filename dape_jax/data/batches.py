@@ -73,13 +73,13 @@ def train_batches(
     Raises:
         InputError: a size that does not fit, or a store shorter than one window.
     """
-    windows = _windows(store, "train_length", train_length)
+    windows = _windows(store, train_length)
     require(0 <= seed < 2**32, "data.seed", seed, "0 to 2**32 - 1")
     require(num_shards > 0, "num_shards", num_shards, "at least 1")
     require(0 <= shard_index < num_shards, "shard_index", shard_index, f"0 to {num_shards - 1}")
     require(
         global_batch_size > 0 and global_batch_size % num_shards == 0,
-        "global_batch_size",
+        "train.batch_size",
         global_batch_size,
         f"a positive multiple of the number of processes, {num_shards}",
     )
@@ -102,11 +102,11 @@ def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_b
     Raises:
         InputError: a size that does not fit, or a store shorter than one batch.
     """
-    windows = _windows(store, "length", length)
+    windows = _windows(store, length)
     require(num_batches > 0, "num_batches", num_batches, "at least 1")
     require(
         0 < batch_size <= len(windows),
-        "batch_size",
+        "train.batch_size",
         batch_size,
         f"1 to the {len(windows)} windows of length {length} in the {store.num_tokens} tokens of {store.directory}",
     )
@@ -133,7 +133,8 @@ class ValidationBatches:
         return {name: np.stack([row[name] for row in rows]) for name in ("inputs", "targets")}
 
 
-def _windows(store: TokenStore, field: str, length: int) -> Windows:
+def _windows(store: TokenStore, length: int) -> Windows:
+    field = "train.train_length"
     require(length > 0, field, length, "at least 1")
     windows = Windows(store, length)
     require(

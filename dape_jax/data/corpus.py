@@ -5,15 +5,16 @@ In: `config.data.path`. Out: one `bytes` per non-empty text file, in a fixed ord
 
 import glob
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from absl import logging
-
 from dape_jax.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
 
@@ -104,7 +105,7 @@ def read_documents(path: str, files: Iterable[tuple[str, Path]]) -> Iterator[byt
         else:
             kept += 1
             yield document
-    logging.info("data.path = %r: %d documents; left out: %d empty files, %d binary files", path, kept, empty, binary)
+    logger.info("data.path = %r: %d documents; left out: %d empty files, %d binary files", path, kept, empty, binary)
     if not kept:
         raise InputError(f"data.path = {path!r}: no text there: {empty} empty files and {binary} binary files")
 

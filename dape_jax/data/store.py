@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import numpy as np
-from absl import logging
 from jaxtyping import Int64, UInt
 from tqdm import tqdm
 
@@ -33,6 +33,8 @@ from dape_jax.data import corpus
 from dape_jax.data.corpus import Split
 from dape_jax.data.tokenizers import TOKENIZERS, Tokenizer
 from dape_jax.errors import InputError, require
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
@@ -260,7 +262,7 @@ def _build(config: DataConfig, files: list[tuple[str, Path]], fingerprint: str, 
         except OSError:
             if not directory.exists():
                 raise
-            logging.info("%s: another process built it first; using that one", directory)
+            logger.info("%s: another process built it first; using that one", directory)
         _sync(directory.parent)
     except OSError as error:  # of writing: read_documents reports its own
         raise InputError(f"data.cache_dir = {config.cache_dir!r}: cannot be written to: {error}") from error

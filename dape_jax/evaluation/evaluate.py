@@ -10,7 +10,7 @@ import jax
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import Corpus, load_corpus
-from dape_jax.errors import require
+from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import LengthResult, Window, choose_windows, evaluate_lengths
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
@@ -42,33 +42,47 @@ class RunResult:
 
 
 def evaluate(
-    workdirs: list[Path], output: Path | None, lengths: tuple[int, ...], last_tokens: int | None, data: str | None
+    workdirs: list[Path],
+    *,
+    step: str = "newest",
+    lengths: tuple[int, ...] = (),
+    last_tokens: int | None = None,
+    max_windows: int | None = None,
+    data: str | None = None,
+    output: Path | None = None,
 ) -> report.Written:
-    """Evaluate the newest checkpoint of every workdir and write one comparison.
+    """Evaluate one checkpoint of every workdir and write one comparison.
 
     Args:
         workdirs: of the runs, each with another name.
-        output: where the results go; the workdir, or the directory that all workdirs have in common.
+        step: "newest", "best" (the lowest validation loss) or a number.
         lengths: sequence lengths; empty for those of each run's config.
         last_tokens: scored tokens; None for that of each run's config.
+        max_windows: scored windows at most; None for that of each run's config.
         data: in the form of `data.path`, another corpus whose held-out documents are scored; None for the run's own.
+        output: where the results go; None for the workdir, or the directory that all workdirs have in common.
 
     Raises:
         InputError: bad input, before any device work.
     """
     require(bool(workdirs), "workdir", [], "one workdir or more")
     require(len({w.name for w in workdirs}) == len(workdirs), "workdir", [w.name for w in workdirs], "different names")
-    models = [read_trained(workdir, lengths, last_tokens) for workdir in workdirs]
-    protocols = [(model.run.evaluation.lengths, model.run.evaluation.last_tokens) for model in models]
-    require(len(set(protocols)) == 1, "lengths, last_tokens", protocols, "one for all; give --lengths, --last_tokens")
+    given = {"lengths": lengths or None, "last_tokens": last_tokens, "max_windows": max_windows}
+    replaced = {field: value for field, value in given.items() if value is not None}
+    models = [read_trained(workdir, step, replaced) for workdir in workdirs]
+    common = os.path.commonpath([workdir.absolute() for workdir in workdirs])
+    output = Path(common) if output is None else output
+    protocols = [dataclasses.asdict(model.run.evaluation) for model in models]
+    for field in ("lengths", "last_tokens", "max_windows"):
+        values = [protocol[field] for protocol in protocols]
+        require(len(set(values)) == 1, f"evaluation.{field}", values, f"the same for all; give --{field}")
     corpora = [held_out_corpus(model, data) for model in models]
     digests = [corpus.digest for corpus in corpora]
     require(len(set(digests)) == 1, "data", digests, "the same text for all; give --data")
     evaluation = models[0].run.evaluation
     windows = choose_windows(corpora[0].validation, max(evaluation.lengths), evaluation.max_windows)
-    results = [evaluate_trained(model, corpora[0], windows) for model in models]
-    common = os.path.commonpath([workdir.absolute() for workdir in workdirs])
-    return report.write(results, Path(common) if output is None else output)
+    report.make_directory(output)
+    return report.write([evaluate_trained(model, corpora[0], windows) for model in models], output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +91,7 @@ class Trained:
 
     Args:
         workdir: where it lies.
-        step: the newest.
+        step: its number.
         run: the config it was trained with.
         data_digest: of the corpus it was trained on.
     """
@@ -88,15 +102,12 @@ class Trained:
     data_digest: str
 
 
-def read_trained(workdir: Path, lengths: tuple[int, ...], last_tokens: int | None) -> Trained:
-    """Read the config of a workdir's newest checkpoint; flags that are given replace its own."""
-    step, saved = checkpoint.restore_config(workdir)
+def read_trained(workdir: Path, step: str, replaced: dict[str, Any]) -> Trained:
+    """Read the config of a checkpoint; `replaced` are fields of its evaluation section that flags have set."""
+    number, saved = checkpoint.restore_config(workdir, step)
     spec: dict[str, Any] = saved["config"]
-    if lengths:
-        spec["evaluation"]["lengths"] = lengths
-    if last_tokens is not None:
-        spec["evaluation"]["last_tokens"] = last_tokens
-    return Trained(workdir, step, RunConfig.from_dict(spec), saved["data_digest"])
+    spec["evaluation"] |= replaced
+    return Trained(workdir, number, RunConfig.from_dict(spec), saved["data_digest"])
 
 
 def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
@@ -108,7 +119,10 @@ def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
     config = trained.run.data
     if data is not None:
         return load_corpus(dataclasses.replace(config, path=data))
-    corpus = load_corpus(config)
+    try:
+        corpus = load_corpus(config)
+    except InputError as error:
+        raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
     require(
         corpus.digest == trained.data_digest,
         "data.path",

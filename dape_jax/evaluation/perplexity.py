@@ -33,8 +33,8 @@ class EvaluationConfig:
 
     Args:
         lengths: sequence lengths N, in tokens.
-        last_tokens: scored tokens at the end of a sequence; at N below it, all N (and then fewer tokens than
-        elsewhere). max_windows: windows that are scored at most, spread evenly over the documents.
+        last_tokens: scored tokens at the end of a sequence; at N below it, all N, and so fewer than elsewhere.
+        max_windows: windows that are scored at most; see `choose_windows`.
         batch_tokens: tokens processed at once; a batch holds as many sequences as fit, and one at least.
         blockwise_from: from this length on attention is blockwise, so that memory is linear in length.
         block_size: rows of a block then.
@@ -176,7 +176,7 @@ def summarise(length: int, windows: list[Window], nll_of_windows: np.ndarray, to
 
 def attention_at(config: TransformerConfig, length: int, evaluation: EvaluationConfig) -> TransformerConfig:
     """The same model, computed with the attention that suits the length."""
-    blockwise = Blockwise(block_size=evaluation.block_size)
+    blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
     return dataclasses.replace(config, attention=blockwise if length >= evaluation.blockwise_from else Dense())
 
 

@@ -5,6 +5,7 @@ In: one `RunResult` for each model. Out: files. Rows are models and columns are 
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 
+from dape_jax.errors import InputError, require
 from dape_jax.provenance import provenance
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ class Written:
 
 def write(results: Sequence["RunResult"], directory: Path) -> Written:
     """Write table, JSON and picture; results of an earlier, different evaluation there are kept under another name."""
-    directory.mkdir(parents=True, exist_ok=True)
     runs = [dataclasses.asdict(result) for result in results]
     content = json.dumps({"runs": runs} | provenance("flax"), indent=1) + "\n"
     _keep_earlier(directory, content)
@@ -45,6 +46,19 @@ def write(results: Sequence["RunResult"], directory: Path) -> Written:
     (directory / "lengths.md").write_text(markdown_table(results) + "\n")
     plot(results, directory / "lengths.png")
     return Written(directory, table)
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory that results will go to, before the work whose results they are.
+
+    Raises:
+        InputError: it cannot be made or written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output = {str(directory)!r}: cannot be written to: {error}") from error
+    require(os.access(directory, os.W_OK), "output", str(directory), "a directory that can be written to")
 
 
 def _keep_earlier(directory: Path, content: str) -> None:
@@ -98,12 +112,17 @@ def markdown_table(results: Sequence["RunResult"]) -> str:
     return "\n".join([_caption(results), "", *lines])
 
 
+def _label(name: str) -> str:
+    """A name as matplotlib takes it: $ would start a formula, and a leading _ would leave it out of the legend."""
+    return name.replace("$", r"\$").replace("_", " _", 1) if name.startswith("_") else name.replace("$", r"\$")
+
+
 def plot(results: Sequence["RunResult"], file: Path) -> None:
     """Draw perplexity against length, the train length marked."""
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for run in results:
         lengths = [result.length for result in run.lengths]
-        (line,) = axes.plot(lengths, [result.perplexity for result in run.lengths], marker="o", label=run.name)
+        (line,) = axes.plot(lengths, [result.perplexity for result in run.lengths], marker="o", label=_label(run.name))
         low = [result.low for result in run.lengths if result.low is not None]
         high = [result.high for result in run.lengths if result.high is not None]
         if len(low) == len(high) == len(lengths):

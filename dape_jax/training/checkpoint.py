@@ -27,22 +27,22 @@ def open_checkpoints(workdir: Path, keep_latest: int) -> ocp.CheckpointManager:
     newest and best is what a run needs. `best_fn` is given besides: without it Orbax does not write the metrics down,
     and a resumed run would know of no best and delete nothing.
     """
-
-    def validation_nats(metrics: dict[str, float]) -> float:
-        return metrics["validation_nats"]
-
     policy = preservation_policy.AnyPreservationPolicy(
         [
             preservation_policy.LatestN(keep_latest),
-            preservation_policy.BestN(get_metric_fn=validation_nats, reverse=True, n=1),
+            preservation_policy.BestN(get_metric_fn=_validation_nats, reverse=True, n=1),
         ]
     )
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=policy, best_fn=validation_nats, best_mode="min", cleanup_tmp_directories=True
+        preservation_policy=policy, best_fn=_validation_nats, best_mode="min", cleanup_tmp_directories=True
     )
     return ocp.CheckpointManager(
         _directory(workdir), item_names=("params", "opt_state", "data", "config"), options=options
     )
+
+
+def _validation_nats(metrics: dict[str, float]) -> float:
+    return metrics["validation_nats"]
 
 
 def _directory(workdir: Path) -> Path:
@@ -84,17 +84,25 @@ def restore(manager: ocp.CheckpointManager, step: int, state: TrainState) -> tup
     return TrainState(restored["params"], restored["opt_state"]), restored["data"]
 
 
-def restore_config(workdir: Path) -> tuple[int, dict[str, Any]]:
-    """The newest step and the config that was saved with it: all that an evaluator needs to rebuild the model.
+def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str, Any]]:
+    """A step's number and the config that was saved with it: all that an evaluator needs to rebuild the model.
+
+    Args:
+        workdir: of the run.
+        which: "newest", "best" (the lowest validation loss) or a number.
 
     Raises:
-        InputError: there is no checkpoint.
+        InputError: there is no such checkpoint.
     """
     require(_directory(workdir).is_dir(), "workdir", str(workdir), "a directory that train.py has written")
-    with ocp.CheckpointManager(_directory(workdir), options=ocp.CheckpointManagerOptions(create=False)) as manager:
-        step = manager.latest_step()
-        if step is None:
-            raise InputError(f"workdir = {str(workdir)!r}: has no checkpoint yet")
+    options = ocp.CheckpointManagerOptions(create=False, best_fn=_validation_nats, best_mode="min")
+    with ocp.CheckpointManager(_directory(workdir), options=options) as manager:
+        steps = sorted(manager.all_steps())
+        require(bool(steps), "workdir", str(workdir), "has no checkpoint yet")
+        named = {"newest": manager.latest_step(), "best": manager.best_step()} | {str(step): step for step in steps}
+        require(which in named, "step", which, f"one of {list(named)} in {workdir}")
+        step = named[which]
+        assert step is not None
         restored = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))
     return step, restored["config"]
 
@@ -107,11 +115,18 @@ def restore_params(workdir: Path, step: int, abstract: Params) -> Params:
 
 
 def write_config(workdir: Path, config: dict[str, Any]) -> None:
-    """Write the run's config, atomically."""
-    workdir.mkdir(parents=True, exist_ok=True)
+    """Write the run's config, atomically.
+
+    Raises:
+        InputError: the workdir cannot be made or written to.
+    """
     partial = workdir / f"{CONFIG_FILE}.{os.getpid()}.tmp"
-    partial.write_text(json.dumps(config, indent=2) + "\n")
-    partial.replace(workdir / CONFIG_FILE)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(config, indent=2) + "\n")
+        partial.replace(workdir / CONFIG_FILE)
+    except OSError as error:
+        raise InputError(f"workdir = {str(workdir)!r}: cannot be written to: {error}") from error
 
 
 def read_config(workdir: Path) -> dict[str, Any] | None:

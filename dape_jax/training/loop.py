@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from dape_jax.config import RunConfig, differences, to_json
+from dape_jax.config import RunConfig, differences, resolved
 from dape_jax.data.batches import train_batches, validation_batches
 from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError, NonFiniteError, require
@@ -57,10 +57,12 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     )
     saved = checkpoint.read_config(workdir)
     if saved is not None:
-        refuse_other_config(workdir, saved["config"], to_json(spec))
+        refuse_other_config(workdir, saved["config"], resolved(run))
 
     # ---- data
     corpus = load_corpus(run.data)
+    corpus.train.verify()
+    corpus.validation.verify()
     require(
         corpus.train.sidecar.vocab_size <= run.model.vocab_size,
         "model.vocab_size",
@@ -85,7 +87,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
             num_batches=run.train.validation_batches,
         )
     )
-    config = {"config": to_json(spec), "data_digest": corpus.digest}
+    config = {"config": resolved(run), "data_digest": corpus.digest}
     if saved is None:
         checkpoint.write_config(workdir, config)
     else:
@@ -200,4 +202,5 @@ class Scalars:
             raise NonFiniteError(f"step {step}: validation_nats = {validation_nats}; checkpoints up to here are kept")
         self.writer.add_scalar("validation/loss_nats", validation_nats, step)
         self.validation_text = f", validation {validation_nats:.3f}"
+        self.bar.set_postfix_str(self.bar.postfix.split(", validation")[0] + self.validation_text)
         self.fetched_at = time.monotonic()

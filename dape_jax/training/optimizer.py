@@ -1,6 +1,7 @@
 """Adam as the paper trains: warm-up, cosine, decoupled weight decay, clipping. Next: `step.py`."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -35,10 +36,12 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for field in ("learning_rate", "epsilon", "clip_norm"):
-            require(getattr(self, field) > 0, f"optimizer.{field}", getattr(self, field), "a positive number")
+            require(
+                0 < getattr(self, field) < math.inf, f"optimizer.{field}", getattr(self, field), "a positive number"
+            )
         for field in ("warmup_fraction", "final_fraction", "beta1", "beta2"):
             require(0 <= getattr(self, field) < 1, f"optimizer.{field}", getattr(self, field), "from 0 to below 1")
-        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
+        require(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "0 or more")
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
