@@ -94,7 +94,7 @@ class Settings:
         if self.vs:
             require(self.bias in TORCH_BIASES, "--bias", self.bias, f"with --vs=torch, one of {TORCH_BIASES}")
             require(self.dtype == "float32", "--dtype", self.dtype, "with --vs=torch, float32")
-            require(find_spec("torch") is not None, "--vs", self.vs, "needs PyTorch: pip install 'dape_jax[torch]'")
+            require(find_spec("torch") is not None, "--vs", self.vs, "needs PyTorch: pip install -e '.[torch]'")
 
 
 def define_flags() -> None:

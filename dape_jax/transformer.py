@@ -100,6 +100,11 @@ class TransformerConfig:
         return jnp.dtype(self.dtype)
 
 
+def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """GPT-NeoX's LayerNorm: epsilon 1e-5; float32, the variance from centred values."""
+    return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+
+
 class SelfAttention(nnx.Module):
     """Projections around `attention.py`; holds the layer's own bias (unless all layers share one) and processor."""
 
@@ -165,9 +170,9 @@ class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = nnx.LayerNorm(config.width, use_fast_variance=False, rngs=rngs)
+        self.attention_norm = layer_norm(config.width, rngs)
         self.attention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm = nnx.LayerNorm(config.width, use_fast_variance=False, rngs=rngs)
+        self.mlp_norm = layer_norm(config.width, rngs)
         self.mlp = MLP(config, rngs=rngs)
         self.dtype = config.compute_dtype
 
@@ -196,7 +201,7 @@ class Decoder(nnx.Module):
             return Block(config, rngs=rngs)
 
         self.layers = make_layers(rngs)
-        self.norm = nnx.LayerNorm(config.width, use_fast_variance=False, rngs=rngs)
+        self.norm = layer_norm(config.width, rngs)
         self.unembedding_DV = nnx.Param(normal(rngs.params(), (config.width, config.vocab_size)))
         self.config = config
 

@@ -146,8 +146,12 @@ def test_any_rows_give_the_same(bias, processor):
 
 
 @pytest.mark.parametrize(("bias", "processor"), product(BIASES, ALL_PROCESSORS))
-def test_bfloat16_is_near_float32(bias, processor):
-    """Inputs and convolutions in bfloat16: values, and the direction and length of all gradients together."""
+def test_bfloat16_is_near_float32(bias, processor, monkeypatch):
+    """Inputs and convolutions in bfloat16: values, and all gradients together.
+
+    For the gradients the LeakyReLU is made smooth: rounding may carry a hidden feature that is almost 0 over its kink,
+    and in a layer as small as this one that feature alone can be several per cent of the gradient.
+    """
     qkv = make_qkv(16)
     weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
 
@@ -162,10 +166,12 @@ def test_bfloat16_is_near_float32(bias, processor):
         (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, qkv)
         return out.astype(jnp.float32), jnp.concatenate([grad.reshape(-1) for grad in jax.tree.leaves(grads)])
 
-    (full, full_grad), (half, half_grad) = value_and_gradient(jnp.float32), value_and_gradient(jnp.bfloat16)
+    full, half = (value_and_gradient(dtype)[0] for dtype in (jnp.float32, jnp.bfloat16))
     np.testing.assert_allclose(half, full, atol=0.06)
-    assert jnp.linalg.norm(half_grad - full_grad) < 0.03 * jnp.linalg.norm(full_grad)
     assert not np.array_equal(half, full)
+    monkeypatch.setattr(jax.nn, "leaky_relu", lambda x, _: 0.5 * x + 0.49 * jnp.sqrt(x * x + 1))
+    full, half = (value_and_gradient(dtype)[1] for dtype in (jnp.float32, jnp.bfloat16))
+    assert jnp.linalg.norm(half - full) < 0.01 * jnp.linalg.norm(full)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
