@@ -1,6 +1,6 @@
 """A length-extrapolation curve in minutes, on two CPU cores and text that every Python has.
 
-A byte-level model of 0.8 M parameters learns the standard library's source at 64 bytes and is tested at up to 2048, 32
+A byte-level model of 0.9 M parameters learns the standard library's source at 64 bytes and is tested at up to 2048, 32
 times longer. `make demo` runs both methods and draws them into one picture:
 
     python train.py --config=configs/quickstart.py:processor=none --workdir=runs/quickstart/kerple
