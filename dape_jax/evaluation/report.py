@@ -114,7 +114,8 @@ def markdown_table(results: Sequence["RunResult"]) -> str:
 
 def _label(name: str) -> str:
     """A name as matplotlib takes it: $ would start a formula, and a leading _ would leave it out of the legend."""
-    return name.replace("$", r"\$").replace("_", " _", 1) if name.startswith("_") else name.replace("$", r"\$")
+    escaped = name.replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
 
 
 def plot(results: Sequence["RunResult"], file: Path) -> None:

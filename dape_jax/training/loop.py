@@ -55,9 +55,10 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         run.model.width,
         f"a multiple of the fsdp axis, {mesh.shape['fsdp']}",
     )
+    config = resolved(run)
     saved = checkpoint.read_config(workdir)
     if saved is not None:
-        refuse_other_config(workdir, saved["config"], resolved(run))
+        refuse_other_config(workdir, saved["config"], config)
 
     # ---- data
     corpus = load_corpus(run.data)
@@ -69,15 +70,13 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         run.model.vocab_size,
         f"at least the tokenizer's {corpus.train.sidecar.vocab_size}",
     )
-    batches = iter(
-        train_batches(
-            corpus.train,
-            train_length=run.train.train_length,
-            global_batch_size=run.train.batch_size,
-            seed=run.data.seed,
-            shard_index=jax.process_index(),
-            num_shards=jax.process_count(),
-        )
+    batches = train_batches(
+        corpus.train,
+        train_length=run.train.train_length,
+        global_batch_size=run.train.batch_size,
+        seed=run.data.seed,
+        shard_index=jax.process_index(),
+        num_shards=jax.process_count(),
     )
     held_out = list(
         validation_batches(
@@ -87,9 +86,9 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
             num_batches=run.train.validation_batches,
         )
     )
-    config = {"config": resolved(run), "data_digest": corpus.digest}
+    record = {"config": config, "data_digest": corpus.digest}
     if saved is None:
-        checkpoint.write_config(workdir, config)
+        checkpoint.write_config(workdir, record)
     else:
         refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": corpus.digest})
 
@@ -123,7 +122,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
                     validation_nats = mean_validation_nll(nll_step, state.params, held_out, mesh)
                     scalars.add_validation(step, validation_nats)
                     if last or step % run.train.checkpoint_every == 0:
-                        checkpoint.save(manager, step, state, batches.get_state(), config, validation_nats)
+                        checkpoint.save(manager, step, state, batches.get_state(), record, validation_nats)
 
 
 def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
