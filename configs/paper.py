@@ -29,7 +29,7 @@ add --config.model.processor.edge=listing); the learning rates of 2.7b and 6.7b,
 GPT-3's.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import choose, parse_argument
 from dape_jax.errors import require
@@ -70,6 +70,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         rotary=choose("rotary", choice["rotary"]),
         bias=bias,
         processor=processor,
+        window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=128, num_buckets=4),
         remat="full",
         dtype="auto",

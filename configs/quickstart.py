@@ -11,7 +11,7 @@ Argument: rotary=none|rope, bias=nope|alibi|kerple|t5|fire, processor=none|dape,
 be set too, as --config.train.num_steps=2000.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import choose, parse_argument
 
@@ -31,10 +31,12 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_layers=4,
         width=128,
         num_heads=4,
+        num_kv_heads=4,
         vocab_size=257,  # 256 bytes and the end of a document
         rotary=choose("rotary", choice["rotary"]),
         bias=bias,
         processor=processor,
+        window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
         remat="none",
         dtype="auto",

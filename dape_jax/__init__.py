@@ -7,10 +7,11 @@ same letters, and the parameters of the model are named the same way, which is w
     D  model width                H  heads                      K  width of one head
     F  feed-forward width         V  vocabulary                 L  layers (stacked parameters)
     C  hidden channels of the score convolution                 W  width of its kernel
-    M  hidden width of FIRE's MLP                               N  buckets of T5's bias
+    G  heads of keys and values         R  H / G, query heads that share one
+    M  hidden width of FIRE's MLP       N  buckets of T5's bias         P  positions of CoPE's table
 
 `axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
 stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
 
-Reading order: positions, biases, processors, attention, transformer, sharding, data, training, evaluation.
+Reading order: positions, biases, contextual, processors, attention, transformer, sharding, data, training, evaluation.
 """

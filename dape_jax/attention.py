@@ -1,23 +1,44 @@
-"""Causal attention with processed scores: one function over rows of queries, and two drivers for it.
+"""Attention with processed scores: one function over rows of queries, and two drivers for it.
 
-In: `q_BTHK`, `k_BSHK`, `v_BSHK` and their positions, a bias from `biases.py`, a processor from `processors.py`. Out:
-`out_BTHK`. Next: `transformer.py`.
+In: `q_BTHK`, `k_BSGK`, `v_BSGK` and their positions, a bias from `biases.py` or `contextual.py`, a processor from
+`processors.py`. Out: `out_BTHK`. Next: `transformer.py`.
 
 A query row is complete in itself: everything done to scores mixes heads and keys, never two query rows. So `attend` on
 all rows (`dense`), on blocks of rows (`blockwise`), on some rows of many devices, or on one row against a cache, is the
 same function and gives the same numbers.
+
+What a row may see is a function of positions too: all keys up to its own (causal), all keys at all (`causal=False`,
+for encoders), or those less than `window` away. Keys and values may have fewer heads than queries (grouped-query
+attention).
 """
 
 import dataclasses
 import itertools
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.biases import Bias
+from dape_jax.contextual import ContextualBias, products
 from dape_jax.errors import require
 from dape_jax.processors import Plain, Processor
+
+
+def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, window: int | None) -> Bool[Array, "T S"]:
+    """True where a query may see a key. Causal, with a window of 3:
+
+        k 0 1 2 3 4
+    q 0   x . . . .        key position <= query position
+    q 1   x x . . .        and, with a window, distance < window: a query sees itself and window - 1 keys before it
+    q 2   x x x . .        (to either side where attention is not causal)
+    q 3   . x x x .
+    q 4   . . x x x
+    """
+    distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
+    mask_TS = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
+    return mask_TS if window is None else mask_TS & (jnp.abs(distance_TS) < window)
 
 
 def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
@@ -30,42 +51,113 @@ def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T
     return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
 
 
-def attend(
+class Scores(NamedTuple):
+    """What a processor is given.
+
+    Args:
+        scores_BHTS: A = Q K^T / sqrt(K).
+        bias_BHTS: B, or None; its batch dim is 1 where it does not depend on content.
+        mask_TS: True where the key may be seen.
+    """
+
+    scores_BHTS: Float[Array, "B H T S"]
+    bias_BHTS: Float[Array, "#B H T S"] | None
+    mask_TS: Bool[Array, "T S"]
+
+
+def score(
     q_BTHK: Float[Array, "B T H K"],
-    k_BSHK: Float[Array, "B S H K"],
-    v_BSHK: Float[Array, "B S H K"],
+    k_BSGK: Float[Array, "B S G K"],
     q_pos_T: Int[Array, "T"],
     k_pos_S: Int[Array, "S"],
     *,
-    bias: Bias | None = None,
-    processor: Processor | None = None,
-) -> Float[Array, "B T H K"]:
-    """Causal attention of any block of query rows over the keys.
+    bias: Bias | ContextualBias | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> Scores:
+    """Scores, bias and mask of any block of query rows; arguments as those of `attend`."""
+    dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    mask_TS = visible(q_pos_T, k_pos_S, causal, window)
+    scores_BHTS = products(q_BTHK, k_BSGK, dtype) * q_BTHK.shape[-1] ** -0.5
+    if bias is None:
+        bias_BHTS = None
+    elif isinstance(bias, ContextualBias):
+        bias_BHTS = bias.from_content(q_BTHK, k_BSGK, scores_BHTS, mask_TS, q_pos_T, k_pos_S, causal)
+    else:
+        bias_BHTS = bias(q_pos_T, k_pos_S, causal)[None]
+    return Scores(scores_BHTS, bias_BHTS, mask_TS)
 
-        softmax(processor(Q K^T / sqrt(K), bias, mask)) V        mask: key position <= query position
+
+def attend(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
+    q_pos_T: Int[Array, "T"],
+    k_pos_S: Int[Array, "S"],
+    *,
+    bias: Bias | ContextualBias | None = None,
+    processor: Processor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+) -> Float[Array, "B T H K"]:
+    """Attention of any block of query rows over the keys.
+
+        softmax(processor(Q K^T / sqrt(K), bias, mask)) V
 
     Args:
         q_BTHK: queries, rotated already where positions are rotary.
-        k_BSHK: keys.
-        v_BSHK: values.
+        k_BSGK: keys, of G heads; G divides H, and H/G neighbouring query heads share one. The scores have H heads in
+            any case, and so has what the processor mixes.
+        v_BSGK: values.
         q_pos_T: positions of the queries, in any order.
         k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours.
-        bias: position bias; None for none.
+        bias: position bias, or contextual encoding; None for none.
         processor: what is done to the scores; None for scores + bias.
+        causal: a query sees no key after it; if False, distances are |i - j| and the processor's mask lets all through.
+        window: a query sees keys less than so many positions away; None for all.
 
     Returns:
-        The attended values in the dtype of `v_BSHK`. Scores, bias and softmax are float32 (float64 if the inputs are).
+        The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
+
+    Raises:
+        InputError: heads that do not divide, or a window below 1.
     """
+    check(q_BTHK, k_BSGK, window)
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
-    mask_TS = k_pos_S[None, :] <= q_pos_T[:, None]
-    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK, preferred_element_type=dtype)
-    scores_BHTS *= q_BTHK.shape[-1] ** -0.5
-    bias_HTS = None if bias is None else bias(q_pos_T, k_pos_S)
     processor = Plain() if processor is None else processor
-    scores_BHTS = processor(scores_BHTS, bias_HTS, mask_TS)
-    probs_BHTS = masked_softmax(scores_BHTS, mask_TS).astype(v_BSHK.dtype)
-    out_BTHK = jnp.einsum("BHTS,BSHK->BTHK", probs_BHTS, v_BSHK, preferred_element_type=dtype)
-    return out_BTHK.astype(v_BSHK.dtype)
+    scores = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, causal=causal, window=window)
+    probs_BHTS = masked_softmax(processor(*scores), scores.mask_TS).astype(v_BSGK.dtype)
+    batch, num_rows, heads, head_dim = q_BTHK.shape
+    probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
+    out_BTGRK = jnp.einsum("BGRTS,BSGK->BTGRK", probs_BGRTS, v_BSGK, preferred_element_type=dtype)
+    return out_BTGRK.reshape(batch, num_rows, heads, head_dim).astype(v_BSGK.dtype)
+
+
+def check(q_BTHK: Float[Array, "B T H K"], k_BSGK: Float[Array, "B S G K"], window: int | None) -> None:
+    """Raise `InputError` for what no shape annotation can say."""
+    heads, groups = q_BTHK.shape[2], k_BSGK.shape[2]
+    require(heads % groups == 0, "num_kv_heads", groups, f"a divisor of num_heads = {heads}")
+    require(window is None or window > 0, "window", window, "1 or more, or None")
+
+
+class Attention(Protocol):
+    """What `transformer.py` knows of a driver: the signature of `attend`."""
+
+    def __call__(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        q_pos_T: Int[Array, "T"],
+        k_pos_S: Int[Array, "S"],
+        *,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """See `attend`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +167,20 @@ class Dense:
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
-        k_BSHK: Float[Array, "B S H K"],
-        v_BSHK: Float[Array, "B S H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
         q_pos_T: Int[Array, "T"],
         k_pos_S: Int[Array, "S"],
         *,
-        bias: Bias | None = None,
+        bias: Bias | ContextualBias | None = None,
         processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
     ) -> Float[Array, "B T H K"]:
         """See `attend`."""
-        return attend(q_BTHK, k_BSHK, v_BSHK, q_pos_T, k_pos_S, bias=bias, processor=processor)
+        return attend(
+            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +188,11 @@ class Blockwise:
     """A scan over blocks of rows, each recomputed in the backward pass: memory grows with block_size x S.
 
     Causal saving: the rows are cut into `num_buckets` runs, each with its own number of keys, so that n buckets do
-    (n + 1) / (2 n) of the square. The program has one scan for each bucket and does not grow with T.
+    (n + 1) / (2 n) of the square. The program has one scan for each bucket and does not grow with T. With a window each
+    block reads the block_size + window keys (and the processor's halo) that it needs, and time grows with T alone.
 
     With more than one bucket the rows must stand at the end of the keys, row t at column S - T + t, as in
-    self-attention; with one bucket they may be any rows.
+    self-attention; with one bucket they may be any rows, and every block reads all keys.
 
     Args:
         block_size: rows in a block.
@@ -112,17 +209,20 @@ class Blockwise:
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
-        k_BSHK: Float[Array, "B S H K"],
-        v_BSHK: Float[Array, "B S H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
         q_pos_T: Int[Array, "T"],
         k_pos_S: Int[Array, "S"],
         *,
-        bias: Bias | None = None,
+        bias: Bias | ContextualBias | None = None,
         processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
     ) -> Float[Array, "B T H K"]:
         """See `attend`."""
+        check(q_BTHK, k_BSGK, window)
         batch, num_rows, heads, head_dim = q_BTHK.shape
-        num_keys = k_BSHK.shape[1]
+        num_keys = k_BSGK.shape[1]
         processor = Plain() if processor is None else processor
         block = min(self.block_size, num_rows)
         num_blocks = -(-num_rows // block)
@@ -131,23 +231,37 @@ class Blockwise:
         q_filled = jnp.pad(q_BTHK, ((0, 0), fill, (0, 0), (0, 0)), mode="edge")
         q_blocks = jnp.moveaxis(q_filled.reshape(batch, num_blocks, block, heads, head_dim), 1, 0)
         pos_blocks = jnp.pad(q_pos_T, (fill,), mode="edge").reshape(num_blocks, block)
+        first_columns = num_keys - num_rows + block * jnp.arange(num_blocks)
 
-        num_buckets = min(self.num_buckets, num_blocks)
-        cuts = [num_blocks * i // num_buckets for i in range(num_buckets + 1)]
+        left, right = processor.key_halo
+        reach = num_keys if window is None else window
+        windowed = causal and window is not None and self.num_buckets > 1
+        num_runs = min(self.num_buckets, num_blocks) if causal and not windowed else 1
+        cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
         outs = []
         for start, stop in itertools.pairwise(cuts):
-            visible = num_keys
-            if num_buckets > 1:
-                visible = min(num_keys, num_keys - num_rows + stop * block + processor.key_halo)
-            k, v, k_pos = k_BSHK[:, :visible], v_BSHK[:, :visible], k_pos_S[:visible]
+            num_read = num_keys  # by every block of the run
+            if windowed:
+                num_read = min(num_keys, left + reach - 1 + block + right)
+            elif num_runs > 1:
+                num_read = min(num_keys, num_keys - num_rows + stop * block + right)
+
+            def keys_of(first_column, num_read=num_read):
+                if not windowed:
+                    return k_BSGK[:, :num_read], v_BSGK[:, :num_read], k_pos_S[:num_read]
+                begin = jnp.clip(first_column - (reach - 1) - left, 0, num_keys - num_read)
+                return tuple(
+                    jax.lax.dynamic_slice_in_dim(x, begin, num_read, axis=axis)
+                    for x, axis in ((k_BSGK, 1), (v_BSGK, 1), (k_pos_S, 0))
+                )
 
             @jax.checkpoint
-            def rows_of_block(q, pos, k=k, v=v, k_pos=k_pos):
-                return attend(q, k, v, pos, k_pos, bias=bias, processor=processor)
+            def rows_of_block(q, pos, first_column, keys_of=keys_of):
+                k, v, k_pos = keys_of(first_column)
+                return attend(q, k, v, pos, k_pos, bias=bias, processor=processor, causal=causal, window=window)
 
-            outs.append(
-                jax.lax.map(lambda block: rows_of_block(*block), (q_blocks[start:stop], pos_blocks[start:stop]))
-            )
+            blocks = (q_blocks[start:stop], pos_blocks[start:stop], first_columns[start:stop])
+            outs.append(jax.lax.map(lambda block: rows_of_block(*block), blocks))
         out_blocks = jnp.concatenate(outs)
         return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
 

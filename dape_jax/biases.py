@@ -12,6 +12,7 @@ command lines find it there.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -27,8 +28,10 @@ from dape_jax.errors import require
 class Bias(Protocol):
     """What `attention.py` and the processors know of a bias."""
 
-    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
-        """Return the bias of every head for every (query, key) pair."""
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+    ) -> Float[Array, "H T S"]:
+        """Return the bias of every head for every (query, key) pair; see `distances` for `causal`."""
         ...
 
 
@@ -43,12 +46,14 @@ class BiasConfig(Protocol):
         ...
 
 
-def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Int[Array, "T S"]:
-    """max(query position - key position, 0).
+def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True) -> Int[Array, "T S"]:
+    """max(query position - key position, 0), or |query position - key position| where attention is not causal.
 
-    Keys in the future (distance 0 here) are masked by attention; the value only has to be finite.
+    Causal attention masks the keys in the future, whose distance is 0 here as in the official code: only a processor
+    with `leak=True` sees it.
     """
-    return jnp.maximum(q_pos_T[:, None] - k_pos_S[None, :], 0)
+    difference_TS = q_pos_T[:, None] - k_pos_S[None, :]
+    return jnp.maximum(difference_TS, 0) if causal else jnp.abs(difference_TS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +80,11 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.asarray((slopes + between)[:num_heads])
 
 
-def alibi(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"]) -> Float[Array, "H T S"]:
+def alibi(
+    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"], causal: bool = True
+) -> Float[Array, "H T S"]:
     """Linear bias, -slope_h * dist. Source: Press et al. 2022, section 3."""
-    distance_TS = distances(q_pos_T, k_pos_S).astype(slopes_H.dtype)
+    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(slopes_H.dtype)
     return -slopes_H[:, None, None] * distance_TS[None]
 
 
@@ -87,9 +94,11 @@ class Alibi(nnx.Module):
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
 
-    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+    ) -> Float[Array, "H T S"]:
         """See `alibi`."""
-        return alibi(q_pos_T, k_pos_S, jnp.asarray(alibi_slopes(self.num_heads), dtype=float))
+        return alibi(q_pos_T, k_pos_S, jnp.asarray(alibi_slopes(self.num_heads), dtype=float), causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +112,17 @@ class AlibiConfig:
         return Alibi(num_heads)
 
 
+def _hold(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
+    """The value inside low..high; the gradient as if it were not held."""
+    return x_H + jax.lax.stop_gradient(jnp.clip(x_H, low, high) - x_H)
+
+
 def kerple(
-    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], p_H: Float[Array, "H"], a_H: Float[Array, "H"]
+    q_pos_T: Int[Array, "T"],
+    k_pos_S: Int[Array, "S"],
+    p_H: Float[Array, "H"],
+    a_H: Float[Array, "H"],
+    causal: bool = True,
 ) -> Float[Array, "H T S"]:
     """Logarithmic kernel, -p_h log(1 + a_h dist), with p and a held at 0.01 or above.
 
@@ -113,24 +131,39 @@ def kerple(
       is clamped and the parameter is left alone; as there, the gradient is that at the clamped value, passed on
       unchanged, so a parameter that has sunk below 0.01 can rise again.
     """
+    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(p_H.dtype)
+    return -_hold(p_H, 0.01)[:, None, None] * jnp.log1p(_hold(a_H, 0.01)[:, None, None] * distance_TS[None])
 
-    def clamp(x: Float[Array, "H"]) -> Float[Array, "H"]:
-        return x + jax.lax.stop_gradient(jnp.maximum(x, 0.01) - x)
 
-    distance_TS = distances(q_pos_T, k_pos_S).astype(p_H.dtype)
-    return -clamp(p_H)[:, None, None] * jnp.log1p(clamp(a_H)[:, None, None] * distance_TS[None])
+def kerple_power(
+    q_pos_T: Int[Array, "T"],
+    k_pos_S: Int[Array, "S"],
+    p_H: Float[Array, "H"],
+    a_H: Float[Array, "H"],
+    causal: bool = True,
+) -> Float[Array, "H T S"]:
+    """Power kernel, -a_h dist^p_h, with a held at 0.01 or above and p inside 0.01..2.
+
+    Source: Chi et al. 2022, equation 3 (r1 = a, r2 = p), their variant without a factor on the scores.
+    Differs: as `kerple`.
+    """
+    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(p_H.dtype)
+    return -_hold(a_H, 0.01)[:, None, None] * distance_TS[None] ** _hold(p_H, 0.01, 2.0)[:, None, None]
 
 
 class Kerple(nnx.Module):
-    """Kerple, logarithmic variant: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
+    """Kerple: p ~ U(0, 2), a ~ U(0, 1), one pair for each head; logarithmic or power kernel."""
 
-    def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
+    def __init__(self, num_heads: int, kernel: Callable[..., Float[Array, "H T S"]] = kerple, *, rngs: nnx.Rngs):
         self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
         self.a_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=1.0))
+        self.kernel = kernel
 
-    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
-        """See `kerple`."""
-        return kerple(q_pos_T, k_pos_S, self.p_H[...], self.a_H[...])
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+    ) -> Float[Array, "H T S"]:
+        """See `kerple` and `kerple_power`."""
+        return self.kernel(q_pos_T, k_pos_S, self.p_H[...], self.a_H[...], causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +175,83 @@ class KerpleConfig:
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
         """Make the module."""
         return Kerple(num_heads, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class KerplePowerConfig:
+    """Kerple, power variant."""
+
+    shared_by_layers: ClassVar[bool] = False
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
+        """Make the module."""
+        return Kerple(num_heads, kerple_power, rngs=rngs)
+
+
+def sandwich(
+    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], num_heads: int, position_dim: int = 128
+) -> Float[Array, "H T S"]:
+    """Inner products of sinusoidal position embeddings, divided by a head's compression ratio.
+
+        bias_h = sum over m < d/2 of cos((q_pos - k_pos) 10000^(-2m/d)) / r_h      d = position_dim, r_h = 8 (h + 1) / H
+
+    Args:
+        q_pos_T: query positions.
+        k_pos_S: key positions.
+        num_heads: H.
+        position_dim: d, the paper's d-bar, even.
+
+    Source: Chi et al. 2023, section 5 and their listing (appendix E).
+    Differs: embeddings are of positions relative to the first query, which changes nothing in exact arithmetic and
+        keeps float32 exact at short distances however far both are. Even in the distance, causal or not.
+    """
+    frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, position_dim, 2) / position_dim), float)
+
+    def embed(pos: Int[Array, "_"]) -> Float[Array, "_ m"]:
+        angle = (pos - q_pos_T[0]).astype(float)[:, None] * frequency_m[None, :]
+        return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+    product_TS = jnp.matmul(embed(q_pos_T), embed(k_pos_S).T, precision=jax.lax.Precision.HIGHEST)
+    ratio_H = jnp.asarray(8 * np.arange(1, num_heads + 1) / num_heads, float)
+    return product_TS[None] / ratio_H[:, None, None]
+
+
+class Sandwich(nnx.Module):
+    """Sandwich: no parameters."""
+
+    def __init__(self, num_heads: int, position_dim: int):
+        self.num_heads = num_heads
+        self.position_dim = position_dim
+
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+    ) -> Float[Array, "H T S"]:
+        """See `sandwich`."""
+        return sandwich(q_pos_T, k_pos_S, self.num_heads, self.position_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class SandwichConfig:
+    """Sandwich.
+
+    Args:
+        position_dim: width of the sinusoidal embeddings.
+    """
+
+    position_dim: int = 128
+    shared_by_layers: ClassVar[bool] = False
+
+    def __post_init__(self):
+        require(
+            self.position_dim > 0 and self.position_dim % 2 == 0,
+            "model.bias.position_dim",
+            self.position_dim,
+            "a positive even width",
+        )
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Sandwich:
+        """Make the module."""
+        return Sandwich(num_heads, self.position_dim)
 
 
 def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128) -> Int[Array, "*shape"]:
@@ -169,6 +279,7 @@ def t5(
     *,
     max_distance: int = 128,
     scale: float = 1.0,
+    causal: bool = True,
 ) -> Float[Array, "H T S"]:
     """Learned bias of a bucketed distance, scale * table[bucket(dist), h].
 
@@ -178,10 +289,13 @@ def t5(
         table_NH: one entry for each of N buckets and each head.
         max_distance: the distance from which on all fall in the last bucket.
         scale: sqrt(head dim) in the official code.
+        causal: see `distances`.
 
     Source: Raffel et al. 2020, section 2.1.
+    Differs: where attention is not causal, T5 has other buckets for keys on the right; here both sides share them, as
+        they do in every other bias.
     """
-    bucket_TS = t5_buckets(distances(q_pos_T, k_pos_S), table_NH.shape[0], max_distance)
+    bucket_TS = t5_buckets(distances(q_pos_T, k_pos_S, causal), table_NH.shape[0], max_distance)
     return scale * jnp.moveaxis(table_NH[bucket_TS], -1, 0)
 
 
@@ -193,9 +307,11 @@ class T5(nnx.Module):
         self.max_distance = max_distance
         self.scale = math.sqrt(head_dim)
 
-    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+    ) -> Float[Array, "H T S"]:
         """See `t5`."""
-        return t5(q_pos_T, k_pos_S, self.table_NH[...], max_distance=self.max_distance, scale=self.scale)
+        return t5(q_pos_T, k_pos_S, self.table_NH[...], max_distance=self.max_distance, scale=self.scale, causal=causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +350,7 @@ def fire(
     output_bias_H: Float[Array, "H"],
     *,
     activation: str = "relu",
+    causal: bool = True,
 ) -> Float[Array, "H T S"]:
     """Functional interpolation of relative positions: an MLP of the log distance relative to the query's log position.
 
@@ -249,12 +366,16 @@ def fire(
         output_MH: second layer, M -> H.
         output_bias_H: its bias.
         activation: "relu" when FIRE stands alone, "leaky_relu" (0.01) under DAPE, as in the official code.
+        causal: see `distances`. If False, the later of both positions stands for q_pos in the norm, so that z stays
+            within 0..1.
 
     Source: Li et al. 2024, equation 5.
+    Differs: FIRE is for causal attention; the norm where it is not causal is ours.
     """
-    distance_TS = distances(q_pos_T, k_pos_S).astype(c.dtype)
-    norm_T = jnp.maximum(q_pos_T.astype(c.dtype), jnp.abs(threshold))
-    z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_T)) + 1e-6)[:, None]
+    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(c.dtype)
+    last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
+    norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
+    z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
     hidden_TSM = z_TS[..., None] * hidden_M[None, None, :] + hidden_bias_M[None, None, :]
     hidden_TSM = FIRE_ACTIVATIONS[activation](hidden_TSM)
     return jnp.einsum("TSM,MH->HTS", hidden_TSM, output_MH) + output_bias_H[:, None, None]
@@ -277,7 +398,9 @@ class Fire(nnx.Module):
         self.threshold = config.threshold
         self.activation = config.activation
 
-    def __call__(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+    ) -> Float[Array, "H T S"]:
         """See `fire`."""
         return fire(
             q_pos_T,
@@ -289,6 +412,7 @@ class Fire(nnx.Module):
             self.output_MH[...],
             self.output_bias_H[...],
             activation=self.activation,
+            causal=causal,
         )
 
 
@@ -329,6 +453,8 @@ BIASES = {
     "nope": NopeConfig,
     "alibi": AlibiConfig,
     "kerple": KerpleConfig,
+    "kerple_power": KerplePowerConfig,
+    "sandwich": SandwichConfig,
     "t5": T5Config,
     "fire": FireConfig,
 }

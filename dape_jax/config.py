@@ -12,6 +12,7 @@ import jax
 
 from dape_jax.attention import IMPLEMENTATIONS
 from dape_jax.biases import BIASES
+from dape_jax.contextual import CONTEXTUAL
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import EvaluationConfig
@@ -22,7 +23,12 @@ from dape_jax.training.optimizer import OptimizerConfig
 from dape_jax.transformer import TransformerConfig
 
 # The rooms that offer a choice by name; each is a dict from name to config dataclass.
-CHOICES = {"rotary": ROTARY, "bias": BIASES, "processor": PROCESSORS, "attention": IMPLEMENTATIONS}
+CHOICES = {
+    "rotary": ROTARY,
+    "bias": BIASES | CONTEXTUAL,
+    "processor": PROCESSORS,
+    "attention": IMPLEMENTATIONS,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,16 @@
-"""Positions that act on queries and keys: rotary embedding.
+"""Positions that act on queries and keys: rotary embedding, and its variants for sequences beyond the train length.
 
 In: `x_BTHK` (queries or keys) and their positions `pos_T`. Out: the rotated `x_BTHK`. Next: `biases.py`.
 
-To add a variant: a frozen dataclass with a `__call__` like `Rope`'s, and one line in `ROTARY` at the foot.
+To add a variant: a frozen dataclass with a `__call__` like `Rope`'s, and one line in `ROTARY` at the foot. A variant of
+RoPE is its frequencies.
 """
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import require
@@ -44,16 +47,127 @@ class Rope:
     def __post_init__(self):
         require(self.base > 1, "model.rotary.base", self.base, "a number above 1")
 
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """The K/2 angles by which a step of one position turns, in double precision."""
+        return self.base ** (-np.arange(0, head_dim, 2) / head_dim)
+
+    @property
+    def scale(self) -> float:
+        """What queries and keys are multiplied by, besides."""
+        return 1.0
+
     def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
         """Rotate `x_BTHK` by its positions; computes in float32 at least and returns the input's dtype."""
         head_dim = x_BTHK.shape[-1]
         require(head_dim % 2 == 0, "width / num_heads", head_dim, "rotary embedding needs an even head dim")
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-        frequency_m = jnp.asarray(self.base, dtype) ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
-        angle_Tm = pos_T.astype(dtype)[:, None] * frequency_m[None, :]
-        cos, sin = jnp.cos(angle_Tm)[None, :, None, :], jnp.sin(angle_Tm)[None, :, None, :]
+        angle_Tm = pos_T.astype(dtype)[:, None] * jnp.asarray(self.frequencies(head_dim), dtype)[None, :]
+        cos, sin = (self.scale * turn(angle_Tm)[None, :, None, :] for turn in (jnp.cos, jnp.sin))
         a, b = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
 
-ROTARY = {"none": NoRotary, "rope": Rope}
+@dataclasses.dataclass(frozen=True)
+class PositionInterpolation(Rope):
+    """RoPE with all positions divided by a factor.
+
+        w'_m = w_m / factor
+
+    Args:
+        base: as in `Rope`.
+        factor: sequence length over train length, 1 or more; 1 is RoPE.
+
+    Source: Chen et al. 2023, equation 4.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """See the class."""
+        return super().frequencies(head_dim) / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class NtkAware(Rope):
+    """RoPE with a larger base: the slowest angle is divided by the factor, the fastest is left alone.
+
+        base' = base factor^(K / (K - 2))
+
+    Args:
+        base: as in `Rope`.
+        factor: sequence length over train length, 1 or more; 1 is RoPE.
+
+    Source: bloc97's "NTK-aware scaled RoPE" (2023), as in Peng et al. 2024, definition 1.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """See the class."""
+        require(head_dim > 2, "width / num_heads", head_dim, "more than 2 for NTK-aware rotary embedding")
+        return (self.base * self.factor ** (head_dim / (head_dim - 2))) ** (-np.arange(0, head_dim, 2) / head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn(Rope):
+    """RoPE whose slow angles are interpolated and whose fast ones are left alone, with sharper attention.
+
+    The angle that makes r turns over the train length belongs to m(r) = K log(train_length / (2 pi r)) / (2 log base).
+    Between low = floor(m(beta_fast)) and high = ceil(m(beta_slow)), held inside 0..K-1, goes a ramp:
+
+        g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
+        q, k are multiplied by 0.1 log(factor) + 1
+
+    Args:
+        base: as in `Rope`.
+        factor: sequence length over train length, 1 or more; 1 is RoPE.
+        train_length: of the model, in tokens.
+        beta_fast: angles with more turns than that are left alone.
+        beta_slow: angles with fewer turns than that are divided by the factor.
+
+    Source: Peng et al. 2024, definition 3 and section 3.4, and their released code.
+    Differs: from the paper, as the released code does: the ramp is over dims and not over turns.
+    """
+
+    factor: float = 1.0
+    train_length: int = 512
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
+        require(self.train_length > 0, "model.rotary.train_length", self.train_length, "a positive number of tokens")
+        require(
+            self.beta_fast > self.beta_slow > 0,
+            "model.rotary.beta_fast",
+            self.beta_fast,
+            f"more than beta_slow = {self.beta_slow}, and both positive",
+        )
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """See the class."""
+
+        def dim_of(turns: float) -> float:
+            return head_dim * math.log(self.train_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
+        low, high = max(math.floor(dim_of(self.beta_fast)), 0), min(math.ceil(dim_of(self.beta_slow)), head_dim - 1)
+        ramp_m = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        frequency_m = super().frequencies(head_dim)
+        return (1 - ramp_m) * frequency_m + ramp_m * frequency_m / self.factor
+
+    @property
+    def scale(self) -> float:
+        """See the class."""
+        return 0.1 * math.log(self.factor) + 1
+
+
+ROTARY = {"none": NoRotary, "rope": Rope, "pi": PositionInterpolation, "ntk": NtkAware, "yarn": Yarn}

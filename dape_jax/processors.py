@@ -1,7 +1,7 @@
 """What is done to attention scores before the softmax: nothing, or DAPE.
 
-In: `scores_BHTS`, the position bias `bias_HTS` (None where there is none) and the causal `mask_TS`. Out: the scores
-that the softmax sees. Next: `attention.py`.
+In: `scores_BHTS`, the bias `bias_BHTS` (None where there is none; its batch dim is 1 unless it depends on content)
+and `mask_TS`, True where a key may be seen. Out: the scores that the softmax sees. Next: `attention.py`.
 
 A processor mixes heads and keys, never two query rows, and nothing it returns for a row may depend on a masked score.
 
@@ -20,21 +20,31 @@ from jaxtyping import Array, Bool, Float
 
 from dape_jax.errors import InputError, require
 
+ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
+INPUTS = ("both", "scores", "bias")
+INITS = ("uniform", "identity")
 
 
 @runtime_checkable
 class Processor(Protocol):
     """What `attention.py` knows of a processor.
 
-    `key_halo` is how many key columns to the right of a row's own position its result may depend on (their being there,
-    not their values, which are masked): a caller who leaves out keys must leave these in.
+    `key_halo` is how many key columns to the left of the first key that a row sees, and to the right of its last, its
+    result may depend on (on their being there, at least, if not on their values): a caller who leaves out keys must
+    leave these in.
     """
 
-    key_halo: int
+    @property
+    def key_halo(self) -> tuple[int, int]:
+        """Columns to the left and to the right; see the class."""
+        ...
 
     def __call__(
-        self, scores_BHTS: Float[Array, "B H T S"], bias_HTS: Float[Array, "H T S"] | None, mask_TS: Bool[Array, "T S"]
+        self,
+        scores_BHTS: Float[Array, "B H T S"],
+        bias_BHTS: Float[Array, "#B H T S"] | None,
+        mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
         """Return the processed scores; where the mask is False they may hold anything finite."""
         ...
@@ -44,31 +54,43 @@ class Processor(Protocol):
 class ProcessorConfig(Protocol):
     """What `transformer.py` knows of a processor."""
 
+    def why_not_cached(self) -> str | None:
+        """Why a row's result changes when keys are appended, so that no cache can be right; None if it does not."""
+        ...
+
     def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Processor:
         """Make the module; `dtype` is that of its convolutions' operands, None for that of the scores."""
         ...
 
 
-def add_bias(scores_BHTS: Float[Array, "B H T S"], bias_HTS: Float[Array, "H T S"] | None) -> Float[Array, "B H T S"]:
+def add_bias(
+    scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None
+) -> Float[Array, "B H T S"]:
     """A + B, or A where there is no bias."""
-    return scores_BHTS if bias_HTS is None else scores_BHTS + bias_HTS[None].astype(scores_BHTS.dtype)
+    return scores_BHTS if bias_BHTS is None else scores_BHTS + bias_BHTS.astype(scores_BHTS.dtype)
 
 
 class Plain(nnx.Module):
     """No processing: scores + bias."""
 
-    key_halo = 0
+    key_halo: tuple[int, int] = (0, 0)
 
     def __call__(
-        self, scores_BHTS: Float[Array, "B H T S"], bias_HTS: Float[Array, "H T S"] | None, mask_TS: Bool[Array, "T S"]
+        self,
+        scores_BHTS: Float[Array, "B H T S"],
+        bias_BHTS: Float[Array, "#B H T S"] | None,
+        mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
         """See `add_bias`."""
-        return add_bias(scores_BHTS, bias_HTS)
+        return add_bias(scores_BHTS, bias_BHTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlainConfig:
     """No processing."""
+
+    def why_not_cached(self) -> None:
+        """Return None: a row's scores depend on no other key."""
 
     def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
@@ -77,12 +99,12 @@ class PlainConfig:
 
 def key_convolution(
     x_BTSI: Float[Array, "B T S I"], kernel_WIO: Float[Array, "W I O"], pad_left: int, pad_right: int
-) -> Float[Array, "B T R O"]:
+) -> Float[Array, "B T J O"]:
     """1xW convolution (cross-correlation) along the keys, zero padding, accumulated in float32 or better.
 
         y[.., j, o] = sum over w, i of kernel[w, i, o] x[.., j + w - pad_left, i]
 
-    I and O are the channels in and out; the R = S + pad_left + pad_right - W + 1 columns out are keys again.
+    I and O are the channels in and out; the J = S + pad_left + pad_right - W + 1 columns out are keys again.
 
     Its gradients are those of the convolution. That of the kernel is written as W matmuls: the convolution that
     autodiff would use is several times slower inside a loop on CPU (`benchmarks/attention.py`), and the layers are a
@@ -107,12 +129,12 @@ def _key_convolution_forward(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pa
     return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right), (x_BTSI, kernel_WIO)
 
 
-def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTRO: Array) -> tuple[Array, Array]:
+def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO: Array) -> tuple[Array, Array]:
     x_BTSI, kernel_WIO = saved
     width, inputs, outputs = kernel_WIO.shape
     back_left, back_right = width - 1 - pad_left, width - 1 - pad_right
-    dtype, dy_BTRO = dy_BTRO.dtype, dy_BTRO.astype(x_BTSI.dtype)
-    dx_BTSI = key_convolution(dy_BTRO, kernel_WIO[::-1].swapaxes(1, 2), back_left, back_right)
+    dtype, dy_BTJO = dy_BTJO.dtype, dy_BTJO.astype(x_BTSI.dtype)
+    dx_BTSI = key_convolution(dy_BTJO, kernel_WIO[::-1].swapaxes(1, 2), back_left, back_right)
 
     def correlate(narrow: Array, wide: Array, pad: tuple[int, int]) -> Array:
         """[W, narrow channels, wide channels]; it is the operand with fewer channels that is shifted and transposed."""
@@ -122,9 +144,9 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTRO
         return jnp.stack([jnp.matmul(x.T, flat_wide, preferred_element_type=dtype) for x in shifted])
 
     if inputs <= outputs:
-        dkernel_WIO = correlate(x_BTSI, dy_BTRO, (pad_left, pad_right))
+        dkernel_WIO = correlate(x_BTSI, dy_BTJO, (pad_left, pad_right))
     else:
-        dkernel_WIO = correlate(dy_BTRO, x_BTSI, (back_left, back_right))[::-1].swapaxes(1, 2)
+        dkernel_WIO = correlate(dy_BTJO, x_BTSI, (back_left, back_right))[::-1].swapaxes(1, 2)
     return dx_BTSI.astype(x_BTSI.dtype), dkernel_WIO.astype(kernel_WIO.dtype)
 
 
@@ -133,15 +155,18 @@ _key_convolution.defvjp(_key_convolution_forward, _key_convolution_backward)
 
 def dape(
     scores_BHTS: Float[Array, "B H T S"],
-    bias_HTS: Float[Array, "H T S"] | None,
+    bias_BHTS: Float[Array, "#B H T S"] | None,
     mask_TS: Bool[Array, "T S"],
-    scores_WHC: Float[Array, "W H C"],
+    scores_WHC: Float[Array, "W H C"] | None,
     bias_WHC: Float[Array, "W H C"] | None,
     hidden_bias_C: Float[Array, "C"],
     output_WCH: Float[Array, "W C H"],
     output_bias_H: Float[Array, "H"],
     *,
+    alignment: str = "centered",
     edge: str = "prefix",
+    residual: bool = True,
+    leak: bool = False,
     dtype: jnp.dtype | None = None,
 ) -> Float[Array, "B H T S"]:
     """DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
@@ -149,7 +174,8 @@ def dape(
         A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))        Conv1: 2H -> C, Conv2: C -> H, both 1xW, slope 0.01
         A + Conv2(LeakyReLU(Conv1(tril(A))))                       where there is no bias: Conv1: H -> C
 
-    tril comes first and keeps a symmetric kernel from reading the future: row i, with x a score and 0 a masked one,
+    tril (zero wherever the mask is False) comes first and keeps a symmetric kernel from reading the future: row i, with
+    x a score and 0 a masked one,
 
         tril(A)   x x x x 0 0 0 ..                   hidden column j reads j - W//2 .. j + W//2, so columns up to
                         ^ i                          i + W//2 still see scores of row i, and all later ones see none
@@ -162,40 +188,64 @@ def dape(
 
     Args:
         scores_BHTS: scores A = Q K^T / sqrt(K).
-        bias_HTS: position bias B.
+        bias_BHTS: bias B; its batch dim is 1 where it does not depend on content, and it is neither tiled nor
+            concatenated.
         mask_TS: True where the key may be seen.
-        scores_WHC: the half of Conv1's kernel that reads A.
-        bias_WHC: the half that reads B, None without a bias; B has no batch dim and is neither tiled nor concatenated.
+        scores_WHC: the half of Conv1's kernel that reads A; None for a convolution that does not read A.
+        bias_WHC: the half that reads B; None for one that does not read B, or where there is no bias.
         hidden_bias_C: bias of Conv1.
         output_WCH: kernel of Conv2.
         output_bias_H: bias of Conv2. It moves a whole row of scores, cancels in the softmax, and its gradient is 0.
+        alignment: "centered", a column reads W//2 to either side of it (W odd); or "causal", a column reads itself and
+            W - 1 to its left (any W), and both edges are the same.
         edge: "prefix" or "listing".
+        residual: add B outside the convolution as well.
+        leak: leave tril out, so that a centered kernel reads the future: the paper's experiment on information leakage.
         dtype: of the convolutions' operands, but for the half that reads B; None keeps that of the scores. They
             accumulate in float32 or better.
 
-    Source: the paper's equations 3 and 4 and its listing (appendix L).
+    Raises:
+        InputError: an unknown option, an even W that is centered, or a kernel for a bias that is not there.
+
+    Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
+        "causal", section 4.5 for the leak; without the residual, equation 2.
     Differs: the right edge, unless edge="listing". With W = 1 the first paper's code does not mask; the results are
         equal wherever the mask is True.
     """
-    if (bias_HTS is None) != (bias_WHC is None):
-        raise InputError("bias_HTS, bias_WHC: a bias and the kernel that reads it come together, or neither does")
-    dtype = scores_BHTS.dtype if dtype is None else dtype
+    if bias_BHTS is None and bias_WHC is not None:
+        raise InputError("bias_WHC: a kernel that reads a bias, and bias_BHTS is None")
+    if scores_WHC is None and bias_WHC is None:
+        raise InputError("scores_WHC, bias_WHC: one of them at least")
     require(edge in EDGES, "edge", edge, f"one of {EDGES}")
-    half = scores_WHC.shape[0] // 2
-    right_1, right_2 = {"prefix": (2 * half, 0), "listing": (half, half)}[edge]
+    width = output_WCH.shape[0]
+    (left_1, right_1), (left_2, right_2) = _paddings(width, alignment, edge)
+    dtype = scores_BHTS.dtype if dtype is None else dtype
 
-    def masked(x_BHTS: Float[Array, "_ H T S"]) -> Float[Array, "_ T S H"]:
-        return jnp.moveaxis(jnp.where(mask_TS[None, None], x_BHTS, 0), 1, -1)
+    def convolved(x_BHTS: Float[Array, "_ H T S"], kernel_WHC: Float[Array, "W H C"]) -> Float[Array, "_ T J C"]:
+        seen = x_BHTS if leak else jnp.where(mask_TS[None, None], x_BHTS, 0)
+        return key_convolution(jnp.moveaxis(seen, 1, -1), kernel_WHC.astype(x_BHTS.dtype), left_1, right_1)
 
-    hidden_BTRC = key_convolution(masked(scores_BHTS).astype(dtype), scores_WHC.astype(dtype), half, right_1)
-    hidden_BTRC += hidden_bias_C[None, None, None].astype(hidden_BTRC.dtype)
-    if bias_HTS is not None and bias_WHC is not None:
-        # At full precision: it has no batch dim, and a bias far from its query is too large for bfloat16 to resolve.
-        hidden_BTRC += key_convolution(masked(bias_HTS[None]), bias_WHC.astype(bias_HTS.dtype), half, right_1)
-    hidden_BTRC = jax.nn.leaky_relu(hidden_BTRC, 0.01).astype(dtype)
-    update_BTSH = key_convolution(hidden_BTRC, output_WCH.astype(dtype), half, right_2)
+    hidden_BTJC = hidden_bias_C[None, None, None].astype(jnp.promote_types(dtype, jnp.float32))
+    if scores_WHC is not None:
+        hidden_BTJC += convolved(scores_BHTS.astype(dtype), scores_WHC)
+    if bias_BHTS is not None and bias_WHC is not None:
+        # At full precision: a bias far from its query is too large for bfloat16 to resolve.
+        hidden_BTJC += convolved(bias_BHTS, bias_WHC)
+    hidden_BTJC = jax.nn.leaky_relu(hidden_BTJC, 0.01).astype(dtype)
+    update_BTSH = key_convolution(hidden_BTJC, output_WCH.astype(dtype), left_2, right_2)
     update_BTSH += output_bias_H[None, None, None].astype(update_BTSH.dtype)
-    return add_bias(scores_BHTS, bias_HTS) + jnp.moveaxis(update_BTSH, -1, 1).astype(scores_BHTS.dtype)
+    base_BHTS = add_bias(scores_BHTS, bias_BHTS) if residual else scores_BHTS
+    return base_BHTS + jnp.moveaxis(update_BTSH, -1, 1).astype(scores_BHTS.dtype)
+
+
+def _paddings(width: int, alignment: str, edge: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Zeros to the left and to the right of the input of Conv1, and of Conv2."""
+    require(alignment in ALIGNMENTS, "alignment", alignment, f"one of {ALIGNMENTS}")
+    if alignment == "causal":
+        return (width - 1, 0), (width - 1, 0)
+    require(width % 2 == 1, "W", width, "odd for a centered kernel; alignment='causal' takes any")
+    half = width // 2
+    return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[edge]
 
 
 class Dape(nnx.Module):
@@ -209,30 +259,47 @@ class Dape(nnx.Module):
             return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
 
         width, channels = config.kernel_width, config.channels
-        fan_in = (2 if has_bias else 1) * num_heads * width
-        self.scores_WHC = uniform((width, num_heads, channels), fan_in)
-        self.bias_WHC = uniform((width, num_heads, channels), fan_in) if has_bias else None
+        reads_scores = config.inputs != "bias"
+        reads_bias = has_bias and config.inputs != "scores"
+        require(reads_scores or has_bias, "model.processor.inputs", config.inputs, "'scores' or 'both' without a bias")
+        fan_in = (reads_scores + reads_bias) * num_heads * width
+        self.scores_WHC = uniform((width, num_heads, channels), fan_in) if reads_scores else None
+        self.bias_WHC = uniform((width, num_heads, channels), fan_in) if reads_bias else None
         self.hidden_bias_C = uniform((channels,), fan_in)
-        self.output_WCH = uniform((width, channels, num_heads), channels * width)
-        self.output_bias_H = uniform((num_heads,), channels * width)
-        self.edge = config.edge
+        if config.init == "identity":
+            self.output_WCH = nnx.Param(jnp.zeros((width, channels, num_heads)))
+            self.output_bias_H = nnx.Param(jnp.zeros((num_heads,)))
+        else:
+            self.output_WCH = uniform((width, channels, num_heads), channels * width)
+            self.output_bias_H = uniform((num_heads,), channels * width)
+        self.config = config
         self.dtype = dtype
-        self.key_halo = width // 2 if config.edge == "listing" else 0
+
+    @property
+    def key_halo(self) -> tuple[int, int]:
+        """See `Processor`."""
+        return self.config.key_halo
 
     def __call__(
-        self, scores_BHTS: Float[Array, "B H T S"], bias_HTS: Float[Array, "H T S"] | None, mask_TS: Bool[Array, "T S"]
+        self,
+        scores_BHTS: Float[Array, "B H T S"],
+        bias_BHTS: Float[Array, "#B H T S"] | None,
+        mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
         """See `dape`."""
         return dape(
             scores_BHTS,
-            bias_HTS,
+            bias_BHTS,
             mask_TS,
-            self.scores_WHC[...],
+            None if self.scores_WHC is None else self.scores_WHC[...],
             None if self.bias_WHC is None else self.bias_WHC[...],
             self.hidden_bias_C[...],
             self.output_WCH[...],
             self.output_bias_H[...],
-            edge=self.edge,
+            alignment=self.config.alignment,
+            edge=self.config.edge,
+            residual=self.config.residual,
+            leak=self.config.leak,
             dtype=self.dtype,
         )
 
@@ -242,24 +309,63 @@ class DapeConfig:
     """DAPE 1xW.
 
     Args:
-        kernel_width: W. 1 is DAPE V1, 3 the paper's usual choice; odd, since the kernel is centred on its key.
+        kernel_width: W. 1 is DAPE V1, 3 the paper's usual choice.
         channels: C, the paper's D_DAPE.
-        edge: "prefix", or "listing" for the paper's listing to the bit (see `dape`).
+        alignment: "centered" (the paper's listing, W odd) or "causal" (the paper's text, any W).
+        edge: "prefix", or "listing" for the paper's listing to the bit.
+        residual: add B outside the convolution as well; False is the paper's equation 2.
+        leak: let the convolution read the future. Only to show that it would.
+        inputs: what the convolution reads: "both", "scores" or "bias". Without a bias "both" is the scores.
+        init: "uniform", or "identity", where the second convolution starts at zero and the layer as exactly its base;
+            the first convolution then has no gradient until the second has moved.
     """
 
     kernel_width: int = 3
     channels: int = 32
+    alignment: str = "centered"
     edge: str = "prefix"
+    residual: bool = True
+    leak: bool = False
+    inputs: str = "both"
+    init: str = "uniform"
 
     def __post_init__(self):
+        for field in ("kernel_width", "channels"):
+            value = getattr(self, field)
+            require(value > 0, f"model.processor.{field}", value, "a positive number")
+        for field, allowed in (("alignment", ALIGNMENTS), ("edge", EDGES), ("inputs", INPUTS), ("init", INITS)):
+            value = getattr(self, field)
+            require(value in allowed, f"model.processor.{field}", value, f"one of {allowed}")
         require(
-            self.kernel_width > 0 and self.kernel_width % 2 == 1,
+            self.kernel_width % 2 == 1 or self.alignment == "causal",
             "model.processor.kernel_width",
             self.kernel_width,
-            "a positive odd width (a centred kernel has none other)",
+            "odd for a centered kernel; alignment='causal' takes any",
         )
-        require(self.channels > 0, "model.processor.channels", self.channels, "a positive number of channels")
-        require(self.edge in EDGES, "model.processor.edge", self.edge, f"one of {EDGES}")
+
+    @property
+    def key_halo(self) -> tuple[int, int]:
+        """Columns beside a row's own that it depends on; see `Processor`."""
+        if self.alignment == "causal":
+            # Hidden columns to the left of the first key are computed from masked scores; from real ones if they leak.
+            return (2 if self.leak else 1) * (self.kernel_width - 1), 0
+        half = self.kernel_width // 2
+        if self.leak:
+            return 2 * half, 2 * half
+        return half, half if self.edge == "listing" else 0
+
+    def why_not_cached(self) -> str | None:
+        """See `ProcessorConfig`."""
+        if self.kernel_width == 1 or self.alignment == "causal":
+            return None
+        if self.leak:
+            return "model.processor.leak = True: its scores read tokens that are not generated yet"
+        if self.edge == "listing":
+            return (
+                f"model.processor.edge = 'listing': the last {self.kernel_width // 2} rows change when a token is "
+                "appended, so what was computed before would be wrong (edge='prefix' is made for it)"
+            )
+        return None
 
     def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Dape:
         """Make the module."""

@@ -2,6 +2,8 @@
 
 In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
 
+`extend` is the same model on some rows against a `Cache` of keys and values: what generation calls.
+
 Pre-LayerNorm blocks, x + attention(norm(x)) then x + mlp(norm(x)); biases everywhere; untied embeddings; no dropout.
 The layers are one module with stacked parameters, run by a scan, so that compile time does not grow with depth.
 
@@ -11,7 +13,7 @@ float32.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +22,18 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.attention import Blockwise, Dense
 from dape_jax.biases import Bias, BiasConfig
-from dape_jax.errors import require
+from dape_jax.contextual import ContextualBias
+from dape_jax.errors import InputError, require
 from dape_jax.positions import NoRotary, Rope
 from dape_jax.processors import ProcessorConfig
 from dape_jax.sharding import shard_batch
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
 SIZES = {
-    "125m": {"num_layers": 12, "width": 768, "num_heads": 12},
-    "350m": {"num_layers": 24, "width": 1024, "num_heads": 16},
-    "2.7b": {"num_layers": 32, "width": 2560, "num_heads": 32},
-    "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
+    "125m": {"num_layers": 12, "width": 768, "num_heads": 12, "num_kv_heads": 12},
+    "350m": {"num_layers": 24, "width": 1024, "num_heads": 16, "num_kv_heads": 16},
+    "2.7b": {"num_layers": 32, "width": 2560, "num_heads": 32, "num_kv_heads": 32},
+    "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32, "num_kv_heads": 32},
 }
 
 # What the backward pass keeps of a block: everything; the results of matmuls without a batch dim (not the scores);
@@ -55,10 +58,12 @@ class TransformerConfig:
         num_layers: number of blocks.
         width: D.
         num_heads: H; divides the width.
+        num_kv_heads: G, heads of keys and values; divides H. H, or fewer for grouped-query attention.
         vocab_size: V.
         rotary: what rotates queries and keys.
         bias: position bias.
         processor: what is done to the scores.
+        window: a token sees itself and so many tokens less one before it; None for all (sliding-window attention).
         attention: `Dense` or `Blockwise`.
         remat: what the backward pass keeps of a block, a key of `REMAT`.
         dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
@@ -67,16 +72,18 @@ class TransformerConfig:
     num_layers: int
     width: int
     num_heads: int
+    num_kv_heads: int
     vocab_size: int
     rotary: NoRotary | Rope
     bias: BiasConfig
     processor: ProcessorConfig
+    window: int | None
     attention: Dense | Blockwise
     remat: str
     dtype: str
 
     def __post_init__(self):
-        for field in ("num_layers", "width", "num_heads", "vocab_size"):
+        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "vocab_size"):
             require(getattr(self, field) > 0, f"model.{field}", getattr(self, field), "a positive number")
         require(
             self.width % self.num_heads == 0,
@@ -84,6 +91,13 @@ class TransformerConfig:
             self.num_heads,
             f"a divisor of model.width = {self.width}",
         )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            "model.num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of model.num_heads = {self.num_heads}",
+        )
+        require(self.window is None or self.window > 0, "model.window", self.window, "1 or more, or None for all")
         if isinstance(self.rotary, Rope):
             require(self.head_dim % 2 == 0, "model.width / model.num_heads", self.head_dim, "even for rotary embedding")
         require(self.remat in REMAT, "model.remat", self.remat, f"one of {sorted(REMAT)}")
@@ -105,44 +119,98 @@ def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
 
 
+class Cache(NamedTuple):
+    """Keys (rotated already) and values of the tokens so far, of all layers; column j holds position j.
+
+    Args:
+        k_LBSGK: keys of S columns.
+        v_LBSGK: values.
+    """
+
+    k_LBSGK: Float[Array, "L B S G K"]
+    v_LBSGK: Float[Array, "L B S G K"]
+
+
+def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
+    """An empty cache.
+
+    Args:
+        config: the model's.
+        batch: B.
+        length: S, the most tokens that a sequence will have.
+
+    Raises:
+        InputError: a row's result would change when keys are appended, so that a cache could not be right.
+    """
+    if reason := config.processor.why_not_cached():
+        raise InputError(f"{reason}: this model cannot generate")
+    shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
+
+
 class SelfAttention(nnx.Module):
     """Projections around `attention.py`; holds the layer's own bias (unless all layers share one) and processor."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        D, H, K = config.width, config.num_heads, config.head_dim
+        D, H, G, K = config.width, config.num_heads, config.num_kv_heads, config.head_dim
         normal = nnx.initializers.normal(math.sqrt(2 / (5 * D)))
         output_normal = nnx.initializers.normal(2 / (config.num_layers * math.sqrt(D)))
         self.query_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
-        self.key_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
-        self.value_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
+        self.key_DGK = nnx.Param(normal(rngs.params(), (D, G, K)))
+        self.value_DGK = nnx.Param(normal(rngs.params(), (D, G, K)))
         self.output_HKD = nnx.Param(output_normal(rngs.params(), (H, K, D)))
         self.query_bias_HK = nnx.Param(jnp.zeros((H, K)))
-        self.key_bias_HK = nnx.Param(jnp.zeros((H, K)))
-        self.value_bias_HK = nnx.Param(jnp.zeros((H, K)))
+        self.key_bias_GK = nnx.Param(jnp.zeros((G, K)))
+        self.value_bias_GK = nnx.Param(jnp.zeros((G, K)))
         self.output_bias_D = nnx.Param(jnp.zeros((D,)))
-        self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, rngs)
+        # Of their own stream, so that all other parameters are the same for every method.
+        score_rngs = nnx.Rngs(rngs.params())
+        self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
         has_bias = config.bias.shared_by_layers or self.bias is not None
-        self.processor = config.processor.build(H, has_bias, config.compute_dtype, rngs)
+        self.processor = config.processor.build(H, has_bias, config.compute_dtype, score_rngs)
         self.rotary = config.rotary
+        self.window = config.window
         self.attention = config.attention
         self.dtype = config.compute_dtype
 
-    def __call__(
-        self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"], shared_bias: Bias | None
-    ) -> Float[Array, "B T D"]:
-        """Attend every position to itself and those before it."""
+    def project(
+        self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"]
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+        """Queries, keys and values, rotated where positions are rotary."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param) -> Float[Array, "B T H K"]:
             y_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
             return y_BTHK + bias_HK[None, None].astype(self.dtype)
 
         q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
-        k_BTHK = self.rotary(project(self.key_DHK, self.key_bias_HK), pos_T)
-        v_BTHK = project(self.value_DHK, self.value_bias_HK)
+        k_BTGK = self.rotary(project(self.key_DGK, self.key_bias_GK), pos_T)
+        return q_BTHK, k_BTGK, project(self.value_DGK, self.value_bias_GK)
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        pos_T: Int[Array, "T"],
+        shared_bias: Bias | ContextualBias | None,
+        cache: Cache | None = None,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        """Attend every position to itself and those before it, in `x_BTD` or in the cache, and write to the cache."""
+        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
+        k_pos_S = pos_T
+        if cache is not None:
+            place = (layer, 0, pos_T[0], 0, 0)
+            cache = Cache(
+                jax.lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], place),
+                jax.lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], place),
+            )
+            k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
+            k_pos_S = jnp.arange(k_BSGK.shape[1])
         bias = shared_bias if self.bias is None else self.bias
-        out_BTHK = self.attention(q_BTHK, k_BTHK, v_BTHK, pos_T, pos_T, bias=bias, processor=self.processor)
+        out_BTHK = self.attention(
+            q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, bias=bias, processor=self.processor, window=self.window
+        )
         out_BTD = jnp.einsum("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
-        return out_BTD + self.output_bias_D[None, None].astype(self.dtype)
+        return out_BTD + self.output_bias_D[None, None].astype(self.dtype), cache
 
 
 class MLP(nnx.Module):
@@ -177,12 +245,18 @@ class Block(nnx.Module):
         self.dtype = config.compute_dtype
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"], shared_bias: Bias | None
-    ) -> Float[Array, "B T D"]:
+        self,
+        x_BTD: Float[Array, "B T D"],
+        pos_T: Int[Array, "T"],
+        shared_bias: Bias | ContextualBias | None,
+        cache: Cache | None = None,
+        layer: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """One layer of the residual stream, which is float32."""
-        attended_BTD = self.attention(self.attention_norm(x_BTD).astype(self.dtype), pos_T, shared_bias)
+        normed_BTD = self.attention_norm(x_BTD).astype(self.dtype)
+        attended_BTD, cache = self.attention(normed_BTD, pos_T, shared_bias, cache, layer)
         x_BTD += attended_BTD.astype(x_BTD.dtype)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD).astype(self.dtype)).astype(x_BTD.dtype)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD).astype(self.dtype)).astype(x_BTD.dtype), cache
 
 
 class Decoder(nnx.Module):
@@ -191,8 +265,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         normal = nnx.initializers.normal(math.sqrt(2 / (5 * config.width)))
         self.embedding_VD = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+        score_rngs = nnx.Rngs(rngs.params())  # see `SelfAttention`
         self.shared_bias = (
-            config.bias.build(config.num_heads, config.head_dim, rngs) if config.bias.shared_by_layers else None
+            config.bias.build(config.num_heads, config.head_dim, score_rngs) if config.bias.shared_by_layers else None
         )
 
         @nnx.split_rngs(splits=config.num_layers)
@@ -211,12 +286,38 @@ class Decoder(nnx.Module):
         x_BTD = shard_batch(self.embedding_VD[...][tokens_BT])
 
         def layer(x_BTD: Float[Array, "B T D"], block: Block) -> tuple[Float[Array, "B T D"], None]:
-            return shard_batch(block(x_BTD, pos_T, self.shared_bias)), None
+            return shard_batch(block(x_BTD, pos_T, self.shared_bias)[0]), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
         x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers)
         return self.norm(x_BTD)
+
+    def extend(
+        self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"], cache: Cache
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Features of T more tokens of every sequence, and the cache with them in it.
+
+        Args:
+            tokens_BT: the tokens.
+            pos_T: their positions, going up by one and within the cache, after what it holds. All tokens before them
+                must be in the cache already. (Sequences of different length: one `jax.vmap` over all of it.)
+            cache: from `make_cache`, or from an earlier call. Columns from a query's position on are overwritten before
+                they are read.
+        """
+        x_BTD = self.embedding_VD[...][tokens_BT]
+
+        def layer(
+            carry: tuple[Float[Array, "B T D"], Cache], block_and_number: tuple[Block, Int[Array, ""]]
+        ) -> tuple[tuple[Float[Array, "B T D"], Cache], None]:
+            (x_BTD, cache), (block, number) = carry, block_and_number
+            x_BTD, written = block(x_BTD, pos_T, self.shared_bias, cache, number)
+            assert written is not None
+            return (x_BTD, written), None
+
+        numbers = jnp.arange(self.config.num_layers)
+        (x_BTD, cache), _ = jax.lax.scan(layer, (x_BTD, cache), (self.layers, numbers))
+        return self.norm(x_BTD), cache
 
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the features of any positions."""
