@@ -1,0 +1,282 @@
+"""Attention maps: they are what the layer computes, pooled exactly, and land on a page."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+import tiny
+from absl import flags
+from flax import nnx
+from test_command_lines import run
+
+from dape_jax.attention import Blockwise
+from dape_jax.config import RunConfig
+from dape_jax.contextual import ContextualBias
+from dape_jax.data.store import load_corpus
+from dape_jax.errors import InputError
+from dape_jax.evaluation import attention_maps as module
+from dape_jax.evaluation.attention_maps import attention_maps, layer_maps
+from dape_jax.training import loop
+from dape_jax.transformer import Block, Decoder, TransformerConfig, model_structure
+
+MODULE = ("-m", "dape_jax.evaluation.attention_maps")
+LENGTH = 77
+
+CASES = {
+    "kerple": {"model__bias": {"name": "kerple"}},
+    "residual": {
+        "model__bias": {"name": "alibi"},
+        "model__processor": {"name": "dape", "kernel_width": 3, "channels": 4, "residual": False},
+        "model__num_kv_heads": 1,
+    },
+    "contextual": {"model__bias": {"name": "cope", "num_positions": 8}},
+    "shared": {"model__bias": {"name": "t5"}, "model__processor": {"name": "none"}},
+    "no bias": {"model__bias": {"name": "nope"}, "model__rotary": {"name": "rope"}},
+    "window": {"model__window": 9},
+}
+COLUMNS = {
+    "shared": ["scores", "bias", "probs"],
+    "no bias": ["scores", "added", "probs"],
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("attention_maps")
+
+
+@pytest.fixture(scope="module")
+def workdir(root) -> Path:
+    """A trained run."""
+    spec = tiny.spec(root, train__num_steps=2, train__validation_batches=1)
+    loop.train(spec, root / "a <b> $^$")
+    return root / "a <b> $^$"
+
+
+def config_of(root: Path, changes: dict) -> TransformerConfig:
+    """Of the model of the small run, with memory that is linear in length."""
+    config = RunConfig.from_dict(tiny.spec(root, **changes)).model
+    return dataclasses.replace(config, attention=Blockwise(block_size=16))
+
+
+def layer_of(model: Decoder, layer: int) -> Block:
+    return jax.tree.map(lambda stacked: stacked[layer], model.layers)
+
+
+def model_and_input(root: Path, case: str) -> tuple[Decoder, jax.Array]:
+    """A model none of whose parameters is at 0, and what goes into one of its layers."""
+    graphdef, abstract = model_structure(config_of(root, CASES[case]))
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.5, leaf.shape), leaf.dtype), abstract)
+    return nnx.merge(graphdef, params), jnp.asarray(draw.normal(size=(1, LENGTH, 16)), jnp.float32)
+
+
+def dense_maps(model: Decoder, x_BTD: jax.Array) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """All pairs of layer 1 at once, from the definition; which of them are visible; and the values, for all heads."""
+    block, pos_T = layer_of(model, 1), jnp.arange(x_BTD.shape[1])
+    attention = block.attention
+    q_BTHK, k_BTGK, v_BTGK = attention.project(block.attention_norm(x_BTD), pos_T)
+    num_heads, head_dim = q_BTHK.shape[2:]
+    q_THK, k_THK, v_THK = (np.repeat(x[0], num_heads // x.shape[2], axis=1) for x in (q_BTHK, k_BTGK, v_BTGK))
+    distance_TT = np.arange(len(q_THK))[:, None] - np.arange(len(k_THK))
+    mask_TT = (distance_TT >= 0) & (distance_TT < (model.config.window or LENGTH))
+    scores_HTT = np.einsum("THK,SHK->HTS", q_THK, k_THK) / np.sqrt(head_dim)
+    bias = model.shared_bias if attention.bias is None else attention.bias
+    if isinstance(bias, ContextualBias):
+        scores, mask = jnp.asarray(scores_HTT)[None], jnp.asarray(mask_TT)
+        bias_HTT = np.asarray(bias.from_content(q_BTHK, k_BTGK, scores, mask, pos_T, pos_T, True))[0]
+    else:
+        bias_HTT = None if bias is None else np.asarray(bias(pos_T, pos_T))
+    processed_HTT = np.asarray(
+        attention.processor(
+            jnp.asarray(scores_HTT)[None],
+            None if bias_HTT is None else jnp.asarray(bias_HTT)[None],
+            jnp.asarray(mask_TT),
+        )
+    )[0]
+    odds_HTT = np.where(mask_TT, np.exp(processed_HTT - processed_HTT.max(-1, keepdims=True)), 0)
+    plain_HTT = scores_HTT if bias_HTT is None else scores_HTT + bias_HTT
+    maps = {
+        "scores": scores_HTT,
+        "bias": bias_HTT,
+        "added": processed_HTT - plain_HTT,
+        "probs": odds_HTT / odds_HTT.sum(-1, keepdims=True),
+    }
+    return {name: maps[name] for name in maps if maps[name] is not None}, mask_TT, v_THK
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pooled_maps_are_the_definition(root, case):
+    """At a length that is no multiple of a block or of a cell: means of cells, and statistics of all visible pairs."""
+    model, x_BTD = model_and_input(root, case)
+    expected, mask_TT, _ = dense_maps(model, x_BTD)
+    pooled = jax.jit(lambda x: layer_maps(layer_of(model, 1), x, model.shared_bias, block_size=24, max_cells=16))
+    x_next_BTD, cells, stats = jax.device_get(pooled(x_BTD))
+    assert sorted(cells) == sorted(stats) == sorted(COLUMNS.get(case, ["scores", "bias", "added", "probs"]))
+    for name, of_heads in cells.items():
+        assert of_heads.shape == (2, 16, 16)
+        for row, column in np.ndindex(16, 16):
+            here = np.s_[5 * row : 5 * row + 5, 5 * column : 5 * column + 5]
+            seen = [x_TT[here][mask_TT[here]] for x_TT in expected[name]]
+            if mask_TT[here].any():
+                means = np.mean(seen, axis=1, dtype=np.float64)
+                np.testing.assert_allclose(of_heads[:, row, column], means, rtol=1e-5, atol=1e-5)
+            else:
+                assert np.isnan(of_heads[:, row, column]).all()
+        assert np.isnan(of_heads[:, *np.triu_indices(16, 1)]).all()
+        assert np.isnan(of_heads[:, 15, 0]).all() == (case == "window")
+        visible = expected[name][:, mask_TT].astype(np.float64)
+        for key, function in {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}.items():
+            np.testing.assert_allclose(stats[name][key], function(visible, axis=1), rtol=1e-5, atol=1e-5)
+    through_block, _ = layer_of(model, 1)(x_BTD, jnp.arange(LENGTH), model.shared_bias)
+    np.testing.assert_allclose(x_next_BTD, through_block, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["kerple", "residual"])
+def test_maps_give_the_attention_of_the_layer(root, case):
+    """softmax(scores + bias + added) V is what the layer attends to, and probs is that softmax; one cell is a pair."""
+    model, x_BTD = model_and_input(root, case)
+    block = layer_of(model, 1)
+    _, cells, _ = layer_maps(block, x_BTD, model.shared_bias, block_size=32)
+    *_, v_THK = dense_maps(model, x_BTD)
+    total_HTT = sum(np.asarray(cells[name]) for name in ("scores", "bias", "added") if name in cells)
+    blank_TT = np.triu(np.ones((LENGTH, LENGTH), bool), 1)
+    assert (np.isnan(total_HTT) == blank_TT).all()
+    odds_HTT = np.where(blank_TT, 0, np.exp(total_HTT - np.nanmax(total_HTT, axis=-1, keepdims=True)))
+    probs_HTT = odds_HTT / odds_HTT.sum(-1, keepdims=True)
+    np.testing.assert_allclose(np.nan_to_num(cells["probs"]), probs_HTT, rtol=1e-4, atol=1e-6)
+    out_THK = np.einsum("HTS,SHK->THK", probs_HTT, v_THK)
+    attention = block.attention
+    found_TD = np.einsum("THK,HKD->TD", out_THK, attention.output_HKD[...]) + np.asarray(attention.output_bias_D[...])
+    expected_BTD, _ = attention(block.attention_norm(x_BTD), jnp.arange(LENGTH), model.shared_bias)
+    np.testing.assert_allclose(found_TD, expected_BTD[0], rtol=1e-4, atol=1e-4)
+
+
+def test_memory_grows_with_the_length_and_not_with_its_square(root):
+    graphdef, abstract = model_structure(config_of(root, {}))
+
+    def temporary_bytes(length: int) -> int:
+        def maps(params, x_BTD):
+            model = nnx.merge(graphdef, params)
+            return layer_maps(layer_of(model, 0), x_BTD, model.shared_bias, block_size=16, max_cells=64)
+
+        x_BTD = jax.ShapeDtypeStruct((1, length, 16), jnp.float32)
+        analysis = jax.jit(maps).lower(abstract, x_BTD).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    short, long = temporary_bytes(1024), temporary_bytes(2048)
+    assert long < 2.5 * short
+    assert long < 4 * 2048**2  # less than one head's map
+
+
+def check_page(page: Path, length: int) -> dict:
+    """The page links a readable picture for each layer; the JSON has statistics for every layer and head."""
+    text = page.read_text()
+    content = json.loads((page.parent / "attention_maps.json").read_text())
+    assert sorted(file.name for file in page.parent.iterdir()) == [
+        "attention_maps.json",
+        "index.html",
+        "layer-00.png",
+        "layer-01.png",
+    ]
+    assert "attention_maps.json" in text
+    for layer, maps in enumerate(content["layers"]):
+        assert maps["picture"] == f"layer-{layer:02}.png"
+        assert f'src="{maps["picture"]}"' in text
+        picture = matplotlib.image.imread(page.parent / maps["picture"])
+        assert min(picture.shape[:2]) > 600
+        assert len(np.unique(picture[..., 0])) > 50
+        assert len(maps["heads"]) == 2
+        for head in maps["heads"]:
+            assert list(head) == ["scores", "bias", "added", "probs"]
+            # The probabilities of each of the T rows sum to 1, over T (T + 1) / 2 pairs.
+            assert head["probs"]["mean"] == pytest.approx(2 / (length + 1), rel=1e-5)
+            for stats in head.values():
+                assert stats["min"] <= stats["mean"] <= stats["max"]
+                assert stats["std"] > 0
+    assert content["length"] == length
+    assert content["model"]["processor"]["name"] == "dape"
+    assert content["versions"]["jax"] == jax.__version__
+    return content
+
+
+def test_a_run_is_drawn_once(workdir, root):
+    page = attention_maps(workdir, length=64)
+    assert page == workdir / "attention_maps" / "step-2-length-64" / "index.html"
+    content = check_page(page, 64)
+    store = load_corpus(RunConfig.from_dict(tiny.spec(root)).data).validation
+    first = next(i for i in range(store.num_documents) if len(store.document(i)) > 64)
+    beginning = store.tokenizer.decode(store.document(first)[:64]).decode()
+    assert content["text"]["beginning"] == beginning
+    assert f"held-out document {first} " in content["text"]["source"]
+    text = page.read_text()
+    assert beginning in text
+    assert "<h1>a &lt;b&gt; $^$, step 2" in text
+    before = (page.parent / "attention_maps.json").read_bytes()
+    with pytest.raises(InputError, match=r"output = .*step-2-length-64.*--output"):
+        attention_maps(workdir, length=64, step="best")
+    assert (page.parent / "attention_maps.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"length": 1}, ["length = 1", "2 tokens"]),
+        ({"length": 10_000}, ["length = 10000", "at most", "--text"]),
+        ({"length": 16, "step": "3"}, ["step = '3'", "newest"]),
+        ({"length": 16, "text": "nowhere"}, ["text", "nowhere", "cannot be read"]),
+        ({"length": 16, "text": "short"}, ["text", "short", "has 5 tokens", "16"]),
+        ({"length": 16, "output": "short"}, ["output", "short", "cannot be written to"]),
+    ],
+)
+def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.setattr(module, "model_structure", None)  # calling it would be a TypeError
+    (tmp_path / "short").write_text("short")
+    files = {name: tmp_path / value for name, value in arguments.items() if name in ("text", "output")}
+    with pytest.raises(InputError) as error:
+        attention_maps(workdir, **({"output": tmp_path / "out"} | arguments | files))
+    assert all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_that_has_changed_since_training_leaves_another_way(workdir, root, tmp_path):
+    new = root / "text" / "new.txt"
+    new.write_text("new text " * 50)
+    try:
+        with pytest.raises(InputError, match="--text"):
+            attention_maps(workdir, length=16, output=tmp_path)
+    finally:
+        new.unlink()
+
+
+@pytest.mark.slow
+def test_command_line(workdir, tmp_path):
+    (tmp_path / "text").write_bytes(b"<script>&\xff " * 20)
+    done = run(*MODULE, f"--workdir={workdir}", "--length=100", f"--text={tmp_path}/text", f"--output={tmp_path}/out")
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "out" / "index.html"
+    assert done.stdout.splitlines()[-1] == f"page: {page}"
+    assert "2/2" in done.stderr
+    content = check_page(page, 100)
+    assert "--length=100" in content["command"]
+    assert content["text"]["source"] == f"{tmp_path}/text"
+    text = page.read_text()
+    assert "<script>" not in text
+    assert "&lt;script&gt;&amp;\ufffd " in text
+
+
+def test_bad_input_is_one_line(tmp_path):
+    done = run(*MODULE, f"--workdir={tmp_path}", "--length=16")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [f"error: workdir = {str(tmp_path)!r}: a directory that train.py has written"]
+
+
+def test_importing_it_defines_no_flags():
+    """They have the names of other command lines' flags."""
+    assert "length" not in flags.FLAGS
