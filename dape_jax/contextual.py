@@ -89,9 +89,8 @@ def cope(
     pos_BHTS = jnp.where(pos_BHTS <= last, pos_BHTS, last)
     floor_BHTS = jax.lax.stop_gradient(jnp.floor(pos_BHTS))
     w_BHTS = pos_BHTS - floor_BHTS
-    embedded_BHTP = jnp.einsum(
-        "BTHK,KP->BHTP", q_BTHK, table_KP.astype(q_BTHK.dtype), preferred_element_type=scores_BHTS.dtype
-    )
+    dtype = scores_BHTS.dtype
+    embedded_BHTP = jnp.einsum("BTHK,KP->BHTP", q_BTHK.astype(dtype), table_KP.astype(dtype))
     below_BHTS = floor_BHTS.astype(jnp.int32)
     above_BHTS = jax.lax.stop_gradient(jnp.ceil(pos_BHTS)).astype(jnp.int32)
     at_above, at_below = (jnp.take_along_axis(embedded_BHTP, index, axis=-1) for index in (above_BHTS, below_BHTS))
