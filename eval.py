@@ -20,6 +20,11 @@ MAX_WINDOWS = flags.DEFINE_integer("max_windows", None, "Scored sequences at mos
 DATA = flags.DEFINE_string(
     "data", None, "Another corpus whose held-out documents are scored, as in --config.data.path."
 )
+ROTARY = flags.DEFINE_list(
+    "rotary",
+    ["rope"],
+    "Ways to evaluate models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn.",
+)
 OUTPUT = flags.DEFINE_string("output", None, "Where results go; the workdir, or the directory common to all, if unset.")
 flags.mark_flag_as_required("workdir")
 
@@ -39,6 +44,7 @@ def main(_: list[str]) -> None:
         last_tokens=LAST_TOKENS.value,
         max_windows=MAX_WINDOWS.value,
         data=DATA.value,
+        rotary=tuple(ROTARY.value or ()),
         output=Path(OUTPUT.value) if OUTPUT.value else None,
     )
     print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")

@@ -170,4 +170,26 @@ class Yarn(Rope):
         return 0.1 * math.log(self.factor) + 1
 
 
-ROTARY = {"none": NoRotary, "rope": Rope, "pi": PositionInterpolation, "ntk": NtkAware, "yarn": Yarn}
+def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
+    """A trained model's rotary embedding as one of its variants, for sequences longer than it was trained on.
+
+    Args:
+        rope: what the model was trained with.
+        name: "rope" for it as it is, "pi", "ntk" or "yarn".
+        length: of the sequences; the factor is length / train_length, and 1 below the train length.
+        train_length: of the model, in tokens.
+
+    Raises:
+        InputError: another name.
+    """
+    require(name in STRETCHES, "rotary", name, f"one of {list(STRETCHES)}")
+    if name == "rope":
+        return rope
+    factor = max(1.0, length / train_length)
+    if name == "yarn":
+        return Yarn(rope.base, factor, train_length)
+    return STRETCHES[name](rope.base, factor)
+
+
+STRETCHES = {"rope": Rope, "pi": PositionInterpolation, "ntk": NtkAware, "yarn": Yarn}
+ROTARY = {"none": NoRotary} | STRETCHES

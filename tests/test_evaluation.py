@@ -22,9 +22,9 @@ from dape_jax.evaluation import evaluate as evaluate_module
 from dape_jax.evaluation.evaluate import evaluate
 from dape_jax.evaluation.perplexity import (
     Window,
-    attention_at,
     choose_windows,
     evaluate_lengths,
+    model_at,
     summarise,
     window_batches,
 )
@@ -120,7 +120,7 @@ def test_training_loss_is_the_evaluators_loss(root):
     batch = next(train_batches(corpus.train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1))
     params = init_params(run.model, 0, mesh)
     graphdef, _ = model_structure(run.model)
-    at_length, _ = model_structure(attention_at(run.model, 16, run.evaluation))
+    at_length, _ = model_structure(model_at(run.model, 16, run.evaluation, "rope", 16))
     with jax.set_mesh(mesh):
         evaluated = make_nll_step(at_length, 16)(params, put_batch(batch, mesh))
     optimizer = make_optimizer(run.optimizer, 10)
@@ -141,7 +141,7 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
     results = []
     for blockwise_from in (1, 10_000):
         evaluation = RunConfig.from_dict(tiny.spec(root, evaluation__blockwise_from=blockwise_from)).evaluation
-        results.append(evaluate_lengths(run.model, params, mesh, store, windows, evaluation, "test"))
+        results.append(evaluate_lengths(run.model, params, mesh, store, windows, evaluation, "test", "rope", 16))
     for blockwise, dense in zip(*results, strict=True):
         assert blockwise.nll_nats == pytest.approx(dense.nll_nats, rel=1e-5)
     assert results[0][0].num_tokens == results[0][-1].num_tokens
@@ -223,6 +223,28 @@ def test_an_output_that_cannot_be_written_is_named_before_the_work(runs, tmp_pat
     monkeypatch.setattr(evaluate_module, "evaluate_trained", None)  # calling it would be a TypeError
     with pytest.raises(InputError, match=r"output = .*file.*cannot be written to"):
         evaluate(runs, output=tmp_path / "file")
+
+
+def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path):
+    """A row for each way; at the train length all are what was trained, beyond it all are different."""
+    rope = {"name": "rope", "base": 10_000.0}
+    loop.train(tiny.spec(root, train__num_steps=4, model__rotary=rope, model__bias={"name": "nope"}), tmp_path / "run")
+    ways = ("rope", "pi", "ntk", "yarn")
+    evaluate([tmp_path / "run"], rotary=ways, lengths=(16, 64), output=tmp_path)
+    results = json.loads((tmp_path / "lengths.json").read_text())["runs"]
+    assert [(run["name"], run["rotary"]) for run in results] == list(
+        zip(["run", "run+pi", "run+ntk", "run+yarn"], ways, strict=True)
+    )
+    at_train_length, beyond = ([run["lengths"][i]["nll_nats"] for run in results] for i in (0, 1))
+    assert at_train_length == pytest.approx([at_train_length[0]] * 4, rel=1e-6)
+    assert len({round(nll, 4) for nll in beyond}) == 4
+    for rotary, workdirs, words in (
+        (("pi",), runs, "rotary = 'pi': only 'rope'"),
+        (("xpos",), [tmp_path / "run"], "rotary = 'xpos': one of"),
+        ((), [tmp_path / "run"], "rotary = "),
+    ):
+        with pytest.raises(InputError, match=words):
+            evaluate(workdirs, rotary=rotary, output=tmp_path)
 
 
 def test_names_that_matplotlib_would_read_as_formulas(root, tmp_path):

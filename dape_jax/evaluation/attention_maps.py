@@ -24,7 +24,6 @@ import dataclasses
 import functools
 import html
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,9 @@ from dape_jax.contextual import ContextualBias
 from dape_jax.data.tokenizers import TOKENIZERS
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import Trained, held_out_corpus, read_trained
+from dape_jax.evaluation.evaluate import Trained, held_out_corpus, read_trained, restore
 from dape_jax.processors import Plain, add_bias
 from dape_jax.provenance import provenance
-from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
-from dape_jax.training import checkpoint
 from dape_jax.transformer import Block, SelfAttention, model_structure
 
 JSON_FILE = "attention_maps.json"
@@ -89,14 +86,8 @@ def attention_maps(
 
     block_size = trained.run.evaluation.block_size
     config = dataclasses.replace(trained.run.model, attention=Blockwise(block_size, num_buckets=4))
-    graphdef, abstract = model_structure(config)
-    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), config.width)))
-    target = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        parameter_shardings(abstract, mesh),
-    )
-    params = checkpoint.restore_params(trained.workdir, trained.step, target)
+    graphdef, _ = model_structure(config)
+    mesh, params = restore(trained)
 
     @jax.jit
     def layer_of(params, x_BTD, layer):

@@ -1,21 +1,25 @@
 """The evaluator's job: workdirs in, one comparison out. It reads checkpoints, never writes them. Next: `report.py`."""
 
 import dataclasses
+import itertools
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import LengthResult, Window, choose_windows, evaluate_lengths
+from dape_jax.positions import STRETCHES, Rope
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
-from dape_jax.transformer import model_structure
+from dape_jax.transformer import Params, model_structure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,7 @@ class RunResult:
         workdir: where it was read from.
         step: of the checkpoint.
         train_length: T, in tokens.
+        rotary: "rope" for the model as it was trained, or how its rotary embedding was stretched for each length.
         last_tokens: scored tokens of a sequence.
         data: digest of the corpus that was scored.
         lengths: one result for each length.
@@ -36,6 +41,7 @@ class RunResult:
     workdir: str
     step: int
     train_length: int
+    rotary: str
     last_tokens: int
     data: str
     lengths: list[LengthResult]
@@ -49,6 +55,7 @@ def evaluate(
     last_tokens: int | None = None,
     max_windows: int | None = None,
     data: str | None = None,
+    rotary: tuple[str, ...] = ("rope",),
     output: Path | None = None,
 ) -> report.Written:
     """Evaluate one checkpoint of every workdir and write one comparison.
@@ -60,6 +67,8 @@ def evaluate(
         last_tokens: scored tokens; None for that of each run's config.
         max_windows: scored windows at most; None for that of each run's config.
         data: in the form of `data.path`, another corpus whose held-out documents are scored; None for the run's own.
+        rotary: every model is evaluated in each of these ways: "rope" is as it was trained; "pi", "ntk" and "yarn" are
+            for models with RoPE, their positions stretched by length / train length; see `positions.stretched`.
         output: where the results go; None for the workdir, or the directory that all workdirs have in common.
 
     Raises:
@@ -70,6 +79,16 @@ def evaluate(
     given = {"lengths": lengths or None, "last_tokens": last_tokens, "max_windows": max_windows}
     replaced = {field: value for field, value in given.items() if value is not None}
     models = [read_trained(workdir, step, replaced) for workdir in workdirs]
+    require(bool(rotary) and len(set(rotary)) == len(rotary), "rotary", rotary, "one way or more, each once")
+    for name, model in itertools.product(rotary, models):
+        require(name in STRETCHES, "rotary", name, f"one of {list(STRETCHES)}")
+        trained_with = model.run.model.rotary
+        require(
+            name == "rope" or type(trained_with) is Rope,
+            "rotary",
+            name,
+            f"only 'rope', as it was trained, for {model.workdir}, whose model.rotary is {trained_with}",
+        )
     common = os.path.commonpath([workdir.absolute() for workdir in workdirs])
     output = Path(common) if output is None else output
     protocols = [dataclasses.asdict(model.run.evaluation) for model in models]
@@ -82,7 +101,8 @@ def evaluate(
     evaluation = models[0].run.evaluation
     windows = choose_windows(corpora[0].validation, max(evaluation.lengths), evaluation.max_windows)
     report.make_directory(output)
-    return report.write([evaluate_trained(model, corpora[0], windows) for model in models], output)
+    results = [result for model in models for result in evaluate_trained(model, corpora[0], windows, rotary)]
+    return report.write(results, output)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,24 +153,37 @@ def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
     return corpus
 
 
-def evaluate_trained(trained: Trained, corpus: Corpus, windows: list[Window]) -> RunResult:
-    """Evaluate one model on chosen windows, on all devices."""
-    run = trained.run
-    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width)))
-    _, abstract = model_structure(run.model)
+def restore(trained: Trained) -> tuple[Mesh, Params]:
+    """The parameters of a checkpoint, spread over all devices, and the mesh that they live on."""
+    model = trained.run.model
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), model.width)))
+    _, abstract = model_structure(model)
     target = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
         parameter_shardings(abstract, mesh),
     )
-    params = checkpoint.restore_params(trained.workdir, trained.step, target)
-    name = trained.workdir.absolute().name
-    return RunResult(
-        name=name,
-        workdir=str(trained.workdir),
-        step=trained.step,
-        train_length=run.train.train_length,
-        last_tokens=run.evaluation.last_tokens,
-        data=corpus.digest,
-        lengths=evaluate_lengths(run.model, params, mesh, corpus.validation, windows, run.evaluation, name),
-    )
+    return mesh, checkpoint.restore_params(trained.workdir, trained.step, target)
+
+
+def evaluate_trained(
+    trained: Trained, corpus: Corpus, windows: list[Window], rotary: tuple[str, ...]
+) -> Iterator[RunResult]:
+    """Evaluate one model on chosen windows, on all devices, in each of the ways of `rotary`."""
+    run = trained.run
+    mesh, params = restore(trained)
+    for way in rotary:
+        name = trained.workdir.absolute().name + ("" if way == "rope" else f"+{way}")
+        train_length = run.train.train_length
+        yield RunResult(
+            name=name,
+            workdir=str(trained.workdir),
+            step=trained.step,
+            train_length=train_length,
+            rotary=way,
+            last_tokens=run.evaluation.last_tokens,
+            data=corpus.digest,
+            lengths=evaluate_lengths(
+                run.model, params, mesh, corpus.validation, windows, run.evaluation, name, way, train_length
+            ),
+        )

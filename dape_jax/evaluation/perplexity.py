@@ -22,6 +22,7 @@ from tqdm import tqdm
 from dape_jax.attention import Blockwise, Dense
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
+from dape_jax.positions import Rope, stretched
 from dape_jax.sharding import put_batch
 from dape_jax.training.step import make_nll_step
 from dape_jax.transformer import Params, TransformerConfig, model_structure
@@ -174,10 +175,15 @@ def summarise(length: int, windows: list[Window], nll_of_windows: np.ndarray, to
     )
 
 
-def attention_at(config: TransformerConfig, length: int, evaluation: EvaluationConfig) -> TransformerConfig:
-    """The same model, computed with the attention that suits the length."""
+def model_at(
+    config: TransformerConfig, length: int, evaluation: EvaluationConfig, rotary: str, train_length: int
+) -> TransformerConfig:
+    """The same model with the attention that suits the length, and its rotary embedding stretched if asked for."""
     blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
-    return dataclasses.replace(config, attention=blockwise if length >= evaluation.blockwise_from else Dense())
+    config = dataclasses.replace(config, attention=blockwise if length >= evaluation.blockwise_from else Dense())
+    if isinstance(config.rotary, Rope):
+        config = dataclasses.replace(config, rotary=stretched(config.rotary, rotary, length, train_length))
+    return config
 
 
 def evaluate_lengths(
@@ -188,6 +194,8 @@ def evaluate_lengths(
     windows: list[Window],
     evaluation: EvaluationConfig,
     name: str,
+    rotary: str,
+    train_length: int,
 ) -> list[LengthResult]:
     """Perplexity of one model at every length.
 
@@ -199,6 +207,8 @@ def evaluate_lengths(
         windows: where sequences end; see `choose_windows`.
         evaluation: lengths and protocol.
         name: shown by the progress bar.
+        rotary: "rope" for the rotary embedding as it is, or how it is stretched; see `positions.stretched`.
+        train_length: of the model, in tokens.
     """
     results = []
     with (
@@ -208,7 +218,7 @@ def evaluate_lengths(
         for length in evaluation.lengths:
             bar.set_postfix_str(f"length {length}")
             tokens_each = min(evaluation.last_tokens, length)
-            graphdef, _ = model_structure(attention_at(config, length, evaluation))
+            graphdef, _ = model_structure(model_at(config, length, evaluation, rotary, train_length))
             nll_step = make_nll_step(graphdef, tokens_each)
             batch_size = -(-min(len(windows), max(1, evaluation.batch_tokens // length)) // mesh.size) * mesh.size
             nlls = []

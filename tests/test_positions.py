@@ -1,0 +1,117 @@
+"""Rotary embedding and its variants, and the biases that no golden vector holds, against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dape_jax.biases import kerple_power, sandwich
+from dape_jax.errors import InputError
+from dape_jax.positions import ROTARY, STRETCHES, NtkAware, PositionInterpolation, Rope, Yarn, stretched
+
+OPTIONS = {"pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0, "train_length": 64}}
+X = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_products_depend_on_the_distance_alone(name):
+    rotary = ROTARY[name](**OPTIONS.get(name, {}))
+    q, k = X, X[::-1]
+    pos = jnp.array([0, 1, 5, 9, 40])
+
+    def products(start):
+        return jnp.einsum("BTHK,BSHK->BHTS", rotary(q, pos + start), rotary(k, pos + start))
+
+    np.testing.assert_allclose(products(0), products(300), atol=2e-3)
+    np.testing.assert_allclose(
+        products(0)[..., 0, 0],
+        rotary.scale**2 * (q * k).sum(-1)[:, 0] if name != "none" else (q * k).sum(-1)[:, 0],
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("name", STRETCHES)
+def test_a_factor_of_one_is_rope(name):
+    pos = jnp.arange(5) * 7
+    for rotary in (STRETCHES[name](), stretched(Rope(), name, 16, 64)):
+        np.testing.assert_allclose(rotary(X, pos), Rope()(X, pos), rtol=1e-6, atol=1e-6)
+
+
+def test_position_interpolation_divides_positions():
+    pos = jnp.arange(5) * 8
+    np.testing.assert_allclose(PositionInterpolation(factor=4.0)(X, pos), Rope()(X, pos // 4), rtol=1e-5, atol=1e-5)
+
+
+def test_ntk_leaves_the_fastest_angle_and_divides_the_slowest():
+    ratio = NtkAware(factor=4.0).frequencies(16) / Rope().frequencies(16)
+    assert ratio[0] == 1
+    assert ratio[-1] == pytest.approx(1 / 4)
+    assert np.all(np.diff(ratio) < 0)
+
+
+def test_yarn_interpolates_the_slow_angles_alone():
+    """Angles with more than 32 turns over the train length are RoPE's, those with less than one are divided."""
+    length, head_dim = 4096, 128
+    rope = Rope().frequencies(head_dim)
+    turns = length * rope / (2 * np.pi)
+    ratio = Yarn(factor=8.0, train_length=length).frequencies(head_dim) / rope
+    np.testing.assert_allclose(ratio[turns > 34], 1)  # the ramp ends at whole dims
+    np.testing.assert_allclose(ratio[turns < 0.85], 1 / 8)
+    assert np.all(np.diff(ratio) <= 1e-12)
+    assert ((ratio > 0.13) & (ratio < 0.99)).sum() > 10
+    assert Yarn(factor=8.0).scale == pytest.approx(0.1 * np.log(8) + 1)
+
+
+def test_yarn_against_figures_worked_out_by_hand():
+    """K = 8, train length 64, base 10000: r turns at dim 8 log(64 / 2 pi r) / (2 log 10000), so the ramp is 0 .. 2."""
+    found = Yarn(factor=2.0, train_length=64).frequencies(8)
+    low, high = 0, np.ceil(8 * np.log(64 / (2 * np.pi)) / (2 * np.log(10_000)))
+    assert high == 2
+    ramp = np.array([0, 0.5, 1, 1])
+    rope = np.array([1, 0.1, 0.01, 0.001])
+    np.testing.assert_allclose(found, rope * (1 - ramp) + rope / 2 * ramp, rtol=1e-12)
+    assert low == 0
+
+
+def test_sandwich_is_its_formula():
+    q_pos, k_pos = jnp.array([70_005, 70_000, 70_003]), jnp.arange(70_000, 70_006)
+    distance = np.asarray(q_pos[:, None] - k_pos[None, :], float)
+    frequencies = 10_000.0 ** (-2 * np.arange(8) / 16)
+    total = np.cos(distance[..., None] * frequencies).sum(-1)
+    expected = np.stack([total / (8 * (head + 1) / 3) for head in range(3)])
+    np.testing.assert_allclose(sandwich(q_pos, k_pos, 3, 16), expected, rtol=1e-5)
+
+
+def test_kerple_power_is_its_formula_and_holds_its_parameters():
+    """-a dist^p; p held inside 0.01 .. 2 and a from 0.01 on, with the gradient at the held value."""
+    pos = jnp.arange(6)
+    p, a = jnp.array([0.5, 3.0, -1.0]), jnp.array([0.7, 0.2, 0.001])
+    held_p, held_a = jnp.array([0.5, 2.0, 0.01]), jnp.array([0.7, 0.2, 0.01])
+    distance = np.tril(np.subtract.outer(np.arange(6), np.arange(6))).astype(float)
+    expected = -np.asarray(held_a)[:, None, None] * distance[None] ** np.asarray(held_p)[:, None, None]
+    np.testing.assert_allclose(kerple_power(pos, pos, p, a), expected, rtol=1e-5)
+    weight = jax.random.normal(jax.random.key(1), (3, 6, 6))
+    grads, at_held = (
+        jax.grad(lambda p, a: (kerple_power(pos, pos, p, a) * weight).sum(), (0, 1))(*params)
+        for params in ((p, a), (held_p, held_a))
+    )
+    for grad, expected_grad in zip(grads, at_held, strict=True):
+        assert np.all(np.isfinite(grad))
+        assert np.all(grad != 0)
+        np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: PositionInterpolation(factor=0.5), ["model.rotary.factor", "0.5", "1 or more"]),
+        (lambda: NtkAware(base=0.5), ["model.rotary.base", "0.5"]),
+        (lambda: NtkAware(factor=2.0).frequencies(2), ["2", "NTK"]),
+        (lambda: Yarn(train_length=0), ["model.rotary.train_length", "0"]),
+        (lambda: Yarn(beta_fast=1.0, beta_slow=2.0), ["model.rotary.beta_fast", "1.0", "2.0"]),
+    ],
+)
+def test_bad_options_are_named(make, words):
+    with pytest.raises(InputError) as error:
+        make()
+    assert all(word in str(error.value) for word in words)
