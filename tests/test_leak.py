@@ -129,14 +129,14 @@ def test_with_tril_random_tokens_stay_random():
         assert nll_B.mean() >= lower_bound(nll_B)
 
 
-def attended(qkv: list[jax.Array], implementation: str, window: int | None = None, **options) -> np.ndarray:
+def attended(qkv: list[jax.Array], implementation: str, **options) -> np.ndarray:
     """One layer of attention; its parameters are the same whether it leaks or not."""
     heads, head_dim = qkv[0].shape[2:]
     rngs, pos_T = nnx.Rngs(0), jnp.arange(qkv[0].shape[1])
     bias = BIASES["kerple"]().build(heads, head_dim, rngs)
     processor = DapeConfig(channels=5, **options).build(heads, True, jnp.dtype("float32"), rngs)
     run = IMPLEMENTATIONS[implementation]
-    return np.asarray(run(*qkv, pos_T, pos_T, bias=bias, processor=processor, window=window))
+    return np.asarray(run(*qkv, pos_T, pos_T, bias=bias, processor=processor))
 
 
 def make_qkv(length: int = 14) -> list[jax.Array]:
@@ -180,14 +180,3 @@ def test_without_a_kernel_to_the_right_there_is_nothing_to_leak(implementation, 
         for leak in (False, True)
     ]
     np.testing.assert_array_equal(*outs)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(("kernel_width", "alignment"), [(3, "centered"), (5, "centered"), (3, "causal")])
-def test_blockwise_leaks_what_dense_does(window, kernel_width, alignment):
-    """The halo of a processor that leaks is wide enough, on both sides of a window and at both ends of the keys."""
-    outs = [
-        attended(make_qkv(), name, window, kernel_width=kernel_width, alignment=alignment, leak=True)
-        for name in IMPLEMENTATIONS
-    ]
-    np.testing.assert_allclose(*outs, atol=2e-6)
