@@ -1,4 +1,4 @@
-r"""The language-model runs of the paper, by one argument; those of CoPE and Transformer-XL (table 9) are not here yet.
+r"""The language-model runs of the paper, by one argument.
 
     python train.py --config=configs/paper.py:125m,bias=kerple,processor=dape,kernel=3,train_length=512 \
         --config.data.path='/data/books3/*.txt' --workdir=runs/books3/dape1x3-kerple
@@ -6,8 +6,11 @@ r"""The language-model runs of the paper, by one argument; those of CoPE and Tra
 
 Argument: 125m|350m|2.7b|6.7b first, then any of
 
-    rotary=none|rope  bias=nope|alibi|kerple|t5|fire  processor=none|dape  kernel=W  channels=C
+    rotary=none|rope  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
+    processor=none|dape  kernel=W  channels=C
     train_length=T  batch=B  accumulation=A  num_steps=N  seed=S
+
+All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
 
 Where the paper has what (arXiv and Books3; every run is evaluated up to 8192):
 
@@ -16,7 +19,9 @@ Where the paper has what (arXiv and Books3; every run is evaluated up to 8192):
     figure 3           :125m,bias=kerple,processor=dape,kernel=3,train_length=T,batch=4096/T for T = 128..4096
     figure 4, table 3  :350m and :2.7b, train_length=128, 512
     figure 5           :125m; bias=alibi, kerple, fire; processor=none, =dape with kernel=1, 3
+    figure 6           :125m; bias=alibi, kerple, fire; processor=dape --config.model.processor.leak=True
     tables 4, 5        :125m,bias=kerple,processor=dape, kernel=1, 3, 5, 7; train_length=128, 512
+    table 9            :125m,train_length=128; bias=cope, transformer_xl; bias=kerple,processor=dape, kernel=1, 3
     appendix E         :125m,bias=kerple,processor=dape, kernel=3,channels=10 and kernel=1,channels=64
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),

@@ -7,8 +7,9 @@ times longer. `make demo` runs both methods and draws them into one picture:
     python train.py --config=configs/quickstart.py:processor=dape --workdir=runs/quickstart/dape1x3-kerple
     python eval.py --workdir=runs/quickstart/kerple,runs/quickstart/dape1x3-kerple
 
-Argument: rotary=none|rope, bias=nope|alibi|kerple|t5|fire, processor=none|dape, kernel=1|3|5|...; any field below can
-be set too, as --config.train.num_steps=2000.
+Argument: rotary=none|rope, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
+processor=none|dape, kernel=1|3|5|...; any field below can be set too, as --config.train.num_steps=2000 or
+--config.model.processor.alignment=causal (`docs/methods.md` has the options of every method).
 """
 
 from ml_collections import ConfigDict, config_dict

@@ -331,6 +331,17 @@ class Decoder(nnx.Module):
         return self.logits(self.features(tokens_BT, pos_T))
 
 
+def parameter_counts(params: Params) -> dict[str, int]:
+    """Numbers in a model's parameters: the `total`, and of it what is in position biases and in score convolutions."""
+    counts = {"total": 0, "bias": 0, "processor": 0}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        modules = {key.key for key in path[:-1]}
+        counts["total"] += leaf.size
+        counts["bias"] += leaf.size if modules & {"bias", "shared_bias"} else 0
+        counts["processor"] += leaf.size if "processor" in modules else 0
+    return counts
+
+
 def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
     """The model's static structure, and its parameters' shapes and dtypes; nothing is allocated."""
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))

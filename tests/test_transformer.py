@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 
 import chex
 import jax
@@ -12,12 +14,27 @@ from flax import nnx
 from tiny import SPEC
 
 from dape_jax.biases import BIASES
-from dape_jax.config import read_model
+from dape_jax.config import CHOICES, choose, read_model
+from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
 from dape_jax.processors import PROCESSORS
-from dape_jax.transformer import REMAT, SIZES, Decoder, TransformerConfig, model_structure
+from dape_jax.transformer import (
+    REMAT,
+    SIZES,
+    Decoder,
+    TransformerConfig,
+    make_cache,
+    model_structure,
+    parameter_counts,
+)
 
-METHODS = list(itertools.product(BIASES, PROCESSORS, ("none", "rope")))
+ALL_BIASES = BIASES | CONTEXTUAL
+METHODS = [
+    *itertools.product(ALL_BIASES, PROCESSORS, ("none",)),
+    *itertools.product(("nope", "kerple", "cope"), PROCESSORS, ("rope",)),
+    *itertools.product(("nope",), ("dape",), ("pi", "ntk", "yarn")),
+]
+DOCS = Path(__file__).parents[1] / "docs" / "methods.md"
 
 
 def make_config(**changes) -> TransformerConfig:
@@ -49,7 +66,7 @@ def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
     assert np.abs(changed[:, 9:] - whole[:, 9:]).max() > 1e-3
 
 
-@pytest.mark.parametrize(("bias", "processor"), list(itertools.product(BIASES, PROCESSORS)))
+@pytest.mark.parametrize(("bias", "processor"), list(itertools.product(ALL_BIASES, PROCESSORS)))
 def test_trained_short_runs_sixteen_times_longer(bias, processor):
     """Every method takes a gradient step at T and then runs at 16 T: nothing in it holds a length."""
     model = make_model(bias={"name": bias}, processor={"name": processor})
@@ -100,17 +117,114 @@ def test_sizes_are_the_papers(size, expected):
     assert num == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_the_score_convolution_has_the_parameters_that_the_paper_counts(width):
-    """2H C W + C + C H W + H for each layer; H C W less where there is no bias."""
-    plain = {"name": "none"}
-    dape = {"name": "dape", "kernel_width": width, "channels": 4}
-    H, C, L = 2, 4, 2
-    for bias, inputs in (("kerple", 2 * H), ("nope", H)):
-        with_dape, without = (
-            count(model_structure(make_config(bias={"name": bias}, processor=p))[1]) for p in (dape, plain)
-        )
-        assert with_dape - without == L * (inputs * C * width + C + C * H * width + H)
+def documented() -> dict[str, str]:
+    """Name -> the parameters of a layer, as docs/methods.md says: a formula in the shape legend's letters."""
+    found = {}
+    for line in DOCS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        formulas = [cell for cell in cells[1:] if re.fullmatch(r"`[0-9A-Z*+/ ]+`", cell)]
+        if re.fullmatch(r"`\w+`", cells[0]) and formulas:
+            found[cells[0].strip("`")] = formulas[0].strip("`")
+    return found
+
+
+def value_of(formula: str, sizes: dict[str, int]) -> float:
+    """Sums of products of letters and numbers, and one division."""
+    formula, _, divisor = formula.partition("/")
+    total = sum(
+        np.prod([sizes[x] if x.isalpha() else int(x) for x in term.replace(" ", "").split("*")])
+        for term in formula.split("+")
+    )
+    return total / (sizes[divisor.strip()] if divisor else 1)
+
+
+def test_every_method_is_documented():
+    formulas = documented()
+    for field in ("rotary", "bias", "processor"):
+        assert set(CHOICES[field]) <= set(formulas), field
+        for name in CHOICES[field]:
+            for option in choose(field, name):
+                assert option == "name" or f"`{option}`" in DOCS.read_text(), (field, name, option)
+
+
+@pytest.mark.parametrize("kernel", [{}, {"kernel_width": 5, "channels": 7}, {"kernel_width": 2, "alignment": "causal"}])
+@pytest.mark.parametrize("bias", ALL_BIASES)
+def test_parameter_counts_are_those_that_the_docs_give(bias, kernel):
+    """As printed at the start of training: of the biases, of the score convolutions, and all."""
+    dape = choose("processor", "dape", **kernel)
+    config = make_config(bias=choose("bias", bias), processor=dape)
+    counts = parameter_counts(model_structure(config)[1])
+    sizes = {
+        **{"L": config.num_layers, "H": config.num_heads, "K": config.head_dim, "D": config.width},
+        **{"N": 32, "M": 32, "P": 64, "W": dape["kernel_width"], "C": dape["channels"]},
+    }
+    L, H, W, C = (sizes[letter] for letter in "LHWC")
+    assert counts["bias"] == L * value_of(documented()[bias], sizes)
+    fewer = H * C * W if bias == "nope" else 0
+    assert counts["processor"] == L * (value_of(documented()["dape"], sizes) - fewer)
+    assert counts["processor"] == L * (2 * H * C * W + C + C * H * W + H - fewer)
+    plain = count(model_structure(make_config(bias={"name": "nope"}, processor={"name": "none"}))[1])
+    assert counts["total"] == plain + counts["bias"] + counts["processor"]
+
+
+def test_every_method_starts_from_the_same_model():
+    """What a bias or a processor draws does not change what the rest of the model draws."""
+
+    def shared(**changes):
+        params = nnx.to_pure_dict(nnx.state(make_model(**changes), nnx.Param))
+        attention = params["layers"]["attention"]
+        for name in ("bias", "processor"):
+            attention.pop(name, None)
+        params.pop("shared_bias", None)
+        return params
+
+    base = shared(bias={"name": "nope"}, processor={"name": "none"})
+    for bias in ("kerple", "t5", "transformer_xl"):
+        chex.assert_trees_all_equal(shared(bias={"name": bias}), base)
+
+
+@pytest.mark.parametrize("bias", ["nope", "kerple", "cope"])
+def test_identity_starts_as_its_base_and_trains(bias):
+    """With init="identity" the logits are the base's to the bit; both convolutions move within two steps."""
+    x = tokens(2, 17)
+    identity = make_model(bias={"name": bias}, processor=choose("processor", "dape", init="identity"))
+    base = make_model(bias={"name": bias}, processor={"name": "none"})
+    np.testing.assert_array_equal(*(jax.jit(lambda model, x: model(x))(model, x) for model in (identity, base)))
+
+    graphdef, params = nnx.split(identity, nnx.Param)
+    gradient = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(nnx.merge(graphdef, p)(x))[..., 0].mean()))
+    first = gradient(params)
+    moved = jax.tree.map(lambda p, g: p - g, params, first)
+    kernels = [nnx.to_pure_dict(g)["layers"]["attention"]["processor"] for g in (first, gradient(moved))]
+    assert np.abs(kernels[0]["output_WCH"]).max(axis=(1, 2, 3)).min() > 1e-9
+    np.testing.assert_array_equal(kernels[0]["scores_WHC"], 0)  # it is read through a kernel that is 0
+    assert np.abs(kernels[1]["scores_WHC"]).max(axis=(1, 2, 3)).min() > 1e-9
+
+
+@pytest.mark.parametrize("changes", [{"num_kv_heads": 1}, {"window": 5}, {"num_kv_heads": 1, "window": 5}], ids=str)
+def test_grouped_queries_and_windows(changes):
+    """Causal at any length, fewer parameters with fewer key heads, blind beyond layers x (window - 1) with a window."""
+    model, x = make_model(**changes), tokens(2, 40)
+    step = jax.jit(lambda model, x: model(x))
+    whole = step(model, x)
+    np.testing.assert_allclose(step(model, x[:, :9]), whole[:, :9], atol=1e-4)
+    blocks = make_model(**changes, attention={"name": "blockwise", "block_size": 8, "num_buckets": 2})
+    np.testing.assert_allclose(step(blocks, x), whole, atol=1e-5)
+    changed = step(model, x.at[:, 0].set((x[:, 0] + 1) % 11))
+    if "window" in changes:
+        np.testing.assert_array_equal(changed[:, 1 + 2 * 4 :], whole[:, 1 + 2 * 4 :])
+    else:
+        assert np.abs(changed - whole)[:, -1].max() > 1e-6
+    if "num_kv_heads" in changes:
+        full = count(model_structure(make_config())[1])
+        assert full - count(model_structure(make_config(**changes))[1]) == 2 * 2 * (16 * 8 + 8)  # k, v in two layers
+
+
+def test_a_cache_that_could_not_be_right_is_refused():
+    for options, reason in (({"edge": "listing"}, "listing.*appended"), ({"leak": True}, "leak.*not generated yet")):
+        with pytest.raises(InputError, match=reason):
+            make_cache(make_config(processor=choose("processor", "dape", **options)), 2, 8)
+        make_cache(make_config(processor=choose("processor", "dape", kernel_width=1, **options)), 2, 8)
 
 
 def test_initial_values():
@@ -119,7 +233,7 @@ def test_initial_values():
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
     small, output = np.sqrt(2 / (5 * 256)), 2 / (3 * np.sqrt(256))
-    for value in (attention["query_DHK"], attention["value_DHK"], mlp["up_DF"], params["embedding_VD"]):
+    for value in (attention["query_DHK"], attention["value_DGK"], mlp["up_DF"], params["embedding_VD"]):
         assert value.std() == pytest.approx(small, rel=0.05)
     for value in (attention["output_HKD"], mlp["down_FD"]):
         assert value.std() == pytest.approx(output, rel=0.05)
@@ -147,7 +261,10 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
         ({"processor": {"name": "dape", "kernel_width": 4}}, ["model.processor.kernel_width", "4", "odd"]),
         ({"bias": {"name": "alibi", "slope": 1}}, ["model.bias.slope", "1", "options"]),
         ({"num_heads": 3}, ["model.num_heads", "3", "16"]),
-        ({"num_heads": 16, "rotary": {"name": "rope"}}, ["1", "even"]),
+        ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "2"]),
+        ({"window": 0}, ["model.window", "0", "None"]),
+        ({"rotary": {"name": "pi", "factor": 0.5}}, ["model.rotary.factor", "0.5", "1 or more"]),
+        ({"num_heads": 16, "num_kv_heads": 16, "rotary": {"name": "rope"}}, ["1", "even"]),
         ({"width": 0}, ["model.width", "0", "positive"]),
         ({"dtype": "float8"}, ["model.dtype", "float8", "bfloat16"]),
         ({"remat": "some"}, ["model.remat", "some", "full"]),

@@ -22,7 +22,7 @@ from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
 from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step, shardings_of
-from dape_jax.transformer import Params, model_structure
+from dape_jax.transformer import Params, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,12 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     state = TrainState(params, init_opt_state(optimizer, params, mesh))
     train_step = make_train_step(graphdef, optimizer, run.train.accumulation_steps, shardings_of(state))
     nll_step = make_nll_step(graphdef, run.train.train_length)
-    logger.info("%s parameters on %s", f"{sum(x.size for x in jax.tree.leaves(abstract)):,}", mesh)
+    logger.info(
+        "{total:,} parameters, {bias:,} of them in position biases and {processor:,} in score convolutions; %s".format(
+            **parameter_counts(abstract)
+        ),
+        mesh,
+    )
 
     with jax.set_mesh(mesh), checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager:
         # ---- go on where the newest checkpoint stands
