@@ -28,10 +28,10 @@ demo: install
 	$(PY) eval.py --workdir=$(DEMO)/kerple,$(DEMO)/dape1x3-kerple
 
 test: install
-	$(PY) -m pytest -m 'not slow'
+	$(PY) -m pytest -n auto --dist worksteal -m 'not slow'
 
 test-all: install
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --dist worksteal
 
 lint: install
 	$(PY) -m ruff format --check .

@@ -43,13 +43,14 @@ from tqdm import tqdm
 
 from dape_jax import command_line
 from dape_jax.attention import IMPLEMENTATIONS
-from dape_jax.biases import BIASES
+from dape_jax.config import CHOICES
 from dape_jax.errors import require
 from dape_jax.processors import DapeConfig, PlainConfig
 from dape_jax.provenance import provenance
 
 DIRECTIONS = ("forward", "backward")
 DTYPES = ("float32", "bfloat16")
+BIASES = CHOICES["bias"]
 TORCH_BIASES = ("nope", "alibi", "kerple")
 REST_S = 0.02  # between two calls: the threads of the one before go on spinning for a while
 
@@ -140,7 +141,9 @@ class Layer(nnx.Module):
 
     def __init__(self, settings: Settings, edge: str):
         rngs = nnx.Rngs(0)
-        dape = DapeConfig(settings.kernel_width, settings.channels, edge) if settings.kernel_width else PlainConfig()
+        dape = (
+            DapeConfig(settings.kernel_width, settings.channels, edge=edge) if settings.kernel_width else PlainConfig()
+        )
         self.bias = BIASES[settings.bias]().build(settings.heads, settings.head_dim, rngs)
         self.processor = dape.build(settings.heads, self.bias is not None, jnp.dtype(settings.dtype), rngs)
 
