@@ -21,4 +21,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, "interrupted; training goes on from its newest checkpoint with the same command")

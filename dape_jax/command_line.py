@@ -1,6 +1,7 @@
 """How every command line of the project starts: quiet libraries, and one line for bad input."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,8 @@ from absl import logging as absl_logging
 from dape_jax.errors import InputError, NonFiniteError
 
 
-def run(main: Callable[[list[str]], None]) -> None:
-    """Parse flags and call `main`.
+def run(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
+    """Parse flags and call `main`; `interrupted` is what is said after Ctrl-C.
 
     An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
     with one line and status 1. Any other exception is a bug and keeps its traceback. Of the logs, ours
@@ -32,8 +33,11 @@ def run(main: Callable[[list[str]], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("interrupted; training goes on from its newest checkpoint with the same command", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has gone, `| head` for one; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except NonFiniteError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

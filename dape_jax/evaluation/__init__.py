@@ -1,1 +1,4 @@
-"""From a checkpoint to a comparison by length. Read in that order: perplexity, evaluate, report."""
+"""What a checkpoint is good for.
+
+Read in that order: perplexity, evaluate, report (a comparison by length); generate; attention_maps.
+"""

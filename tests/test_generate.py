@@ -1,0 +1,575 @@
+"""Generation: the cache gives what the full forward gives, draws are what they are said to be, input is named."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from test_command_lines import run
+
+from dape_jax.config import CHOICES, RunConfig, read_model
+from dape_jax.data.tokenizers import Bytes
+from dape_jax.errors import InputError
+from dape_jax.evaluation import generate as module
+from dape_jax.evaluation.generate import (
+    CHUNK,
+    Latest,
+    Sampling,
+    TextStream,
+    complete,
+    decode,
+    decoding_model,
+    empty_caches,
+    extend,
+    generate,
+    make_caches,
+    prefill,
+    printable,
+    read_prompts,
+    sample,
+)
+from dape_jax.processors import DapeConfig
+from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
+from dape_jax.training import loop
+from dape_jax.training.checkpoint import restore_config, restore_params
+from dape_jax.transformer import Decoder, Params, TransformerConfig, model_structure
+
+GREEDY = Sampling(temperature=0.0)
+BIAS_OPTIONS = {
+    # Small enough for the positions of these tests to reach what lies beyond.
+    "t5": {"num_buckets": 8, "max_distance": 12},
+    "fire": {"threshold": 6},
+    "cope": {"num_positions": 6},
+}
+PROCESSORS = {
+    "none": {"name": "none"},
+    "dape1": {"name": "dape", "kernel_width": 1},
+    "dape3": {"name": "dape", "kernel_width": 3},
+    "dape5": {"name": "dape", "kernel_width": 5},
+    "causal2": {"name": "dape", "kernel_width": 2, "alignment": "causal"},
+    "no_residual": {"name": "dape", "kernel_width": 3, "residual": False},
+    "scores_alone": {"name": "dape", "kernel_width": 3, "inputs": "scores"},
+    "identity": {"name": "dape", "kernel_width": 3, "init": "identity"},
+    "listing1": {"name": "dape", "kernel_width": 1, "edge": "listing"},  # one column has no edge
+    "leak_causal": {"name": "dape", "kernel_width": 2, "alignment": "causal", "leak": True},  # to the left alone
+}
+ROTARY = {
+    "none": {},
+    "rope": {},
+    "pi": {"factor": 4.0},
+    "ntk": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "train_length": 16},
+}
+
+
+def make_config(bias: str, processor: str, rotary: str = "none", **changes) -> TransformerConfig:
+    spec = tiny.SPEC["model"] | {"vocab_size": 11, "num_heads": 4, "num_kv_heads": 4}
+    spec |= {
+        "bias": {"name": bias} | BIAS_OPTIONS.get(bias, {}),
+        "processor": PROCESSORS[processor] | ({} if processor == "none" else {"channels": 4}),
+        "rotary": {"name": rotary} | ROTARY[rotary],
+    }
+    return read_model(spec | changes)
+
+
+def random_params(config: TransformerConfig, seed: int = 0) -> Params:
+    """Initial parameters, all moved: what starts at zero could hide a mistake."""
+    params = nnx.to_pure_dict(nnx.split(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    moved = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, moved)
+
+
+def mixed_cases() -> list:
+    """Every bias x processor, with a rotary variant, a window and fewer key heads sprinkled in.
+
+    A diagonal of the product holds each of them once at least, and runs by default.
+    """
+    biases = list(CHOICES["bias"])
+    cases = []
+    for (i, bias), (j, processor) in itertools.product(enumerate(biases), enumerate(PROCESSORS)):
+        rotary = list(ROTARY)[(i + j) % len(ROTARY)]
+        options = {"num_kv_heads": (4, 2, 1)[(i + j) % 3], "window": (None, 5)[(i + j // 2) % 2]}
+        name = f"{bias}-{processor}-{rotary}-{options['num_kv_heads']}-{options['window']}"
+        marks = () if i == j % len(biases) else pytest.mark.slow
+        cases.append(pytest.param(bias, processor, rotary, options, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("bias", "processor", "rotary", "options"), mixed_cases())
+def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, options):
+    """A prompt at once, then token by token, then several at once, then token by token: all logits are the same."""
+    config = make_config(bias, processor, rotary, **options)
+    params = random_params(config)
+    tokens_BT = jax.random.randint(jax.random.key(1), (2, 18), 0, 11)
+    expected = jax.jit(lambda params: decoding_model(config, params)(tokens_BT))(params)
+
+    @jax.jit
+    def more(params, tokens_BT, first, caches):
+        model = decoding_model(config, params)
+        x_BTD, caches = extend(model, tokens_BT, first, caches)
+        return model.logits(x_BTD), caches
+
+    caches, found = empty_caches(config, 2, 23), []
+    for first, last in [(0, 6), (6, 7), (7, 8), (8, 9), (9, 15), (15, 16), (16, 17), (17, 18)]:
+        start = jnp.asarray(first) if last - first > 1 else jnp.full((2,), first)
+        logits, caches = more(params, tokens_BT[:, first:last], start, caches)
+        found.append(logits)
+    assert expected.std() > 0.3
+    # Rounding of the largest score, times a few: Sandwich's is 64 / (8 / H) = 32, the others are of size 1.
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, atol=1e-4 if bias == "sandwich" else 1e-5)
+
+
+def one_device() -> Mesh:
+    return make_mesh(MeshConfig(data=1, fsdp=1), jax.devices()[:1])
+
+
+def place(params: Params, mesh: Mesh) -> Params:
+    return jax.device_put(params, parameter_shardings(params, mesh))
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[TransformerConfig, Params]:
+    config = make_config("kerple", "dape3", "rope", num_kv_heads=2)
+    return config, place(random_params(config), one_device())
+
+
+def prompt_of(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, 11, length)
+
+
+def tokens_of(
+    model: tuple[TransformerConfig, Params], prompts: list, num: int, sampling: Sampling, mesh=None, **more
+) -> np.ndarray:
+    """All tokens of a generation, [prompts, steps]."""
+    mesh = one_device() if mesh is None else mesh
+    return np.stack(list(generate(*model, mesh, prompts, max_new_tokens=num, sampling=sampling, **more)), axis=1)
+
+
+def test_each_of_a_ragged_batch_generates_what_it_generates_alone(model):
+    """And what the full forward finds most probable; lengths to either side of a chunk's edge are among them."""
+    config, params = model
+    prompts = [prompt_of(length) for length in (1, CHUNK, CHUNK + 1, CHUNK + 2, 5)]
+    together = tokens_of(model, prompts, 9, GREEDY)
+    assert len(np.unique(together)) > 2
+    whole = np.zeros((len(prompts), 2 * CHUNK), np.int32)
+    for row, prompt, tokens in zip(whole, prompts, together, strict=True):
+        row[: len(prompt) + 9] = np.concatenate([prompt, tokens])
+        np.testing.assert_array_equal(tokens_of(model, [prompt], 9, GREEDY)[0], tokens)
+    logits = jax.jit(lambda params, x: decoding_model(config, params)(x))(params, whole)
+    for row, prompt, tokens in zip(logits, prompts, together, strict=True):
+        np.testing.assert_array_equal(row[len(prompt) - 1 : len(prompt) + 8].argmax(-1), tokens)
+
+
+@pytest.mark.parametrize("length", [CHUNK + 2, pytest.param(CHUNK + 1, marks=pytest.mark.slow)])
+def test_logits_of_a_ragged_batch_are_those_of_each_alone(model, length):
+    """Lengths at which the last row is, or is not, in another chunk than those before it."""
+    config, params = model
+    prompts = [prompt_of(3), prompt_of(length)]
+
+    @jax.jit
+    def last_logits(params, token_B, pos_B, caches):
+        decoder = decoding_model(config, params)
+        return decoder.logits(extend(decoder, token_B[:, None], pos_B, caches)[0])[:, 0]
+
+    def logits_of(prompts: list[np.ndarray]) -> jax.Array:
+        latest, caches = read_prompts(config, params, one_device(), prompts, CHUNK)
+        return last_logits(params, latest.token_B, latest.pos_B, caches)
+
+    filled_BT = jnp.asarray([np.pad(prompt, (0, length - len(prompt))) for prompt in prompts])
+    whole = jax.jit(lambda params: decoding_model(config, params)(filled_BT))(params)
+    for row, prompt, found in zip(whole, prompts, logits_of(prompts), strict=True):
+        np.testing.assert_allclose(found, logits_of([prompt])[0], atol=1e-5)
+        np.testing.assert_allclose(found, row[len(prompt) - 1], atol=1e-5)
+
+
+def test_a_draw_depends_on_seed_index_and_position_alone(model):
+    prompts, sampling = [prompt_of(length) for length in (4, 9, 6)], Sampling(temperature=2.0)
+    tokens = tokens_of(model, prompts, 12, sampling)
+    np.testing.assert_array_equal(tokens_of(model, prompts, 12, sampling), tokens)
+    np.testing.assert_array_equal(tokens_of(model, prompts[:1], 12, sampling)[0], tokens[0])
+    np.testing.assert_array_equal(tokens_of(model, prompts[::-1], 12, sampling)[1], tokens[1])
+    assert np.any(tokens_of(model, prompts, 12, sampling, seed=1) != tokens)
+    same = tokens_of(model, [prompts[0]] * 3, 12, sampling)
+    assert len({tuple(row) for row in same.tolist()}) == 3
+
+
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_mesh_changes_no_token(model, data):
+    """Eight devices, three prompts: filled up, split over the batch, and the caches stay split."""
+    config, params = model
+    mesh = make_mesh(MeshConfig(data=data, fsdp=8 // data))
+    params = place(params, mesh)
+    prompts, sampling = [prompt_of(length) for length in (4, CHUNK + 3, 6)], Sampling(1.0, 5, 0.9)
+    expected = tokens_of(model, prompts, 6, sampling)
+    np.testing.assert_array_equal(tokens_of((config, params), prompts, 6, sampling, mesh), expected)
+    caches = make_caches(config, 8, 2 * CHUNK, mesh)
+    caches = prefill(config, params, jnp.zeros((8, CHUNK), jnp.int32), jnp.asarray(0), caches, mesh=mesh)
+    for leaf in caches:
+        assert {shard.data.shape[0] for shard in leaf.addressable_shards} == {1}
+
+
+def test_memory_is_linear_in_length_and_the_caches_are_not_copied(model):
+    """Prefill and decode write into the cache that they are given, and what they take besides grows with its length."""
+    config, mesh, batch = dataclasses.replace(model[0], num_layers=8), one_device(), 2
+    params = jax.eval_shape(lambda: random_params(config))
+
+    def of(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def temporary_bytes(length: int) -> list[int]:
+        caches = jax.eval_shape(lambda: empty_caches(config, batch, length))
+        cache_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in caches)
+        latest = Latest(of((batch,), "int32"), of((batch,), "int32"), of((batch,), "bool"))
+        options = {"sampling": Sampling(0.8, 5, 0.9), "num_ids": 11, "mesh": mesh}
+        programs = [
+            prefill.lower(config, params, of((batch, CHUNK), "int32"), of((), "int32"), caches, mesh=mesh),
+            decode.lower(config, params, latest, caches, of((), "uint32"), of((), "int32"), **options),
+        ]
+        memories = [program.compile().memory_analysis() for program in programs]
+        assert all(memory.alias_size_in_bytes >= cache_bytes for memory in memories)
+        assert memories[1].temp_size_in_bytes < cache_bytes
+        return [memory.temp_size_in_bytes for memory in memories]
+
+    for short, long in zip(temporary_bytes(1024), temporary_bytes(2048), strict=True):
+        assert 1.2 * short < long < 2.1 * short
+
+
+def test_steps_and_prompts_of_other_lengths_need_no_other_program(model):
+    def programs() -> int:
+        return prefill._cache_size() + decode._cache_size() + make_caches._cache_size()
+
+    assert tokens_of(model, [prompt_of(3)], 2, GREEDY).shape == (1, 2)
+    before = programs()
+    assert tokens_of(model, [prompt_of(3)], 60, GREEDY).shape == (1, 60)
+    assert tokens_of(model, [prompt_of(41)], 9, GREEDY).shape == (1, 9)
+    assert programs() == before
+
+
+def test_a_sequence_ends_at_the_end_token_and_the_stream_with_the_last(model):
+    prompts, sampling = [prompt_of(length) for length in (4, 7, 2)], Sampling(temperature=2.0)
+    free = tokens_of(model, prompts, 20, sampling)
+    num_steps = []
+    for end_token in free[0, [3, 9]].tolist():
+        ends = [int(np.flatnonzero(row == end_token)[0]) if end_token in row else 20 for row in free]
+        found = tokens_of(model, prompts, 20, sampling, end_token=end_token)
+        num_steps.append(found.shape[1])
+        assert num_steps[-1] == min(max(ends) + 1, 20)
+        for row, expected, end in zip(found, free, ends, strict=True):
+            np.testing.assert_array_equal(row[:end], expected[:end])
+            assert np.all(row[end:] == end_token)
+    assert min(num_steps) < 20
+
+
+def test_a_prompt_may_end_with_the_end_token(model):
+    """A new document begins there: the prompt's own end token ends nothing."""
+    free = tokens_of(model, [np.array([3])], 5, GREEDY)
+    assert 3 not in free
+    np.testing.assert_array_equal(tokens_of(model, [np.array([3])], 5, GREEDY, end_token=3), free)
+
+
+def test_ids_beyond_the_tokenizers_are_never_drawn(model):
+    found = tokens_of(model, [prompt_of(4)], 40, Sampling(temperature=5.0), num_ids=4)
+    assert found.max() == 3
+
+
+# ---- draws
+
+LOGITS = st.lists(st.floats(-8, 8, width=16) | st.sampled_from([0.0, 1.0]), min_size=7, max_size=7)
+
+
+def draw(logits: list[float], sampling: Sampling, num: int = 64) -> np.ndarray:
+    """Draws from one row of logits."""
+    logits_BV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num, len(logits)))
+    return np.asarray(sample(logits_BV, jax.random.split(jax.random.key(7), num), sampling))
+
+
+def truncated(logits: list[float], sampling: Sampling, slack: float = 0.0) -> np.ndarray:
+    """The probabilities that a draw should have, in double precision; `slack` is added to top_p."""
+    scaled = np.asarray(logits, float) / sampling.temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = np.zeros(len(scaled), bool)
+    kept[order[: sampling.top_k]] = True
+    probs = np.where(kept, np.exp(scaled - scaled.max()), 0)
+    probs /= probs.sum()
+    if sampling.top_p is not None:
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order] = np.where(before < sampling.top_p + slack, probs[order], 0)
+    return probs / probs.sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    LOGITS,
+    st.sampled_from([0.3, 1.0, 3.0]),
+    st.sampled_from([None, 1, 2, 5, 7, 100]),
+    st.sampled_from([None, 1e-6, 0.3, 0.9, 1.0]),
+)
+def test_only_tokens_of_the_truncated_set_are_drawn(logits, temperature, top_k, top_p):
+    sampling = Sampling(temperature, top_k, top_p)
+    found = draw(logits, sampling)
+    assert set(found) <= set(np.flatnonzero(truncated(logits, sampling, slack=1e-5)))
+    if top_k == 1 or top_p == 1e-6:
+        assert set(found) == {np.argmax(logits)}
+    assert set(draw(logits, Sampling(0.0, top_k, top_p))) == {np.argmax(logits)}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=1e30),
+        Sampling(top_k=3),
+        Sampling(top_p=0.7),
+        Sampling(temperature=2.0, top_k=4, top_p=0.8),
+    ],
+)
+def test_frequencies_are_the_probabilities(sampling):
+    """Within five standard errors, in 40,000 draws; two of the logits are equal."""
+    logits, num = [0.5, 2.0, -1.0, 2.0, 0.0, 1.0], 40_000
+    expected = truncated(logits, sampling)
+    found = np.bincount(draw(logits, sampling, num), minlength=6) / num
+    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / num))
+
+
+def test_of_equal_logits_the_lower_ids_are_kept():
+    logits = [0.0, 1.0, 1.0, 1.0, 0.0]
+    assert set(draw(logits, Sampling(top_k=2))) == {1, 2}
+    assert set(draw(logits, Sampling(top_k=1))) == {1}
+    assert set(draw(logits, Sampling(top_p=1e-6))) == {1}
+    assert set(draw(logits, GREEDY)) == {1}
+    # The fewest of five, each 0.2, that reach 0.5: three.
+    assert set(draw([0.0] * 5, Sampling(top_p=0.5))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
+def test_a_temperature_close_to_0_is_greedy_and_finite(temperature):
+    assert set(draw([5.0, 7.0, -3.0], Sampling(temperature))) == {1}
+
+
+def test_a_row_is_drawn_as_if_it_were_alone():
+    logits_BV, keys_B = jax.random.normal(jax.random.key(0), (5, 7)), jax.random.split(jax.random.key(1), 5)
+    sampling = Sampling(1.0, 5, 0.95)
+    together = sample(logits_BV, keys_B, sampling)
+    for row in range(5):
+        assert sample(logits_BV[row : row + 1], keys_B[row : row + 1], sampling)[0] == together[row]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": -0.1}, ["temperature = -0.1", "0 (greedy) or more"]),
+        ({"temperature": math.nan}, ["temperature = nan"]),
+        ({"temperature": math.inf}, ["temperature = inf"]),
+        ({"top_k": 0}, ["top_k = 0", "1 or more"]),
+        ({"top_p": 0.0}, ["top_p = 0.0", "above 0"]),
+        ({"top_p": 1.5}, ["top_p = 1.5", "at most 1"]),
+    ],
+)
+def test_bad_sampling_is_named(options, words):
+    with pytest.raises(InputError) as error:
+        Sampling(**options)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("processor", "words"),
+    [
+        (DapeConfig(edge="listing"), ["model.processor.edge = 'listing'", "last 1 rows"]),
+        (DapeConfig(leak=True), ["model.processor.leak = True", "not generated yet"]),
+    ],
+)
+def test_models_that_no_cache_can_serve_are_refused_with_the_reason(processor, words):
+    config = dataclasses.replace(make_config("kerple", "none"), processor=processor)
+    with pytest.raises(InputError) as error:
+        generate(config, {}, one_device(), [prompt_of(3)], max_new_tokens=2, sampling=GREEDY)
+    assert all(word in str(error.value) for word in [*words, "cannot generate"]), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "words"),
+    [
+        ([], {}, ["prompts = []", "one prompt or more"]),
+        ([[1], []], {}, ["prompts[1] = []", "one token"]),
+        ([[1], [2, 11]], {}, ["prompts[1] = 11", "0 to 10"]),
+        ([[-1, 3]], {}, ["prompts[0] = -1"]),
+        ([[1]], {"max_new_tokens": 0}, ["max_new_tokens = 0", "1 or more"]),
+        ([[1]], {"seed": -1}, ["seed = -1", "2**32"]),
+    ],
+)
+def test_bad_requests_are_named_at_the_call(model, prompts, changes, words):
+    """Not at the first step."""
+    options = {"max_new_tokens": 2, "sampling": GREEDY} | changes
+    with pytest.raises(InputError) as error:
+        generate(*model, one_device(), [np.array(prompt, int) for prompt in prompts], **options)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+# ---- text
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text().map(str.encode) | st.binary(), st.lists(st.integers(0, 6), max_size=20))
+def test_streamed_pieces_are_the_text_of_the_whole(content, cuts):
+    """Characters of several bytes are not broken, wherever the tokens come apart; the end of a document is no text."""
+    text, pieces, start = TextStream(Bytes()), [], 0
+    for cut in cuts:
+        piece = np.frombuffer(content[start : start + cut], np.uint8)
+        pieces.append(text.feed(np.append(piece.astype(int), Bytes.end_of_document)))
+        start += len(piece)
+    pieces.append(text.feed(np.frombuffer(content[start:], np.uint8), last=True))
+    assert "".join(pieces) == content.decode("utf-8", "replace")
+
+
+@given(st.text())
+def test_control_characters_are_escaped_and_nothing_else_is(text):
+    shown = printable(text)
+    assert not [char for char in shown if char not in "\n\t" and (ord(char) < 32 or 127 <= ord(char) < 160)]
+    plain = "".join(char for char in text if char.isprintable() or char in "\n\t")
+    assert printable(plain) == plain
+
+
+def test_escapes_are_readable():
+    assert printable("a\x1b[31m\r\n\tb\x9b\x00é") == "a\\x1b[31m\\r\n\tb\\x9b\\x00é"
+
+
+# ---- from a checkpoint
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run that has learned nothing yet."""
+    root = tmp_path_factory.mktemp("generate")
+    loop.train(tiny.spec(root, train__num_steps=2), root / "run")
+    return root / "run"
+
+
+def expected_tokens(workdir: Path, prompts: list[bytes], num: int, sampling: Sampling) -> list[list[int]]:
+    """Straight from the library, on one device."""
+    config = RunConfig.from_dict(restore_config(workdir)[1]["config"]).model
+    mesh = one_device()
+    _, abstract = model_structure(config)
+    target = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, parameter_shardings(abstract, mesh)
+    )
+    params = restore_params(workdir, 2, target)
+    ids = [Bytes().encode(prompt) if prompt else np.array([256]) for prompt in prompts]
+    return tokens_of((config, params), ids, num, sampling, mesh, end_token=256).tolist()
+
+
+def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_path, capsys):
+    """An empty prompt is the beginning of a document; --output has all of it and is not written over."""
+    prompts, sampling, file = (
+        ["the läng".encode(), b"", b"scores\x1b"],
+        Sampling(temperature=1.0),
+        tmp_path / "out.json",
+    )
+    expected = expected_tokens(trained, prompts, 12, sampling)
+    texts = complete(trained, prompts, max_new_tokens=12, sampling=sampling, output=file)
+    shown, progress = capsys.readouterr()
+    assert "==== 1 of 3 ====\nthe läng" in shown
+    assert "==== 3 of 3 ====\nscores\\x1b" in shown
+    assert "\x1b" not in shown
+    assert re.search(r"36 tokens: the first after \d+\.\d s, then [\d,.]+ tokens/s", progress)
+    written = json.loads(file.read_text())
+    assert [c["tokens"] for c in written["completions"]] == expected
+    assert [c["text"] for c in written["completions"]] == texts
+    assert [c["prompt"] for c in written["completions"]] == [prompt.decode() for prompt in prompts]
+    assert written["step"] == 2
+    assert written["settings"] == {"temperature": 1.0, "top_k": None, "top_p": None, "max_new_tokens": 12, "seed": 0}
+    before = file.read_bytes()
+    with pytest.raises(InputError, match=r"output = .*out\.json'.*does not exist yet"):
+        complete(trained, prompts, max_new_tokens=12, sampling=sampling, output=file)
+    assert file.read_bytes() == before
+
+    assert complete(trained, prompts[:1], max_new_tokens=12, sampling=sampling) == texts[:1]
+    shown, progress = capsys.readouterr()
+    assert shown == printable("the läng" + texts[0]) + "\n"
+    assert re.fullmatch(r"12 tokens: .* tokens/s\n", progress)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"prompts": []}, ["prompt = []", "--prompt_file"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens = 0"]),
+        ({"seed": 2**32}, ["seed = 4294967296"]),
+        ({"step": "5"}, ["step = '5'", "'newest', 'best'"]),
+        ({"workdir": Path("nothing")}, ["workdir = 'nothing'", "train.py"]),
+    ],
+)
+def test_bad_input_is_named_before_any_parameter_is_read(trained, monkeypatch, changes, words):
+    monkeypatch.setattr(module, "restore", None)  # calling it would be a TypeError
+    request = {"workdir": trained, "prompts": [b"a"], "max_new_tokens": 2, "sampling": GREEDY} | changes
+    with pytest.raises(InputError) as error:
+        complete(request.pop("workdir"), request.pop("prompts"), **request)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def generate_arguments(workdir: Path, *more: str) -> list[str]:
+    return ["-m", "dape_jax.evaluation.generate", f"--workdir={workdir}", *more]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt_file=/nowhere"], ["--prompt_file = '/nowhere'", "cannot be read"]),
+        pytest.param(["--prompt=a", "--top_p=2"], ["top_p = 2.0", "at most 1"], marks=pytest.mark.slow),
+        pytest.param(["--prompt=a", "--top_k=all"], ["--top_k=all"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_bad_command_line_is_one_line(tmp_path, arguments, words):
+    done = run(*generate_arguments(tmp_path, *arguments))
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_cached_is_refused_by_the_command_line(tmp_path):
+    spec = tiny.spec(tmp_path, train__num_steps=2)
+    spec["model"]["processor"]["edge"] = "listing"
+    loop.train(spec, tmp_path / "run")
+    done = run(*generate_arguments(tmp_path / "run", "--prompt=a"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: model.processor.edge = 'listing'")
+    assert "cannot generate" in line
+
+
+@pytest.mark.slow
+def test_the_command_line_continues_prompts(trained, tmp_path):
+    """From flags and a file, streamed; a batch of three gives the first prompt the same text."""
+    (tmp_path / "prompt.txt").write_text("the attention\n")
+    arguments = ["--max_new_tokens=20", "--seed=3", "--top_k=0", "--temperature=1.5", "--step=best"]
+    alone = run(*generate_arguments(trained, f"--prompt_file={tmp_path}/prompt.txt", *arguments))
+    assert alone.returncode == 0, alone.stderr
+    assert alone.stdout.startswith("the attention\n")
+    assert re.fullmatch(r"\d+ tokens: the first after .* tokens/s\n", alone.stderr)
+    batch = ["--prompt=the attention\n", "--prompt=", "--prompt=é", f"--output={tmp_path}/out.json"]
+    three = run(*generate_arguments(trained, *batch, *arguments))
+    assert three.returncode == 0, three.stderr
+    assert f"==== 1 of 3 ====\n{alone.stdout}" in three.stdout
+    assert "==== 3 of 3 ====\né" in three.stdout
+    completions = json.loads((tmp_path / "out.json").read_text())["completions"]
+    assert printable("the attention\n" + completions[0]["text"]) + "\n" == alone.stdout
+    greedy = [run(*generate_arguments(trained, "--prompt=the ", "--greedy", f"--seed={seed}")) for seed in (0, 1)]
+    assert greedy[0].stdout == greedy[1].stdout
