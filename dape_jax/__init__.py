@@ -14,4 +14,123 @@ same letters, and the parameters of the model are named the same way, which is w
 stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
 
 Reading order: positions, biases, contextual, processors, attention, transformer, sharding, data, training, evaluation.
+
+What stands below is for use in other programs, and stable: `docs/library.md`.
 """
+
+from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Dense, Scores, attend, masked_softmax, score
+from dape_jax.biases import (
+    BIASES,
+    T5,
+    Alibi,
+    AlibiConfig,
+    Bias,
+    Fire,
+    FireConfig,
+    Kerple,
+    KerpleConfig,
+    KerplePowerConfig,
+    NopeConfig,
+    Sandwich,
+    SandwichConfig,
+    T5Config,
+    alibi,
+    alibi_slopes,
+    distances,
+    fire,
+    kerple,
+    kerple_power,
+    sandwich,
+    t5,
+)
+from dape_jax.contextual import (
+    CONTEXTUAL,
+    ContextualBias,
+    Cope,
+    CopeConfig,
+    TransformerXL,
+    TransformerXLConfig,
+    cope,
+    transformer_xl,
+)
+from dape_jax.errors import InputError
+from dape_jax.positions import ROTARY, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
+from dape_jax.processors import (
+    PROCESSORS,
+    Dape,
+    DapeConfig,
+    Plain,
+    PlainConfig,
+    Processor,
+    dape,
+    key_convolution,
+)
+from dape_jax.transformer import Cache, Decoder, TransformerConfig, make_cache
+
+__all__ = [  # noqa: RUF022
+    # In reading order. Attention over any block of query rows.
+    "attend",
+    "Dense",
+    "Blockwise",
+    "score",
+    "Scores",
+    "masked_softmax",
+    # Pure functions of arrays.
+    "dape",
+    "key_convolution",
+    "distances",
+    "alibi",
+    "alibi_slopes",
+    "kerple",
+    "kerple_power",
+    "sandwich",
+    "t5",
+    "fire",
+    "cope",
+    "transformer_xl",
+    # The same as NNX modules, which hold the parameters.
+    "Dape",
+    "Plain",
+    "Alibi",
+    "Kerple",
+    "Sandwich",
+    "T5",
+    "Fire",
+    "Cope",
+    "TransformerXL",
+    # Frozen configs, which build the modules.
+    "DapeConfig",
+    "PlainConfig",
+    "NopeConfig",
+    "AlibiConfig",
+    "KerpleConfig",
+    "KerplePowerConfig",
+    "SandwichConfig",
+    "T5Config",
+    "FireConfig",
+    "CopeConfig",
+    "TransformerXLConfig",
+    # Rotary embedding.
+    "NoRotary",
+    "Rope",
+    "PositionInterpolation",
+    "NtkAware",
+    "Yarn",
+    # All of a kind, by the name that a config file has for it.
+    "BIASES",
+    "CONTEXTUAL",
+    "PROCESSORS",
+    "ROTARY",
+    "IMPLEMENTATIONS",
+    # What your own must look like.
+    "Bias",
+    "ContextualBias",
+    "Processor",
+    # The paper's model.
+    "TransformerConfig",
+    "Decoder",
+    "Cache",
+    "make_cache",
+    # What bad input raises.
+    "InputError",
+]

@@ -295,7 +295,7 @@ def test_training_learns(root, tmp_path):
     with checkpoint.open_checkpoints(tmp_path / "run", 2) as manager:
         assert manager.metrics(40)["validation_nats"] < 3.2
     mesh = make_mesh(run.mesh)
-    tokens = np.ones((8, 16), np.int32)
+    tokens = np.arange(128, dtype=np.int32).reshape(8, 16)
     graphdef, _ = model_structure(run.model)
     untrained = make_nll_step(graphdef, 16)(
         init_params(run.model, 0, mesh), put_batch({"inputs": tokens, "targets": tokens}, mesh)

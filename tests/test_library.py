@@ -1,0 +1,461 @@
+"""`docs/library.md`: its code is run, its claims are checked, and the names that it calls stable are pinned here."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import dape_jax
+from dape_jax import DapeConfig, KerpleConfig, PlainConfig, attend, dape, masked_softmax, processors
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "library.md"
+
+# What other programs rely on. To take a name or an argument away, or to change the name or the shape of a parameter,
+# breaks them: whoever edits this decides to.
+STABLE = {
+    *("attend", "Dense", "Blockwise", "score", "Scores", "masked_softmax"),
+    *("dape", "key_convolution", "distances", "alibi", "alibi_slopes", "kerple", "kerple_power", "sandwich", "t5"),
+    *("fire", "cope", "transformer_xl"),
+    *("Dape", "Plain", "Alibi", "Kerple", "Sandwich", "T5", "Fire", "Cope", "TransformerXL"),
+    *("DapeConfig", "PlainConfig", "NopeConfig", "AlibiConfig", "KerpleConfig", "KerplePowerConfig", "SandwichConfig"),
+    *("T5Config", "FireConfig", "CopeConfig", "TransformerXLConfig"),
+    *("NoRotary", "Rope", "PositionInterpolation", "NtkAware", "Yarn"),
+    *("BIASES", "CONTEXTUAL", "PROCESSORS", "ROTARY", "IMPLEMENTATIONS"),
+    *("Bias", "ContextualBias", "Processor"),
+    *("TransformerConfig", "Decoder", "Cache", "make_cache"),
+    "InputError",
+}
+ARGUMENTS = {  # as inspect names them; those after a * are given by name
+    "attend": "q_BTHK k_BSGK v_BSGK q_pos_T k_pos_S * bias processor causal window",
+    "score": "q_BTHK k_BSGK q_pos_T k_pos_S * bias causal window",
+    "masked_softmax": "scores_BHTS mask_TS",
+    "dape": "scores_BHTS bias_BHTS mask_TS scores_WHC bias_WHC hidden_bias_C output_WCH output_bias_H "
+    "* alignment edge residual leak dtype",
+    "key_convolution": "x_BTSI kernel_WIO pad_left pad_right",
+    "distances": "q_pos_T k_pos_S causal",
+    "alibi": "q_pos_T k_pos_S slopes_H causal",
+    "alibi_slopes": "num_heads",
+    "kerple": "q_pos_T k_pos_S p_H a_H causal",
+    "kerple_power": "q_pos_T k_pos_S p_H a_H causal",
+    "sandwich": "q_pos_T k_pos_S num_heads position_dim",
+    "t5": "q_pos_T k_pos_S table_NH * max_distance scale causal",
+    "fire": "q_pos_T k_pos_S c threshold hidden_M hidden_bias_M output_MH output_bias_H * activation causal",
+    "cope": "q_BTHK scores_BHTS mask_TS table_KP",
+    "transformer_xl": "q_BTHK k_BSGK q_pos_T k_pos_S relative_DHK content_HK position_HK dtype",
+    "make_cache": "config batch length",
+    "Blockwise": "block_size num_buckets",
+    "Scores": "scores_BHTS bias_BHTS mask_TS",
+    "Cache": "k_LBSGK v_LBSGK",
+    "DapeConfig": "kernel_width channels alignment edge residual leak inputs init",
+    "SandwichConfig": "position_dim",
+    "T5Config": "num_buckets max_distance",
+    "FireConfig": "threshold width initial_c activation",
+    "CopeConfig": "num_positions",
+    "Rope": "base",
+    "PositionInterpolation": "base factor",
+    "NtkAware": "base factor",
+    "Yarn": "base factor train_length beta_fast beta_slow",
+}
+PARAMETERS = {  # with four heads of eight dims
+    "kerple": {"p_H": (4,), "a_H": (4,)},
+    "kerple_power": {"p_H": (4,), "a_H": (4,)},
+    "t5": {"table_NH": (32, 4)},
+    "fire": {
+        **{"c": (), "threshold_multiplier": (), "hidden_M": (32,), "hidden_bias_M": (32,)},
+        **{"output_MH": (32, 4), "output_bias_H": (4,)},
+    },
+    "cope": {"table_KP": (8, 64)},
+    "transformer_xl": {"relative_DHK": (32, 4, 8), "content_HK": (4, 8), "position_HK": (4, 8)},
+    "dape": {
+        **{"scores_WHC": (3, 4, 32), "bias_WHC": (3, 4, 32), "hidden_bias_C": (32,)},
+        **{"output_WCH": (3, 32, 4), "output_bias_H": (4,)},
+    },
+}
+
+
+def python_blocks(path: Path) -> list[str]:
+    """The blocks of Python in a page, each at its own line numbers."""
+    text = path.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return ["\n" * text[: block.start(1)].count("\n") + block[1] for block in found]
+
+
+def imported(block: str) -> list[tuple[str, str]]:
+    """(module, name) of all that a block imports from this package."""
+    froms = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
+    return [(node.module, alias.name) for node in froms if node.module.startswith("dape_jax") for alias in node.names]
+
+
+@pytest.fixture(scope="module")
+def names():
+    """All that the page's code defines, one block after the other."""
+    blocks = python_blocks(PAGE)
+    assert blocks, f"{PAGE}: no Python"
+    names = {"__name__": "library"}
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+@pytest.fixture
+def page(names):
+    return types.SimpleNamespace(**names)
+
+
+def close(actual, desired, atol=2e-6):
+    np.testing.assert_allclose(np.asarray(actual), np.asarray(desired), rtol=1e-5, atol=atol)
+
+
+# Names.
+
+
+def test_stable_names():
+    assert set(dape_jax.__all__) == STABLE
+    assert len(dape_jax.__all__) == len(STABLE)
+    submodules = {path.stem for path in (ROOT / "dape_jax").iterdir()}
+    assert not STABLE & submodules  # a function would stand where `import dape_jax.that` looks for a module
+
+
+@pytest.mark.parametrize("name", sorted(STABLE))
+def test_stable_name_is_there_with_its_documentation(name):
+    thing = getattr(dape_jax, name)
+    assert f"`{name}`" in PAGE.read_text()
+    for documented in thing.values() if isinstance(thing, dict) else [thing]:
+        doc = documented.__dict__["__doc__"] if inspect.isclass(documented) else documented.__doc__
+        assert doc
+        assert not doc.startswith(f"{documented.__name__}(")  # what dataclasses and named tuples write by themselves
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_stable_arguments(name):
+    """Those pinned are there, in their places and by their names; those added since have a default."""
+    parameters = inspect.signature(getattr(dape_jax, name)).parameters
+    positional, _, by_name = (part.split() for part in ARGUMENTS[name].partition("*"))
+    given_by_position = [x for x, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert given_by_position[: len(positional)] == positional
+    assert set(by_name) <= set(parameters)
+    added = set(parameters) - set(positional) - set(by_name)
+    assert all(parameters[x].default is not inspect.Parameter.empty for x in added)
+
+
+@pytest.mark.parametrize("name", list(dape_jax.BIASES | dape_jax.CONTEXTUAL | dape_jax.PROCESSORS))
+def test_stable_parameters(name):
+    """All by keyword, as `build` is called on the page."""
+
+    def build():
+        if name in dape_jax.PROCESSORS:
+            return dape_jax.PROCESSORS[name]().build(num_heads=4, has_bias=True, dtype=None, rngs=nnx.Rngs(0))
+        return (dape_jax.BIASES | dape_jax.CONTEXTUAL)[name]().build(num_heads=4, head_dim=8, rngs=nnx.Rngs(0))
+
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: nnx.Dict(module=build()))))
+    assert jax.tree.map(jnp.shape, params.get("module", {})) == PARAMETERS.get(name, {})
+
+
+def test_page_uses_stable_names_alone():
+    used = [pair for block in python_blocks(PAGE) for pair in imported(block)]
+    assert {module for module, _ in used} == {"dape_jax"}
+    assert {name for _, name in used} <= STABLE
+
+
+def test_readme_is_python():
+    """But for what is left out, written `...`."""
+    blocks = [block for block in python_blocks(ROOT / "README.md") if "..." not in block]
+    assert blocks
+    for block in blocks:
+        for module, name in imported(block):
+            assert hasattr(importlib.import_module(module), name)
+
+
+IMPORTING = """
+import importlib, sys
+import dape_jax
+heavy = ["grain", "orbax", "matplotlib", "tensorboardX", "ml_collections"]
+heavy += ["dape_jax.data", "dape_jax.training", "dape_jax.evaluation"]
+print(*[name for name in heavy if name in sys.modules])
+
+ours = [name for name in sys.modules if name.startswith("dape_jax")]
+for first in ours:  # in a package that is not there yet, no matter what is imported first
+    for name in ours:
+        sys.modules.pop(name, None)
+    importlib.import_module(first)
+    assert set(ours) <= set(sys.modules)
+print(len(ours))
+
+import jax
+try:
+    jax.devices()
+except RuntimeError:
+    print("no such platform")
+"""
+
+
+def test_import_is_light_and_touches_no_device():
+    """On a platform that is not there, any computation would raise."""
+    environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
+    command = [sys.executable, "-c", IMPORTING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    heavy, number, devices = done.stdout.split("\n")[:3]
+    assert heavy == ""
+    assert int(number) >= 8
+    assert devices == "no such platform"
+
+
+# The pure op.
+
+
+def test_pure_op_is_module_is_attend(page):
+    close(page.out_BTHK, page.attended_BTHK)
+    scores = dape_jax.score(page.q_BTHK, page.k_BTHK, page.pos_T, page.pos_T, bias=page.bias)
+    by_module = page.processor(*scores)
+    close(by_module, dape(*scores, **page.params["dape"]))
+    out = jnp.einsum("BHTS,BSHK->BTHK", masked_softmax(by_module, scores.mask_TS), page.v_BTHK)
+    close(out, page.attended_BTHK)
+    plain = attend(page.q_BTHK, page.k_BTHK, page.v_BTHK, page.pos_T, page.pos_T, bias=page.bias)
+    assert jnp.abs(out - plain).max() > 1e-2  # there is something to compare
+
+
+def test_jit(page):
+    close(page.jitted_BTHK, page.out_BTHK)
+    close(jax.jit(attend)(*page.args, **page.ours), page.attended_BTHK)  # modules are pytrees
+
+
+def test_gradients(page):
+    chex.assert_tree_all_finite(page.grads)
+    assert float(jnp.abs(page.grads["dape"].pop("output_bias_H")).max()) < 1e-6  # it cancels in the softmax
+    for leaf in jax.tree.leaves(page.grads):
+        assert jnp.abs(leaf).max() > 1e-5
+    of_module = nnx.to_pure_dict(nnx.state(page.processor_grads))
+    for name, grad in page.grads["dape"].items():
+        close(of_module[name], grad)
+
+
+def test_ensemble_is_a_loop(page):
+    members = [jax.tree.map(lambda leaf, e=e: leaf[e], page.ensemble) for e in range(3)]
+    alone = [page.attention(params, page.q_BTHK, page.k_BTHK, page.v_BTHK, page.pos_T) for params in members]
+    close(page.outs_EBTHK, jnp.stack(alone))
+    assert jnp.abs(alone[0] - alone[1]).max() > 1e-2
+    chex.assert_trees_all_close(page.init(jax.random.split(jax.random.key(2), 3)[1]), members[1])
+
+
+def test_each_sequence_has_its_own_positions(page):
+    for b in range(2):
+        qkv = [x[b : b + 1] for x in page.args[:3]]
+        close(page.each_BTHK[b : b + 1], page.fast_attend(*qkv, page.pos_BT[b], page.pos_BT[b], **page.ours))
+    close(page.each_BTHK[0], page.attended_BTHK[0])
+    assert jnp.abs(page.each_BTHK[1] - page.attended_BTHK[1]).max() > 1e-2
+
+
+def test_linen(page):
+    variables = page.LinenAttention().init(jax.random.key(3), *page.args[:4])
+    params = variables["params"]["attention"]
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, page.params)
+    close(page.linen_BTHK, page.attention(params, *page.args[:4]))
+
+
+# The model that is not ours.
+
+
+def test_model_learns(page, names, monkeypatch):
+    assert page.losses[0] > np.log(12)
+    assert np.mean(page.losses[-10:]) < 0.7
+    plain = page.YourModel(V=12, D=32, H=4, processor=PlainConfig(), rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(plain)
+    monkeypatch.setitem(names, "graphdef", graphdef)
+    step, opt_state = jax.jit(lambda *args: page.train_step(*args)), page.optimizer.init(params)
+    for key in jax.random.split(jax.random.key(4), 60):
+        params, opt_state, loss = step(params, opt_state, key)
+    assert loss > 2
+
+
+def test_model_gradients(page):
+    tokens_BT = jnp.tile(jax.random.randint(jax.random.key(9), (4, 8), 0, 12), (1, 2))
+    _, start = page.init_model(jax.random.key(0))
+    grads = nnx.to_pure_dict(jax.jit(jax.grad(page.loss_fn))(start, tokens_BT))
+    chex.assert_tree_all_finite(grads)
+    assert jnp.abs(grads["processor"].pop("output_bias_H")).max() < 1e-6
+    assert set(grads["processor"]) == {"scores_WHC", "bias_WHC", "hidden_bias_C", "output_WCH"}
+    for leaf in jax.tree.leaves([grads["processor"], grads["bias"]]):
+        assert jnp.abs(leaf).max() > 1e-6
+
+
+def test_models_train_together_as_they_do_alone(page):
+    keys = jax.random.split(jax.random.key(5), 3)
+    for e in range(3):
+        _, params = jax.jit(page.init_model)(keys[e])
+        params, _, loss = page.step(params, page.optimizer.init(params), jax.random.key(6))
+        close(page.losses_E[e], loss, atol=1e-5)
+        # Adam's first step is the sign of the gradient, so what has none is left to rounding.
+        stepped, expected = (nnx.to_pure_dict(x) for x in (jax.tree.map(lambda x, e=e: x[e], page.models), params))
+        close(stepped["processor"]["scores_WHC"], expected["processor"]["scores_WHC"], atol=1e-4)
+
+
+# The recipes.
+
+
+def test_identity_starts_as_the_base_and_learns(page):
+    graphdef, params = nnx.split(page.grafted, nnx.Param)
+    params = nnx.to_pure_dict(params)
+
+    @jax.jit
+    def grad(params):
+        def loss(params):
+            return (attend(*page.args, bias=page.bias, processor=nnx.merge(graphdef, params)) ** 2).mean()
+
+        return jax.grad(loss)(params)
+
+    first = grad(params)
+    assert not first["scores_WHC"].any()
+    assert first["output_WCH"].any()
+    assert grad(jax.tree.map(lambda p, g: p - 0.1 * g, params, first))["scores_WHC"].any()
+
+
+def test_rotary_is_of_distances(page):
+    rope, processor = page.rope, page.of_scores
+    turned = [rope(x, page.pos_T + 100) for x in page.args[:2]]
+    close(
+        page.fast_attend(*turned, page.v_BTHK, page.pos_T, page.pos_T, processor=processor), page.rotary_BTHK, atol=1e-4
+    )
+    assert jnp.abs(page.fast_attend(*page.args, processor=processor) - page.rotary_BTHK).max() > 1e-2
+
+
+def test_contextual_bias_is_read(page):
+    """Its table starts at zero."""
+    none = attend(*page.args, bias=lambda q, k, causal: jnp.zeros((4, 24, 24)), processor=page.processor)
+    close(page.contextual_BTHK, none)
+    filled = nnx.clone(page.cope_bias)
+    filled.table_KP[...] = jax.random.normal(jax.random.key(10), (8, 16))
+    out = page.fast_attend(*page.args, bias=filled, processor=page.processor)
+    assert jnp.abs(out - page.contextual_BTHK).max() > 1e-2
+
+
+def test_encoder_sees_all_keys(page):
+    distance_TS = jnp.abs(page.pos_T[:, None] - page.pos_T[None, :])
+    p_H, a_H = page.params["kerple"]["p_H"], page.params["kerple"]["a_H"]
+    bias_HTS = -p_H[:, None, None] * jnp.log1p(a_H[:, None, None] * distance_TS[None])
+    all_TS = jnp.ones_like(distance_TS, bool)
+    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", page.q_BTHK, page.k_BTHK) * page.K**-0.5
+    probs_BHTS = masked_softmax(dape(scores_BHTS, bias_HTS[None], all_TS, **page.params["dape"]), all_TS)
+    close(page.both_ways_BTHK, jnp.einsum("BHTS,BSHK->BTHK", probs_BHTS, page.v_BTHK))
+
+
+def test_grouped_queries_and_window(page):
+    repeated = [jnp.repeat(x, 2, axis=2) for x in (page.k_BTGK, page.v_BTGK)]
+    same = page.fast_attend(page.q_BTHK, *repeated, page.pos_T, page.pos_T, **page.ours, window=8)
+    close(page.grouped_BTHK, same)
+    changed = [x.at[:, :5].set(7.0) for x in (page.k_BTGK, page.v_BTGK)]
+    moved = page.fast_attend(page.q_BTHK, *changed, page.pos_T, page.pos_T, **page.ours, window=8) - page.grouped_BTHK
+    assert not moved[:, 12:].any()  # row 12 sees keys 5..12
+    assert moved[:, 11].any()
+
+
+def test_blockwise(page):
+    """Its gradients and its memory are measured in `test_attention.py`."""
+    close(page.blockwise_BTHK, page.attended_BTHK)
+
+
+def test_decoding(page):
+    close(page.next_BTHK, page.attended_BTHK[:, page.row])
+    for row in (0, 23):
+        caches = [jnp.full((2, 32, 4, 8), -99.0).at[:, : row + 1].set(x[:, : row + 1]) for x in page.args[1:3]]
+        one = slice(row, row + 1)
+        out = page.fast_attend(page.q_BTHK[:, one], *caches, page.pos_T[one], page.columns, **page.ours)
+        close(out, page.attended_BTHK[:, one])
+
+
+def test_bfloat16(page):
+    assert page.half_BTHK.dtype == jnp.bfloat16
+    single = page.fast_attend(*page.args, bias=page.bias, processor=page.processor_of(DapeConfig()))
+    assert 0 < jnp.abs(page.half_BTHK.astype(float) - single).max() < 0.05
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(page.half))} == {jnp.dtype(jnp.float32)}
+
+
+def test_own_bias_and_processor(page):
+    scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", page.q_BTHK, page.k_BTHK) * page.K**-0.5
+    mask_TS = page.pos_T[:, None] >= page.pos_T[None, :]
+    closeness_TS = 1 / (1 + (page.pos_T[:, None] - page.pos_T[None, :]).clip(0))
+    bias_HTS = jnp.arange(1, 5)[:, None, None] * closeness_TS[None]
+    probs_BHTS = masked_softmax(5 * jnp.tanh((scores_BHTS + bias_HTS[None]) / 5), mask_TS)
+    close(page.own_BTHK, jnp.einsum("BHTS,BSHK->BTHK", probs_BHTS, page.v_BTHK))
+    assert isinstance(page.SoftCap(5.0), dape_jax.Processor)
+    assert isinstance(page.recency, dape_jax.Bias)
+
+
+def test_derivatives(page, monkeypatch):
+    """Reverse over reverse equals forward over reverse, with the convolution as JAX differentiates it."""
+    x_C, ones_C = page.hidden_bias_C, page.ones_C
+    for derivative in (
+        lambda: jax.jvp(page.loss_of, (x_C,), (ones_C,)),
+        lambda: jax.jacfwd(page.loss_of)(x_C),
+        lambda: jax.hessian(page.loss_of)(x_C),
+    ):
+        with pytest.raises(TypeError, match="forward-mode"):
+            derivative()
+    monkeypatch.setattr(processors, "_key_convolution", processors._key_convolution.fun)
+    hessian_CC = jax.jit(jax.hessian(page.loss_of))(x_C)
+    assert jnp.abs(hessian_CC).max() > 1e-2
+    close(page.hessian_CC, hessian_CC, atol=1e-5)
+    close(page.hessian_times_ones_C, hessian_CC @ ones_C, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kernel_width": 1}, {"kernel_width": 3}, {"kernel_width": 2, "alignment": "causal"}]
+)
+def test_padding_and_packing(page, options):
+    """With W > 1 a masked key on the left is not the same as none there. (On the right: `test_attention.py`.)"""
+    config = DapeConfig(channels=8, **options)
+    processor = config.build(num_heads=4, has_bias=True, dtype=None, rngs=nnx.Rngs(11))
+    other = jax.random.normal(jax.random.key(12), (3, 2, 6, 4, 8))
+    alone = page.fast_attend(*page.args, bias=page.bias, processor=processor)
+    pos = jnp.arange(30)
+
+    @jax.jit
+    def packed(q, k, v):
+        scores_BHTS, bias_BHTS, mask_TS = dape_jax.score(q, k, pos, pos, bias=page.bias)
+        second = pos >= 6
+        mask_TS &= second[:, None] == second[None, :]
+        probs_BHTS = masked_softmax(processor(scores_BHTS, bias_BHTS, mask_TS), mask_TS)
+        return jnp.einsum("BHTS,BSHK->BTHK", probs_BHTS, v)[:, 6:]
+
+    left = [jnp.concatenate([y, x], axis=1) for x, y in zip(page.args[:3], other, strict=True)]
+    if config.kernel_width == 1:
+        close(packed(*left), alone)
+    else:
+        assert jnp.abs(packed(*left) - alone).max() > 1e-3
+
+
+def test_split_heads_give_right_numbers(page):
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    split = NamedSharding(mesh, PartitionSpec(None, None, "heads"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    qkv = jax.device_put(page.args[:3], split)
+    pos, ours = jax.device_put((page.pos_T, page.ours), everywhere)
+    out = jax.jit(attend, out_shardings=split)(*qkv, pos, pos, **ours)
+    close(out, page.attended_BTHK)
+
+
+def test_causal_and_window_may_be_closed_over(page):
+    options = {"causal": False, "window": 5}
+    closed_over = jax.jit(lambda *args: attend(*args, **page.ours, **options))
+    close(closed_over(*page.args), page.fast_attend(*page.args, **page.ours, **options))
+
+
+def test_configs_are_frozen():
+    config = KerpleConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.anything = 1
