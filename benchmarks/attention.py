@@ -145,7 +145,7 @@ class Layer(nnx.Module):
             DapeConfig(settings.kernel_width, settings.channels, edge=edge) if settings.kernel_width else PlainConfig()
         )
         self.bias = BIASES[settings.bias]().build(settings.heads, settings.head_dim, rngs)
-        self.processor = dape.build(settings.heads, self.bias is not None, jnp.dtype(settings.dtype), rngs)
+        self.processor = dape.build(settings.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
 
 
 def jax_function(settings: Settings, name: str, direction: str, edge: str = "prefix") -> tuple[Callable, nnx.State]:

@@ -84,7 +84,7 @@ def score(
     elif isinstance(bias, ContextualBias):
         bias_BHTS = bias.from_content(q_BTHK, k_BSGK, scores_BHTS, mask_TS, q_pos_T, k_pos_S, causal)
     else:
-        bias_BHTS = bias(q_pos_T, k_pos_S, causal)[None]
+        bias_BHTS = bias(q_pos_T, k_pos_S, causal=causal)[None]
     return Scores(scores_BHTS, bias_BHTS, mask_TS)
 
 

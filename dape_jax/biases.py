@@ -29,7 +29,7 @@ class Bias(Protocol):
     """What `attention.py` and the processors know of a bias."""
 
     def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """Return the bias of every head for every (query, key) pair; see `distances` for `causal`."""
         ...
@@ -46,7 +46,7 @@ class BiasConfig(Protocol):
         ...
 
 
-def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True) -> Int[Array, "T S"]:
+def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True) -> Int[Array, "T S"]:
     """max(query position - key position, 0), or |query position - key position| where attention is not causal.
 
     Causal attention masks the keys in the future, whose distance is 0 here as in the official code: only a processor
@@ -81,10 +81,10 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 
 def alibi(
-    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"], causal: bool = True
+    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"], *, causal: bool = True
 ) -> Float[Array, "H T S"]:
     """Linear bias, -slope_h * dist. Source: Press et al. 2022, section 3."""
-    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(slopes_H.dtype)
+    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(slopes_H.dtype)
     return -slopes_H[:, None, None] * distance_TS[None]
 
 
@@ -95,10 +95,10 @@ class Alibi(nnx.Module):
         self.num_heads = num_heads
 
     def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """See `alibi`."""
-        return alibi(q_pos_T, k_pos_S, jnp.asarray(alibi_slopes(self.num_heads), dtype=float), causal)
+        return alibi(q_pos_T, k_pos_S, jnp.asarray(alibi_slopes(self.num_heads), dtype=float), causal=causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,7 @@ def kerple(
     k_pos_S: Int[Array, "S"],
     p_H: Float[Array, "H"],
     a_H: Float[Array, "H"],
+    *,
     causal: bool = True,
 ) -> Float[Array, "H T S"]:
     """Logarithmic kernel, -p_h log(1 + a_h dist), with p and a held at 0.01 or above.
@@ -131,7 +132,7 @@ def kerple(
       is clamped and the parameter is left alone; as there, the gradient is that at the clamped value, passed on
       unchanged, so a parameter that has sunk below 0.01 can rise again.
     """
-    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(p_H.dtype)
+    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(p_H.dtype)
     return -_hold(p_H, 0.01)[:, None, None] * jnp.log1p(_hold(a_H, 0.01)[:, None, None] * distance_TS[None])
 
 
@@ -140,6 +141,7 @@ def kerple_power(
     k_pos_S: Int[Array, "S"],
     p_H: Float[Array, "H"],
     a_H: Float[Array, "H"],
+    *,
     causal: bool = True,
 ) -> Float[Array, "H T S"]:
     """Power kernel, -a_h dist^p_h, with a held at 0.01 or above and p inside 0.01..2.
@@ -147,7 +149,7 @@ def kerple_power(
     Source: Chi et al. 2022, equation 3 (r1 = a, r2 = p), their variant without a factor on the scores.
     Differs: as `kerple`.
     """
-    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(p_H.dtype)
+    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(p_H.dtype)
     return -_hold(a_H, 0.01)[:, None, None] * distance_TS[None] ** _hold(p_H, 0.01, 2.0)[:, None, None]
 
 
@@ -160,10 +162,10 @@ class Kerple(nnx.Module):
         self.kernel = kernel
 
     def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """See `kerple` and `kerple_power`."""
-        return self.kernel(q_pos_T, k_pos_S, self.p_H[...], self.a_H[...], causal)
+        return self.kernel(q_pos_T, k_pos_S, self.p_H[...], self.a_H[...], causal=causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +226,7 @@ class Sandwich(nnx.Module):
         self.position_dim = position_dim
 
     def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """See `sandwich`."""
         return sandwich(q_pos_T, k_pos_S, self.num_heads, self.position_dim)
@@ -295,7 +297,7 @@ def t5(
     Differs: where attention is not causal, T5 has other buckets for keys on the right; here both sides share them, as
         they do in every other bias.
     """
-    bucket_TS = t5_buckets(distances(q_pos_T, k_pos_S, causal), table_NH.shape[0], max_distance)
+    bucket_TS = t5_buckets(distances(q_pos_T, k_pos_S, causal=causal), table_NH.shape[0], max_distance)
     return scale * jnp.moveaxis(table_NH[bucket_TS], -1, 0)
 
 
@@ -308,7 +310,7 @@ class T5(nnx.Module):
         self.scale = math.sqrt(head_dim)
 
     def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """See `t5`."""
         return t5(q_pos_T, k_pos_S, self.table_NH[...], max_distance=self.max_distance, scale=self.scale, causal=causal)
@@ -372,7 +374,7 @@ def fire(
     Source: Li et al. 2024, equation 5.
     Differs: FIRE is for causal attention; the norm where it is not causal is ours.
     """
-    distance_TS = distances(q_pos_T, k_pos_S, causal).astype(c.dtype)
+    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
     last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
     norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
     z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
@@ -399,7 +401,7 @@ class Fire(nnx.Module):
         self.activation = config.activation
 
     def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool = True
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
         """See `fire`."""
         return fire(

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dape_jax.errors import InputError, require
@@ -58,8 +59,17 @@ class ProcessorConfig(Protocol):
         """Why a row's result changes when keys are appended, so that no cache can be right; None if it does not."""
         ...
 
-    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Processor:
-        """Make the module; `dtype` is that of its convolutions' operands, None for that of the scores."""
+    def build(
+        self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs
+    ) -> Processor:
+        """Make the module.
+
+        Args:
+            num_heads: H.
+            has_bias: whether it will be given a bias; rotary embedding is none.
+            dtype: of its convolutions' operands; None for that of the scores.
+            rngs: for its parameters.
+        """
         ...
 
 
@@ -92,7 +102,7 @@ class PlainConfig:
     def why_not_cached(self) -> None:
         """Return None: a row's scores depend on no other key."""
 
-    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Plain:
+    def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
         return Plain()
 
@@ -157,17 +167,17 @@ def dape(
     scores_BHTS: Float[Array, "B H T S"],
     bias_BHTS: Float[Array, "#B H T S"] | None,
     mask_TS: Bool[Array, "T S"],
-    scores_WHC: Float[Array, "W H C"] | None,
-    bias_WHC: Float[Array, "W H C"] | None,
-    hidden_bias_C: Float[Array, "C"],
-    output_WCH: Float[Array, "W C H"],
-    output_bias_H: Float[Array, "H"],
     *,
+    scores_WHC: Float[Array, "W _ C"] | None = None,
+    bias_WHC: Float[Array, "W _ C"] | None = None,
+    hidden_bias_C: Float[Array, "C"],
+    output_WCH: Float[Array, "W C _"],
+    output_bias_H: Float[Array, "_"],
     alignment: str = "centered",
     edge: str = "prefix",
     residual: bool = True,
     leak: bool = False,
-    dtype: jnp.dtype | None = None,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "B H T S"]:
     """DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
 
@@ -205,7 +215,8 @@ def dape(
             accumulate in float32 or better.
 
     Raises:
-        InputError: an unknown option, an even W that is centered, or a kernel for a bias that is not there.
+        InputError: an unknown option, an even W that is centered, a kernel for a bias that is not there, or kernels for
+            another number of heads.
 
     Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
         "causal", section 4.5 for the leak; without the residual, equation 2.
@@ -217,6 +228,10 @@ def dape(
     if scores_WHC is None and bias_WHC is None:
         raise InputError("scores_WHC, bias_WHC: one of them at least")
     require(edge in EDGES, "edge", edge, f"one of {EDGES}")
+    heads = {kernel.shape[1] for kernel in (scores_WHC, bias_WHC) if kernel is not None} | {output_WCH.shape[2]}
+    require(
+        heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"{scores_BHTS.shape[1]}, as the scores have"
+    )
     width = output_WCH.shape[0]
     (left_1, right_1), (left_2, right_2) = _paddings(width, alignment, edge)
     dtype = scores_BHTS.dtype if dtype is None else dtype
@@ -252,7 +267,7 @@ class Dape(nnx.Module):
     """DAPE V2 as a module; kernels and biases start U(+-1/sqrt(fan_in)), as PyTorch's Conv2d does."""
 
     def __init__(
-        self, num_heads: int, has_bias: bool, config: "DapeConfig", *, dtype: jnp.dtype | None = None, rngs: nnx.Rngs
+        self, num_heads: int, has_bias: bool, config: "DapeConfig", *, dtype: DTypeLike | None = None, rngs: nnx.Rngs
     ):
         def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
             limit = 1 / math.sqrt(fan_in)
@@ -272,8 +287,9 @@ class Dape(nnx.Module):
         else:
             self.output_WCH = uniform((width, channels, num_heads), channels * width)
             self.output_bias_H = uniform((num_heads,), channels * width)
+        self.has_bias = has_bias
         self.config = config
-        self.dtype = dtype
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     @property
     def key_halo(self) -> tuple[int, int]:
@@ -286,16 +302,23 @@ class Dape(nnx.Module):
         bias_BHTS: Float[Array, "#B H T S"] | None,
         mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
-        """See `dape`."""
+        """See `dape`.
+
+        Raises:
+            InputError: a bias where the module was built for none, or none where it was built for one.
+        """
+        if (bias_BHTS is not None) != self.has_bias:
+            given = "none is given" if bias_BHTS is None else "a bias is given"
+            raise InputError(f"bias_BHTS: {given}, and the processor was built with has_bias={self.has_bias}")
         return dape(
             scores_BHTS,
             bias_BHTS,
             mask_TS,
-            None if self.scores_WHC is None else self.scores_WHC[...],
-            None if self.bias_WHC is None else self.bias_WHC[...],
-            self.hidden_bias_C[...],
-            self.output_WCH[...],
-            self.output_bias_H[...],
+            scores_WHC=None if self.scores_WHC is None else self.scores_WHC[...],
+            bias_WHC=None if self.bias_WHC is None else self.bias_WHC[...],
+            hidden_bias_C=self.hidden_bias_C[...],
+            output_WCH=self.output_WCH[...],
+            output_bias_H=self.output_bias_H[...],
             alignment=self.config.alignment,
             edge=self.config.edge,
             residual=self.config.residual,
@@ -367,7 +390,7 @@ class DapeConfig:
             )
         return None
 
-    def build(self, num_heads: int, has_bias: bool, dtype: jnp.dtype | None, rngs: nnx.Rngs) -> Dape:
+    def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Dape:
         """Make the module."""
         return Dape(num_heads, has_bias, self, dtype=dtype, rngs=rngs)
 

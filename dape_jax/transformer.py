@@ -167,7 +167,7 @@ class SelfAttention(nnx.Module):
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
         has_bias = config.bias.shared_by_layers or self.bias is not None
-        self.processor = config.processor.build(H, has_bias, config.compute_dtype, score_rngs)
+        self.processor = config.processor.build(H, has_bias=has_bias, dtype=config.compute_dtype, rngs=score_rngs)
         self.rotary = config.rotary
         self.window = config.window
         self.attention = config.attention

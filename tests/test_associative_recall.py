@@ -225,7 +225,7 @@ def test_only_neighbours_tell_the_order(page, read):
     assert len(set(follows)) > 10
     share_BV = read(texts, vocab, beta)
     np.testing.assert_array_equal(share_BV.argmax(1), follows)
-    dape_v1 = DapeConfig(kernel_width=1, channels=8).build(num_heads=1, has_bias=False, dtype=None, rngs=nnx.Rngs(3))
+    dape_v1 = DapeConfig(kernel_width=1, channels=8).build(num_heads=1, has_bias=False, rngs=nnx.Rngs(3))
     blind = jax.jit(lambda sign: page.recall(jnp.asarray(texts), jnp.eye(vocab), beta, dape_v1, sign))
     for sign in (-1.0, 1.0):
         for share_BV in (read(texts, vocab, beta, "none", sign), np.asarray(blind(sign))):

@@ -21,8 +21,8 @@ from dape_jax.processors import PROCESSORS, DapeConfig, PlainConfig
 ALL_BIASES = BIASES | CONTEXTUAL
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # so that what sets in late sets in here
 
-CENTERED = (1, 3, 5, 7, 9, 11)
-CAUSAL = (1, 2, 3, 4, 10)
+CENTERED = (1, 3, 5, 7, 11)
+CAUSAL = (1, 2, 4)
 ALL_PROCESSORS = {name: kind() for name, kind in PROCESSORS.items() if kind is not DapeConfig}
 ALL_PROCESSORS |= {f"dape{W}": DapeConfig(kernel_width=W, channels=5) for W in CENTERED}
 ALL_PROCESSORS |= {f"causal{W}": DapeConfig(kernel_width=W, channels=5, alignment="causal") for W in CAUSAL}
@@ -62,8 +62,10 @@ SMALL = {"blockwise": Blockwise(block_size=4, num_buckets=3)}  # several blocks 
 IMPLEMENTED = {name: SMALL.get(name) or make() for name, make in IMPLEMENTATIONS.items()} | {"cached": Cached()}
 
 
-def fits(bias: str, processor: str) -> bool:
-    """Nothing reads a bias that is not there."""
+def fits(bias: str, processor: str, *others: str) -> bool:
+    """Nothing reads a bias that is not there; windows and grouped heads are the same for every kernel."""
+    if "grouped_window" in others and processor not in ("none", "dape3", "dape5", "causal2"):
+        return False
     return not (bias == "nope" and processor == "of_bias")
 
 
@@ -87,7 +89,7 @@ def product(*names) -> list:
     """Bias x processor x what else is named; all but a covering part is left to the slow tests."""
     cases = []
     for case in itertools.product(ALL_BIASES, ALL_PROCESSORS, *names):
-        if fits(*case[:2]):
+        if fits(*case):
             cases.append(pytest.param(*case, marks=() if covers(*case) else pytest.mark.slow))
     return cases
 
@@ -97,7 +99,7 @@ def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, see
     rngs = nnx.Rngs(seed)
     layer = nnx.Dict(
         bias=ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, rngs),
-        processor=ALL_PROCESSORS[processor].build(heads, bias != "nope", jnp.dtype(dtype), rngs),
+        processor=ALL_PROCESSORS[processor].build(heads, has_bias=bias != "nope", dtype=dtype, rngs=rngs),
     )
     graphdef, params = nnx.split(layer, nnx.Param)
     # What starts at 0 would hide what is made of it.
@@ -317,7 +319,7 @@ def test_bidirectional_biases_are_of_the_distance(bias):
     if layer is None:
         return
     pos = jnp.arange(20)
-    both, causal = layer(pos, pos, False), layer(pos, pos)
+    both, causal = layer(pos, pos, causal=False), layer(pos, pos)
     np.testing.assert_allclose(both, both.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.tril(both), np.tril(causal), rtol=1e-6)
 
@@ -337,7 +339,7 @@ def test_cope_is_causal():
 @pytest.mark.parametrize("width", [1, 3, 5, 7])
 def test_blocks_leave_in_what_a_row_reads(width, options, window):
     """The options that are no good for a cache read keys beside a row's own: blockwise keeps them (`key_halo`)."""
-    processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, True, None, nnx.Rngs(0))
+    processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))
     bias = BIASES["kerple"]().build(2, 4, nnx.Rngs(0))
     q, k, v = make_qkv(29)
     pos = jnp.arange(29)
@@ -357,7 +359,9 @@ def test_what_a_column_reads(width, alignment):
             DapeConfig(kernel_width=width, alignment=alignment)
         return
     length, column = 60, 30
-    processor = DapeConfig(kernel_width=width, channels=7, alignment=alignment).build(2, False, None, nnx.Rngs(0))
+    processor = DapeConfig(kernel_width=width, channels=7, alignment=alignment).build(
+        2, has_bias=False, rngs=nnx.Rngs(0)
+    )
     scores = jax.random.normal(jax.random.key(0), (1, 2, 1, length))
     mask = jnp.ones((1, length), bool)
     moved = processor(scores, None, mask) - processor(scores.at[..., column].add(1), None, mask)
@@ -374,7 +378,7 @@ def test_what_the_convolution_reads_and_what_stands_beside_it():
     mask = jnp.tril(jnp.ones((5, 5), bool))
 
     def added(scores, bias, **options):
-        processor = DapeConfig(kernel_width=3, channels=4, **options).build(2, True, None, nnx.Rngs(0))
+        processor = DapeConfig(kernel_width=3, channels=4, **options).build(2, rngs=nnx.Rngs(0))
         return processor(scores, bias, mask) - scores - bias
 
     close = {"atol": 1e-5}
@@ -392,7 +396,7 @@ def test_what_the_convolution_reads_and_what_stands_beside_it():
 def test_identity_starts_as_the_base(bias):
     """With init="identity" not a bit differs from plain attention, and the second convolution has a gradient."""
     layer = ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(2, 4, nnx.Rngs(0))
-    processor = DapeConfig(channels=5, init="identity").build(2, layer is not None, None, nnx.Rngs(0))
+    processor = DapeConfig(channels=5, init="identity").build(2, has_bias=layer is not None, rngs=nnx.Rngs(0))
     q, k, v = make_qkv(9)
     pos = jnp.arange(9)
 
@@ -400,7 +404,9 @@ def test_identity_starts_as_the_base(bias):
     def run(processor):
         return attend(q, k, v, pos, pos, bias=layer, processor=processor)
 
-    np.testing.assert_array_equal(run(processor), run(PlainConfig().build(2, layer is not None, None, nnx.Rngs(0))))
+    np.testing.assert_array_equal(
+        run(processor), run(PlainConfig().build(2, has_bias=layer is not None, rngs=nnx.Rngs(0)))
+    )
     weight = jax.random.normal(jax.random.key(3), q.shape)
     grads = nnx.to_pure_dict(nnx.state(nnx.grad(lambda processor: (run(processor) * weight).sum())(processor)))
     assert np.abs(grads["output_WCH"]).max() > 1e-3
@@ -415,9 +421,7 @@ def test_listing_edge_differs_from_prefix_edge_in_the_last_rows_alone(width, imp
     length = 13
     layers = {}
     for edge in ("prefix", "listing"):
-        layers[edge] = DapeConfig(kernel_width=width, channels=5, edge=edge).build(
-            2, True, jnp.dtype("float32"), nnx.Rngs(0)
-        )
+        layers[edge] = DapeConfig(kernel_width=width, channels=5, edge=edge).build(2, rngs=nnx.Rngs(0))
     bias = BIASES["alibi"]().build(2, 4, nnx.Rngs(0))
     q, k, v = make_qkv(length)
     pos = jnp.arange(length)
@@ -504,7 +508,7 @@ def test_a_window_bounds_what_a_block_reads():
         (lambda: DapeConfig(inputs="none"), ["model.processor.inputs", "none", "scores"]),
         (lambda: DapeConfig(init="zero"), ["model.processor.init", "zero", "identity"]),
         (
-            lambda: DapeConfig(inputs="bias").build(2, False, None, nnx.Rngs(0)),
+            lambda: DapeConfig(inputs="bias").build(2, has_bias=False, rngs=nnx.Rngs(0)),
             ["model.processor.inputs", "bias", "both"],
         ),
         (lambda: CONTEXTUAL["cope"](num_positions=0), ["model.bias.num_positions", "0"]),

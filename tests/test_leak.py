@@ -134,7 +134,7 @@ def attended(qkv: list[jax.Array], implementation: str, **options) -> np.ndarray
     heads, head_dim = qkv[0].shape[2:]
     rngs, pos_T = nnx.Rngs(0), jnp.arange(qkv[0].shape[1])
     bias = BIASES["kerple"]().build(heads, head_dim, rngs)
-    processor = DapeConfig(channels=5, **options).build(heads, True, jnp.dtype("float32"), rngs)
+    processor = DapeConfig(channels=5, **options).build(heads, rngs=rngs)
     run = IMPLEMENTATIONS[implementation]
     return np.asarray(run(*qkv, pos_T, pos_T, bias=bias, processor=processor))
 

@@ -44,14 +44,14 @@ ARGUMENTS = {  # as inspect names them; those after a * are given by name
     "attend": "q_BTHK k_BSGK v_BSGK q_pos_T k_pos_S * bias processor causal window",
     "score": "q_BTHK k_BSGK q_pos_T k_pos_S * bias causal window",
     "masked_softmax": "scores_BHTS mask_TS",
-    "dape": "scores_BHTS bias_BHTS mask_TS scores_WHC bias_WHC hidden_bias_C output_WCH output_bias_H "
-    "* alignment edge residual leak dtype",
+    "dape": "scores_BHTS bias_BHTS mask_TS * scores_WHC bias_WHC hidden_bias_C output_WCH output_bias_H "
+    "alignment edge residual leak dtype",
     "key_convolution": "x_BTSI kernel_WIO pad_left pad_right",
-    "distances": "q_pos_T k_pos_S causal",
-    "alibi": "q_pos_T k_pos_S slopes_H causal",
+    "distances": "q_pos_T k_pos_S * causal",
+    "alibi": "q_pos_T k_pos_S slopes_H * causal",
     "alibi_slopes": "num_heads",
-    "kerple": "q_pos_T k_pos_S p_H a_H causal",
-    "kerple_power": "q_pos_T k_pos_S p_H a_H causal",
+    "kerple": "q_pos_T k_pos_S p_H a_H * causal",
+    "kerple_power": "q_pos_T k_pos_S p_H a_H * causal",
     "sandwich": "q_pos_T k_pos_S num_heads position_dim",
     "t5": "q_pos_T k_pos_S table_NH * max_distance scale causal",
     "fire": "q_pos_T k_pos_S c threshold hidden_M hidden_bias_M output_MH output_bias_H * activation causal",
@@ -159,7 +159,7 @@ def test_stable_parameters(name):
 
     def build():
         if name in dape_jax.PROCESSORS:
-            return dape_jax.PROCESSORS[name]().build(num_heads=4, has_bias=True, dtype=None, rngs=nnx.Rngs(0))
+            return dape_jax.PROCESSORS[name]().build(num_heads=4, rngs=nnx.Rngs(0))
         return (dape_jax.BIASES | dape_jax.CONTEXTUAL)[name]().build(num_heads=4, head_dim=8, rngs=nnx.Rngs(0))
 
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: nnx.Dict(module=build()))))
@@ -419,7 +419,7 @@ def test_derivatives(page, monkeypatch):
 def test_padding_and_packing(page, options):
     """With W > 1 a masked key on the left is not the same as none there. (On the right: `test_attention.py`.)"""
     config = DapeConfig(channels=8, **options)
-    processor = config.build(num_heads=4, has_bias=True, dtype=None, rngs=nnx.Rngs(11))
+    processor = config.build(num_heads=4, rngs=nnx.Rngs(11))
     other = jax.random.normal(jax.random.key(12), (3, 2, 6, 4, 8))
     alone = page.fast_attend(*page.args, bias=page.bias, processor=processor)
     pos = jnp.arange(30)
