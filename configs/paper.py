@@ -6,7 +6,7 @@ r"""The language-model runs of the paper, by one argument.
 
 Argument: 125m|350m|2.7b|6.7b first, then any of
 
-    rotary=none|rope  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
+    rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
     train_length=T  batch=B  accumulation=A  num_steps=N  seed=S
 
@@ -61,6 +61,15 @@ def get_config(argument: str | None = None) -> ConfigDict:
         seed=0,
     )
     is_dape = choice["processor"] == "dape"
+    require(
+        is_dape or (choice["kernel"] == 3 and choice["channels"] == 32),
+        "config argument",
+        argument,
+        "kernel and channels are for processor=dape",
+    )
+    rotary = choose("rotary", choice["rotary"])
+    if choice["rotary"] == "yarn":
+        rotary |= dict(train_length=choice["train_length"])
     bias = choose("bias", choice["bias"])
     if choice["bias"] == "fire":  # as the official configurations, which halve what they are given: 512 and 128
         bias |= dict(threshold=256 if is_dape else 64, activation="leaky_relu" if is_dape else "relu")
@@ -72,7 +81,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.model = dict(
         **SIZES[size],
         vocab_size=257,  # 256 bytes and the end of a document
-        rotary=choose("rotary", choice["rotary"]),
+        rotary=rotary,
         bias=bias,
         processor=processor,
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention

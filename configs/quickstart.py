@@ -7,7 +7,7 @@ times longer. `make demo` runs both methods and draws them into one picture:
     python train.py --config=configs/quickstart.py:processor=dape --workdir=runs/quickstart/dape1x3-kerple
     python eval.py --workdir=runs/quickstart/kerple,runs/quickstart/dape1x3-kerple
 
-Argument: rotary=none|rope, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
+Argument: rotary=none|rope|pi|ntk|yarn, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
 processor=none|dape, kernel=1|3|5|...; any field below can be set too, as --config.train.num_steps=2000 or
 --config.model.processor.alignment=causal (`docs/methods.md` has the options of every method).
 """
@@ -15,12 +15,22 @@ processor=none|dape, kernel=1|3|5|...; any field below can be set too, as --conf
 from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import choose, parse_argument
+from dape_jax.errors import require
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """The recipe."""
     choice = parse_argument(argument, rotary="none", bias="kerple", processor="dape", kernel=3)
     is_dape = choice["processor"] == "dape"
+    require(
+        is_dape or (choice["kernel"] == 3),
+        "config argument",
+        argument,
+        "kernel is for processor=dape",
+    )
+    rotary = choose("rotary", choice["rotary"])
+    if choice["rotary"] == "yarn":
+        rotary |= dict(train_length=64)
     bias = choose("bias", choice["bias"])
     if choice["bias"] == "fire":
         bias |= dict(threshold=32, activation="leaky_relu" if is_dape else "relu")
@@ -34,7 +44,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_heads=4,
         num_kv_heads=4,
         vocab_size=257,  # 256 bytes and the end of a document
-        rotary=choose("rotary", choice["rotary"]),
+        rotary=rotary,
         bias=bias,
         processor=processor,
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention

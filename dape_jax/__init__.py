@@ -9,6 +9,7 @@ same letters, and the parameters of the model are named the same way, which is w
     C  hidden channels of the score convolution                 W  width of its kernel
     G  heads of keys and values         R  H / G, query heads that share one
     M  hidden width of FIRE's MLP       N  buckets of T5's bias         P  positions of CoPE's table
+    I, O  channels in and out of a convolution                          J  its columns out: keys, and some beside them
 
 `axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
 stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.

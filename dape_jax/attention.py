@@ -14,7 +14,7 @@ attention).
 
 import dataclasses
 import itertools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,8 @@ def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, wi
 def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
     """Softmax over the keys that the mask lets through; exactly 0 elsewhere.
 
-    A masked score is a large finite negative number, not -inf: a row with no key at all then gives numbers, not NaNs,
-    and so does its gradient.
+    A masked score is a large finite negative number, not -inf: a row with no key at all then gives numbers (1 / S for
+    every key), not NaNs, and so does its gradient.
     """
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
     return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
@@ -140,8 +140,13 @@ def check(q_BTHK: Float[Array, "B T H K"], k_BSGK: Float[Array, "B S G K"], wind
     require(window is None or window > 0, "window", window, "1 or more, or None")
 
 
+@runtime_checkable
 class Attention(Protocol):
     """What `transformer.py` knows of a driver: the signature of `attend`."""
+
+    def for_any_rows(self) -> "Attention":
+        """The driver for rows that may stand anywhere among the keys, as against a cache."""
+        ...
 
     def __call__(
         self,
@@ -163,6 +168,10 @@ class Attention(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Dense:
     """All rows at once: memory grows with T x S. The choice at short lengths."""
+
+    def for_any_rows(self) -> "Dense":
+        """Itself: it takes any rows."""
+        return self
 
     def __call__(
         self,
@@ -188,11 +197,11 @@ class Blockwise:
     """A scan over blocks of rows, each recomputed in the backward pass: memory grows with block_size x S.
 
     Causal saving: the rows are cut into `num_buckets` runs, each with its own number of keys, so that n buckets do
-    (n + 1) / (2 n) of the square. The program has one scan for each bucket and does not grow with T. With a window each
-    block reads the block_size + window keys (and the processor's halo) that it needs, and time grows with T alone.
+    (n + 1) / (2 n) of the square. The program has one scan for each bucket and does not grow with T.
 
     With more than one bucket the rows must stand at the end of the keys, row t at column S - T + t, as in
-    self-attention; with one bucket they may be any rows, and every block reads all keys.
+    self-attention; and with a window each block then reads the block_size + window keys (and the processor's halo) that
+    it needs, so that time grows with T alone. With one bucket they may be any rows, and every block reads all keys.
 
     Args:
         block_size: rows in a block.
@@ -201,6 +210,10 @@ class Blockwise:
 
     block_size: int = 64
     num_buckets: int = 1
+
+    def for_any_rows(self) -> "Blockwise":
+        """The same with one bucket."""
+        return dataclasses.replace(self, num_buckets=1)
 
     def __post_init__(self):
         require(self.block_size > 0, "model.attention.block_size", self.block_size, "a positive number of rows")

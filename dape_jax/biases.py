@@ -204,8 +204,8 @@ def sandwich(
         position_dim: d, the paper's d-bar, even.
 
     Source: Chi et al. 2023, section 5 and their listing (appendix E).
-    Differs: embeddings are of positions relative to the first query, which changes nothing in exact arithmetic and
-        keeps float32 exact at short distances however far both are. Even in the distance, causal or not.
+    Differs: embeddings are of positions relative to the first query, so that in float32 an angle is off by 6e-8 times
+        the spread of the positions in one call, and not by their size. Even in the distance, causal or not.
     """
     frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, position_dim, 2) / position_dim), float)
 

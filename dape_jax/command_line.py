@@ -47,11 +47,17 @@ def _parse(arguments: list[str]) -> list[str]:
     try:
         return flags.FLAGS(arguments)
     except flags.Error as error:
-        raise InputError("; ".join(str(error).splitlines())) from error
+        text = "; ".join(str(error).splitlines())
+        _, ours, said = text.rpartition("dape_jax.errors.InputError: ")  # a config's own, at the end of its traceback
+        if not ours and "as a ConfigDict" in text:
+            said = f"{text.split(':')[0]}: has fields; set those, or choose by name in the config file's argument"
+        raise InputError(said if said else text) from error
     except OSError as error:
         raise _unreadable(error) from error
     except AttributeError as error:  # what a config says of a field that it does not have
-        raise InputError(f"flags: no such field of the config: {error}") from error
+        field = str(error).strip("\"'")
+        given = [flag for flag in arguments if field in flag.split("=")[0].split(".")]
+        raise InputError(f"{', '.join(given) or field}: the config has no such field for what it has chosen") from error
 
 
 def config_of(flag: flags.FlagHolder) -> dict[str, Any]:

@@ -174,8 +174,9 @@ def transformer_xl(
         dtype: in which products accumulate.
 
     Source: Dai et al. 2019, section 3.3, with the official DAPE code's order of sines and cosines.
-    Differs: positions are relative to the first query, which changes nothing in exact arithmetic and keeps float32
-        exact at short distances however far both are. Keys on the right have their own, negative distance.
+    Differs: positions are relative to the first query, so that in float32 an angle is off by 6e-8 times the spread of
+        the positions in one call (a block of rows against its keys), and not by their size. Keys on the right have
+        their own, negative distance.
     """
     width = relative_DHK.shape[0]
     frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, width, 2) / width), dtype)

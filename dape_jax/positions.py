@@ -39,7 +39,8 @@ class Rope:
 
     Source: Su et al. 2021, in GPT-NeoX's rotate-half form over all K dims.
     Differs: angles are computed where they are used, in float32 or better; the official code caches them up to a
-      maximum length, in the parameters' dtype, and so cannot run beyond it.
+      maximum length, in the parameters' dtype, and so cannot run beyond it. In float32 an angle is off by 6e-8 times
+      the position: 0.006 at 100,000, as in every float32 implementation.
     """
 
     base: float = 10_000.0

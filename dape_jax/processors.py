@@ -55,6 +55,7 @@ class Processor(Protocol):
 class ProcessorConfig(Protocol):
     """What `transformer.py` knows of a processor."""
 
+    @property
     def why_not_cached(self) -> str | None:
         """Why a row's result changes when keys are appended, so that no cache can be right; None if it does not."""
         ...
@@ -99,8 +100,9 @@ class Plain(nnx.Module):
 class PlainConfig:
     """No processing."""
 
+    @property
     def why_not_cached(self) -> None:
-        """Return None: a row's scores depend on no other key."""
+        """None: a row's scores depend on no other key."""
 
     def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
@@ -377,6 +379,7 @@ class DapeConfig:
             return 2 * half, 2 * half
         return half, half if self.edge == "listing" else 0
 
+    @property
     def why_not_cached(self) -> str | None:
         """See `ProcessorConfig`."""
         if self.kernel_width == 1 or self.alignment == "causal":

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.attention import Blockwise, Dense
+from dape_jax.attention import Attention
 from dape_jax.biases import Bias, BiasConfig
 from dape_jax.contextual import ContextualBias
 from dape_jax.errors import InputError, require
@@ -64,7 +64,7 @@ class TransformerConfig:
         bias: position bias.
         processor: what is done to the scores.
         window: a token sees itself and so many tokens less one before it; None for all (sliding-window attention).
-        attention: `Dense` or `Blockwise`.
+        attention: `Dense` or `Blockwise`; how it is computed, not what.
         remat: what the backward pass keeps of a block, a key of `REMAT`.
         dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
     """
@@ -78,7 +78,7 @@ class TransformerConfig:
     bias: BiasConfig
     processor: ProcessorConfig
     window: int | None
-    attention: Dense | Blockwise
+    attention: Attention
     remat: str
     dtype: str
 
@@ -100,6 +100,7 @@ class TransformerConfig:
         require(self.window is None or self.window > 0, "model.window", self.window, "1 or more, or None for all")
         if isinstance(self.rotary, Rope):
             require(self.head_dim % 2 == 0, "model.width / model.num_heads", self.head_dim, "even for rotary embedding")
+            self.rotary.frequencies(self.head_dim)  # a variant may refuse a head dim
         require(self.remat in REMAT, "model.remat", self.remat, f"one of {sorted(REMAT)}")
         require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {list(DTYPES)}")
 
@@ -142,7 +143,7 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
     Raises:
         InputError: a row's result would change when keys are appended, so that a cache could not be right.
     """
-    if reason := config.processor.why_not_cached():
+    if reason := config.processor.why_not_cached:
         raise InputError(f"{reason}: this model cannot generate")
     shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
     return Cache(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
@@ -206,7 +207,8 @@ class SelfAttention(nnx.Module):
             k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
             k_pos_S = jnp.arange(k_BSGK.shape[1])
         bias = shared_bias if self.bias is None else self.bias
-        out_BTHK = self.attention(
+        attention = self.attention if cache is None else self.attention.for_any_rows()
+        out_BTHK = attention(
             q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, bias=bias, processor=self.processor, window=self.window
         )
         out_BTD = jnp.einsum("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
@@ -300,8 +302,9 @@ class Decoder(nnx.Module):
 
         Args:
             tokens_BT: the tokens.
-            pos_T: their positions, going up by one and within the cache, after what it holds. All tokens before them
-                must be in the cache already. (Sequences of different length: one `jax.vmap` over all of it.)
+            pos_T: their positions, going up by one, after what the cache holds. All tokens before them must be in it
+                already. Beyond its last column the result is wrong, not an error: positions are not known here.
+                (Sequences of different length: one `jax.vmap` over all of it, as in `evaluation/generate.py`.)
             cache: from `make_cache`, or from an earlier call. Columns from a query's position on are overwritten before
                 they are read.
         """

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Dense, attend, visible
@@ -198,6 +198,35 @@ def test_implementations_agree(bias, processor, data):
     for driver in drivers:
         close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
         chex.assert_trees_all_close(value_and_grads(driver), expected, **close)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_combination(data):
+    """Any method, sizes, window, driver and place: the future is nothing, a prefix is enough, drivers agree."""
+    bias, processor = data.draw(
+        st.sampled_from([pair for pair in itertools.product(ALL_BIASES, ALL_PROCESSORS) if fits(*pair)]), "method"
+    )
+    length = data.draw(st.integers(2, 30), "length")
+    t = data.draw(st.integers(1, length - 1), "t")
+    batch, kv_heads, group = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)), "B, G, H/G")
+    window = data.draw(st.none() | st.integers(1, 32), "window")
+    driver = data.draw(
+        st.builds(Blockwise, block_size=st.integers(1, 32), num_buckets=st.integers(1, 6))
+        | st.builds(Cached, num_rows=st.integers(2, 30)),
+        "driver",
+    )
+    heads = kv_heads * group
+    params, run = make_layer(bias, processor, heads, 4)
+    qkv, other = (make_qkv(length, batch, heads, 4, seed, kv_heads) for seed in (1, 2))
+    changed = [jnp.concatenate([x[:, :t], y[:, t:]], axis=1) for x, y in zip(qkv, other, strict=True)]
+    step = jax.jit(lambda qkv: run(params, *qkv, driver, window=window))
+    whole = step(qkv)
+    np.testing.assert_array_equal(step(changed)[:, :t], whole[:, :t])
+    dense = jax.jit(lambda qkv: run(params, *qkv, Dense(), window=window))
+    np.testing.assert_allclose(dense(qkv), whole, atol=tolerance(bias))
+    np.testing.assert_allclose(step([x[:, :t] for x in qkv]), whole[:, :t], atol=tolerance(bias))
 
 
 @pytest.mark.parametrize(("bias", "processor"), product())

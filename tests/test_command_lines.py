@@ -79,7 +79,17 @@ def test_train_twice_then_evaluate(root, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--config=configs/quickstart.py:bias=kerpel"], ["model.bias.name", "'kerpel'", "'kerple'"]),
+        (["--config=configs/quickstart.py:bias=kerpel"], ["error: model.bias.name = 'kerpel': one of", "'kerple'"]),
+        (["--config=configs/quickstart.py:processor=none,kernel=5"], ["error: config argument", "processor=dape"]),
+        (
+            ["--config=configs/quickstart.py", "--config.model.rotary.factor=4"],
+            ["error: --config.model.rotary.factor=4"],
+        ),
+        (["--config=configs/quickstart.py", "--config.model.bias=alibi"], ["--config.model.bias=alibi", "by name"]),
+        (
+            ["--config=configs/quickstart.py:bias=nope", "--config.model.processor.inputs=bias"],
+            ["error: model.processor.inputs = 'bias'"],
+        ),
         (["--config=configs/quickstart.py:kernel=wide"], ["config argument", "kernel=wide", "int"]),
         (["--config=configs/quickstart.py:kernal=3"], ["config argument", "kernal=3", "'kernel'"]),
         (["--config=configs/quickstart.py", "--config.data.path=/nowhere"], ["data.path", "/nowhere"]),

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import chex
 import jax
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 from tiny import SPEC
 
-from dape_jax.biases import BIASES
+from dape_jax.biases import BIASES, distances
 from dape_jax.config import CHOICES, choose, read_model
 from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
@@ -220,6 +221,33 @@ def test_grouped_queries_and_windows(changes):
         assert full - count(model_structure(make_config(**changes))[1]) == 2 * 2 * (16 * 8 + 8)  # k, v in two layers
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    "attention", [{"name": "dense"}, {"name": "blockwise", "block_size": 4, "num_buckets": 3}], ids=str
+)
+def test_extending_a_cache_is_the_whole_forward(attention, window):
+    """Whatever the model's driver, which elsewhere may take its rows for the last of the keys."""
+    model, x = make_model(attention=attention, window=window), tokens(2, 19)
+    cache = make_cache(model.config, 2, 24)
+    features = []
+    for start, stop in ((0, 10), (10, 11), (11, 19)):
+        some, cache = jax.jit(type(model).extend)(model, x[:, start:stop], jnp.arange(start, stop), cache)
+        features.append(some)
+    np.testing.assert_allclose(jnp.concatenate(features, axis=1), model.features(x), atol=1e-5)
+
+
+def test_the_bias_that_the_readme_adds():
+    """Five lines, and the model trains with it."""
+    readme = (DOCS.parents[1] / "README.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "InverseConfig" in block]
+    names = {"dataclasses": dataclasses, "ClassVar": ClassVar, "jnp": jnp, "distances": distances}
+    exec(code.split("BIASES =")[0], names)
+    bias = names["InverseConfig"]().build(2, 8, None)
+    np.testing.assert_allclose(bias(jnp.array([3]), jnp.arange(4))[1, 0], [1 / 4, 1 / 3, 1 / 2, 1])
+    model = Decoder(dataclasses.replace(make_config(), bias=names["InverseConfig"]()), rngs=nnx.Rngs(0))
+    assert np.isfinite(model(tokens(2, 9))).all()
+
+
 def test_a_cache_that_could_not_be_right_is_refused():
     for options, reason in (({"edge": "listing"}, "listing.*appended"), ({"leak": True}, "leak.*not generated yet")):
         with pytest.raises(InputError, match=reason):
@@ -263,6 +291,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
         ({"num_heads": 3}, ["model.num_heads", "3", "16"]),
         ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "2"]),
         ({"window": 0}, ["model.window", "0", "None"]),
+        ({"rotary": {"name": "ntk"}, "width": 4}, ["2", "NTK"]),
         ({"rotary": {"name": "pi", "factor": 0.5}}, ["model.rotary.factor", "0.5", "1 or more"]),
         ({"num_heads": 16, "num_kv_heads": 16, "rotary": {"name": "rope"}}, ["1", "even"]),
         ({"width": 0}, ["model.width", "0", "positive"]),

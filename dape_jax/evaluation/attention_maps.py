@@ -9,7 +9,8 @@ A picture has a row for each head and a column for each map from (query, key) to
 
     scores   A = Q K^T / sqrt(K)
     bias     B; left out where there is none (NoPE, RoPE)
-    added    processor(A, B) - A - B, the paper's f(A, B); left out where the processor is "none", which adds nothing
+    added    processor(A, B) - A - B, the paper's f(A, B) (less B where residual=False has left B out); left out where
+             the processor is "none", which adds nothing
     probs    softmax(processor(A, B)), what the head makes of it: what is added to a whole row alike cancels here
 
 Pairs that a query cannot see stay blank. Up to 512 tokens, one cell of a picture is one pair. Beyond, n x n pairs are

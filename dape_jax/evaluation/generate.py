@@ -448,6 +448,7 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     """Flags, then one call."""
     given = flags.FLAGS
+    require(given.top_k >= 0, "--top_k", given.top_k, "1 or more tokens, or 0 for all")
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
     if given.prompt_file is not None:
         try:

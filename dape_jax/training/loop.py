@@ -60,6 +60,8 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     if saved is not None:
         refuse_other_config(workdir, saved["config"], config)
 
+    graphdef, abstract = model_structure(run.model)  # what a method refuses is refused here, before anything is written
+
     # ---- data
     corpus = load_corpus(run.data)
     corpus.train.verify()
@@ -93,7 +95,6 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": corpus.digest})
 
     # ---- model and optimizer
-    graphdef, abstract = model_structure(run.model)
     optimizer = make_optimizer(run.optimizer, run.train.num_steps)
     params = init_params(run.model, run.train.seed, mesh)
     state = TrainState(params, init_opt_state(optimizer, params, mesh))
