@@ -79,7 +79,7 @@ def covers(bias: str, processor: str, *others: str) -> bool:
         return False
     if "grouped_window" in others:
         return (bias, processor) in {("kerple", "dape3"), ("cope", "causal2"), ("t5", "none"), ("nope", "dape5")}
-    with_kerple = {"none", "dape1", "dape5", "causal2", "equation2", "of_scores", "of_bias"}
+    with_kerple = {"none", "dape5", "causal2", "equation2", "of_bias"}
     return (
         processor == "dape3" or (bias == "kerple" and processor in with_kerple) or (bias, processor) == ("cope", "none")
     )
@@ -92,6 +92,10 @@ def product(*names) -> list:
         if fits(*case):
             cases.append(pytest.param(*case, marks=() if covers(*case) else pytest.mark.slow))
     return cases
+
+
+# The part of the product that `make test` runs in bfloat16.
+BFLOAT16 = {("kerple", "dape3"), ("fire", "dape3"), ("nope", "dape3"), ("cope", "none"), ("kerple", "causal2")}
 
 
 def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, seed: int = 0, dtype=jnp.float32):
@@ -241,7 +245,14 @@ def test_any_rows_give_the_same(bias, processor):
         np.testing.assert_allclose(some, whole[:, rows], atol=tolerance(bias))
 
 
-@pytest.mark.parametrize(("bias", "processor"), product())
+@pytest.mark.parametrize(
+    ("bias", "processor"),
+    [
+        pytest.param(*case.values, marks=() if case.values in BFLOAT16 else pytest.mark.slow)
+        for case in product()
+        if case.values[1] in ("none", "dape3", "causal2", "of_bias")
+    ],
+)
 def test_bfloat16_is_near_float32(bias, processor, monkeypatch):
     """Inputs and convolutions in bfloat16: values, and all gradients together.
 
@@ -273,8 +284,8 @@ def test_bfloat16_is_near_float32(bias, processor, monkeypatch):
     assert jnp.linalg.norm(half - full) < allowed * jnp.linalg.norm(full)
 
 
-@pytest.mark.parametrize("processor", ["none", "dape3", "dape5", "causal2"])
-@pytest.mark.parametrize("bias", ["nope", "kerple", "transformer_xl"])
+@pytest.mark.parametrize("processor", ["none", "dape5", "causal2"])
+@pytest.mark.parametrize("bias", ["nope", "transformer_xl"])
 @pytest.mark.parametrize("implementation", IMPLEMENTED)
 def test_a_window_hides_what_is_before_it(bias, processor, implementation):
     """No bit of a row depends on keys that are `window` or more before it."""
@@ -297,7 +308,7 @@ def test_a_window_is_what_its_picture_shows():
 
 
 @pytest.mark.parametrize("bias", ["kerple", "cope", "transformer_xl"])
-@pytest.mark.parametrize("implementation", IMPLEMENTED)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_grouped_heads_are_shared_heads(bias, implementation):
     """Two key heads for six query heads: the same as each of the two written down three times, gradients summed."""
     params, run = make_layer(bias, "dape3", heads=6)
@@ -312,33 +323,35 @@ def test_grouped_heads_are_shared_heads(bias, implementation):
     chex.assert_trees_all_close(step(k, v, 1), step(k, v, 3), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("processor", ["none", "dape3", "causal2", "of_scores"])
-@pytest.mark.parametrize("bias", [name for name in ALL_BIASES if name != "cope"])
-def test_bidirectional_attention(bias, processor):
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    ("bias", "processor"),
+    [
+        pytest.param(b, p, marks=() if p == "dape3" or (b, p) == ("kerple", "causal2") else pytest.mark.slow)
+        for b, p in itertools.product(ALL_BIASES, ("none", "dape3", "causal2", "of_scores"))
+        if b != "cope"
+    ],
+)
+def test_bidirectional_attention(bias, processor, window):
     """Every row depends on every key, with a window on those within it; blockwise = dense."""
     params, run = make_layer(bias, processor)
     qkv = make_qkv(11)
     weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
 
-    def value_and_grads(implementation, window):
+    def value_and_grads(implementation):
         def loss(params, qkv):
             return (run(params, *qkv, implementation, causal=False, window=window) * weight).sum()
 
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, qkv)
 
-    for window in (None, 4):
-        chex.assert_trees_all_close(
-            value_and_grads(Blockwise(4, 3), window),
-            value_and_grads(Dense(), window),
-            atol=10 * tolerance(bias),
-            rtol=10 * tolerance(bias),
-        )
+    close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
+    chex.assert_trees_all_close(value_and_grads(Blockwise(4, 3)), value_and_grads(Dense()), **close)
 
-        def rows(v, window=window):
-            return run(params, *qkv[:2], v, Dense(), causal=False, window=window).sum((0, 2, 3))
+    def rows(v):
+        return run(params, *qkv[:2], v, Dense(), causal=False, window=window).sum((0, 2, 3))
 
-        sees = np.abs(jax.jacobian(rows)(qkv[2])).sum((1, 3, 4)) > 0
-        np.testing.assert_array_equal(sees, visible(jnp.arange(11), jnp.arange(11), False, window))
+    sees = np.abs(jax.jit(jax.jacobian(rows))(qkv[2])).sum((1, 3, 4)) > 0
+    np.testing.assert_array_equal(sees, visible(jnp.arange(11), jnp.arange(11), False, window))
 
 
 @pytest.mark.parametrize("bias", BIASES)
@@ -365,7 +378,7 @@ def test_cope_is_causal():
     [{"edge": "listing"}, {"leak": True}, {"leak": True, "edge": "listing"}, {"leak": True, "alignment": "causal"}],
     ids=str,
 )
-@pytest.mark.parametrize("width", [1, 3, 5, 7])
+@pytest.mark.parametrize("width", [1, 3, 7])
 def test_blocks_leave_in_what_a_row_reads(width, options, window):
     """The options that are no good for a cache read keys beside a row's own: blockwise keeps them (`key_halo`)."""
     processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))

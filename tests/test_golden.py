@@ -39,7 +39,15 @@ def vectors() -> list:
     """Every file in both dtypes; those of whole attention layers with every driver besides."""
     cases = [(file, dtype, "") for dtype in ("float64", "float32") for file in files("modules")]
     cases += [(f, dtype, a) for dtype in ("float64", "float32") for f in files("attention") for a in ATTENTION]
-    return [pytest.param(*case, id="-".join(filter(None, (name(case[0]), *case[1:])))) for case in cases]
+    return [
+        pytest.param(
+            *case,
+            id="-".join(filter(None, (name(case[0]), *case[1:]))),
+            # What is left to the slow tests: rounding alone, of a driver whose numbers are held together elsewhere too.
+            marks=pytest.mark.slow if case[1:] == ("float32", "blockwise") else (),
+        )
+        for case in cases
+    ]
 
 
 def name(file: Path) -> str:
