@@ -80,6 +80,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config = ConfigDict()
     config.model = dict(
         **SIZES[size],
+        num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
         vocab_size=257,  # 256 bytes and the end of a document
         rotary=rotary,
         bias=bias,

@@ -147,13 +147,14 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
 
 
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
-    """Read the `model` section; the dtype "auto" is resolved for the present platform."""
+    """Read the `model` section. The dtype "auto" is that of the platform; num_kv_heads None is num_heads."""
     _check_fields(TransformerConfig, "model", spec)
     chosen = {field: read_choice(f"model.{field}", table, spec[field]) for field, table in CHOICES.items()}
     dtype = spec["dtype"]
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return TransformerConfig(**{**spec, **chosen, "dtype": dtype})
+    num_kv_heads = spec["num_heads"] if spec["num_kv_heads"] is None else spec["num_kv_heads"]
+    return TransformerConfig(**{**spec, **chosen, "dtype": dtype, "num_kv_heads": num_kv_heads})
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:

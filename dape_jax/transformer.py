@@ -30,10 +30,10 @@ from dape_jax.sharding import shard_batch
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
 SIZES = {
-    "125m": {"num_layers": 12, "width": 768, "num_heads": 12, "num_kv_heads": 12},
-    "350m": {"num_layers": 24, "width": 1024, "num_heads": 16, "num_kv_heads": 16},
-    "2.7b": {"num_layers": 32, "width": 2560, "num_heads": 32, "num_kv_heads": 32},
-    "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32, "num_kv_heads": 32},
+    "125m": {"num_layers": 12, "width": 768, "num_heads": 12},
+    "350m": {"num_layers": 24, "width": 1024, "num_heads": 16},
+    "2.7b": {"num_layers": 32, "width": 2560, "num_heads": 32},
+    "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
 }
 
 # What the backward pass keeps of a block: everything; the results of matmuls without a batch dim (not the scores);

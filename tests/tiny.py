@@ -12,7 +12,7 @@ SPEC = {
         "num_layers": 2,
         "width": 16,
         "num_heads": 2,
-        "num_kv_heads": 2,
+        "num_kv_heads": None,
         "vocab_size": 257,
         "rotary": {"name": "none"},
         "bias": {"name": "kerple"},
