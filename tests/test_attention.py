@@ -21,8 +21,8 @@ from dape_jax.processors import PROCESSORS, DapeConfig, PlainConfig
 ALL_BIASES = BIASES | CONTEXTUAL
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # so that what sets in late sets in here
 
-CENTERED = (1, 3, 5, 7, 11)
-CAUSAL = (1, 2, 4)
+CENTERED = (1, 3, 5, 11)
+CAUSAL = (2, 4)
 ALL_PROCESSORS = {name: kind() for name, kind in PROCESSORS.items() if kind is not DapeConfig}
 ALL_PROCESSORS |= {f"dape{W}": DapeConfig(kernel_width=W, channels=5) for W in CENTERED}
 ALL_PROCESSORS |= {f"causal{W}": DapeConfig(kernel_width=W, channels=5, alignment="causal") for W in CAUSAL}
