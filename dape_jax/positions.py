@@ -69,7 +69,23 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
-class PositionInterpolation(Rope):
+class StretchedRope(Rope):
+    """What the variants of RoPE for long sequences share: by how much they stretch.
+
+    Args:
+        base: as in `Rope`.
+        factor: sequence length over train length, 1 or more; 1 is RoPE.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionInterpolation(StretchedRope):
     """RoPE with all positions divided by a factor.
 
         w'_m = w_m / factor
@@ -81,19 +97,13 @@ class PositionInterpolation(Rope):
     Source: Chen et al. 2023, equation 4.
     """
 
-    factor: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
-
     def frequencies(self, head_dim: int) -> np.ndarray:
         """See the class."""
         return super().frequencies(head_dim) / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
-class NtkAware(Rope):
+class NtkAware(StretchedRope):
     """RoPE with a larger base: the slowest angle is divided by the factor, the fastest is left alone.
 
         base' = base factor^(K / (K - 2))
@@ -105,12 +115,6 @@ class NtkAware(Rope):
     Source: bloc97's "NTK-aware scaled RoPE" (2023), as in Peng et al. 2024, definition 1.
     """
 
-    factor: float = 1.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
-
     def frequencies(self, head_dim: int) -> np.ndarray:
         """See the class."""
         require(head_dim > 2, "width / num_heads", head_dim, "more than 2 for NTK-aware rotary embedding")
@@ -118,7 +122,7 @@ class NtkAware(Rope):
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn(Rope):
+class Yarn(StretchedRope):
     """RoPE whose slow angles are interpolated and whose fast ones are left alone, with sharper attention.
 
     The angle that makes r turns over the train length belongs to m(r) = K log(train_length / (2 pi r)) / (2 log base).
@@ -138,14 +142,12 @@ class Yarn(Rope):
     Differs: from the paper, as the released code does: the ramp is over dims and not over turns.
     """
 
-    factor: float = 1.0
     train_length: int = 512
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
     def __post_init__(self):
         super().__post_init__()
-        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
         require(self.train_length > 0, "model.rotary.train_length", self.train_length, "a positive number of tokens")
         require(
             self.beta_fast > self.beta_slow > 0,

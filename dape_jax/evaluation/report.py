@@ -131,7 +131,7 @@ def plot(results: Sequence["RunResult"], file: Path) -> None:
     for length in sorted({run.train_length for run in results}):
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
         axes.annotate(
-            "train length", (length, 0.97), xycoords=("data", "axes fraction"), ha="left", va="top", fontsize=8
+            "train length", (length, 0.03), xycoords=("data", "axes fraction"), ha="left", va="bottom", fontsize=8
         )
     highest = max(result.perplexity for run in results for result in run.lengths)
     lowest = min(result.perplexity for run in results for result in run.lengths)
