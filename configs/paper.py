@@ -1,42 +1,36 @@
 r"""The language-model runs of the paper, by one argument.
 
+    python -m dape_jax.data.prepare --input='books3/*.jsonl.zst' --output=data/books3 --tokenizer=20B_tokenizer.json
     python train.py --config=configs/paper.py:125m,bias=kerple,processor=dape,kernel=3,train_length=512 \
-        --config.data.path='/data/books3/*.txt' --workdir=runs/books3/dape1x3-kerple
+        --config.data.path=data/books3 --workdir=runs/books3/dape1x3-kerple
     python eval.py --workdir=runs/books3/dape1x3-kerple
 
 Argument: 125m|350m|2.7b|6.7b first, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
-    train_length=T  batch=B  accumulation=A  num_steps=N  seed=S
+    train_length=T  batch=B  accumulation=A  num_steps=N  vocab=V  seed=S
 
 All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
 
-Where the paper has what (arXiv and Books3; every run is evaluated up to 8192):
-
-    figure 1           :125m,train_length=128; bias=nope, rotary=rope; processor=none, =dape with kernel=1, 3
-    figure 2, table 2  :125m,train_length=128, 512, 1024; each rotary and bias; bias=kerple,processor=dape, kernel=1, 3
-    figure 3           :125m,bias=kerple,processor=dape,kernel=3,train_length=T,batch=4096/T for T = 128..4096
-    figure 4, table 3  :350m and :2.7b, train_length=128, 512
-    figure 5           :125m; bias=alibi, kerple, fire; processor=none, =dape with kernel=1, 3
-    figure 6           :125m; bias=alibi, kerple, fire; processor=dape --config.model.processor.leak=True
-    tables 4, 5        :125m,bias=kerple,processor=dape, kernel=1, 3, 5, 7; train_length=128, 512
-    table 9            :125m,train_length=128; bias=cope, transformer_xl; bias=kerple,processor=dape, kernel=1, 3
-    appendix E         :125m,bias=kerple,processor=dape, kernel=3,channels=10 and kernel=1,channels=64
+`python -m dape_jax.experiments list` names the paper's figures and tables, `show fig2` prints the command of each of its
+runs, and `run fig2 --preset=paper --data=DIR` runs them all.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
 1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. To expect
 (paper, Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20.
 
-Differs: tokens are bytes, where the paper has GPT-NeoX's, so perplexities are per byte and not comparable with the
-paper's; bfloat16 where the paper has float16; the right edge of the convolution is "prefix" (for the paper's listing
+The vocabulary is GPT-NeoX's as the official code pads it (vocab=50304; vocab=257 for a corpus prepared as bytes, whose
+perplexities are per byte and not comparable with the paper's). The tokenizer is that of the prepared corpus.
+
+Differs: bfloat16 where the paper has float16; the right edge of the convolution is "prefix" (for the paper's listing
 add --config.model.processor.edge=listing); the learning rates of 2.7b and 6.7b, which the paper does not give, are
 GPT-3's.
 """
 
 from ml_collections import ConfigDict, config_dict
 
-from dape_jax.config import choose, parse_argument
+from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 from dape_jax.errors import require
 from dape_jax.transformer import SIZES
 
@@ -49,42 +43,20 @@ def get_config(argument: str | None = None) -> ConfigDict:
     require(size in SIZES, "config argument", size, f"a size first, one of {list(SIZES)}, then key=value")
     choice = parse_argument(
         rest,
-        rotary="none",
-        bias="nope",
-        processor="none",
-        kernel=3,
-        channels=32,
+        **METHOD_ARGUMENTS,
         train_length=512,
         batch=256,
         accumulation=1,
         num_steps=50_000,
+        vocab=50_304,
         seed=0,
     )
-    is_dape = choice["processor"] == "dape"
-    require(
-        is_dape or (choice["kernel"] == 3 and choice["channels"] == 32),
-        "config argument",
-        argument,
-        "kernel and channels are for processor=dape",
-    )
-    rotary = choose("rotary", choice["rotary"])
-    if choice["rotary"] == "yarn":
-        rotary |= dict(train_length=choice["train_length"])
-    bias = choose("bias", choice["bias"])
-    if choice["bias"] == "fire":  # as the official configurations, which halve what they are given: 512 and 128
-        bias |= dict(threshold=256 if is_dape else 64, activation="leaky_relu" if is_dape else "relu")
-    processor = choose("processor", choice["processor"])
-    if is_dape:
-        processor |= dict(kernel_width=choice["kernel"], channels=choice["channels"])
-
     config = ConfigDict()
     config.model = dict(
         **SIZES[size],
         num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
-        vocab_size=257,  # 256 bytes and the end of a document
-        rotary=rotary,
-        bias=bias,
-        processor=processor,
+        vocab_size=choice["vocab"],
+        **choose_method(choice, choice["train_length"]),
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=128, num_buckets=4),
         remat="full",
@@ -92,7 +64,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     )
     config.data = dict(
         path="",  # --config.data.path is needed
-        tokenizer="bytes",
+        tokenizer=config_dict.placeholder(str),  # that of the prepared corpus
         cache_dir="data",
         held_out_fraction=0.01,
         seed=choice["seed"],

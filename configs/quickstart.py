@@ -8,35 +8,18 @@ times longer. `make demo` runs both methods and draws them into one picture:
     python eval.py --workdir=runs/quickstart/kerple,runs/quickstart/dape1x3-kerple
 
 Argument: rotary=none|rope|pi|ntk|yarn, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
-processor=none|dape, kernel=1|3|5|...; any field below can be set too, as --config.train.num_steps=2000 or
+processor=none|dape, kernel=1|3|5|..., channels=C; any field below can be set too, as --config.train.num_steps=2000 or
 --config.model.processor.alignment=causal (`docs/methods.md` has the options of every method).
 """
 
 from ml_collections import ConfigDict, config_dict
 
-from dape_jax.config import choose, parse_argument
-from dape_jax.errors import require
+from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """The recipe."""
-    choice = parse_argument(argument, rotary="none", bias="kerple", processor="dape", kernel=3)
-    is_dape = choice["processor"] == "dape"
-    require(
-        is_dape or (choice["kernel"] == 3),
-        "config argument",
-        argument,
-        "kernel is for processor=dape",
-    )
-    rotary = choose("rotary", choice["rotary"])
-    if choice["rotary"] == "yarn":
-        rotary |= dict(train_length=64)
-    bias = choose("bias", choice["bias"])
-    if choice["bias"] == "fire":
-        bias |= dict(threshold=32, activation="leaky_relu" if is_dape else "relu")
-    processor = choose("processor", choice["processor"])
-    if is_dape:
-        processor |= dict(kernel_width=choice["kernel"])
+    choice = parse_argument(argument, **METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
     config = ConfigDict()
     config.model = dict(
         num_layers=4,
@@ -44,9 +27,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_heads=4,
         num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
         vocab_size=257,  # 256 bytes and the end of a document
-        rotary=rotary,
-        bias=bias,
-        processor=processor,
+        **choose_method(choice, train_length=64, length_scale=0.5),
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
         remat="none",

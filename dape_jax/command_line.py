@@ -12,8 +12,13 @@ from absl import logging as absl_logging
 from dape_jax.errors import InputError, NonFiniteError
 
 
-def run(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> None:
-    """Parse flags and call `main`; `interrupted` is what is said after Ctrl-C.
+def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
+    """Parse flags and call `main` with the program's name and its arguments that are no flags.
+
+    Args:
+        main: the program.
+        interrupted: what is said after Ctrl-C.
+        positional: names of the arguments that are no flags, for messages; as many are taken at most.
 
     An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
     with one line and status 1. Any other exception is a bug and keeps its traceback. Of the logs, ours
@@ -23,8 +28,11 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted") -> 
     def quietly(arguments: list[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)
         logging.getLogger("dape_jax").setLevel(logging.INFO)
-        if len(arguments) > 1:
-            raise InputError(f"command line = {arguments[1]!r}: flags alone, in the form --name=value")
+        if len(arguments) > 1 + len(positional):
+            taken = f"after {' '.join(positional)}, flags" if positional else "flags"
+            raise InputError(
+                f"command line = {arguments[1 + len(positional)]!r}: {taken} alone, in the form --name=value"
+            )
         main(arguments)
 
     try:

@@ -198,6 +198,41 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     return values
 
 
+METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32}
+
+
+def choose_method(argument: dict[str, Any], train_length: int, length_scale: float = 1.0) -> dict[str, Any]:
+    """The fields of a `model` section that make a method of the paper, with its official settings.
+
+    Args:
+        argument: the values of `METHOD_ARGUMENTS`' keys, as `parse_argument` reads them.
+        train_length: in tokens; YaRN reads it.
+        length_scale: lengths of the recipe relative to the paper's; FIRE's threshold is scaled by it.
+
+    Raises:
+        InputError: an unknown name, or an option of DAPE without DAPE.
+    """
+    is_dape = argument["processor"] == "dape"
+    for key in ("kernel", "channels"):
+        require(
+            is_dape or argument[key] == METHOD_ARGUMENTS[key],
+            "config argument",
+            f"{key}={argument[key]}",
+            "is for processor=dape",
+        )
+    rotary = choose("rotary", argument["rotary"])
+    if argument["rotary"] == "yarn":
+        rotary |= {"train_length": train_length}
+    bias = choose("bias", argument["bias"])
+    if argument["bias"] == "fire":  # as the official configurations, which halve what they are given: 512 and 128
+        bias |= {"threshold": round(length_scale * (256 if is_dape else 64))}
+        bias |= {"activation": "leaky_relu" if is_dape else "relu"}
+    processor = choose("processor", argument["processor"])
+    if is_dape:
+        processor |= {"kernel_width": argument["kernel"], "channels": argument["channels"]}
+    return {"rotary": rotary, "bias": bias, "processor": processor}
+
+
 def differences(saved: Any, new: Any, path: str = "") -> list[str]:
     """One line for every leaf in which two nested dicts differ."""
     if isinstance(saved, dict) and isinstance(new, dict):

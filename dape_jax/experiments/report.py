@@ -1,0 +1,7 @@
+"""x"""
+
+from pathlib import Path
+
+
+def write(results: Path) -> Path:
+    return results

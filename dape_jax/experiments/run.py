@@ -1,0 +1,278 @@
+"""Runs an experiment: what the catalogue names, through `train` and `evaluate`. Next: `report.py`.
+
+    runs/experiments/<16 hex digits>/                       workdir of a model, named by its config and its text
+    results/fig2/small-stdlib/kerple-xs-T32-seed0.json      what was measured of it
+
+A file in results/ is written whole, when its run has finished, and is never written again. A model or a measurement that
+another experiment has finished is taken from there: figure 2 and table 4 share their Kerple.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dape_jax.config import RunConfig, resolved
+from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.errors import InputError, require
+from dape_jax.evaluation.evaluate import evaluate
+from dape_jax.experiments.catalogue import METHODS, PRESETS, Experiment, Preset, find, lengths_from
+from dape_jax.provenance import provenance
+from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.training.loop import train
+from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.step import TrainState, init_opt_state, init_params, make_train_step, shardings_of
+from dape_jax.transformer import model_structure
+
+logger = logging.getLogger(__name__)
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TIMED_STEPS = 20  # of each method, in turns
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One model of an experiment under a preset.
+
+    Args:
+        method: a key of `METHODS`.
+        paper_size: the size in the paper that it stands for.
+        paper_train_length: the train length in the paper that it stands for.
+        size: of the recipe.
+        train_length: T, in tokens.
+        lengths: of the evaluation.
+        seed: of the parameters and of the order of the text.
+        argument: of the recipe.
+        overrides: fields of its config that are set besides.
+    """
+
+    method: str
+    paper_size: str
+    paper_train_length: int
+    size: str
+    train_length: int
+    lengths: tuple[int, ...]
+    seed: int
+    argument: str
+    overrides: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Of its file."""
+        return f"{self.method}-{self.size}-T{self.train_length}-seed{self.seed}"
+
+
+def runs_of(experiment: Experiment, preset: Preset, seeds: tuple[int, ...], data: str = "") -> list[Run]:
+    """What an experiment trains under a preset, seed by seed."""
+    runs = []
+    for seed in seeds:
+        for paper_size in experiment.sizes:
+            for paper_length in experiment.train_lengths:
+                for method in experiment.methods:
+                    if (method, paper_length) in experiment.skipped:
+                        continue
+                    size = preset.sizes[paper_size]
+                    train_length = paper_length // preset.length_divisor
+                    batch = preset.batch
+                    if batch is not None and experiment.step_tokens is not None:
+                        batch = experiment.step_tokens // paper_length
+                    if experiment.step_batch is not None:
+                        batch = experiment.step_batch
+                    argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
+                    if batch is not None:
+                        argument += f",batch={batch}"
+                    # Every model of an experiment is evaluated from the shortest of its train lengths on.
+                    shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
+                    lengths = tuple(length // preset.length_divisor for length in lengths_from(shortest))
+                    overrides = experiment.overrides | ({"data.path": data} if data else {})
+                    runs.append(
+                        Run(method, paper_size, paper_length, size, train_length, lengths, seed, argument, overrides)
+                    )
+    return runs
+
+
+def config_of(run: Run, preset: Preset) -> dict[str, Any]:
+    """The nested dict of a run's config, as `train.py` would read it.
+
+    Raises:
+        InputError: the recipes are not beside the package.
+    """
+    file = CONFIGS / preset.recipe
+    spec = importlib.util.spec_from_file_location(f"configs.{file.stem}", file)
+    if spec is None or spec.loader is None or not file.exists():
+        raise InputError(f"preset: {file} is not there; experiments run in a clone, with its configs/")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = module.get_config(run.argument).to_dict()
+    for field, value in run.overrides.items():
+        *sections, last = field.split(".")
+        section = config
+        for name in sections:
+            section = section[name]
+        require(last in section, "overrides", field, f"a field of {sorted(section)}")
+        section[last] = value
+    return config
+
+
+def train_command(run: Run, preset: Preset) -> str:
+    """The command that trains a run by hand."""
+    flags = [f"--config.{field}={value}" for field, value in run.overrides.items()]
+    return " ".join(["python train.py", f"--config=configs/{preset.recipe}:{run.argument}", *flags])
+
+
+def run_experiment(
+    name: str, preset_name: str, *, data: str, seeds: tuple[int, ...], results: Path, workdirs: Path
+) -> list[Path]:
+    """Run what is not finished yet of an experiment.
+
+    Args:
+        name: of the experiment.
+        preset_name: "small" or "paper".
+        data: the text, as in `--config.data.path`; "" for the preset's own.
+        seeds: one run of every model for each; empty for the preset's.
+        results: directory that the measurements go to.
+        workdirs: directory that the models go to.
+
+    Returns:
+        The files of all its runs.
+
+    Raises:
+        InputError: bad input, before any device work.
+    """
+    experiment = find(name)
+    require(preset_name in PRESETS, "--preset", preset_name, f"one of {list(PRESETS)}")
+    preset = PRESETS[preset_name]
+    require(not experiment.missing, "experiment", name, f"cannot be run: {experiment.missing}")
+    data = data or preset.data
+    require(data != "", "--data", data, f"the text to train on; the preset {preset_name!r} has none of its own")
+    require(len(set(seeds)) == len(seeds), "--seeds", seeds, "each once")
+    runs = runs_of(experiment, preset, seeds or preset.seeds, data)
+    configs = [config_of(run, preset) for run in runs]
+    checked = [RunConfig.from_dict(config) for config in configs]
+    for config in checked:
+        model_structure(config.model)
+    data_digest = load_corpus(checked[0].data).digest
+    directory = results / name / f"{preset_name}-{data_name(checked[0].data)}"
+    keys = [
+        _digest([resolved(config), data_digest, experiment.measure, run.lengths])
+        for config, run in zip(checked, runs, strict=True)
+    ]
+    files = [directory / f"{run.name}.json" for run in runs]
+    for file, key in zip(files, keys, strict=True):
+        if file.exists():
+            found = json.loads(file.read_bytes())["key"]
+            require(found == key, str(file), found, "holds a run with another config or text; give another --results")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        workdirs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--results, --workdirs: cannot be written to: {error}") from error
+    # Seeds of one method share their programs, within this process and with the next.
+    jax.config.update("jax_compilation_cache_dir", str((workdirs / "compiled").absolute()))
+
+    finished = _finished(results)
+    todo = []
+    for index, (file, key) in enumerate(zip(files, keys, strict=True)):
+        if file.exists():
+            continue
+        if key in finished:
+            logger.info("%s: the same run as %s", file.name, finished[key])
+            _write(file, json.loads(finished[key].read_bytes()))
+        else:
+            todo.append(index)
+    logger.info("%s: %d runs, %d of them finished", name, len(runs), len(runs) - len(todo))
+
+    def finish(index: int, measured: dict[str, Any], seconds: float) -> None:
+        run = runs[index]
+        about = {field: getattr(run, field) for field in ("method", "paper_size", "paper_train_length", "size")}
+        about |= {"train_length": run.train_length, "seed": run.seed, "measure": experiment.measure}
+        about |= {"train_command": train_command(run, preset), "wall_seconds": round(seconds, 1)}
+        content = {"key": keys[index], "data": data_digest, **about, **measured, **provenance("flax", "optax")}
+        _write(files[index], content | {"config": resolved(checked[index])})
+
+    if experiment.measure == "step_ms":
+        for size in dict.fromkeys(run.size for run in runs):
+            of_size = [index for index, run in enumerate(runs) if run.size == size]
+            if set(of_size) & set(todo):  # compared side by side, so all of a size or none
+                started = time.monotonic()
+                times = step_milliseconds([checked[index] for index in of_size])
+                for index, measured in zip(of_size, times, strict=True):
+                    finish(index, measured, time.monotonic() - started)
+        return files
+    for number, index in enumerate(todo, 1):
+        run = runs[index]
+        logger.info("%s: run %d of %d: %s", name, number, len(todo), run.name)
+        started = time.monotonic()
+        workdir = workdirs / _digest([resolved(checked[index]), data_digest])[:16]
+        train(configs[index], workdir)
+        finish(index, {"lengths": measure(experiment, run, workdir)}, time.monotonic() - started)
+    return files
+
+
+def measure(experiment: Experiment, run: Run, workdir: Path) -> list[dict[str, Any]]:
+    """Perplexity of a trained model at the experiment's lengths; for delta, of its last T tokens."""
+    last_tokens = run.train_length if experiment.measure == "delta" else None
+    written = evaluate([workdir], lengths=run.lengths, last_tokens=last_tokens, output=workdir)
+    (result,) = json.loads((written.directory / "lengths.json").read_bytes())["runs"]
+    return result["lengths"]
+
+
+def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
+    """Time of a training step of each model, in turns, on random tokens: median, and the quartiles around it."""
+    prepared = []
+    for config in configs:
+        mesh = make_mesh(config.mesh)
+        graphdef, _ = model_structure(config.model)
+        optimizer = make_optimizer(config.optimizer, config.train.num_steps)
+        params = init_params(config.model, config.train.seed, mesh)
+        state = TrainState(params, init_opt_state(optimizer, params, mesh))
+        step = make_train_step(graphdef, optimizer, config.train.accumulation_steps, shardings_of(state))
+        shape = (config.train.batch_size, config.train.train_length + 1)
+        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        with jax.set_mesh(mesh):
+            batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+            state, _ = jax.block_until_ready(step(state, batch))  # compiles
+        prepared.append((mesh, step, state, batch))
+    seconds: list[list[float]] = [[] for _ in configs]
+    for _ in range(TIMED_STEPS):
+        for index, (mesh, step, state, batch) in enumerate(prepared):
+            with jax.set_mesh(mesh):
+                started = time.perf_counter()
+                state, _ = jax.block_until_ready(step(state, batch))
+                seconds[index].append(time.perf_counter() - started)
+            prepared[index] = (mesh, step, state, batch)
+    results = []
+    for times in seconds:
+        low, median, high = (1000 * value for value in statistics.quantiles(times, n=4))
+        results.append({"step_ms": median, "step_ms_quartiles": [low, high], "timed_steps": TIMED_STEPS})
+    return results
+
+
+def data_name(config: DataConfig) -> str:
+    """What a text is called in results/: the last part of its path."""
+    name = Path(os.path.expanduser(config.path)).name
+    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name) or "text"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _finished(results: Path) -> dict[str, Path]:
+    """Every run under results/, by its key."""
+    return {json.loads(file.read_bytes())["key"]: file for file in sorted(results.glob("*/*-*/*-seed*.json"))}
+
+
+def _write(file: Path, content: dict[str, Any]) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, file)
