@@ -13,8 +13,8 @@ Argument: 125m|350m|2.7b|6.7b first, then any of
 
 All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
 
-`python -m dape_jax.experiments list` names the paper's figures and tables, `show fig2` prints the command of each of its
-runs, and `run fig2 --preset=paper --data=DIR` runs them all.
+`python -m dape_jax.experiments list` names the paper's figures and tables, `show fig2 --preset=paper` prints the
+command of each of its runs, and `run fig2 --preset=paper --data=DIR` runs them all.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
 1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. To expect

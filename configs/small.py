@@ -1,4 +1,4 @@
-r"""The paper's language-model runs with every length divided by four, at sizes that two CPU cores train in a minute or so.
+r"""The paper's language-model runs, every length divided by four, at sizes that two CPU cores train in minutes.
 
     python train.py --config=configs/small.py:xs,bias=kerple,processor=dape,kernel=3,train_length=32 \
         --workdir=runs/small/dape1x3-kerple
@@ -10,9 +10,9 @@ Argument: xs|s|m|l first, then any of
     processor=none|dape  kernel=W  channels=C
     train_length=T  batch=B  num_steps=N  seed=S
 
-Sizes stand for the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 stand for 128, 512 and 1024, each with
-1,024 tokens a step unless the batch is given, and evaluation goes from there to 2048 where the paper's goes to 8192: 64 times
-the shortest train length, as there. Text is the standard library's source, tokens are bytes. `small` in
+Sizes stand for the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 stand for 128, 512 and 1024, each
+with 1,024 tokens a step unless the batch is given, and evaluation goes from there to 2048 where the paper's goes to
+8192: 64 times the shortest train length, as there. Text is the standard library's source, tokens are bytes. `small` in
 `python -m dape_jax.experiments` means this recipe; what it showed is in `results/README.md`.
 """
 

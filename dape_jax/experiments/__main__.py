@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 from absl import flags
 
 from dape_jax import command_line
@@ -25,7 +26,7 @@ def _are_whole_numbers(values: list[str]) -> bool:
 
 def main(arguments: list[str]) -> None:
     """Flags, then one call."""
-    command, name = (arguments[1:] + ["", ""])[:2]
+    command, name = [*arguments[1:], "", ""][:2]
     require(command in COMMANDS, "command", command, f"one of {list(COMMANDS)}")
     takes_name = command in ("show", "run")
     require(bool(name) == takes_name, command, name, f"one of {list(EXPERIMENTS)}" if takes_name else "no name")
@@ -45,6 +46,8 @@ def main(arguments: list[str]) -> None:
         if experiment.missing:
             print(f"\ncannot be run: {experiment.missing}")
     elif command == "run":
+        # The seeds of a method share their programs, in this process and in the next.
+        jax.config.update("jax_compilation_cache_dir", str(Path(WORKDIRS.value, "compiled").absolute()))
         files = run_experiment(
             name, PRESET.value, data=DATA.value, seeds=seeds, results=Path(RESULTS.value), workdirs=Path(WORKDIRS.value)
         )

@@ -1,7 +1,406 @@
-"""x"""
+"""What finished runs say of the paper's claims: `results/README.md`, `report.json` and a picture of each experiment.
 
+In: the files that `run.py` wrote, and the paper's printed figures. Lengths and sizes are the paper's in claims and ours
+in tables; a preset's divisor stands between them.
+"""
+
+import dataclasses
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from dape_jax.errors import InputError, require
+from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Experiment, paper_tables
+
+Verdict = Literal["holds", "does not hold", "not tested"]
+MIN_SEEDS = 2  # one seed says nothing of the spread
+
+# What a comparison reads: a cell's value for each seed; empty where there is none.
+Look = Callable[[Cell], dict[int, float]]
+
+_FIELDS = ("method", "paper_size", "paper_train_length", "train_length", "seed", "measure", "wall_seconds")
+_ABOUT = ("commit", "device", "num_devices", "num_cpus", "versions")
+UNITS = {"perplexity": "perplexity", "delta": "delta perplexity", "step_ms": "milliseconds of a training step"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One method, trained at one length: its value at every length for every seed.
+
+    Args:
+        method: a key of `METHODS`.
+        size: the paper's.
+        train_length: the paper's.
+        values: seed -> the paper's length -> value.
+    """
+
+    method: str
+    size: str
+    train_length: int
+    values: dict[int, dict[int, float]]
+
+    def over_seeds(self, length: int) -> list[float]:
+        """The values at a length."""
+        return [values[length] for values in self.values.values() if length in values]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """All finished runs of an experiment under one preset on one text."""
+
+    experiment: str
+    preset: str
+    data: str
+    series: list[Series]
+    about: dict[str, list[Any]]  # commits, devices, versions and times of the runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What became of a claim.
+
+    Args:
+        claim: its text.
+        verdict: "holds" if every comparison holds with every seed.
+        holding: comparisons that hold with every seed.
+        comparisons: all of them.
+        weakest: the comparison that is nearest to failing, or fails by most, with its figures over seeds.
+    """
+
+    claim: str
+    verdict: Verdict
+    holding: int
+    comparisons: int
+    weakest: str
+
+
+def judge(claim: Claim, look: Look, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
+    """Decide a claim from figures.
+
+    A comparison is of the same seed on both sides, and holds if it does so with every seed. A claim is not tested
+    unless all of its comparisons have figures from `min_seeds` seeds.
+
+    Args:
+        claim: what is compared.
+        look: where the figures are.
+        divisor: of the lengths, for messages.
+        min_seeds: seeds that are needed.
+    """
+    holding, weakest = 0, (math.inf, "")
+    for less in claim.comparisons:
+        low, high = (look(side) if isinstance(side, Cell) else side for side in (less.low, less.high))
+        seeds = set.intersection(*(set(side) for side in (low, high) if isinstance(side, dict)))
+        if len(seeds) < min_seeds:
+            return Judgement(claim.text, "not tested", 0, len(claim.comparisons), "")
+        lows = [low[seed] if isinstance(low, dict) else low for seed in sorted(seeds)]
+        highs = [high[seed] if isinstance(high, dict) else high for seed in sorted(seeds)]
+        margin = min((less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True))
+        holding += margin > 0
+        if margin < weakest[0]:
+            factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
+            text = f"{_side(less.low, lows, divisor)} < {factor}{_side(less.high, highs, divisor)}"
+            weakest = (margin, text if margin > 0 else f"not {text}")
+    total = len(claim.comparisons)
+    if not total:
+        return Judgement(claim.text, "not tested", 0, 0, "")
+    return Judgement(claim.text, "holds" if holding == total else "does not hold", holding, total, weakest[1])
+
+
+def _side(side: Cell | float, values: list[float], divisor: int) -> str:
+    if isinstance(side, Cell):
+        return f"{side.method} T{side.train_length // divisor} at {side.length // divisor}: {_spread(values)}"
+    return f"{side:g}"
+
+
+def _spread(values: list[float]) -> str:
+    """Mean and half the range over seeds."""
+    mean, half = sum(values) / len(values), (max(values) - min(values)) / 2
+    digits = 2 if abs(mean) < 1000 else 0
+    return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+# ---- figures: ours and the paper's
+
+
+def read(results: Path) -> list[Group]:
+    """The finished runs under a directory, in the catalogue's order.
+
+    Raises:
+        InputError: a file there is no run's.
+    """
+    groups = []
+    for name, experiment in EXPERIMENTS.items():
+        for directory in sorted((results / name).glob("*-*/")):
+            preset, _, data = directory.name.partition("-")
+            files = sorted(directory.glob("*-seed*.json"))
+            if preset in PRESETS and files:
+                groups.append(_group(name, preset, data, experiment, [_read_run(file) for file in files]))
+    return groups
+
+
+def _read_run(file: Path) -> dict[str, Any]:
+    try:
+        run = json.loads(file.read_bytes())
+        missing = [field for field in (*_FIELDS, *_ABOUT) if field not in run]
+        require(not missing, str(file), missing, "fields that every run has")
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{file}: cannot be read as a run: {error}") from error
+    return run
+
+
+def _group(name: str, preset: str, data: str, experiment: Experiment, runs: list[dict[str, Any]]) -> Group:
+    divisor = PRESETS[preset].length_divisor
+    values: dict[tuple[str, str, int], dict[int, dict[int, float]]] = defaultdict(dict)
+    for run in runs:
+        key = (run["method"], run["paper_size"], run["paper_train_length"])
+        values[key][run["seed"]] = {
+            length * divisor: value for length, value in _measured(run, experiment.measure).items()
+        }
+    order = [(m, s, t) for s in experiment.sizes for t in experiment.train_lengths for m in experiment.methods]
+    about = {field: sorted({json.dumps(run[field]) for run in runs}) for field in _ABOUT}
+    about["wall_seconds"] = [run["wall_seconds"] for run in runs]
+    return Group(name, preset, data, [Series(*key, values[key]) for key in order if key in values], about)
+
+
+def _measured(run: dict[str, Any], measure: str) -> dict[int, float]:
+    if measure == "step_ms":
+        return {run["train_length"]: run["step_ms"]}
+    perplexity = {result["length"]: result["perplexity"] for result in run["lengths"]}
+    if measure == "delta":  # equation 6; every length ends at the same tokens, so what is local is the train length
+        local = perplexity[run["train_length"]]
+        return {length: local - full for length, full in perplexity.items() if length > run["train_length"]}
+    return perplexity
+
+
+def paper_group(name: str, dataset: str) -> Group:
+    """What the paper prints of an experiment on one of its datasets, as if it were a run with one seed."""
+    experiment = EXPERIMENTS[name]
+    found: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
+    for curve in paper_tables()["curves"]:
+        if curve["metric"] == experiment.measure and curve["dataset"] == dataset:
+            # Where the paper keeps the tokens of a step, a train length of 128 has the batch of everything else.
+            if curve.get("step_tokens", experiment.step_tokens) == experiment.step_tokens:
+                key = (curve["method"], curve["size"], curve["train_length"])
+                found[key] |= {int(length): value for length, value in curve["values"].items()}
+    wanted = [
+        (method, size, train_length)
+        for size in experiment.sizes
+        for train_length in experiment.train_lengths
+        for method in experiment.methods
+        if not experiment.overrides and (method, train_length) not in experiment.skipped
+    ]
+    series = [Series(*key, {0: found[key]}) for key in wanted if key in found]
+    return Group(name, "paper", dataset, series, {})
+
+
+def looker(group: Group) -> Look:
+    """Read a group's figures cell by cell."""
+    by_key = {(series.method, series.size, series.train_length): series.values for series in group.series}
+
+    def look(cell: Cell) -> dict[int, float]:
+        values = by_key.get((cell.method, cell.size, cell.train_length), {})
+        return {seed: lengths[cell.length] for seed, lengths in values.items() if cell.length in lengths}
+
+    return look
+
+
+# ---- what is written
 
 
 def write(results: Path) -> Path:
-    return results
+    """Write the report on all finished runs, and return its README.md.
+
+    Raises:
+        InputError: nothing to report, or nowhere to write.
+    """
+    groups = read(results)
+    require(
+        bool(groups), "--results", str(results), "a directory with finished runs (python -m dape_jax.experiments run)"
+    )
+    judged = {
+        name: [
+            (group, [judge(claim, looker(group), _divisor(group)) for claim in experiment.claims])
+            for group in groups
+            if group.experiment == name
+        ]
+        for name, experiment in EXPERIMENTS.items()
+    }
+    try:
+        for group in groups:
+            plot(group, results / group.experiment / f"{group.preset}-{group.data}.png")
+        _replace(results / "report.json", json.dumps(_as_json(judged), indent=1) + "\n")
+        _replace(results / "README.md", _readme(judged) + "\n")
+    except OSError as error:
+        raise InputError(f"--results = {str(results)!r}: cannot be written to: {error}") from error
+    return results / "README.md"
+
+
+def _divisor(group: Group) -> int:
+    return PRESETS[group.preset].length_divisor
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, file)
+
+
+def _as_json(judged: dict[str, list[tuple[Group, list[Judgement]]]]) -> dict[str, Any]:
+    return {
+        name: {
+            f"{group.preset}-{group.data}": {
+                "claims": [dataclasses.asdict(judgement) for judgement in judgements],
+                "series": [dataclasses.asdict(series) for series in group.series],
+                "about": group.about,
+            }
+            for group, judgements in of_experiment
+        }
+        for name, of_experiment in judged.items()
+    }
+
+
+_INTRODUCTION = f"""# The paper's experiments, and what they show here
+
+Written by `python -m dape_jax.experiments report` from the runs beside it; `report.json` has the same figures. `small`
+is `configs/small.py`: every length of the paper divided by four, models of 0.4 M parameters and more, bytes of the
+standard library's source. It tests whether a claim shows at that scale, not the paper's figures.
+
+A claim **holds** if every comparison in it holds with every seed; it is **not tested** without at least {MIN_SEEDS}
+seeds of every run that it compares. Figures are the mean over seeds ± half their range.
+
+## Verdicts
+
+| experiment | claim of the paper, with its lengths | verdict | comparisons that hold | the weakest, with our lengths |
+| --- | --- | --- | ---: | --- |"""
+
+
+def _readme(judged: dict[str, list[tuple[Group, list[Judgement]]]]) -> str:
+    lines = [_INTRODUCTION]
+    for name, of_experiment in judged.items():
+        if not of_experiment:
+            why = EXPERIMENTS[name].missing or "no runs"
+            for claim in EXPERIMENTS[name].claims:
+                lines.append(f"| {name} | {claim.text} | not tested | | {why} |")
+        for group, judgements in of_experiment:
+            for item in judgements:
+                tested = item.verdict != "not tested"
+                count = f"{item.holding} of {item.comparisons}" if tested else ""
+                where = f"[{name}](#{name}) {group.preset}, {group.data}"
+                lines.append(f"| {where} | {item.claim} | **{item.verdict}** | {count} | {item.weakest} |")
+    for name, of_experiment in judged.items():
+        if of_experiment:
+            lines += ["", f"## {name}", "", f"{EXPERIMENTS[name].title} ({EXPERIMENTS[name].source})."]
+        for group, _ in of_experiment:
+            lines += ["", *_section(group)]
+        if of_experiment:
+            for dataset in ("arxiv", "books3"):
+                if (paper := paper_group(name, dataset)).series:
+                    lines += ["", f"**Paper**, {dataset}: {_unit(paper)}", "", *_table(paper)]
+    return "\n".join(lines)
+
+
+def _unit(group: Group) -> str:
+    return UNITS[EXPERIMENTS[group.experiment].measure]
+
+
+def _section(group: Group) -> list[str]:
+    seeds = sorted({seed for series in group.series for seed in series.values})
+    minutes = sum(group.about["wall_seconds"]) / 60
+    commits, devices, cpus = (
+        ", ".join(str(json.loads(value)) for value in group.about[field]) for field in ("commit", "device", "num_cpus")
+    )
+    versions = "; ".join(
+        ", ".join(f"{package} {number}" for package, number in json.loads(item).items())
+        for item in group.about["versions"]
+    )
+    return [
+        f"**Ours**, {group.preset} on {group.data}: {_unit(group)}, seeds {', '.join(map(str, seeds))}",
+        "",
+        *_table(group),
+        "",
+        f"![{group.experiment}]({group.experiment}/{group.preset}-{group.data}.png)",
+        "",
+        f"`python -m dape_jax.experiments run {group.experiment} --preset={group.preset}`; commit {commits}; "
+        f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in all.",
+    ]
+
+
+def _table(group: Group) -> list[str]:
+    """One row for each method and train length, one column for each length."""
+    divisor = 1 if not group.about else _divisor(group)
+    lengths = sorted({length for s in group.series for values in s.values.values() for length in values})
+    sizes = {series.size for series in group.series}
+    head = ["method", *(["size"] if len(sizes) > 1 else []), "trained at", *(str(n // divisor) for n in lengths)]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for series in group.series:
+        names = [series.method, *([series.size] if len(sizes) > 1 else []), str(series.train_length // divisor)]
+        cells = [_spread(values) if (values := series.over_seeds(length)) else "" for length in lengths]
+        rows.append(names + cells)
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def plot(group: Group, file: Path) -> None:
+    """Draw a group: a panel for each size and train length, ours above what the paper prints."""
+    divisor = _divisor(group)
+    papers = [(dataset, paper_group(group.experiment, dataset)) for dataset in ("arxiv", "books3")]
+    rows = [(f"{group.preset}, {group.data}", group, divisor)]
+    rows += [(f"paper, {dataset}", paper, 1) for dataset, paper in papers if _is_drawn(paper)]
+    panels = list(dict.fromkeys((series.size, series.train_length) for series in group.series))
+    merged = EXPERIMENTS[group.experiment].step_tokens is not None  # train lengths are what is compared
+    if merged:
+        panels = [(size, 0) for size in dict.fromkeys(size for size, _ in panels)]
+    figure, axes = plt.subplots(
+        len(rows), len(panels), figsize=(5.4 * len(panels) + 1.2, 3.6 * len(rows)), squeeze=False, layout="constrained"
+    )
+    methods = list(dict.fromkeys((s.method, s.train_length if merged else 0) for s in group.series))
+    colors = dict(zip(methods, plt.get_cmap("tab20")(np.linspace(0, 1, max(2, len(methods)))), strict=False))
+    for row, (title, shown, scale) in enumerate(rows):
+        for column, (size, train_length) in enumerate(panels):
+            _panel(axes[row][column], shown, scale, size, train_length, colors)
+            trained = "" if merged else f", trained at {train_length // scale}"
+            axes[row][column].set_title(f"{title}: {size}{trained}", fontsize=9)
+    axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
+
+
+def _is_drawn(paper: Group) -> bool:
+    return any(len(values) > 1 for series in paper.series for values in series.values.values())
+
+
+def _panel(
+    axes: Any, group: Group, divisor: int, size: str, train_length: int, colors: dict[tuple[str, int], Any]
+) -> None:
+    shown = [s for s in group.series if s.size == size and train_length in (0, s.train_length)]
+    values_drawn = []
+    if EXPERIMENTS[group.experiment].measure == "step_ms":
+        means = [(s.method, sum(v := s.over_seeds(s.train_length)) / len(v)) for s in shown]
+        axes.barh([name for name, _ in means], [value for _, value in means])
+        axes.set_xlabel(_unit(group))
+        return
+    for series in shown:
+        key = (series.method, series.train_length if train_length == 0 else 0)
+        label = series.method if train_length else f"{series.method}, trained at {series.train_length // divisor}"
+        lengths = sorted({length for values in series.values.values() for length in values})
+        over_seeds = [series.over_seeds(length) for length in lengths]
+        means = [sum(values) / len(values) for values in over_seeds]
+        ours = [length / divisor for length in lengths]
+        axes.plot(ours, means, marker="o", markersize=3, linewidth=1.2, label=label, color=colors.get(key))
+        axes.fill_between(
+            ours, [min(v) for v in over_seeds], [max(v) for v in over_seeds], alpha=0.15, color=colors.get(key)
+        )
+        values_drawn += means
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    if values_drawn and min(values_drawn) > 0 and max(values_drawn) > 4 * min(values_drawn):
+        axes.set_yscale("log")
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel(_unit(group))
+    axes.grid(alpha=0.3)

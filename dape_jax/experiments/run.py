@@ -3,8 +3,8 @@
     runs/experiments/<16 hex digits>/                       workdir of a model, named by its config and its text
     results/fig2/small-stdlib/kerple-xs-T32-seed0.json      what was measured of it
 
-A file in results/ is written whole, when its run has finished, and is never written again. A model or a measurement that
-another experiment has finished is taken from there: figure 2 and table 4 share their Kerple.
+A file in results/ is written whole, when its run has finished, and is never written again. A model or a measurement
+that another experiment has finished is taken from there: figure 2 and table 4 share their Kerple.
 """
 
 import dataclasses
@@ -176,9 +176,6 @@ def run_experiment(
         workdirs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--results, --workdirs: cannot be written to: {error}") from error
-    # Seeds of one method share their programs, within this process and with the next.
-    jax.config.update("jax_compilation_cache_dir", str((workdirs / "compiled").absolute()))
-
     finished = _finished(results)
     todo = []
     for index, (file, key) in enumerate(zip(files, keys, strict=True)):
