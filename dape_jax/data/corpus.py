@@ -1,11 +1,11 @@
-"""Files -> documents: which files a path names, what they hold, and which side of the split each document falls on.
+"""Paths -> files, and which side of the split a document falls on.
 
-In: `config.data.path`. Out: one `bytes` per non-empty text file, in a fixed order. Next: `tokenizers`.
+In: `config.data.path`, or the inputs of `prepare`. Out: the files that it names, in a fixed order. Next: `records`,
+which reads them.
 """
 
 import glob
 import hashlib
-import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -14,28 +14,26 @@ from typing import Literal
 
 from dape_jax.errors import InputError
 
-logger = logging.getLogger(__name__)
-
 Split = Literal["train", "validation"]
 
 STDLIB = "stdlib"
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _STDLIB_MIN_FILES = 100  # a whole one has more than a thousand; a zipped or stripped one a handful
-_BINARY_PROBE_BYTES = 8192
 
 
-def find_files(path: str) -> list[tuple[str, Path]]:
+def find_files(path: str, field: str = "data.path") -> list[tuple[str, Path]]:
     """The files that a path names, as (name, file) sorted by name; nothing is read yet.
 
     Args:
         path: "stdlib" (the source of this interpreter's own standard library), a directory (every file under it; hidden
             files and linked directories are left out), a glob (`**` descends; a file counts once), or one file.
+        field: what the user knows the path as, for messages.
 
     Raises:
         InputError: nothing is there, or this installation carries no standard library source.
     """
     if path == STDLIB:
-        return _find_stdlib()
+        return _find_stdlib(field)
     root = Path(os.path.expanduser(path))
     try:
         if root.is_file():
@@ -47,15 +45,15 @@ def find_files(path: str) -> list[tuple[str, Path]]:
             once = {os.path.realpath(match): Path(match) for match in matches}  # ** goes round and round a linked loop
             found = [(file.as_posix(), file) for file in once.values() if file.is_file()]
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise InputError(f"data.path = {path!r}: cannot be read: {error}") from error
+        raise InputError(f"{field} = {path!r}: cannot be read: {error}") from error
     if not found:
         raise InputError(
-            f"data.path = {path!r}: no files there; give a file, a directory or a glob that matches some, or {STDLIB!r}"
+            f"{field} = {path!r}: no files there; give a file, a directory or a glob that matches some, or {STDLIB!r}"
         )
     return sorted(found)
 
 
-def _find_stdlib() -> list[tuple[str, Path]]:
+def _find_stdlib(field: str) -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     found = [
         (file.relative_to(root).as_posix(), file)
@@ -65,7 +63,7 @@ def _find_stdlib() -> list[tuple[str, Path]]:
     ]
     if len(found) < _STDLIB_MIN_FILES:
         raise InputError(
-            f"data.path = {STDLIB!r}: this Python has no standard library source to train on ({len(found)} .py files "
+            f"{field} = {STDLIB!r}: this Python has no standard library source to train on ({len(found)} .py files "
             f"under {root}); name your own text with --config.data.path=<directory, file or glob>"
         )
     return sorted(found)
@@ -82,41 +80,13 @@ def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
-def read_documents(path: str, files: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
-    """The text of each file, one at a time; empty and binary files (a NUL byte near the start) are left out.
-
-    Args:
-        path: what the files were found from, for messages.
-        files: as `find_files` returns them.
-
-    Raises:
-        InputError: a file cannot be read, or every one of them was left out.
-    """
-    kept = empty = binary = 0
-    for _, file in files:
-        try:
-            document = file.read_bytes()
-        except OSError as error:
-            raise InputError(f"data.path = {path!r}: cannot be read: {error}") from error
-        if not document:
-            empty += 1
-        elif b"\0" in document[:_BINARY_PROBE_BYTES]:
-            binary += 1
-        else:
-            kept += 1
-            yield document
-    logger.info("data.path = %r: %d documents; left out: %d empty files, %d binary files", path, kept, empty, binary)
-    if not kept:
-        raise InputError(f"data.path = {path!r}: no text there: {empty} empty files and {binary} binary files")
-
-
 def split_of(document: bytes, held_out_fraction: float) -> Split:
     """The side a document falls on, decided by a hash of its content alone.
 
     Two copies of a text are therefore never on both sides, whatever their names, places and order.
 
     Args:
-        document: the text.
+        document: the text, or token ids as bytes.
         held_out_fraction: the share of the hashes that is held out for validation.
     """
     hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])

@@ -1,20 +1,15 @@
-"""Documents -> tokens on disk, written once and mapped into memory ever after.
+"""Tokens on disk, mapped into memory: opened as they were prepared, or built once from raw text.
 
 In: a `DataConfig`. Out: a `Corpus` of two `TokenStore`s. Next: `batches`.
 
-    cache_dir/<16 hex digits of the inputs' fingerprint>/
-        train/        tokens.bin    the documents one after another, each with its end_of_document; little-endian
-                      offsets.npy   int64[num_documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
-                      store.json    the sidecar: the fields of `Sidecar`
-        validation/   the same
-
-A corpus is built in a directory named .tmp-* beside its final place and renamed into it whole, so what has a final name
-is complete. A killed build leaves its .tmp-* behind: nothing ever reads it, and it may be deleted.
+A corpus is a directory of two stores, train/ and validation/, in the format of `build`. `data.path` names one that
+`prepare` has made, or raw text; what is built of that is kept in cache_dir/<16 hex digits of the inputs' fingerprint>.
+It is built in a directory named .tmp-* beside its final place and renamed into it whole, so what has a final name is
+complete. A killed build leaves its .tmp-* behind: nothing ever reads it, and it may be deleted.
 """
 
-import array
-import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -23,55 +18,58 @@ import re
 import shutil
 import uuid
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_type_hints
 
 import numpy as np
 from jaxtyping import Int64, UInt
-from tqdm import tqdm
 
 from dape_jax.data import corpus
-from dape_jax.data.corpus import Split
-from dape_jax.data.tokenizers import TOKENIZERS, Tokenizer
+from dape_jax.data.build import (
+    FORMAT_VERSION,
+    OFFSETS_FILE,
+    RECORD_FILE,
+    SIDECAR_FILE,
+    SPLITS,
+    TOKENS_FILE,
+    Sidecar,
+    build,
+    check_found,
+    finish,
+    progress,
+    read_json,
+    sync,
+    token_dtype,
+)
+from dape_jax.data.records import Selection, input_files
+from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
-TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
+_TOKENIZERS = "None (that of a prepared corpus), 'bytes', the path of a tokenizer.json or its name bpe-<16 hex digits>"
+_NAME = "bpe-[0-9a-f]{16}"
+_MAX_LENGTH = 2**30  # bytes of a document of raw text
+_CHUNK = 2**20  # offsets that are checked at once
+_DIGEST_BYTES = 2**24  # that are hashed at once
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """The text that a model is trained and judged on."""
 
-    path: str  # "stdlib", a directory, a glob or a file: see corpus.find_files
-    tokenizer: str  # a key of TOKENIZERS
-    cache_dir: str  # where the token stores are kept
-    held_out_fraction: float  # the share of the documents that training never sees
+    path: str  # of a prepared corpus, or raw text: "stdlib", a directory, a glob or a file, see corpus.find_files
+    tokenizer: str | None  # "bytes", a tokenizer.json's path or its name; None for that of a prepared corpus
+    cache_dir: str  # where the stores of raw text are kept
+    held_out_fraction: float  # the share of raw text's documents that training never sees
     seed: int  # of the order of the training windows
 
     def __post_init__(self):
         require(self.path != "", "data.path", self.path, f"a file, a directory, a glob or {corpus.STDLIB!r}")
-        require(self.tokenizer in TOKENIZERS, "data.tokenizer", self.tokenizer, f"one of {sorted(TOKENIZERS)}")
+        known = self.tokenizer is None or re.fullmatch(rf"bytes|.*\.json|{_NAME}", self.tokenizer, re.DOTALL)
+        require(bool(known), "data.tokenizer", self.tokenizer, _TOKENIZERS)
         require(self.cache_dir != "", "data.cache_dir", self.cache_dir, "a directory to write to")
         require(0 < self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction, "between 0 and 1")
         require(0 <= self.seed < 2**32, "data.seed", self.seed, "0 to 2**32 - 1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sidecar:
-    """What store.json records about the two files beside it."""
-
-    format_version: int
-    tokenizer: str
-    vocab_size: int
-    dtype: str  # of tokens.bin, as numpy writes it: "<u2"
-    num_documents: int
-    num_tokens: int
-    digest: str  # sha256 of tokens.bin and then the numbers of offsets.npy
-    split: str
-    source: str  # the data.path it was built from
-    fingerprint: str  # of the files found there: see _fingerprint
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,10 +96,10 @@ class TokenStore:
         """What a checkpoint records to know this data again."""
         return self.sidecar.digest
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """What the tokens were made with."""
-        return TOKENIZERS[self.sidecar.tokenizer]()
+        return saved_tokenizer(self.directory)
 
     def document(self, index: int) -> UInt[np.ndarray, "document_tokens"]:
         """The tokens of one document, its end_of_document last."""
@@ -115,8 +113,12 @@ class TokenStore:
         Raises:
             InputError: the files have changed since they were written.
         """
-        with open(self.directory / TOKENS_FILE, "rb") as file:
-            found = hashlib.file_digest(file, "sha256")
+        found = hashlib.sha256()
+        size = self.tokens.nbytes
+        with open(self.directory / TOKENS_FILE, "rb") as file, progress(size, f"checking {self.directory}", 0) as bar:
+            while block := file.read(_DIGEST_BYTES):
+                found.update(block)
+                bar.update(len(block))
         found.update(np.ascontiguousarray(self.offsets, "<i8").data)
         field = f"{self.directory / SIDECAR_FILE}: digest"
         require(found.hexdigest() == self.digest, field, self.digest, f"the files beside it give {found.hexdigest()}")
@@ -140,30 +142,90 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """The token stores of a corpus: built once, then reused without reading the text while its files stay the same.
+    """The token stores of a corpus: one that was prepared, or of raw text, built once and then reused without reading
+    the text while its files stay the same.
+
+    Raw text is taken as `prepare` takes it by default, but for the length of a document, which may be a GiB.
 
     Args:
         config: the text, the tokenizer, the split and where to keep the result.
 
     Raises:
-        InputError: nothing to read, nothing on one side of the split, nowhere to write, or a damaged store.
+        InputError: nothing to read, nothing on one side of the split, nowhere to write, no tokenizer or another than
+            the prepared corpus's, or a damaged store.
     """
-    files = corpus.find_files(config.path)
-    fingerprint = _fingerprint(config, files)
+    path = Path(os.path.expanduser(config.path))
+    if config.path != corpus.STDLIB and _is_prepared(path):
+        loaded = open_corpus(path)
+        _check_tokenizer(config, loaded)
+        return loaded
+    if config.tokenizer is None:
+        raise InputError(
+            f"data.tokenizer = None: raw text (data.path = {config.path!r}) needs 'bytes' or a tokenizer.json"
+        )
+    tokenizer = read_tokenizer(config.tokenizer)
+    files = input_files(corpus.find_files(config.path))
+    fingerprint = _fingerprint(config, tokenizer, files)
     directory = Path(os.path.abspath(os.path.expanduser(config.cache_dir)), fingerprint[:16])
     if not os.path.exists(directory):
-        _build(config, files, fingerprint, directory)
+        _build(config, files, tokenizer, fingerprint, directory)
     try:
-        return Corpus(**{split: _open_split(directory, split, fingerprint) for split in get_args(Split)})
+        loaded = open_corpus(directory)
+        for split in SPLITS:
+            field = f"{directory / split / SIDECAR_FILE}: fingerprint"
+            found = getattr(loaded, split).sidecar.fingerprint
+            require(found == fingerprint, field, found, f"{fingerprint!r} by its place")
     except InputError as error:
         raise InputError(f"{error}; delete {directory} to have it built anew") from error
+    return loaded
+
+
+def open_corpus(directory: Path) -> Corpus:
+    """Map the two stores of a directory that is complete; they are checked as by `open_store`, and against each other.
+
+    Raises:
+        InputError: a file is missing or damaged, or the stores do not belong together.
+    """
+    stores = {split: open_store(directory / split) for split in SPLITS}
+    for split, store in stores.items():
+        of_train = stores["train"].sidecar
+        for field, expected in (
+            ("split", split),
+            ("fingerprint", of_train.fingerprint),
+            ("tokenizer", of_train.tokenizer),
+        ):
+            value = getattr(store.sidecar, field)
+            require(
+                value == expected, f"{store.directory / SIDECAR_FILE}: {field}", value, f"{expected!r} by its place"
+            )
+    return Corpus(**stores)
+
+
+def _is_prepared(path: Path) -> bool:
+    """Whether a directory is a corpus of ours, complete or not, and so no raw text."""
+    names = (
+        RECORD_FILE,
+        *(f"{split}/{name}" for split in SPLITS for name in (SIDECAR_FILE, TOKENS_FILE, OFFSETS_FILE)),
+    )
+    try:
+        return all((path / split).is_dir() for split in SPLITS) and any((path / name).exists() for name in names)
+    except (OSError, ValueError):  # ValueError: a NUL byte in the path
+        return False
+
+
+def _check_tokenizer(config: DataConfig, loaded: Corpus) -> None:
+    name, given = loaded.train.sidecar.tokenizer, config.tokenizer
+    if given is not None and given != name:
+        given = given if re.fullmatch(rf"bytes|{_NAME}", given) else read_tokenizer(given).name
+        allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
+        require(given == name, "data.tokenizer", config.tokenizer, allowed)
 
 
 def open_store(directory: Path) -> TokenStore:
     """Map a store that is on disk; everything is checked that needs no reading of the tokens (that is `verify`).
 
     Args:
-        directory: what holds tokens.bin, offsets.npy and store.json.
+        directory: what holds tokens.bin, offsets.npy, store.json and, unless they are bytes, tokenizer.json.
 
     Raises:
         InputError: a file is missing or damaged; names the sidecar, the field and its value.
@@ -174,12 +236,16 @@ def open_store(directory: Path) -> TokenStore:
         require(condition, f"{directory / SIDECAR_FILE}: {field}", getattr(sidecar, field), allowed)
 
     check(sidecar.format_version == FORMAT_VERSION, "format_version", f"this program reads {FORMAT_VERSION}")
-    check(sidecar.tokenizer in TOKENIZERS, "tokenizer", f"one of {sorted(TOKENIZERS)}")
-    vocab_size = TOKENIZERS[sidecar.tokenizer]().vocab_size
+    try:
+        tokenizer = saved_tokenizer(directory)
+    except InputError as error:
+        raise InputError(f"{directory / SIDECAR_FILE}: the tokenizer beside it: {error}") from error
+    check(sidecar.tokenizer == tokenizer.name, "tokenizer", f"the tokenizer beside it is {tokenizer.name!r}")
+    vocab_size = tokenizer.vocab_size
     check(sidecar.vocab_size == vocab_size, "vocab_size", f"the tokenizer {sidecar.tokenizer!r} has {vocab_size}")
-    dtype = _token_dtype(vocab_size)
+    dtype = token_dtype(vocab_size)
     check(sidecar.dtype == dtype.str, "dtype", f"{dtype.str!r} for a vocabulary of {vocab_size}")
-    check(sidecar.split in get_args(Split), "split", f"one of {list(get_args(Split))}")
+    check(sidecar.split in SPLITS, "split", f"one of {list(SPLITS)}")
     check(sidecar.num_documents > 0, "num_documents", "at least 1")
     check(sidecar.num_tokens > 0, "num_tokens", "at least 1")
     for field in ("digest", "fingerprint"):
@@ -201,27 +267,21 @@ def open_store(directory: Path) -> TokenStore:
         f"{OFFSETS_FILE} must hold one int64 more than that",
     )
     check(
-        bool(offsets[0] == 0 and offsets[-1] == sidecar.num_tokens and np.all(offsets[1:] > offsets[:-1])),
+        bool(offsets[0] == 0 and offsets[-1] == sidecar.num_tokens and _increase(offsets)),
         "num_tokens",
         f"{OFFSETS_FILE} must increase from 0 to that",
     )
     return TokenStore(directory, sidecar, tokens, offsets)
 
 
-def _open_split(directory: Path, split: Split, fingerprint: str) -> TokenStore:
-    store = open_store(directory / split)
-    for field, expected in (("split", split), ("fingerprint", fingerprint)):
-        value = getattr(store.sidecar, field)
-        require(value == expected, f"{store.directory / SIDECAR_FILE}: {field}", value, f"{expected!r} by its place")
-    return store
+def _increase(offsets: Int64[np.ndarray, "num_offsets"]) -> bool:
+    """Whether every offset is above the one before; in pieces, since there may be hundreds of millions."""
+    pieces = (offsets[begin : begin + _CHUNK + 1] for begin in range(0, len(offsets), _CHUNK))
+    return all(bool(np.all(piece[1:] > piece[:-1])) for piece in pieces)
 
 
 def _read_sidecar(file: Path) -> Sidecar:
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: cannot be read as JSON: {error}") from error
-    require(type(content) is dict, str(file), type(content).__name__, "a JSON object")
+    content = read_json(file)
     fields = get_type_hints(Sidecar)
     require(content.keys() == fields.keys(), f"{file}: fields", sorted(content), f"{sorted(fields)}")
     for name, kind in fields.items():
@@ -229,100 +289,39 @@ def _read_sidecar(file: Path) -> Sidecar:
     return Sidecar(**content)
 
 
-def _fingerprint(config: DataConfig, files: list[tuple[str, Path]]) -> str:
+def _selection(config: DataConfig) -> Selection:
+    return Selection(
+        text_field="text", where=(), min_length=1, max_length=_MAX_LENGTH, held_out_fraction=config.held_out_fraction
+    )
+
+
+def _fingerprint(config: DataConfig, tokenizer: Tokenizer, files: list[Path]) -> str:
     """What decides the store, told without reading the text: the files' places, sizes and times, and the recipe."""
     try:
         # The place counts because archives unpack with equal times: two corpora could agree in all the rest.
-        inputs = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for _, file in files]
+        inputs = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     except OSError as error:
         raise InputError(f"data.path = {config.path!r}: cannot be read: {error}") from error
-    recipe = (FORMAT_VERSION, config.tokenizer, config.held_out_fraction)
+    recipe = (FORMAT_VERSION, tokenizer.name, dataclasses.asdict(_selection(config)))
     return hashlib.sha256(json.dumps([recipe, inputs]).encode()).hexdigest()
 
 
-def _token_dtype(vocab_size: int) -> np.dtype:
-    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
-
-
-def _build(config: DataConfig, files: list[tuple[str, Path]], fingerprint: str, directory: Path) -> None:
-    """Write both splits in one pass over the text, and put them in place in one step."""
+def _build(config: DataConfig, files: list[Path], tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
+    """Build both splits and put them in place in one step."""
     temporary = directory.with_name(f".tmp-{directory.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
-        with contextlib.ExitStack() as stack:
-            writers = {split: _Writer(stack, temporary / split, config.tokenizer) for split in get_args(Split)}
-            progress = tqdm(files, desc="tokenizing", unit=" files", disable=None)
-            for document in corpus.read_documents(config.path, progress):
-                writers[corpus.split_of(document, config.held_out_fraction)].append(document)
-            for split, writer in writers.items():
-                writer.finish(split, config, fingerprint)
-        _sync(temporary)
+        record, _ = build(temporary, files, _selection(config), tokenizer)
+        check_found(record, f"data.path = {config.path!r}", "data.held_out_fraction", config.held_out_fraction)
+        finish(temporary, record, tokenizer, source=config.path, fingerprint=fingerprint)
         try:
             os.rename(temporary, directory)
         except OSError:
             if not directory.exists():
                 raise
             logger.info("%s: another process built it first; using that one", directory)
-        _sync(directory.parent)
-    except OSError as error:  # of writing: read_documents reports its own
+        sync(directory.parent)
+    except OSError as error:  # of writing: reading reports its own
         raise InputError(f"data.cache_dir = {config.cache_dir!r}: cannot be written to: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # nothing is left there once it is renamed
-
-
-class _Writer:
-    """Writes one split, document by document; holds no more of it than the offsets."""
-
-    def __init__(self, stack: contextlib.ExitStack, directory: Path, tokenizer: str):
-        directory.mkdir()
-        self.directory = directory
-        self.file = stack.enter_context(open(directory / TOKENS_FILE, "wb"))
-        self.tokenizer = TOKENIZERS[tokenizer]()
-        self.dtype = _token_dtype(self.tokenizer.vocab_size)
-        self.offsets = array.array("q", [0])
-        self.digest = hashlib.sha256()
-
-    def append(self, document: bytes) -> None:
-        ids = self.tokenizer.encode(document)
-        tokens = np.empty(ids.size + 1, self.dtype)
-        tokens[:-1], tokens[-1] = ids, self.tokenizer.end_of_document
-        self.file.write(tokens.data)
-        self.digest.update(tokens.data)
-        self.offsets.append(self.offsets[-1] + tokens.size)
-
-    def finish(self, split: Split, config: DataConfig, fingerprint: str) -> None:
-        num_documents = len(self.offsets) - 1
-        require(
-            num_documents > 0,
-            "data.held_out_fraction",
-            config.held_out_fraction,
-            f"leaves no {split} documents of data.path = {config.path!r} (one document per file; each side needs one)",
-        )
-        self.file.flush()
-        offsets = np.array(self.offsets, "<i8")
-        self.digest.update(offsets.data)
-        np.save(self.directory / OFFSETS_FILE, offsets)
-        sidecar = Sidecar(
-            format_version=FORMAT_VERSION,
-            tokenizer=config.tokenizer,
-            vocab_size=self.tokenizer.vocab_size,
-            dtype=self.dtype.str,
-            num_documents=num_documents,
-            num_tokens=self.offsets[-1],
-            digest=self.digest.hexdigest(),
-            split=split,
-            source=config.path,
-            fingerprint=fingerprint,
-        )
-        (self.directory / SIDECAR_FILE).write_text(json.dumps(dataclasses.asdict(sidecar), indent=1) + "\n")
-        for path in (*self.directory.iterdir(), self.directory):
-            _sync(path)
-
-
-def _sync(path: Path) -> None:
-    """Make a file or a directory's entries survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

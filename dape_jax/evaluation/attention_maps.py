@@ -44,7 +44,7 @@ from dape_jax.attention import Blockwise, masked_softmax, score
 from dape_jax.biases import Bias
 from dape_jax.config import resolved
 from dape_jax.contextual import ContextualBias
-from dape_jax.data.tokenizers import TOKENIZERS
+from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import Trained, held_out_corpus, read_trained, restore
@@ -138,7 +138,7 @@ def read_tokens(trained: Trained, length: int, text: Path | None) -> tuple[Int[n
     Raises:
         InputError: a file that cannot be read, or too few tokens.
     """
-    tokenizer = TOKENIZERS[trained.run.data.tokenizer]()
+    tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
         try:
             tokens = tokenizer.encode(text.read_bytes())

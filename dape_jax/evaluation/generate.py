@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from dape_jax import command_line
 from dape_jax.attention import Dense
-from dape_jax.data.tokenizers import TOKENIZERS, Tokenizer
+from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import read_trained, restore
@@ -395,10 +395,10 @@ def complete(
         require(not output.exists(), "output", str(output), "a file that does not exist yet")
     trained = read_trained(workdir, step, {})
     check(trained.run.model, max_new_tokens, seed)
+    tokenizer = saved_tokenizer(workdir)
+    ids = [tokenizer.encode(prompt) if prompt else np.array([tokenizer.end_of_document]) for prompt in prompts]
     if output is not None:
         report.make_directory(output.absolute().parent)
-    tokenizer = TOKENIZERS[trained.run.data.tokenizer]()
-    ids = [tokenizer.encode(prompt) if prompt else np.array([tokenizer.end_of_document]) for prompt in prompts]
     mesh, params = restore(trained)
     stream = generate(
         trained.run.model,

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from dape_jax.config import RunConfig, differences, resolved
 from dape_jax.data.batches import train_batches, validation_batches
 from dape_jax.data.store import load_corpus
+from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.errors import InputError, NonFiniteError, require
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint
@@ -90,6 +91,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     )
     record = {"config": config, "data_digest": corpus.digest}
     if saved is None:
+        save_tokenizer(corpus.train.tokenizer, workdir)  # first: a run that has its config has its tokenizer
         checkpoint.write_config(workdir, record)
     else:
         refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": corpus.digest})

@@ -1,0 +1,165 @@
+"""The official code's data: a pair of files of tokens, `x.bin` and `x.idx`, as Megatron-LM and GPT-NeoX write them.
+
+In: the path of a pair. Out: an `IndexedDataset`, whose documents are mapped from disk. Next: `records`.
+
+    x.bin   tokens, one sequence after another, little-endian
+    x.idx   9 bytes     MMIDIDX and two zeros
+            uint64      version, 1
+            uint8       dtype of the tokens: see DTYPES
+            uint64      number of sequences N
+            uint64      length of the document index D + 1, for D documents
+            int32[N]    tokens of each sequence
+            int64[N]    where each begins in x.bin, in bytes
+            int64[D+1]  document i is the sequences index[i] to index[i + 1] - 1
+
+A pair comes from outside: nothing in the index is believed before it is checked, in pieces, so that memory is bounded
+whatever the index says of itself.
+"""
+
+import dataclasses
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from dape_jax.errors import InputError, require
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floating-point
+
+_HEADER = struct.Struct("<9sQBQQ")
+_CHUNK = 2**20  # entries that are checked at once
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class IndexedDataset:
+    """A checked pair, mapped: opening it reads the index once, and pickling it sends its path alone."""
+
+    path: Path  # without .bin or .idx
+    tokens: Integer[np.ndarray, "num_tokens"] = dataclasses.field(repr=False)
+    starts: Int64[np.ndarray, "num_sequences"] = dataclasses.field(repr=False)  # of sequences, in bytes
+    documents: Int64[np.ndarray, "num_offsets"] = dataclasses.field(repr=False)  # the document index
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents there are, empty ones included."""
+        return len(self.documents) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are; what ends a document counts only where the writer has put it."""
+        return len(self.tokens)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the tokens."""
+        return self.tokens.dtype
+
+    def document(self, index: int) -> Integer[np.ndarray, "document_tokens"]:
+        """The tokens of one document, its sequences one after another.
+
+        Raises:
+            InputError: a token is negative; tokens are read here first.
+        """
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        begin, end = (self._first_token(int(sequence)) for sequence in self.documents[index : index + 2])
+        tokens = self.tokens[begin:end]
+        if tokens.size and self.dtype.kind == "i" and tokens.min() < 0:
+            raise InputError(f"{_file(self.path, '.bin')}: document {index} = {tokens.min()}: a token id is 0 or more")
+        return tokens
+
+    def _first_token(self, sequence: int) -> int:
+        return int(self.starts[sequence]) // self.dtype.itemsize if sequence < len(self.starts) else self.num_tokens
+
+    def __reduce__(self):
+        return open_indexed, (self.path,)
+
+
+def open_indexed(path: Path) -> IndexedDataset:
+    """Map a pair; all of the index is checked against itself and against the length of the tokens.
+
+    Args:
+        path: `x.bin`, `x.idx` or `x`.
+
+    Raises:
+        InputError: a file is missing, damaged or of another kind; names the file, the field and its value.
+    """
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    file = _file(prefix, ".idx")
+    raw, num_bytes = _map(file), _size(_file(prefix, ".bin"))
+
+    def check(condition: bool, field: str, value: object, allowed: str) -> None:
+        require(condition, f"{file}: {field}", value, allowed)
+
+    check(raw.size >= _HEADER.size, "size", raw.size, f"at least the {_HEADER.size} bytes of a header")
+    magic, version, code, num_sequences, num_offsets = _HEADER.unpack(raw[: _HEADER.size].tobytes())
+    check(magic == MAGIC, "magic", magic, f"{MAGIC!r}, the beginning of a Megatron index that maps its tokens")
+    check(version == VERSION, "version", version, f"this program reads {VERSION}")
+    check(code in DTYPES, "dtype", code, f"one of {DTYPES}")
+    dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+    check(num_offsets > 0, "length of the document index", num_offsets, "one more than there are documents")
+    # Python's integers, which cannot overflow: whatever the two counts are, nothing is mapped before they fit.
+    ends = [_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_offsets]
+    check(
+        raw.size == sum(ends),
+        "size",
+        raw.size,
+        f"{sum(ends)} bytes by its {num_sequences} sequences and its document index of {num_offsets}",
+    )
+    _, sizes, starts, documents = np.split(raw, np.cumsum(ends)[:-1])
+    sizes, starts, documents = sizes.view("<i4"), starts.view("<i8"), documents.view("<i8")
+
+    num_tokens = 0
+    for first in range(0, num_sequences, _CHUNK):
+        chunk = sizes[first : first + _CHUNK].astype(np.int64)
+        negative = np.flatnonzero(chunk < 0)
+        if negative.size:
+            at = int(negative[0])
+            check(False, f"size of sequence {first + at}", int(chunk[at]), "0 or more tokens")
+        expected = (num_tokens + np.cumsum(chunk) - chunk) * dtype.itemsize
+        wrong = np.flatnonzero(starts[first : first + _CHUNK] != expected)
+        if wrong.size:
+            at = int(wrong[0])
+            found = int(starts[first + at])
+            check(False, f"start of sequence {first + at}", found, f"{expected[at]}, where the one before it ends")
+        num_tokens += int(chunk.sum())
+        if num_tokens * dtype.itemsize > num_bytes:
+            break  # refused below; a sum that goes on could pass 64 bits
+    require(
+        num_bytes == num_tokens * dtype.itemsize,
+        f"{_file(prefix, '.bin')}: size",
+        num_bytes,
+        f"{num_tokens * dtype.itemsize} bytes by {file}, which counts {num_tokens} tokens of {dtype.name}",
+    )
+    for first in range(0, num_offsets, _CHUNK):
+        chunk = documents[max(first - 1, 0) : first + _CHUNK]
+        check(
+            bool(np.all(chunk[1:] >= chunk[:-1])), "document index", "decreasing", "must increase, or stay for no text"
+        )
+    ends = (int(documents[0]), int(documents[-1]))
+    check(ends == (0, num_sequences), "document index", ends, f"from 0 to the number of sequences, {num_sequences}")
+    tokens = _map(_file(prefix, ".bin")).view(dtype)
+    return IndexedDataset(prefix, tokens, starts, documents)
+
+
+def _file(prefix: Path, suffix: str) -> Path:
+    return Path(f"{prefix}{suffix}")  # the prefix may have dots of its own
+
+
+def _size(file: Path) -> int:
+    try:
+        return os.stat(file).st_size
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from error
+
+
+def _map(file: Path) -> np.ndarray:
+    """The bytes of a file; of an empty one, which cannot be mapped, no bytes."""
+    try:
+        return np.memmap(file, np.uint8, "r") if _size(file) else np.empty(0, np.uint8)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read: {error}") from error

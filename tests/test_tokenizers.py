@@ -1,0 +1,561 @@
+"""What the tokenizers promise: no text is lost, none ends a document, and a file is taken whole or refused."""
+
+import copy
+import json
+import logging
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import tokenizers as library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dape_jax.data import tokenizers
+from dape_jax.data.tokenizers import (
+    END_TOKENS,
+    TOKENIZER_FILE,
+    Bytes,
+    Tokenizer,
+    read_tokenizer,
+    save_tokenizer,
+    saved_tokenizer,
+    train_bpe,
+)
+from dape_jax.errors import InputError
+from dape_jax.evaluation.attention_maps import read_tokens
+from dape_jax.evaluation.evaluate import read_trained
+from dape_jax.evaluation.generate import Sampling, TextStream, complete, printable
+from dape_jax.training.loop import train
+
+quick = settings(max_examples=100, deadline=None)
+
+TEXTS = [
+    "def main(argument):\n    if argument is None:\n        return None\n",
+    "The scores of a long text are a picture whose rows are queries.\r\n\r\n\tThe columns are keys.   ",
+    "Übergrößenträger, naïve café; 日本語のテキスト, עברית; 👩‍👩‍👧‍👦 👍🏽 don't we'll 12345\n",
+] * 3
+SPACES = [" " * n for n in range(24, 1, -1)]
+ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+
+# Texts that hold special tokens, cut characters, runs of spaces and what normal forms would change.
+texts = st.lists(
+    st.one_of(
+        st.text(),
+        st.sampled_from(
+            [
+                *END_TOKENS,
+                "<|padding|>",
+                "<|im_end|>",
+                " ",
+                "\n",
+                "\r\n",
+                "e\u0301",
+                "\u212b",
+                "\u0000",
+                "don't",
+                "▁",
+                "Ġ",
+            ]
+        ),
+        st.integers(1, 60).map(lambda n: " " * n),
+    ),
+    max_size=8,
+).map("".join)
+
+
+def gpt2() -> dict[str, Any]:
+    """A file in the form of GPT-2's: no type of the model, merges as strings, the end of a document last."""
+    trained = json.loads(train_bpe(TEXTS, 400).content)
+    vocab = {token: id - 1 for token, id in trained["model"]["vocab"].items() if id}
+    end = len(vocab)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": end, "content": "<|endoftext|>", **ADDED, "normalized": True}],
+        "normalizer": None,
+        "pre_tokenizer": BYTE_LEVEL,
+        "post_processor": BYTE_LEVEL,
+        "decoder": BYTE_LEVEL | {"add_prefix_space": True},
+        "model": {
+            "dropout": None,
+            "unk_token": "",
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "vocab": vocab | {"<|endoftext|>": end},
+            "merges": [" ".join(pair) for pair in trained["model"]["merges"]],
+        },
+    }
+
+
+def neox() -> dict[str, Any]:
+    """A file in the form of GPT-NeoX-20B's: NFC, two special tokens first, runs of spaces added last."""
+    content = gpt2()
+    del content["model"]["vocab"]["<|endoftext|>"]
+    vocab = {token: id + 2 for token, id in content["model"]["vocab"].items()}
+    content["model"] |= {"type": "BPE", "vocab": {"<|endoftext|>": 0, "<|padding|>": 1} | vocab, "unk_token": None}
+    content["normalizer"] = {"type": "NFC"}
+    special = [{"id": id, "content": token, **ADDED} for id, token in enumerate(["<|endoftext|>", "<|padding|>"])]
+    plain = ADDED | {"special": False, "normalized": True}
+    spaces = [{"id": len(vocab) + 2 + i, "content": run, **plain} for i, run in enumerate(SPACES)]
+    return content | {"added_tokens": special + spaces}
+
+
+def qwen() -> dict[str, Any]:
+    """A file in the form of Qwen's, and of most newer ones: words are split by a regular expression of its own."""
+    content = gpt2()
+    del content["model"]["vocab"]["<|endoftext|>"]
+    end = len(content["model"]["vocab"])
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    words += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    return content | {
+        "added_tokens": [
+            {"id": end + 1, "content": "<|im_end|>", **ADDED},
+            {"id": end, "content": END_TOKENS[0], **ADDED},
+        ],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]},
+    }
+
+
+def trained() -> dict[str, Any]:
+    return json.loads(train_bpe(TEXTS, 400).content)
+
+
+FORMS = {form.__name__: form() for form in (gpt2, neox, qwen, trained)}
+
+
+def write(directory: Path, content: Any) -> str:
+    file = directory / "some tokenizer.json"
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tokenizer(form, tmp_path_factory) -> Tokenizer:
+    return read_tokenizer(write(tmp_path_factory.mktemp(form), FORMS[form]))
+
+
+# what is encoded comes back
+
+
+@quick
+@given(text=texts.map(str.encode))
+def test_text_is_lossless_and_never_ends_a_document(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(np.append(ids, tokenizer.end_of_document).astype(np.int32)) == text
+    assert tokenizer.end_of_document not in ids
+    assert ids.size == 0 or ids.max() < tokenizer.vocab_size
+
+
+@quick
+@given(text=texts)
+def test_text_comes_back_token_by_token(tokenizer, text):
+    """Also where a character is cut: generation shows it when its last byte has come."""
+    ids = tokenizer.encode(text.encode())
+    stream = TextStream(tokenizer)
+    shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
+    assert "".join(shown) == text
+    assert stream.feed(ids[:0], last=True) == ""
+    assert b"".join(tokenizer.decode(ids[i : i + 1]) for i in range(ids.size)) == text.encode()
+
+
+def test_a_character_of_several_tokens_waits_for_its_last_byte(tokenizer):
+    ids = tokenizer.encode("x𝔸y".encode())
+    assert ids.size > 3  # the tokenizer has cut it, or this shows nothing
+    stream = TextStream(tokenizer)
+    shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
+    assert [text for text in shown if text] == ["x", "𝔸", "y"]
+
+
+@quick
+@given(text=st.lists(st.sampled_from([*TEXTS, *SPACES, "a", "é", "日", "\n", "\t", " the", "!!", "'s"])).map("".join))
+def test_ids_are_those_of_the_library(form, tokenizer, text):
+    """Where upstream loses nothing (no special tokens, in NFC), its ids are ours."""
+    upstream = library.Tokenizer.from_str(json.dumps(FORMS[form]))
+    assert tokenizer.encode(text.encode()).tolist() == upstream.encode(text, add_special_tokens=False).ids
+
+
+def test_a_run_of_spaces_that_the_file_adds_is_one_token(tokenizer, form):
+    assert (tokenizer.encode(b"a" + b" " * 24 + b"b").size == 3) == (form == "neox")
+
+
+def test_special_tokens_are_where_the_file_has_them(form, tokenizer):
+    added = {token["content"]: token["id"] for token in FORMS[form]["added_tokens"]}
+    assert tokenizer.end_of_document == added["<|endoftext|>"]
+    assert tokenizer.vocab_size == max([*FORMS[form]["model"]["vocab"].values(), *added.values()]) + 1
+
+
+def test_ids_outside_the_vocabulary_are_refused(tokenizer):
+    for ids in ([-1], [5, tokenizer.vocab_size]):
+        with pytest.raises(InputError, match=rf"{tokenizer.name} knows 0 to {tokenizer.vocab_size - 1}"):
+            tokenizer.decode(np.array(ids))
+
+
+def test_ids_may_have_gaps(tmp_path):
+    """A token whose id stands far off counts for the vocabulary; what is between stands for no text."""
+    content = copy.deepcopy(FORMS["trained"])
+    vocab = content["model"]["vocab"]
+    vocab["é"] = 1000  # the byte E9
+    tokenizer = read_tokenizer(write(tmp_path, content))
+    assert tokenizer.vocab_size == 1001
+    assert tokenizer.decode(np.array([1000, 999, vocab["a"]])) == b"\xe9a"
+
+
+@quick
+@given(text=st.binary(max_size=40))
+def test_bytes_that_are_not_utf8_are_refused(tokenizer, text):
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        with pytest.raises(InputError, match=rf"from byte {error.start} on: not UTF-8"):
+            tokenizer.encode(text)
+    else:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@quick
+@given(text=texts, words=st.lists(st.sampled_from(["the", "scores", "12", "é", "日本"]), min_size=1, max_size=40))
+def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
+    """Words give the ids of the whole text, and what has no place to cut is lossless all the same."""
+    sentence = " ".join(words).encode()
+    whole = tokenizer.encode(sentence)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_PIECE_CHARS", 7)
+        assert len(list(tokenizers._pieces(sentence.decode()))) >= len(sentence.decode()) / 7
+        assert np.array_equal(tokenizer.encode(sentence), whole)
+        assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
+
+
+# training
+
+
+def test_the_same_texts_give_the_same_tokenizer():
+    shuffled = random.Random(0).sample(TEXTS, len(TEXTS))
+    first, again, other = (train_bpe(iter(t), 500) for t in (TEXTS, shuffled, TEXTS[:1]))
+    assert first.content == again.content
+    assert first.name == again.name != other.name
+
+
+@pytest.mark.parametrize("vocab_size", [257, 300, 400])
+def test_training_gives_the_size_that_was_asked_for(vocab_size):
+    tokenizer = train_bpe(TEXTS, vocab_size)
+    assert tokenizer.vocab_size == vocab_size
+    assert tokenizer.end_of_document == 0
+    assert {tokenizer.decode(np.array([id])) for id in range(1, 257)} == {bytes([byte]) for byte in range(256)}
+
+
+def test_texts_with_too_little_to_merge_are_told(caplog):
+    tokenizer = train_bpe(["abc"], 1000)
+    assert tokenizer.vocab_size == 259  # the bytes, the end, ab and abc
+    assert "259" in caplog.text
+
+
+def test_training_makes_no_noise(capfd):
+    train_bpe(TEXTS, 300)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 256, 2**20 + 1, 10**15])
+def test_a_vocabulary_without_room_for_the_bytes_or_too_large_is_refused(vocab_size):
+    with pytest.raises(InputError, match=rf"train_bpe = {vocab_size}: 257 .* to 1048576"):
+        train_bpe(TEXTS, vocab_size)
+
+
+def test_an_error_of_the_texts_is_passed_on():
+    def broken():
+        yield "text"
+        raise InputError("a bad record")
+
+    with pytest.raises(InputError, match="a bad record"):
+        train_bpe(broken(), 300)
+
+
+# names and files
+
+
+def test_names_tell_contents_apart_and_forms_not(tmp_path):
+    def name(**changes: Any) -> str:
+        return read_tokenizer(write(tmp_path, FORMS["gpt2"] | changes)).name
+
+    model = FORMS["gpt2"]["model"]
+    assert name() == name(post_processor=None, truncation={"max_length": 5}, padding={"strategy": "BatchLongest"})
+    assert name() == name(model=model | {"type": "BPE", "dropout": 0.5})
+    assert name() == name(model=model | {"merges": [merge.split(" ") for merge in model["merges"]]})
+    assert name() == name(model=dict(reversed(model.items())))
+    assert name() == name(normalizer={"type": "Sequence", "normalizers": [{"type": "NFD"}]})
+    assert name() == name(pre_tokenizer=BYTE_LEVEL | {"add_prefix_space": True})
+    assert name() != name(model=model | {"merges": model["merges"][:-1]})
+    assert name().startswith("bpe-")
+    assert len(name()) == len("bpe-") + 16
+
+
+def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+    directory = tmp_path / "not" / "there yet"
+    save_tokenizer(tokenizer, directory)
+    assert [file.name for file in directory.iterdir()] == [TOKENIZER_FILE]
+    before = (directory / TOKENIZER_FILE).read_bytes()
+    found = saved_tokenizer(directory)
+    assert (found.name, found.vocab_size, found.end_of_document) == (
+        tokenizer.name,
+        tokenizer.vocab_size,
+        tokenizer.end_of_document,
+    )
+    save_tokenizer(found, directory)
+    assert (directory / TOKENIZER_FILE).read_bytes() == before
+    assert library.Tokenizer.from_file(str(directory / TOKENIZER_FILE)).get_vocab_size() > 256
+
+
+def test_bytes_leave_no_file(tmp_path):
+    save_tokenizer(read_tokenizer("bytes"), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert type(saved_tokenizer(tmp_path)) is Bytes
+
+
+def test_another_tokenizer_is_not_overwritten(tmp_path):
+    first, second = train_bpe(TEXTS, 300), train_bpe(TEXTS, 301)
+    save_tokenizer(first, tmp_path)
+    for other in (second, Bytes()):
+        with pytest.raises(InputError, match=rf"{first.name}.*in the way of the tokenizer {other.name}"):
+            save_tokenizer(other, tmp_path)
+    assert saved_tokenizer(tmp_path).name == first.name
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        save_tokenizer(train_bpe(TEXTS, 300), tmp_path / "file" / "directory")
+
+
+def test_a_tokenizer_pickles_as_its_content(tokenizer):
+    pickled = pickle.dumps(tokenizer)
+    assert len(pickled) < len(tokenizer.content.encode()) + 200
+    again = pickle.loads(pickled)
+    text = "".join(TEXTS).encode()
+    assert again.name == tokenizer.name
+    assert again.decode(again.encode(text)) == text
+
+
+# in a run
+
+
+@pytest.mark.slow
+def test_a_run_is_complete_without_its_corpus(tmp_path, capsys):
+    """Text is generated, and read, with the tokenizer in the workdir when corpus and tokenizer are gone."""
+    words = tiny.write_text(tmp_path / "text")
+    given = train_bpe((file.read_text() for file in sorted(words.iterdir())), 280)
+    save_tokenizer(given, tmp_path)
+    file = tmp_path / TOKENIZER_FILE
+    changes = {"data__tokenizer": str(file), "model__vocab_size": 300, "train__num_steps": 2}
+    workdir = tmp_path / "run"
+    train(tiny.spec(tmp_path, **changes), workdir)
+    assert saved_tokenizer(workdir).name == given.name
+    shutil.rmtree(words)
+    shutil.rmtree(tmp_path / "cache")
+    file.unlink()
+    capsys.readouterr()
+    (text,) = complete(workdir, ["é 日".encode()], max_new_tokens=20, sampling=Sampling())
+    assert capsys.readouterr().out == printable(f"é 日{text}\n")
+    (tmp_path / "read.txt").write_text("attention scores of a long text")
+    content, _ = read_tokens(read_trained(workdir, "newest", {}), 4, tmp_path / "read.txt")
+    assert np.array_equal(content, given.encode(b"attention scores of a long text")[:4])
+
+
+def test_a_workdir_with_another_tokenizer_is_refused_before_the_run_begins(tmp_path):
+    workdir = tmp_path / "run"
+    save_tokenizer(train_bpe(TEXTS, 300), workdir)
+    with pytest.raises(InputError, match="in the way of the tokenizer bytes"):
+        train(tiny.spec(tmp_path), workdir)
+    assert [file.name for file in workdir.iterdir()] == [TOKENIZER_FILE]
+
+
+# what is left out, and what is refused
+
+
+@pytest.mark.parametrize(
+    "normalizer", [{"type": "NFC"}, {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "NFC"}]}]
+)
+def test_unicode_forms_are_left_out_with_a_warning(tmp_path, caplog, normalizer):
+    plain = read_tokenizer(write(tmp_path, FORMS["trained"]))
+    assert not caplog.records
+    tokenizer = read_tokenizer(write(tmp_path, FORMS["trained"] | {"normalizer": normalizer}))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "NFC" in record.getMessage()
+    assert tokenizer.name == plain.name
+    caplog.clear()
+    save_tokenizer(tokenizer, tmp_path)
+    saved_tokenizer(tmp_path)
+    assert not caplog.records  # once is enough
+
+
+def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        *outer, last = path
+        place: Any = content
+        for key in outer:
+            place = place[key]
+        place[last] = to
+
+    return change
+
+
+def without_a_byte(content: dict[str, Any]) -> None:
+    """The byte F4 begins the last characters of Unicode, which hardly any text holds."""
+    del content["model"]["vocab"]["ô"]
+
+
+REFUSED = {
+    "no model": (changed("model", to=None), "model must be there"),
+    "WordPiece": (changed("model", "type", to="WordPiece"), "model.type must be 'BPE'"),
+    "no decoder": (changed("decoder", to=None), "decoder.type must be 'ByteLevel'"),
+    "Metaspace": (changed("decoder", to={"type": "Metaspace"}), "decoder.type must be 'ByteLevel'"),
+    "suffix": (changed("model", "end_of_word_suffix", to="</w>"), "model.end_of_word_suffix must be empty"),
+    "vocabulary of words": (changed("model", "vocab", to=["a"]), "model.vocab must be"),
+    "id is text": (changed("model", "vocab", "a", to="1"), "model.vocab must be"),
+    "id is true": (changed("model", "vocab", "a", to=True), "model.vocab must be"),
+    "id is negative": (changed("model", "vocab", "a", to=-1), r"model.vocab must be of ids from 0"),
+    "id is huge": (changed("model", "vocab", "a", to=2**31), r"model.vocab must be of ids from 0"),
+    "id is taken": (changed("model", "vocab", "a", to=70), "model.vocab must be without two tokens of one id"),
+    "merges": (changed("model", "merges", to={}), "model.merges must be a list"),
+    "merge of one": (changed("model", "merges", 0, to=["a"]), r"model.merges must be pairs.*\['a'\]"),
+    "merge of unknown": (changed("model", "merges", 0, to=["a", "no token"]), "model.merges must be pairs"),
+    "merge into unknown": (changed("model", "merges", 0, to=["ÿ", "ÿ"]), "model.merges must be pairs"),
+    "no added tokens": (changed("added_tokens", to=[]), r"added_tokens must be with one that ends .*</s>"),
+    "added token": (changed("added_tokens", 0, to="<|endoftext|>"), "added_tokens must be objects"),
+    "added id": (changed("added_tokens", 0, "id", to=7), r"added token '<\|endoftext\|>': id = 7"),
+    "lowercase": (changed("normalizer", to={"type": "Lowercase"}), "loses text"),
+    "strip": (changed("normalizer", to={"type": "Strip", "strip_left": True, "strip_right": False}), "loses text"),
+    "split": (changed("pre_tokenizer", to={"type": "Whitespace"}), "loses text"),
+    "no byte level": (changed("pre_tokenizer", to=None), "loses text"),
+    "a byte is missing": (without_a_byte, "loses text"),
+    "unknown part": (changed("pre_tokenizer", to={"type": "Nothing"}), "the tokenizers library refuses it"),
+    "half a character": (changed("normalizer", to="\ud800"), "is no tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, case):
+    change, words = REFUSED[case]
+    content = copy.deepcopy(FORMS["trained"])
+    change(content)
+    spec = write(tmp_path, content)
+    with pytest.raises(InputError, match=words) as refused:
+        read_tokenizer(spec)
+    assert str(refused.value).startswith(f"data.tokenizer = {spec!r}: ")
+    assert len(str(refused.value).splitlines()) == 1
+    Path(spec).rename(tmp_path / TOKENIZER_FILE)
+    with pytest.raises(InputError, match=words) as refused:
+        saved_tokenizer(tmp_path)
+    assert str(tmp_path / TOKENIZER_FILE) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"[]", b"null", b"7", b"{", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}', b"9" * 10_000, b'{"model": NaN}'],
+)
+def test_what_is_no_tokenizer_is_refused(tmp_path, data):
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=r"data.tokenizer = .*tokenizer.json") as refused:
+        read_tokenizer(str(file))
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_file_too_large_is_not_read(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    with open(file, "wb") as sparse:
+        sparse.truncate(2**40)
+    with pytest.raises(InputError, match="more than 67108864 bytes"):
+        read_tokenizer(str(file))
+
+
+@pytest.mark.parametrize("spec", ["", "gpt2", "/nowhere/tokenizer.json", "a\0b", "x" * 10_000])
+def test_a_name_that_is_no_file_is_refused(spec):
+    with pytest.raises(InputError, match=r"data.tokenizer = .*: 'bytes', or the path of"):
+        read_tokenizer(spec)
+
+
+def test_a_directory_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        read_tokenizer(str(tmp_path))
+
+
+def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
+    """A regular expression of the file that gives up on a text makes the library panic, not raise."""
+    regex = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content = copy.deepcopy(FORMS["trained"])
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [regex, BYTE_LEVEL]}
+    tokenizer = read_tokenizer(write(tmp_path, content))
+    with pytest.raises(InputError, match=rf"cannot be encoded by the tokenizer {tokenizer.name}: .*retry-limit"):
+        tokenizer.encode(b"a" * 40 + b"!")
+    capfd.readouterr()  # where it panicked, in the library's own words
+    assert tokenizer.decode(tokenizer.encode(b"another text")) == b"another text"
+
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-2, 400), st.sampled_from(["", "a", "ByteLevel", "NFC", "BPE"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["type", "id"]), inner)),
+    max_leaves=4,
+)
+
+
+def places(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Where a value stands, of a long list or dict only what is at its beginning."""
+    items = node.items() if type(node) is dict else enumerate(node) if type(node) is list else ()
+    return [path, *(place for key, part in [*items][:12] for place in places(part, (*path, key)))]
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), value=json_values, delete=st.booleans())
+def test_a_damaged_file_is_whole_or_refused(tmp_path_factory, data, value, delete):
+    content = copy.deepcopy(FORMS[data.draw(st.sampled_from(sorted(FORMS)))])
+    *outer, last = data.draw(st.sampled_from(places(content)[1:]))
+    place: Any = content
+    for key in outer:
+        place = place[key]
+    if delete:
+        del place[last]
+    else:
+        place[last] = value
+    check_whole_or_refused(json.dumps(content).encode(), tmp_path_factory)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), junk=st.binary(max_size=4))
+def test_a_cut_file_is_whole_or_refused(tmp_path_factory, data, junk):
+    written = json.dumps(FORMS["gpt2"]).encode()
+    begin = data.draw(st.integers(0, len(written)))
+    end = data.draw(st.integers(begin, min(len(written), begin + 4)) | st.just(len(written)))
+    check_whole_or_refused(written[:begin] + junk + written[end:], tmp_path_factory)
+
+
+def check_whole_or_refused(written: bytes, tmp_path_factory) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.json"
+    file.write_bytes(written)
+    try:
+        tokenizer = read_tokenizer(str(file))
+    except InputError as error:
+        refused = str(error)
+        assert refused.splitlines() == [refused]
+        return
+    text = "".join(TEXTS).encode() + b"<|endoftext|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.end_of_document not in ids
