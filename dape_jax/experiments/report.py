@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import matplotlib
 import matplotlib.pyplot as plt
-import numpy as np
 
 from dape_jax.errors import InputError, require
 from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Experiment, paper_tables
@@ -360,13 +360,16 @@ def plot(group: Group, file: Path) -> None:
         len(rows), len(panels), figsize=(5.4 * len(panels) + 1.2, 3.6 * len(rows)), squeeze=False, layout="constrained"
     )
     methods = list(dict.fromkeys((s.method, s.train_length if merged else 0) for s in group.series))
-    colors = dict(zip(methods, plt.get_cmap("tab20")(np.linspace(0, 1, max(2, len(methods)))), strict=False))
+    palette = matplotlib.color_sequences["tab10" if len(methods) <= 10 else "tab20"]
+    colors = dict(zip(methods, palette, strict=False))
     for row, (title, shown, scale) in enumerate(rows):
         for column, (size, train_length) in enumerate(panels):
             _panel(axes[row][column], shown, scale, size, train_length, colors)
             trained = "" if merged else f", trained at {train_length // scale}"
-            axes[row][column].set_title(f"{title}: {size}{trained}", fontsize=9)
-    axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+            shown_size = PRESETS[shown.preset].sizes[size]
+            axes[row][column].set_title(f"{title}: {shown_size}{trained}", fontsize=9)
+    if EXPERIMENTS[group.experiment].measure != "step_ms":  # whose bars have their names beside them
+        axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -392,15 +395,18 @@ def _panel(
         over_seeds = [series.over_seeds(length) for length in lengths]
         means = [sum(values) / len(values) for values in over_seeds]
         ours = [length / divisor for length in lengths]
-        axes.plot(ours, means, marker="o", markersize=3, linewidth=1.2, label=label, color=colors.get(key))
+        width = 2.2 if series.method.startswith("dape") else 1.2
+        axes.plot(ours, means, marker="o", markersize=3, linewidth=width, label=label, color=colors[key])
         axes.fill_between(
-            ours, [min(v) for v in over_seeds], [max(v) for v in over_seeds], alpha=0.15, color=colors.get(key)
+            ours, [min(v) for v in over_seeds], [max(v) for v in over_seeds], alpha=0.15, color=colors[key]
         )
         values_drawn += means
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
     if values_drawn and min(values_drawn) > 0 and max(values_drawn) > 4 * min(values_drawn):
         axes.set_yscale("log")
+        for which in ("major", "minor"):
+            getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel(_unit(group))
     axes.grid(alpha=0.3)
