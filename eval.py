@@ -1,4 +1,9 @@
-"""Evaluate trained models by sequence length: `python eval.py --workdir=runs/a,runs/b --lengths=128,256,512`."""
+"""Evaluate trained models by sequence length.
+
+python eval.py --workdir=runs/a,runs/b --lengths=128,256,512                        # perplexity by length
+python eval.py --workdir=runs/a,runs/b --lengths=128,256,512 --protocol=delta       # what context gains
+python eval.py --workdir=runs/a,runs/b --lengths=512 --by_position                  # loss by position
+"""
 
 from pathlib import Path
 
@@ -25,6 +30,13 @@ ROTARY = flags.DEFINE_list(
     ["rope"],
     "Ways to evaluate models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn.",
 )
+PROTOCOL = flags.DEFINE_string(
+    "protocol",
+    "perplexity",
+    "What is compared: perplexity of the last tokens by length, or delta, by how much the context before the last "
+    "train-length tokens lowers their perplexity.",
+)
+BY_POSITION = flags.DEFINE_bool("by_position", False, "Loss by position in windows of the longest length instead.")
 OUTPUT = flags.DEFINE_string("output", None, "Where results go; the workdir, or the directory common to all, if unset.")
 flags.mark_flag_as_required("workdir")
 
@@ -45,6 +57,8 @@ def main(_: list[str]) -> None:
         max_windows=MAX_WINDOWS.value,
         data=DATA.value,
         rotary=tuple(ROTARY.value or ()),
+        protocol=PROTOCOL.value or "",
+        by_position=bool(BY_POSITION.value),
         output=Path(OUTPUT.value) if OUTPUT.value else None,
     )
     print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")

@@ -2,37 +2,53 @@
 
 import dataclasses
 import json
+import logging
 import math
 import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from test_command_lines import run as run_command
 
-from dape_jax.config import RunConfig
+from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation import evaluate as evaluate_module
+from dape_jax.evaluation import memory
+from dape_jax.evaluation.by_position import MARGIN_NATS, SMOOTHED_OCTAVES, bin_ends, summarise_positions
 from dape_jax.evaluation.evaluate import evaluate
+from dape_jax.evaluation.memory import available_bytes, compile_programs, host_available_bytes, predicted_bytes
 from dape_jax.evaluation.perplexity import (
     Window,
     choose_windows,
-    evaluate_lengths,
+    compile_lengths,
+    difference,
     model_at,
+    score_windows,
     summarise,
     window_batches,
 )
-from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import model_structure
+
+
+def make_mesh_of_all() -> Mesh:
+    return make_mesh(MeshConfig(data=1, fsdp=-1))
+
+
+PROTOCOL = {"rotary": "rope", "train_length": 16, "name": "test"}
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +157,12 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
     results = []
     for blockwise_from in (1, 10_000):
         evaluation = RunConfig.from_dict(tiny.spec(root, evaluation__blockwise_from=blockwise_from)).evaluation
-        results.append(evaluate_lengths(run.model, params, mesh, store, windows, evaluation, "test", "rope", 16))
-    for blockwise, dense in zip(*results, strict=True):
-        assert blockwise.nll_nats == pytest.approx(dense.nll_nats, rel=1e-5)
-    assert results[0][0].num_tokens == results[0][-1].num_tokens
+        programs = compile_lengths(run.model, params, mesh, evaluation, **PROTOCOL, num_windows=len(windows))
+        results.append(dict(score_windows(programs, params, mesh, store, windows, "test")))
+    assert list(results[0]) == [16, 32, 64]
+    for length, nll in results[0].items():
+        assert nll.shape == (len(windows), 16)
+        np.testing.assert_allclose(nll, results[1][length], rtol=1e-4)
 
 
 def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path):
@@ -220,7 +238,7 @@ def test_any_checkpoint_can_be_evaluated(root, tmp_path):
 
 def test_an_output_that_cannot_be_written_is_named_before_the_work(runs, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(evaluate_module, "evaluate_trained", None)  # calling it would be a TypeError
+    monkeypatch.setattr(evaluate_module, "compile_trained", None)  # calling it would be a TypeError
     with pytest.raises(InputError, match=r"output = .*file.*cannot be written to"):
         evaluate(runs, output=tmp_path / "file")
 
@@ -267,6 +285,25 @@ def test_bad_input_is_named(runs, tmp_path, lengths, last_tokens, words):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"protocol": "deltas"}, ["protocol = 'deltas'", "'perplexity', 'delta'"]),
+        ({"protocol": "delta", "by_position": True}, ["by_position = True", "--protocol=delta"]),
+        ({"protocol": "delta", "last_tokens": 8}, ["last_tokens = 8", "the train length"]),
+        ({"by_position": True, "last_tokens": 8}, ["last_tokens = 8", "--by_position"]),
+        ({"protocol": "delta", "lengths": (8, 16)}, ["evaluation.lengths = (8, 16)", "above the train length, 16"]),
+        ({"protocol": "delta", "lengths": (16, 10_000)}, ["evaluation.lengths = 10000", "at most"]),
+        ({"by_position": True, "lengths": (16, 10_000)}, ["evaluation.lengths = 10000", "at most"]),
+    ],
+)
+def test_bad_protocols_are_named(runs, tmp_path, options, words):
+    with pytest.raises(InputError) as error:
+        evaluate(runs, output=tmp_path / "out", **options)
+    assert all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_workdirs_are_named(runs, root, tmp_path, monkeypatch):
     def message(workdirs) -> str:
         with pytest.raises(InputError) as error:
@@ -302,3 +339,321 @@ def test_a_window_longer_than_any_document_names_the_longest(root):
     with pytest.raises(InputError, match=f"at most {longest - 1}"):
         choose_windows(store, longest, 5)
     assert jax.device_count() == 8
+
+
+# ---- what context gains
+
+
+def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tmp_path):
+    """Equation 6, by hand, from what the other protocol gives when the last T_train tokens are scored."""
+    written = evaluate(runs, protocol="delta", output=tmp_path)
+    evaluate(runs, last_tokens=16, output=tmp_path)
+    deltas = json.loads((tmp_path / "delta.json").read_text())["runs"]
+    perplexities = json.loads((tmp_path / "lengths.json").read_text())["runs"]
+    for run, expected in zip(deltas, perplexities, strict=True):
+        assert run["lengths"] == expected["lengths"]
+        local, *beyond = expected["lengths"]
+        assert (local["length"], local["num_tokens"]) == (16, 16 * local["num_windows"])
+        assert [delta["length"] for delta in run["deltas"]] == [32, 64]
+        for delta, full in zip(run["deltas"], beyond, strict=True):
+            assert delta["delta"] == pytest.approx(local["perplexity"] - full["perplexity"])
+            assert delta["local"] == local["perplexity"]
+            assert delta["full"] == full["perplexity"]
+            assert delta["low"] <= delta["delta"] <= delta["high"]
+            # Paired by documents: a model's easy and hard documents are not taken for noise of the difference.
+            assert delta["high"] - delta["low"] < local["high"] - local["low"]
+    assert written.picture == tmp_path / "delta.png"
+    for table in (written.table, (tmp_path / "delta.md").read_text()):
+        for run in deltas:
+            for delta in run["deltas"]:
+                assert f"{delta['delta']:.2f} [" in table
+                assert f"{delta['full']:.2f}" in table
+        assert [table.find(f"ΔP({length})") > 0 for length in (16, 32, 64)] == [False, True, True]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(1, 50)), min_size=2, max_size=20), st.floats(-0.9, 0.9))
+def test_delta_is_positive_where_context_helps(rows, saved):
+    windows = [Window(document, 10 * i) for i, (document, _) in enumerate(rows)]
+    local = np.array([nll for _, nll in rows])
+    result = difference(64, windows, local, local - saved, 16)
+    assert result.delta == pytest.approx(result.local - result.full)
+    # Every document saves the same nll for every window, so no draw of documents changes the sign.
+    assert np.sign(result.delta) == np.sign(saved) or result.delta == pytest.approx(0)
+    if result.low is not None and result.high is not None:
+        assert result.low >= 0 or saved < 0
+        assert result.high <= 0 or saved > 0
+
+
+@pytest.mark.slow
+def test_models_of_another_train_length_have_no_common_delta(root, runs, tmp_path):
+    loop.train(tiny.spec(root, train__num_steps=2, train__train_length=8), tmp_path / "short")
+    with pytest.raises(InputError, match=r"train.train_length = \[16, 8\]: the same for all"):
+        evaluate([runs[0], tmp_path / "short"], protocol="delta", output=tmp_path)
+
+
+# ---- loss by position
+
+
+@given(st.integers(1, 200_000))
+def test_bins_hold_every_position_once_and_end_at_powers_of_two(length):
+    ends = bin_ends(length)
+    assert ends[-1] == length
+    assert (np.diff(ends) > 0).all()
+    assert {2**octave for octave in range(length.bit_length())} <= set(ends.tolist())
+    assert len(ends) <= 16 * (length.bit_length() + 1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 300), st.integers(1, 5), st.integers(1, 100), st.integers(0, 2**32 - 1))
+def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, seed):
+    nll = np.random.default_rng(seed).exponential(size=(num_windows, length))
+    windows = [Window(document, length + 1) for document in range(num_windows)]
+    positions = summarise_positions(windows, nll, train_length)
+    for each in positions.bins:
+        measured = nll[:, each.first - 1 : each.last]
+        assert each.num_tokens == measured.size
+        assert each.nll_nats == pytest.approx(measured.mean())
+        near = [b for b in positions.bins if abs(math.log2(b.last / each.last)) <= SMOOTHED_OCTAVES + 1e-9]
+        smoothed = nll[:, near[0].first - 1 : near[-1].last].mean()
+        assert each.smoothed_nats == pytest.approx(smoothed)
+        assert each.excess_nats == pytest.approx(smoothed - positions.reference_nats)
+    trained = min(train_length, length)
+    around = [b for b in positions.bins if b.first > trained // 2 and b.last <= trained]
+    assert positions.reference_nats == pytest.approx(nll[:, around[0].first - 1 : around[-1].last].mean())
+    assert (positions.breaks_at is None) or positions.breaks_at > train_length
+
+
+@pytest.mark.parametrize("breaks_at", [None, 100, 700])
+def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
+    """Loss that goes up by twice the margin at a position, under noise ten times as large."""
+    nll = np.random.default_rng(0).normal(2.0, 10 * MARGIN_NATS, (64, 1024))
+    if breaks_at is not None:
+        nll[:, breaks_at - 1 :] += 2 * MARGIN_NATS
+    windows = [Window(document, 1025) for document in range(64)]
+    found = summarise_positions(windows, nll, 64).breaks_at
+    if breaks_at is None:
+        assert found is None
+    else:
+        # The smoothed curve is over the margin when half of what it covers is beyond the break.
+        assert breaks_at * 2**-SMOOTHED_OCTAVES < found < breaks_at * 2**SMOOTHED_OCTAVES
+
+
+def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path):
+    written = evaluate(runs, by_position=True, lengths=(16, 64), output=tmp_path)
+    evaluate(runs, lengths=(64,), last_tokens=64, output=tmp_path)
+    by_position = json.loads((tmp_path / "positions.json").read_text())["runs"]
+    whole = json.loads((tmp_path / "lengths.json").read_text())["runs"]
+    assert [run["name"] for run in by_position] == ["none", "dape"]
+    for run, expected in zip(by_position, whole, strict=True):
+        positions, (result,) = run["positions"], expected["lengths"]
+        assert positions["length"] == positions["bins"][-1]["last"] == 64
+        assert sum(each["num_tokens"] for each in positions["bins"]) == result["num_tokens"]
+        total = sum(each["nll_nats"] * each["num_tokens"] for each in positions["bins"])
+        assert total == pytest.approx(result["nll_nats"], rel=1e-6)
+        assert all(each["excess_low"] <= each["excess_nats"] <= each["excess_high"] for each in positions["bins"])
+        assert f"{positions['reference_nats']:.3f}" in written.table
+    picture = matplotlib.image.imread(tmp_path / "positions.png")
+    assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
+
+
+# ---- memory
+
+
+def compiled_at(run: RunConfig, length: int, last_tokens: int, **model):
+    """The scoring step of one sequence for each device; nothing is allocated."""
+    config = dataclasses.replace(run.model, **model)
+    mesh = make_mesh(run.mesh)
+    graphdef, abstract = model_structure(model_at(config, length, run.evaluation, "rope", 16))
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract,
+        parameter_shardings(abstract, mesh),
+    )
+    rows = jax.ShapeDtypeStruct((mesh.size, length), jnp.int32, sharding=NamedSharding(mesh, BATCH))
+    with jax.set_mesh(mesh):
+        return make_nll_step(graphdef, last_tokens).lower(params, {"inputs": rows, "targets": rows}).compile()
+
+
+def growth(run: RunConfig, length: int, last_tokens: int | None = None) -> float:
+    """By how much predicted memory grows when the length does so fourfold."""
+    short, long = (predicted_bytes(compiled_at(run, n, last_tokens or n)) for n in (length, 4 * length))
+    return long / short
+
+
+def test_predicted_memory_is_linear_in_length(root):
+    run = RunConfig.from_dict(tiny.spec(root))
+    assert growth(run, 8192, last_tokens=16) <= 4.3
+    assert growth(run, 8192) <= 4.3  # by position, where every token is scored
+    dense = RunConfig.from_dict(tiny.spec(root, evaluation__blockwise_from=10**6))
+    assert growth(dense, 1024, last_tokens=16) > 12  # what the figure would be if anything were quadratic
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", [{"name": "none"}, tiny.SPEC["model"]["processor"]], ids=["none", "dape"])
+@pytest.mark.parametrize("bias", sorted(CHOICES["bias"]))
+def test_predicted_memory_is_linear_in_length_for_every_method(root, bias, processor):
+    run = RunConfig.from_dict(tiny.spec(root, model__bias={"name": bias}, model__processor=processor))
+    assert growth(run, 8192, last_tokens=16) <= 4.3
+
+
+def test_no_more_than_a_chunk_of_logits_is_held(root):
+    """By position at a large vocabulary, where [T, V] logits would be most of the memory."""
+    run = RunConfig.from_dict(tiny.spec(root))
+    length, vocab_size = 8192, 20_000
+    found = predicted_bytes(compiled_at(run, length, length, vocab_size=vocab_size))
+    assert found < length * vocab_size * 4 / 2
+    small = predicted_bytes(compiled_at(run, 1024, 1024, vocab_size=vocab_size))
+    assert small > 1024 * vocab_size * 4  # a chunk of them is there, and counted
+
+
+def test_unembedding_in_chunks_changes_no_value(root):
+    """Chunks that divide the tokens, and chunks that leave some over."""
+    run = RunConfig.from_dict(tiny.spec(root))
+    mesh = make_mesh(run.mesh)
+    params = init_params(run.model, 0, mesh)
+    graphdef, _ = model_structure(run.model)
+    tokens = np.random.default_rng(0).integers(0, 257, (8, 17)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+        plain = make_nll_step(graphdef, 16)(params, batch)
+        for last_tokens, unembedded_at_once in ((16, 5), (15, 5), (7, 1)):
+            chunked = make_nll_step(graphdef, last_tokens, unembedded_at_once)(params, batch)
+            np.testing.assert_allclose(plain[:, -last_tokens:], chunked, rtol=1e-6)
+
+
+def test_what_does_not_fit_is_refused_with_what_does(runs, tmp_path, monkeypatch):
+    """Before any weights are read; the length that is named fits, and twice that does not."""
+    run = RunConfig.from_dict(tiny.spec(tmp_path))
+    needed = {length: predicted_bytes(compiled_at(run, length, 16)) for length in (16, 32, 64)}
+    assert needed[16] < needed[32] < needed[64]
+    monkeypatch.setattr(evaluate_module, "restore", None)  # calling it would be a TypeError
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: needed[32])
+    for lengths, said in (
+        ((16, 64), "largest power-of-two part of it that fits is 32"),
+        ((32, 64), "largest of --lengths that fits is 32"),
+    ):
+        with pytest.raises(InputError) as error:
+            evaluate(runs[1:], lengths=lengths, max_windows=8, output=tmp_path)
+        assert str(error.value).startswith("evaluation.lengths = 64: dape needs ")
+        assert f"{needed[64] / 2**30:.2f} GiB on each device, where {needed[32] / 2**30:.2f} GiB are free" in str(
+            error.value
+        )
+        assert str(error.value).endswith(said)
+    assert not list(tmp_path.glob("lengths.*"))
+
+
+def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypatch):
+    """As compilers for TPUs do, which know the chip's memory."""
+    mesh = make_mesh_of_all()
+
+    class Step:
+        def __init__(self, length: int, message: str):
+            self.jitted = jax.jit(lambda params, batch: batch["inputs"] + 1)
+            self.message, self.length = message, length
+
+        def __call__(self, *args): ...
+        def trace(self, *args): ...
+
+        def lower(self, *args):
+            return self.jitted.lower(*args) if self.length <= 24 else self
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(self.message)
+
+    def compile_with(message: str):
+        return compile_programs(
+            lambda length: (Step(length, message), mesh.size), [8, 64], {}, mesh, batch_names=("inputs",), name="big"
+        )
+
+    with pytest.raises(InputError) as error:
+        compile_with("RESOURCE_EXHAUSTED: CompileTimeHbmOom: 117.79G needed")
+    assert str(error.value).startswith("evaluation.lengths = 64: big needs more than the compiler can place")
+    assert str(error.value).endswith("largest power-of-two part of it that fits is 16")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_with("INTERNAL: a bug")
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: 1)
+    with pytest.raises(InputError, match=r"big needs more .* for 8 sequences at once; no length fits"):
+        compile_with("RESOURCE_EXHAUSTED")
+
+
+def test_what_was_predicted_is_what_runs(root, caplog):
+    """Scoring compiles nothing more, and a prediction for long lengths is in the log."""
+    run = RunConfig.from_dict(tiny.spec(root))
+    mesh = make_mesh(run.mesh)
+    params = init_params(run.model, 0, mesh)
+    store = load_corpus(run.data).validation
+    windows = choose_windows(store, 64, 8)
+    with caplog.at_level(logging.INFO):
+        programs = compile_lengths(run.model, params, mesh, run.evaluation, **PROTOCOL, num_windows=len(windows))
+    (said,) = [record.getMessage() for record in caplog.records if record.name == memory.__name__]
+    assert said.startswith("test: length 64 is predicted to take 0.00 GiB on each device, where ")
+    list(score_windows(programs, params, mesh, store, windows, "test"))  # whatever else there is to compile
+    caplog.clear()
+    with jax.log_compiles(True):
+        list(score_windows(programs, params, mesh, store, windows, "test"))
+        assert not [record for record in caplog.records if "ompil" in record.getMessage()]
+        jax.jit(lambda x: x * 3)(1.0)
+        assert [record for record in caplog.records if "ompil" in record.getMessage()]
+
+
+GROUPS = {
+    "v2": ("0::/a/b", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "v1": (
+        "4:memory:/a/b",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+    "v1 with another": (
+        "3:cpu,memory:/a/b",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("version", GROUPS)
+@pytest.mark.parametrize("place", ["", "a", "a/b"])
+def test_the_hosts_memory_is_what_it_says_and_what_a_control_group_leaves(tmp_path, version, place):
+    (line, top, limit, usage, cache), MIB = GROUPS[version], 2**20
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal:   8192000 kB\nMemAvailable:    4096 kB\nHugePages_Total:   0\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"9:pids:/x\n{line}\n")
+    assert host_available_bytes(tmp_path) == 4 * MIB  # no control group to be seen
+    group = tmp_path / top / place
+    group.mkdir(parents=True)
+    (group / usage).write_text(f"{6 * MIB}\n")
+    for said, expected in (("max", 4), (str(2**63 - 4096), 4), (str(9 * MIB), 3), (str(5 * MIB), 0)):
+        (group / limit).write_text(f"{said}\n")
+        assert host_available_bytes(tmp_path) == expected * MIB
+    (group / "memory.stat").write_text(f"anon 5\n{cache} {5 * MIB}\n")
+    assert host_available_bytes(tmp_path) == 4 * MIB  # 5 allowed, 1 of them used for good
+    (group / limit).write_text(f"{3 * MIB}\n")
+    assert host_available_bytes(tmp_path) == 2 * MIB
+
+
+def test_devices_of_a_cpu_share_its_memory():
+    mesh = make_mesh_of_all()
+    total = available_bytes(mesh) * mesh.size
+    assert total == pytest.approx(host_available_bytes(), rel=0.2)
+    assert 2**26 < total < 2**50
+
+
+@pytest.mark.slow
+def test_every_protocol_from_the_command_line(runs):
+    common = runs[0].parent
+    for flags, stem in ((["--protocol=delta"], "delta"), (["--by_position"], "positions")):
+        done = run_command("eval.py", f"--workdir={runs[0]},{runs[1]}", "--lengths=16,32", *flags)
+        assert done.returncode == 0, done.stderr
+        assert "is predicted to take" in done.stderr
+        assert str(common / f"{stem}.png") in done.stdout
+        assert sorted(file.name for file in common.glob(f"{stem}.*")) == [
+            f"{stem}.{e}" for e in ("json", "md", "png", "txt")
+        ]
+    done = run_command("eval.py", f"--workdir={runs[0]}", "--protocol=deltas")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: protocol = 'deltas': one of ['perplexity', 'delta']"]

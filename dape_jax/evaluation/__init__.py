@@ -1,4 +1,5 @@
 """What a checkpoint is good for.
 
-Read in that order: perplexity, evaluate, report (a comparison by length); generate; attention_maps.
+Read in that order: memory, perplexity, by_position, evaluate, report (a comparison by length); recall; generate;
+attention_maps.
 """

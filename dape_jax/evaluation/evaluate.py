@@ -1,30 +1,47 @@
-"""The evaluator's job: workdirs in, one comparison out. It reads checkpoints, never writes them. Next: `report.py`."""
+"""The evaluator's job: workdirs in, one comparison out. It reads checkpoints, never writes them. Next: `report.py`.
+
+Three kinds of comparison: perplexity by length, the delta of the paper's appendix A, and loss by position.
+"""
 
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Float64
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.perplexity import LengthResult, Window, choose_windows, evaluate_lengths
+from dape_jax.evaluation.by_position import Positions, summarise_positions
+from dape_jax.evaluation.memory import Program
+from dape_jax.evaluation.perplexity import (
+    DeltaResult,
+    LengthResult,
+    Window,
+    choose_windows,
+    compile_lengths,
+    difference,
+    score_windows,
+    summarise,
+)
 from dape_jax.positions import STRETCHES, Rope
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
 from dape_jax.transformer import Params, model_structure
 
+PROTOCOLS = ("perplexity", "delta")
+
 
 @dataclasses.dataclass(frozen=True)
-class RunResult:
-    """One model's perplexity by length.
+class Evaluated:
+    """What was evaluated: one model, in one way.
 
     Args:
         name: the workdir's own name.
@@ -34,7 +51,6 @@ class RunResult:
         rotary: "rope" for the model as it was trained, or how its rotary embedding was stretched for each length.
         last_tokens: scored tokens of a sequence.
         data: digest of the corpus that was scored.
-        lengths: one result for each length.
     """
 
     name: str
@@ -44,7 +60,41 @@ class RunResult:
     rotary: str
     last_tokens: int
     data: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult(Evaluated):
+    """One model's perplexity by length: what protocol "perplexity" gives.
+
+    Args:
+        lengths: one result for each length.
+    """
+
     lengths: list[LengthResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRunResult(RunResult):
+    """One model's perplexity by length, and what it gains from context: what protocol "delta" gives.
+
+    The first of `lengths` is T_train, all of its targets scored: the local perplexity that every delta starts from.
+
+    Args:
+        deltas: the gain at each length above T_train.
+    """
+
+    deltas: list[DeltaResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionsRunResult(Evaluated):
+    """One model's loss by position: what `by_position` gives.
+
+    Args:
+        positions: the loss, and where it breaks.
+    """
+
+    positions: Positions
 
 
 def evaluate(
@@ -56,6 +106,8 @@ def evaluate(
     max_windows: int | None = None,
     data: str | None = None,
     rotary: tuple[str, ...] = ("rope",),
+    protocol: str = "perplexity",
+    by_position: bool = False,
     output: Path | None = None,
 ) -> report.Written:
     """Evaluate one checkpoint of every workdir and write one comparison.
@@ -69,13 +121,28 @@ def evaluate(
         data: in the form of `data.path`, another corpus whose held-out documents are scored; None for the run's own.
         rotary: every model is evaluated in each of these ways: "rope" is as it was trained; "pi", "ntk" and "yarn" are
             for models with RoPE, their positions stretched by length / train length; see `positions.stretched`.
+        protocol: "perplexity" of the last tokens by length, which writes `lengths.*`; or "delta", by how much the
+            context before the last T_train tokens lowers their perplexity, at each length above T_train, which writes
+            `delta.*`.
+        by_position: instead of that, the loss by position in windows of the longest length; writes `positions.*`.
         output: where the results go; None for the workdir, or the directory that all workdirs have in common.
 
+    Returns:
+        Where the results lie: a directory, the table and the picture. The "runs" of the JSON there are `RunResult`s,
+        `DeltaRunResult`s or `PositionsRunResult`s, one for each model and way.
+
     Raises:
-        InputError: bad input, before any device work.
+        InputError: bad input, or a length that does not fit into memory, before any weights are read.
     """
     require(bool(workdirs), "workdir", [], "one workdir or more")
     require(len({w.name for w in workdirs}) == len(workdirs), "workdir", [w.name for w in workdirs], "different names")
+    require(protocol in PROTOCOLS, "protocol", protocol, f"one of {list(PROTOCOLS)}")
+    require(not by_position or protocol == "perplexity", "by_position", by_position, f"not with --protocol={protocol}")
+    delta = protocol == "delta"
+    require(not delta or last_tokens is None, "last_tokens", last_tokens, "not with --protocol=delta: the train length")
+    require(
+        not by_position or last_tokens is None, "last_tokens", last_tokens, "not with --by_position: all are scored"
+    )
     given = {"lengths": lengths or None, "last_tokens": last_tokens, "max_windows": max_windows}
     replaced = {field: value for field, value in given.items() if value is not None}
     models = [read_trained(workdir, step, replaced) for workdir in workdirs]
@@ -89,11 +156,15 @@ def evaluate(
             name,
             f"only 'rope', as it was trained, for {model.workdir}, whose model.rotary is {trained_with}",
         )
-    common = os.path.commonpath([workdir.absolute() for workdir in workdirs])
-    output = Path(common) if output is None else output
-    protocols = [dataclasses.asdict(model.run.evaluation) for model in models]
+    output = report.common_directory(workdirs) if output is None else output
+    if delta:
+        trained_at = [model.run.train.train_length for model in models]
+        require(len(set(trained_at)) == 1, "train.train_length", trained_at, "the same for all, with --protocol=delta")
+        models = [scored_for_delta(model) for model in models]
+    if by_position:
+        models = [scored_by_position(model) for model in models]
     for field in ("lengths", "last_tokens", "max_windows"):
-        values = [protocol[field] for protocol in protocols]
+        values = [getattr(model.run.evaluation, field) for model in models]
         require(len(set(values)) == 1, f"evaluation.{field}", values, f"the same for all; give --{field}")
     corpora = [held_out_corpus(model, data) for model in models]
     digests = [corpus.digest for corpus in corpora]
@@ -101,8 +172,45 @@ def evaluate(
     evaluation = models[0].run.evaluation
     windows = choose_windows(corpora[0].validation, max(evaluation.lengths), evaluation.max_windows)
     report.make_directory(output)
-    results = [result for model in models for result in evaluate_trained(model, corpora[0], windows, rotary)]
-    return report.write(results, output)
+    # All programs before any weights: what does not fit is refused before hours go into what does.
+    programs = [compile_trained(model, len(windows), rotary) for model in models]
+    scored = (
+        of_model
+        for model, of_ways in zip(models, programs, strict=True)
+        for of_model in score_trained(model, corpora[0], windows, of_ways)
+    )
+    if by_position:
+        return report.write_positions([by_position_result(*of_model, windows) for of_model in scored], output)
+    if delta:
+        return report.write_delta([delta_result(*of_model, windows) for of_model in scored], output)
+    return report.write([perplexity_result(*of_model, windows) for of_model in scored], output)
+
+
+NllOfLengths = dict[int, Float64[np.ndarray, "windows scored"]]  # of every window's scored tokens, in nats
+
+
+def perplexity_result(run: Evaluated, nll_of_lengths: NllOfLengths, windows: list[Window]) -> RunResult:
+    """Sum up a model by length."""
+    lengths = [summarise(length, windows, nll.sum(axis=1), nll.shape[1]) for length, nll in nll_of_lengths.items()]
+    return RunResult(**dataclasses.asdict(run), lengths=lengths)
+
+
+def delta_result(run: Evaluated, nll_of_lengths: NllOfLengths, windows: list[Window]) -> DeltaRunResult:
+    """Sum up a model by length, each above the first compared with the first."""
+    sums = {length: nll.sum(axis=1) for length, nll in nll_of_lengths.items()}
+    local, *beyond = sums
+    return DeltaRunResult(
+        **dataclasses.asdict(run),
+        lengths=perplexity_result(run, nll_of_lengths, windows).lengths,
+        deltas=[difference(length, windows, sums[local], sums[length], run.last_tokens) for length in beyond],
+    )
+
+
+def by_position_result(run: Evaluated, nll_of_lengths: NllOfLengths, windows: list[Window]) -> PositionsRunResult:
+    """Sum up a model by position, at its one length."""
+    (nll_of_windows,) = nll_of_lengths.values()
+    positions = summarise_positions(windows, nll_of_windows, run.train_length)
+    return PositionsRunResult(**dataclasses.asdict(run), positions=positions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,37 +261,89 @@ def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
     return corpus
 
 
-def restore(trained: Trained) -> tuple[Mesh, Params]:
-    """The parameters of a checkpoint, spread over all devices, and the mesh that they live on."""
+def scored_for_delta(trained: Trained) -> Trained:
+    """The same with the lengths and scored tokens of protocol "delta": T_train, and the lengths above it.
+
+    Raises:
+        InputError: there are none above it.
+    """
+    evaluation, train_length = trained.run.evaluation, trained.run.train.train_length
+    beyond = tuple(length for length in evaluation.lengths if length > train_length)
+    allowed = f"one or more above the train length, {train_length}"
+    require(bool(beyond), "evaluation.lengths", evaluation.lengths, allowed)
+    return _scored(trained, (train_length, *beyond), train_length)
+
+
+def scored_by_position(trained: Trained) -> Trained:
+    """The same with the longest length alone, and all of its tokens scored."""
+    longest = max(trained.run.evaluation.lengths)
+    return _scored(trained, (longest,), longest)
+
+
+def _scored(trained: Trained, lengths: tuple[int, ...], last_tokens: int) -> Trained:
+    evaluation = dataclasses.replace(trained.run.evaluation, lengths=lengths, last_tokens=last_tokens)
+    return dataclasses.replace(trained, run=dataclasses.replace(trained.run, evaluation=evaluation))
+
+
+def abstract_params(trained: Trained) -> tuple[Mesh, Params]:
+    """The mesh over all devices, and the shapes and places of a checkpoint's parameters there; nothing is read."""
     model = trained.run.model
     mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), model.width)))
     _, abstract = model_structure(model)
-    target = jax.tree.map(
+    placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
         parameter_shardings(abstract, mesh),
     )
-    return mesh, checkpoint.restore_params(trained.workdir, trained.step, target)
+    return mesh, placed
 
 
-def evaluate_trained(
-    trained: Trained, corpus: Corpus, windows: list[Window], rotary: tuple[str, ...]
-) -> Iterator[RunResult]:
-    """Evaluate one model on chosen windows, on all devices, in each of the ways of `rotary`."""
+def restore(trained: Trained) -> tuple[Mesh, Params]:
+    """The parameters of a checkpoint, spread over all devices, and the mesh that they live on."""
+    mesh, abstract = abstract_params(trained)
+    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)
+
+
+def compile_trained(trained: Trained, num_windows: int, rotary: tuple[str, ...]) -> dict[str, list[Program]]:
+    """One model's programs, by the ways of `rotary`; none of its weights are read.
+
+    Raises:
+        InputError: a length does not fit into memory.
+    """
+    mesh, params = abstract_params(trained)
     run = trained.run
+    return {
+        way: compile_lengths(
+            run.model,
+            params,
+            mesh,
+            run.evaluation,
+            num_windows=num_windows,
+            rotary=way,
+            train_length=run.train.train_length,
+            name=_name(trained, way),
+        )
+        for way in rotary
+    }
+
+
+def score_trained(
+    trained: Trained, corpus: Corpus, windows: list[Window], programs: dict[str, list[Program]]
+) -> Iterator[tuple[Evaluated, NllOfLengths]]:
+    """Score chosen windows with one model, on all devices, in each of its ways."""
     mesh, params = restore(trained)
-    for way in rotary:
-        name = trained.workdir.absolute().name + ("" if way == "rope" else f"+{way}")
-        train_length = run.train.train_length
-        yield RunResult(
-            name=name,
+    for way, of_lengths in programs.items():
+        run = Evaluated(
+            name=_name(trained, way),
             workdir=str(trained.workdir),
             step=trained.step,
-            train_length=train_length,
+            train_length=trained.run.train.train_length,
             rotary=way,
-            last_tokens=run.evaluation.last_tokens,
+            last_tokens=trained.run.evaluation.last_tokens,
             data=corpus.digest,
-            lengths=evaluate_lengths(
-                run.model, params, mesh, corpus.validation, windows, run.evaluation, name, way, train_length
-            ),
         )
+        yield run, dict(score_windows(of_lengths, params, mesh, corpus.validation, windows, run.name))
+
+
+def _name(trained: Trained, rotary: str) -> str:
+    return trained.workdir.absolute().name + ("" if rotary == "rope" else f"+{rotary}")

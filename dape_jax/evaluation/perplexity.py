@@ -1,4 +1,4 @@
-"""Perplexity by length, after the paper's protocol. In: checkpoints and held-out documents. Next: `evaluate.py`.
+"""Perplexity by length, after the paper's protocol. In: a model and held-out documents. Next: `by_position.py`.
 
 The whole N-token sequence is processed and its last tokens are scored. Every length ends at the same places of the same
 documents, so lengths differ in how much comes before, not in what is predicted:
@@ -7,21 +7,28 @@ documents, so lengths differ in how much comes before, not in what is predicted:
     N = 4                      [i i i i]                  inputs; the target of each is the token after it
     N = 8              [i i i i i i i i]
     scored                          t t                   the last 2 targets, the same for both
+
+The paper's appendix A asks what the context before the last T_train tokens is worth: their perplexity given those
+tokens alone, less their perplexity given all N (equation 6). Here the first is the perplexity at the length T_train,
+all of its targets scored, since sequences of all lengths end at the same places.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 import scipy.stats
 from jax.sharding import Mesh
+from jax.stages import Wrapped
+from jaxtyping import Float64
 from tqdm import tqdm
 
 from dape_jax.attention import Blockwise, Dense
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
+from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.positions import Rope, stretched
 from dape_jax.sharding import put_batch
 from dape_jax.training.step import make_nll_step
@@ -139,39 +146,112 @@ class LengthResult:
     num_documents: int
 
 
-def summarise(length: int, windows: list[Window], nll_of_windows: np.ndarray, tokens_each: int) -> LengthResult:
-    """Sum up a length; the interval resamples whole documents, since a document's windows are not independent."""
-    documents = np.array([window.document for window in windows])
-    _, which = np.unique(documents, return_inverse=True)
-    nll_of_documents = np.bincount(which, weights=nll_of_windows)
-    tokens_of_documents = np.bincount(which) * tokens_each
-    total_nll, total_tokens = float(nll_of_documents.sum()), int(tokens_of_documents.sum())
+def interval_over_documents(
+    windows: list[Window], sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """The 95 % bootstrap interval of a statistic of sums over documents; None with fewer than two documents.
 
-    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
+    Whole documents are drawn, since a document's windows are not independent, and all sums are taken of the same draw:
+    what is paired stays paired.
+
+    Args:
+        windows: where each row of the sums comes from.
+        sums: arrays with a row for each window.
+        statistic: of arrays with a row for each document and the `axis` that these rows are on.
+    """
+    of_documents = tuple(sum_by_document(windows, rows) for rows in sums)
+    if len(of_documents[0]) < 2:
+        return None
+    interval = scipy.stats.bootstrap(
+        of_documents,
+        statistic,
+        axis=0,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=2000,
+        batch=200,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return np.asarray(interval.low), np.asarray(interval.high)
+
+
+def sum_by_document(windows: list[Window], rows: np.ndarray) -> np.ndarray:
+    """Add up the rows of every document's windows."""
+    documents, which = np.unique([window.document for window in windows], return_inverse=True)
+    sums = np.zeros((len(documents), *rows.shape[1:]))
+    np.add.at(sums, which, rows)
+    return sums
+
+
+def summarise(length: int, windows: list[Window], nll_of_windows: np.ndarray, tokens_each: int) -> LengthResult:
+    """Sum up a length; see `interval_over_documents`."""
+    tokens_of_windows = np.full(len(windows), tokens_each)
+    total_nll, total_tokens = float(nll_of_windows.sum()), int(tokens_of_windows.sum())
+
+    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
         return np.exp(nll.sum(axis) / tokens.sum(axis))
 
-    low = high = None
-    if len(nll_of_documents) > 1:
-        interval = scipy.stats.bootstrap(
-            (nll_of_documents, tokens_of_documents),
-            perplexity,
-            paired=True,
-            vectorized=True,
-            method="percentile",
-            n_resamples=2000,
-            batch=200,
-            rng=np.random.default_rng(0),
-        ).confidence_interval
-        low, high = float(interval.low), float(interval.high)
+    low, high = interval_over_documents(windows, (nll_of_windows, tokens_of_windows), perplexity) or (None, None)
     return LengthResult(
         length=length,
         perplexity=math.exp(total_nll / total_tokens),
-        low=low,
-        high=high,
+        low=None if low is None else float(low),
+        high=None if high is None else float(high),
         nll_nats=total_nll,
         num_tokens=total_tokens,
         num_windows=len(windows),
-        num_documents=len(nll_of_documents),
+        num_documents=len({window.document for window in windows}),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaResult:
+    """What a model gains from the context before the last T_train tokens, at one length.
+
+    Args:
+        length: N.
+        local: perplexity of the last T_train tokens, given those tokens alone.
+        full: perplexity of the same tokens, given all N.
+        delta: local - full, the paper's equation 6; positive where the context helps.
+        low: lower end of the difference's 95 % bootstrap interval over documents; None with fewer than two documents.
+        high: its upper end.
+    """
+
+    length: int
+    local: float
+    full: float
+    delta: float
+    low: float | None
+    high: float | None
+
+
+def difference(
+    length: int, windows: list[Window], local_nll: np.ndarray, full_nll: np.ndarray, tokens_each: int
+) -> DeltaResult:
+    """The gain at one length, from the nll of every window's last tokens.
+
+    Args:
+        length: N.
+        windows: what was scored.
+        local_nll: of a window's scored tokens, given those tokens alone.
+        full_nll: of the same tokens, given all N.
+        tokens_each: scored tokens of a window.
+    """
+    tokens = np.full(len(windows), tokens_each)
+
+    def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+        return np.exp(local.sum(axis) / tokens.sum(axis)) - np.exp(full.sum(axis) / tokens.sum(axis))
+
+    low, high = interval_over_documents(windows, (local_nll, full_nll, tokens), gain) or (None, None)
+    local, full = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
+    return DeltaResult(
+        length=length,
+        local=local,
+        full=full,
+        delta=local - full,
+        low=None if low is None else float(low),
+        high=None if high is None else float(high),
     )
 
 
@@ -186,45 +266,66 @@ def model_at(
     return config
 
 
-def evaluate_lengths(
+def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig, mesh: Mesh) -> int:
+    """Sequences in a batch: as many as `batch_tokens` holds, and one for each device at least."""
+    return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // mesh.size) * mesh.size
+
+
+def compile_lengths(
     config: TransformerConfig,
     params: Params,
     mesh: Mesh,
-    store: TokenStore,
-    windows: list[Window],
     evaluation: EvaluationConfig,
-    name: str,
+    *,
+    num_windows: int,
     rotary: str,
     train_length: int,
-) -> list[LengthResult]:
-    """Perplexity of one model at every length.
+    name: str,
+) -> list[Program]:
+    """The scoring step of one model for every length, compiled and found to fit into memory.
 
     Args:
         config: the model.
-        params: its parameters.
+        params: its parameters, or their shapes and shardings alone.
         mesh: where they live; sequences are split over its devices.
-        store: held-out documents.
-        windows: where sequences end; see `choose_windows`.
         evaluation: lengths and protocol.
-        name: shown by the progress bar.
+        num_windows: sequences that will be scored.
         rotary: "rope" for the rotary embedding as it is, or how it is stretched; see `positions.stretched`.
         train_length: of the model, in tokens.
+        name: shown by progress, log and errors.
+
+    Raises:
+        InputError: a length does not fit; see `compile_programs`.
     """
-    results = []
-    with (
-        jax.set_mesh(mesh),
-        tqdm(total=len(windows) * sum(evaluation.lengths), unit="token", unit_scale=True, desc=name) as bar,
-    ):
-        for length in evaluation.lengths:
-            bar.set_postfix_str(f"length {length}")
-            tokens_each = min(evaluation.last_tokens, length)
-            graphdef, _ = model_structure(model_at(config, length, evaluation, rotary, train_length))
-            nll_step = make_nll_step(graphdef, tokens_each)
-            batch_size = -(-min(len(windows), max(1, evaluation.batch_tokens // length)) // mesh.size) * mesh.size
+
+    def step_at(length: int) -> tuple[Wrapped, int]:
+        graphdef, _ = model_structure(model_at(config, length, evaluation, rotary, train_length))
+        step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
+        return step, batch_size_at(length, num_windows, evaluation, mesh)
+
+    return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=("inputs", "targets"), name=name)
+
+
+def score_windows(
+    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[Window], name: str
+) -> Iterator[tuple[int, Float64[np.ndarray, "windows scored"]]]:
+    """Run a model's programs: each length, and the nll of every window's scored tokens there, in nats.
+
+    Args:
+        programs: from `compile_lengths`.
+        params: the parameters, placed as they were said to be.
+        mesh: where they live.
+        store: held-out documents.
+        windows: where sequences end; see `choose_windows`.
+        name: shown by the progress bar.
+    """
+    num_tokens = len(windows) * sum(program.length for program in programs)
+    with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
+        for program in programs:
+            bar.set_postfix_str(f"length {program.length}")
             nlls = []
-            for batch, num_real in window_batches(store, windows, length, batch_size):
-                nll_BT = np.asarray(jax.device_get(nll_step(params, put_batch(batch, mesh))), np.float64)
-                nlls.append(nll_BT[:num_real].sum(axis=1))
-                bar.update(num_real * length)
-            results.append(summarise(length, windows, np.concatenate(nlls), tokens_each))
-    return results
+            for batch, num_real in window_batches(store, windows, program.length, program.batch_size):
+                nll_BT = jax.device_get(program.step(params, put_batch(batch, mesh)))
+                nlls.append(np.asarray(nll_BT[:num_real], np.float64))
+                bar.update(num_real * program.length)
+            yield program.length, np.concatenate(nlls)

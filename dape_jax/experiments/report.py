@@ -172,11 +172,9 @@ def _group(name: str, preset: str, data: str, experiment: Experiment, runs: list
 def _measured(run: dict[str, Any], measure: str) -> dict[int, float]:
     if measure == "step_ms":
         return {run["train_length"]: run["step_ms"]}
-    perplexity = {result["length"]: result["perplexity"] for result in run["lengths"]}
-    if measure == "delta":  # equation 6; every length ends at the same tokens, so what is local is the train length
-        local = perplexity[run["train_length"]]
-        return {length: local - full for length, full in perplexity.items() if length > run["train_length"]}
-    return perplexity
+    if measure == "delta":
+        return {result["length"]: result["delta"] for result in run["deltas"]}
+    return {result["length"]: result["perplexity"] for result in run["lengths"]}
 
 
 def paper_group(name: str, dataset: str) -> Group:

@@ -211,16 +211,16 @@ def run_experiment(
         started = time.monotonic()
         workdir = workdirs / _digest([resolved(checked[index]), data_digest])[:16]
         train(configs[index], workdir)
-        finish(index, {"lengths": measure(experiment, run, workdir)}, time.monotonic() - started)
+        finish(index, measure(experiment, run, workdir), time.monotonic() - started)
     return files
 
 
-def measure(experiment: Experiment, run: Run, workdir: Path) -> list[dict[str, Any]]:
-    """Perplexity of a trained model at the experiment's lengths; for delta, of its last T tokens."""
-    last_tokens = run.train_length if experiment.measure == "delta" else None
-    written = evaluate([workdir], lengths=run.lengths, last_tokens=last_tokens, output=workdir)
-    (result,) = json.loads((written.directory / "lengths.json").read_bytes())["runs"]
-    return result["lengths"]
+def measure(experiment: Experiment, run: Run, workdir: Path) -> dict[str, Any]:
+    """What the evaluator says of a trained model at the experiment's lengths, under its protocol."""
+    written = evaluate([workdir], lengths=run.lengths, protocol=experiment.measure, output=workdir)
+    name = "delta.json" if experiment.measure == "delta" else "lengths.json"
+    (result,) = json.loads((written.directory / name).read_bytes())["runs"]
+    return {field: result[field] for field in ("lengths", "deltas") if field in result}
 
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.stages import Wrapped
 from jaxtyping import Array, Float, Int
 
 from dape_jax.sharding import parameter_shardings, replicated
@@ -101,15 +102,25 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int) -> Callable[[Params, dict[str, Array]], Array]:
+def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 1024) -> Wrapped:
     """Make `step(params, batch) -> nll_BT` of the last `last_tokens` targets of every row, jitted.
 
-    Only those positions are unembedded, so memory does not grow with length times vocabulary.
+    Only those positions are unembedded, and no more than `unembedded_at_once` of a row at a time, so that memory does
+    not grow with length times vocabulary.
     """
 
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
         features_BTD = model.features(batch["inputs"])[:, -last_tokens:]
-        return nll(model.logits(features_BTD), batch["targets"][:, -last_tokens:])
+        targets_BT = batch["targets"][:, -last_tokens:]
+        if last_tokens <= unembedded_at_once:
+            return nll(model.logits(features_BTD), targets_BT)
+
+        def nll_of_position(position: tuple[Float[Array, "B D"], Int[Array, "B"]]) -> Float[Array, "B"]:
+            features_BD, target_B = position
+            return nll(model.logits(features_BD[:, None]), target_B[:, None])[:, 0]
+
+        positions = jnp.moveaxis(features_BTD, 1, 0), targets_BT.T
+        return jax.lax.map(nll_of_position, positions, batch_size=unembedded_at_once).T
 
     return jax.jit(step)

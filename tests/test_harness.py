@@ -1,0 +1,578 @@
+"""The harness gets the log-likelihoods of the full forward and the texts of greedy generation, whatever the batch."""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+from test_command_lines import run
+
+from dape_jax.attention import Blockwise
+from dape_jax.data.tokenizers import Bytes
+from dape_jax.errors import InputError
+from dape_jax.evaluation import harness as module
+from dape_jax.evaluation.evaluate import Trained, read_trained
+from dape_jax.evaluation.generate import Sampling, decoding_model, generate
+from dape_jax.evaluation.harness import (
+    CHUNK,
+    Continuation,
+    HarnessModel,
+    Row,
+    evaluate_tasks,
+    load_tasks,
+    make_batch,
+    read_continuation,
+    score,
+    texts_until,
+    width_of,
+)
+from dape_jax.training import loop
+from dape_jax.transformer import model_structure
+
+END = Bytes.end_of_document
+SHORT = 24
+LONGEST = 200  # widths are 64 (dense), 128 and 200 (blockwise; more than one chunk of positions)
+UNTIL = {"until": ["\n", "F"], "max_gen_toks": 40}
+
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  cache_dir: {directory}/cache
+  data_files: {{test: {directory}/words.jsonl}}
+test_split: test
+output_type: {kind}
+"""
+TASKS = {
+    "words_choice": (
+        "multiple_choice",
+        'doc_to_text: "{{context}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: answer\n'
+        "metric_list:\n- {metric: acc, aggregation: mean, higher_is_better: true}\n",
+    ),
+    "words_rolling": (
+        "loglikelihood_rolling",
+        'doc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+        "metric_list:\n- {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}\n",
+    ),
+    "words_until": (
+        "generate_until",
+        'doc_to_text: "{{context}} "\ndoc_to_target: "{{answers}}"\n'
+        f"generation_kwargs: {json.dumps(UNTIL)}\n"
+        "metric_list:\n- {metric: exact_match, aggregation: mean, higher_is_better: true}\n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A run that has learned nothing yet."""
+    root = tmp_path_factory.mktemp("harness")
+    loop.train(tiny.spec(root, train__num_steps=2, evaluation__blockwise_from=100), root / "run")
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(root) -> Trained:
+    return read_trained(root / "run", "newest", {})
+
+
+@pytest.fixture(scope="module")
+def model(trained) -> HarnessModel:
+    """Its parameters all moved, so that the texts that it generates differ."""
+    model = HarnessModel(trained, max_length=LONGEST)
+    draw = np.random.default_rng(0)
+    model._params = jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x) + draw.normal(0, 0.2, x.shape).astype(x.dtype), x.sharding),
+        model._params,
+    )
+    return model
+
+
+@pytest.fixture
+def own_tasks_alone(monkeypatch):
+    """Without the thousands of files of the harness's own, which take seconds to read."""
+    monkeypatch.setattr(module, "TaskManager", functools.partial(TaskManager, include_defaults=False))
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    text = " ".join(np.random.default_rng((length, seed)).choice(tiny.WORDS, length // 2 + 1))
+    return list(text.encode()[:length])
+
+
+def requests_of(kind: str, *arguments: tuple) -> list[Instance]:
+    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+
+
+def log_probs(model: HarnessModel, tokens: list[int], length: int = LONGEST) -> np.ndarray:
+    """Of every token but the first, from the full forward: one program, since what comes after them does not matter.
+
+    (It does to some models: `length` is how many tokens there are.)
+    """
+    rest = np.random.default_rng(0).integers(0, 256, length - len(tokens) + 1)
+    inputs_BT = np.array([[*tokens[:-1], *rest]])
+    logits_BTV = full_forward(model.trained.run.model)(jax.device_get(model._params), inputs_BT)
+    log_probs_TV = np.asarray(jax.nn.log_softmax(logits_BTV[0], axis=-1), np.float64)
+    return log_probs_TV[np.arange(len(tokens) - 1), tokens[1:]]
+
+
+def shortened(model: HarnessModel, max_length: int) -> HarnessModel:
+    """The same model, its parameters not read again."""
+    other = copy.copy(model)
+    other.max_length = max_length
+    return other
+
+
+@functools.cache
+def full_forward(config):
+    return jax.jit(lambda params, tokens_BT: decoding_model(config, params)(tokens_BT))
+
+
+def greedy_ids(model: HarnessModel, prompt: list[int], num: int) -> list[int]:
+    """Straight from the library, one prompt at a time."""
+    num_ids = model._tokenizer.vocab_size
+    steps = generate(
+        model.trained.run.model,
+        model._params,
+        model._mesh,
+        [np.array(prompt)],
+        max_new_tokens=num,
+        sampling=Sampling(0.0),
+        num_ids=num_ids,
+    )
+    return [int(token_B[0]) for token_B in steps]
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """As the harness cuts what has come up to the first stop: stop by stop."""
+    text = next((text[:end] for end in range(len(text)) if any(stop in text[:end] for stop in stops)), text)
+    for stop in stops:
+        text = text.split(stop)[0]
+    return text
+
+
+# ---- log-likelihood
+
+
+def test_log_likelihoods_are_those_of_the_full_forward(model):
+    """Rows of every width, and continuations from one token to more than a chunk."""
+    cases = [(1, 1), (30, 9), (63, 1), (64, 1), (5, 60), (90, 12), (1, 200), (120, CHUNK - 60), (40, CHUNK + 5)]
+    requests = [(("", ""), ids_of(context), ids_of(scored, seed=1)) for context, scored in cases]
+    widths = {width_of(context + scored - 1, LONGEST) for context, scored in cases}
+    assert widths == {64, 128, 200}
+    found = model._loglikelihood_tokens(requests, disable_tqdm=True)
+    for (_, context, scored), (total, _) in zip(requests, found, strict=True):
+        expected = log_probs(model, (context + scored)[-LONGEST - 1 :])[-len(scored) :].sum()
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.tuples(st.integers(1, 250), st.integers(1, LONGEST)), min_size=1, max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_neither_filling_nor_the_rest_of_the_batch_changes_anything(model, lengths, random):
+    requests = [(("", ""), ids_of(*both), ids_of(both[1], seed=1)) for both in lengths]
+    together = model._loglikelihood_tokens(requests, disable_tqdm=True)
+    order = list(range(len(requests)))
+    random.shuffle(order)
+    shuffled = model._loglikelihood_tokens([requests[i] for i in order], disable_tqdm=True)
+    (alone,) = model._loglikelihood_tokens(requests[:1], disable_tqdm=True)
+    assert alone[0] == pytest.approx(together[0][0], rel=1e-5, abs=1e-5)
+    for i, (total, is_greedy) in zip(order, shuffled, strict=True):
+        assert total == pytest.approx(together[i][0], rel=1e-5, abs=1e-5)
+        assert is_greedy == together[i][1]
+
+
+def test_what_stands_to_the_right_of_a_row_changes_nothing(model):
+    """Whatever fills it up: not zeros alone."""
+    rows = [Row(ids_of(length), 3) for length in (9, 20, 33)]
+    batch = make_batch(rows, 64, 8)
+    filled = jax.tree.map(np.copy, batch)
+    for line, stop in zip(filled["inputs"], batch["stop"], strict=True):
+        line[stop:] = 77
+    assert np.any(filled["inputs"] != batch["inputs"])
+    config, params = model.trained.run.model, model._params
+    expected, found = (score(config, params, x, num_ids=257) for x in (batch, filled))
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(np.asarray(expected[0]) > 0, np.tile(np.arange(64) < 3, (8, 1)))
+
+
+def test_greedy_is_what_generation_gives(model, monkeypatch):
+    """Which draws from the tokenizer's ids alone: here fewer than the model has."""
+    monkeypatch.setattr(model, "_tokenizer", type("Fewer", (Bytes,), {"vocab_size": 60})())
+    context = ids_of(17)
+    greedy = greedy_ids(model, context, 6)
+    assert max(greedy) < 60
+    first, last = [greedy[0] ^ 1, *greedy[1:]], [*greedy[:-1], greedy[-1] ^ 1]
+    requests = [(("", ""), context, continuation) for continuation in (greedy, greedy[:1], first, last)]
+    answers = model._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert [is_greedy for _, is_greedy in answers] == [True, True, False, False]
+
+
+def test_contexts_as_the_harness_has_them(model):
+    """An empty one is the end of a document; spaces at the end of one belong to the continuation."""
+    pairs = [("", "the text"), ("scores of", " a"), ("scores of ", "a"), ("  ", "rows"), ("ä", "ö")]
+    found = [total for total, _ in model.loglikelihood(requests_of("loglikelihood", *pairs), disable_tqdm=True)]
+    split = [("", "the text"), ("scores of", " a"), ("scores of", " a"), ("", "  rows"), ("ä", "ö")]
+    for total, (context, continuation) in zip(found, split, strict=True):
+        tokens = [*(context.encode() or [END]), *continuation.encode()]
+        expected = log_probs(model, tokens)[-len(continuation.encode()) :].sum()
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_long_contexts_lose_their_beginning_and_are_counted(model, caplog):
+    model = shortened(model, SHORT)
+    requests = [(("", ""), ids_of(length), ids_of(3)) for length in (5, SHORT - 2, SHORT - 1, 90)]
+    found = model._loglikelihood_tokens(requests, disable_tqdm=True)
+    (record,) = caplog.records
+    assert "2 of 4 requests are longer than 24 tokens" in record.getMessage()
+    for (_, context, scored), (total, _) in zip(requests, found, strict=True):
+        expected = log_probs(model, (context + scored)[-SHORT - 1 :])[-3:].sum()
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    with pytest.raises(InputError, match="max_length = 24: at least 25, the tokens of one continuation"):
+        model._loglikelihood_tokens([(("", ""), [1], ids_of(25))])
+
+
+@pytest.mark.parametrize("pair", [("", ""), ("a", "")])
+def test_an_empty_continuation_is_named(model, pair):
+    with pytest.raises(InputError, match="continuation = '': one character or more"):
+        model.loglikelihood(requests_of("loglikelihood", pair), disable_tqdm=True)
+
+
+def own_windows(ids: list[int], longest: int) -> list[tuple[list[int], int]]:
+    """Tokens and how many of them are scored: as many inputs as fit before every window's end."""
+    whole, windows = [END, *ids], []
+    for first in range(0, len(ids), longest):
+        stop = min(first + longest, len(ids))
+        windows.append((whole[max(0, stop - longest) : stop + 1], stop - first))
+    return windows
+
+
+def test_rolling_log_likelihood_is_that_of_our_own_windows(model):
+    model = shortened(model, SHORT)
+    texts = [bytes(ids_of(length)).decode() for length in (1, SHORT - 1, SHORT, SHORT + 1, 3 * SHORT, 3 * SHORT + 5)]
+    found = model.loglikelihood_rolling(requests_of("loglikelihood_rolling", *((t,) for t in texts)), disable_tqdm=True)
+    for text, total in zip(texts, found, strict=True):
+        windows = own_windows(list(text.encode()), SHORT)
+        assert sum(num for _, num in windows) == len(text)
+        expected = sum(log_probs(model, tokens)[-num:].sum() for tokens, num in windows)
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("max_length", [pytest.param(1, marks=pytest.mark.slow), SHORT, LONGEST])
+def test_every_token_is_scored_once(model, max_length):
+    """To a model that finds all tokens equally probable a text is worth its number of tokens."""
+    model = shortened(model, max_length)
+    model._params = model._params | {"unembedding_DV": jnp.zeros_like(model._params["unembedding_DV"])}
+
+    @settings(deadline=None, max_examples=10)
+    @given(st.lists(st.text(max_size=400), min_size=1, max_size=4))
+    def holds(texts):
+        requests = requests_of("loglikelihood_rolling", *((text,) for text in texts))
+        found = model.loglikelihood_rolling(requests, disable_tqdm=True)
+        expected = [-len(text.encode("utf-8", "replace")) * math.log(257) for text in texts]
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    holds()
+
+
+@pytest.mark.parametrize("changes", [{"edge": "listing"}, pytest.param({"leak": True}, marks=pytest.mark.slow)])
+def test_models_that_cannot_generate_are_scored_as_they_are(trained, model, changes):
+    """Not filled up: what stands on the right would change their rows."""
+    processor = dataclasses.replace(trained.run.model.processor, **changes)
+    run = dataclasses.replace(trained.run, model=dataclasses.replace(trained.run.model, processor=processor))
+    other = copy.copy(model)
+    other.trained = dataclasses.replace(trained, run=run)
+    requests = [(("", ""), ids_of(length), ids_of(4, seed=1)) for length in (6, 6, 30)]
+    for (_, context, scored), (total, _), (of_prefix, _) in zip(
+        requests, other._loglikelihood_tokens(requests), model._loglikelihood_tokens(requests), strict=True
+    ):
+        tokens = context + scored
+        expected = log_probs(other, tokens, len(tokens) - 1)[-len(scored) :].sum()
+        assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        assert abs(total - of_prefix) > 1e-4
+    with pytest.raises(InputError, match="cannot generate"):
+        other.generate_until(requests_of("generate_until", ("a", dict(UNTIL))))
+
+
+@pytest.mark.slow
+def test_no_array_of_length_times_vocabulary(trained):
+    """Four times the length takes little more memory where nearly all of it is logits."""
+    config = dataclasses.replace(trained.run.model, vocab_size=50_000, attention=Blockwise(16))
+    _, params = model_structure(config)
+
+    def temporary_bytes(length: int) -> int:
+        batch = make_batch([Row([1] * (length + 1), length)], length, 1)
+        batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+        program = score.lower(config, params, batch, num_ids=257).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert CHUNK * 50_000 * 4 < temporary_bytes(4 * CHUNK) < 1.2 * temporary_bytes(CHUNK)
+
+
+# ---- generation
+
+
+def greedy_text(model: HarnessModel, context: str, num: int) -> str:
+    """What follows, with no stop but the end of the document."""
+    room = model.max_length - num
+    ids = np.array(greedy_ids(model, (list(context.encode()) or [END])[-room:], num))
+    ids = ids[: np.flatnonzero(ids == END)[0]] if END in ids else ids
+    return Bytes().decode(ids).decode("utf-8", "replace")
+
+
+def test_texts_are_those_of_greedy_generation_cut_at_the_stop(model):
+    """Ragged contexts, of which one is empty and one too long; stops of several tokens, as a list, alone and none."""
+    contexts = ["the", "scores of a ", "", "rows and columns " * 20]
+    arguments, expected = [], []
+    for context in contexts:
+        text = greedy_text(model, context, 40)
+        assert len(set(text)) > 3
+        for until in ([text[30:33], text[11:14]], text[20:22]):
+            arguments.append((context, {"until": until, "max_gen_toks": 40}))
+            expected.append(cut(text, [until] if isinstance(until, str) else until))
+            assert len(expected[-1]) < len(text)
+        arguments.append((context, {"until": [], "max_gen_toks": 40, "do_sample": False}))
+        expected.append(text)
+    assert model.generate_until(requests_of("generate_until", *arguments), disable_tqdm=True) == expected
+
+
+def test_drawn_texts_repeat_and_requests_that_are_the_same_do_not_share_them(model):
+    kind = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 2.0}
+    requests = requests_of("generate_until", *[("the ", dict(kind))] * 20)
+    found = model.generate_until(requests, disable_tqdm=True)
+    again = model.generate_until(requests, disable_tqdm=True)
+    assert found == again
+    assert len(set(found)) == len(found)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.text(st.sampled_from("ab é\n"), max_size=30), min_size=1, max_size=3), st.data())
+def test_no_step_is_taken_after_the_last_stop(texts, data):
+    """Stops are found as soon as their last byte is there, and nothing of them or after them is kept."""
+    stops = data.draw(st.lists(st.text(st.sampled_from("ab é\n"), min_size=1, max_size=3), max_size=3))
+    needed = max(steps_needed(text, stops) for text in texts)
+    columns = [[*text.encode(), *[END] * 40] for text in texts]
+    taken = []
+
+    def steps():
+        for token_B in np.array([column[: 30 * 2] + [END] * (60 - len(column[:60])) for column in columns]).T:
+            taken.append(token_B)
+            yield token_B
+
+    assert texts_until(steps(), len(texts), Bytes(), stops) == [cut(text, stops) for text in texts]
+    assert len(taken) == needed
+
+
+def steps_needed(text: str, stops: list[str]) -> int:
+    """Bytes of the shortest beginning that has a stop in it, or all of them and the end."""
+    found = [end for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)]
+    return len(text[: found[0]].encode()) if found else len(text.encode()) + 1
+
+
+@pytest.mark.parametrize(
+    ("gen_kwargs", "expected"),
+    [
+        ({"until": ["\n\n"]}, Continuation(("\n\n",), 256, Sampling(0.0))),
+        ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, Continuation(("a",), 7, Sampling(0.0))),
+        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, Continuation(("a",), 256, Sampling(0.0))),
+        ({"do_sample": True}, Continuation((), 256, Sampling(1.0))),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, Continuation((), 256, Sampling(0.7, 5, 0.9))),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1}, Continuation((), 256, Sampling(0.7))),
+    ],
+)
+def test_generation_kwargs_are_read(gen_kwargs, expected):
+    before = json.dumps(gen_kwargs)
+    assert read_continuation(gen_kwargs, 1000) == expected
+    assert json.dumps(gen_kwargs) == before
+
+
+@pytest.mark.parametrize(
+    ("gen_kwargs", "words"),
+    [
+        ({"num_beams": 4}, ["generation_kwargs = {'num_beams': 4}", "options of generation", "top_p"]),
+        ({"repetition_penalty": 1.1}, ["repetition_penalty"]),
+        ({"until": [3]}, ["generation_kwargs.until = [3]"]),
+        ({"max_gen_toks": 0}, ["generation_kwargs.max_gen_toks = 0", "1 or more"]),
+        ({"max_gen_toks": 1000}, ["max_gen_toks = 1000", "less than max_length = 1000", "--max_length"]),
+        ({"do_sample": True, "temperature": -1.0}, ["temperature = -1.0"]),
+        ({"do_sample": True, "top_p": 2}, ["top_p = 2"]),
+    ],
+)
+def test_bad_generation_kwargs_are_named(gen_kwargs, words):
+    with pytest.raises(InputError) as error:
+        read_continuation(gen_kwargs, 1000)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+# ---- tasks
+
+
+@pytest.fixture(scope="module")
+def tasks(root, model) -> Path:
+    """Task files and their data; half of the answers of the last are what the model generates."""
+    directory = root / "tasks"
+    directory.mkdir()
+    draw = np.random.default_rng(3)
+    documents = []
+    for index in range(6):
+        *words, a, b, c = draw.choice(tiny.WORDS, 7, replace=False).tolist()
+        context = " ".join(words)
+        generated = cut(greedy_text(model, f"{context} ", UNTIL["max_gen_toks"]), UNTIL["until"])
+        answers = generated if index % 2 else "no text that a model gives"
+        text = " ".join(draw.choice(tiny.WORDS, 80))
+        documents.append({"context": context, "choices": [a, b, c], "answer": 0, "text": text, "answers": answers})
+    (directory / "words.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    for name, (kind, rest) in TASKS.items():
+        (directory / f"{name}.yaml").write_text(TASK.format(name=name, directory=directory, kind=kind) + rest)
+    return directory
+
+
+def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks):
+    manager = TaskManager(include_path=tasks, include_defaults=False)
+    results = simple_evaluate(model, tasks=list(TASKS), task_manager=manager, log_samples=False)["results"]
+    documents = [json.loads(line) for line in (tasks / "words.jsonl").read_text().splitlines()]
+    num_right = bits = num_bytes = 0
+    for document in documents:
+        context = list(document["context"].encode())
+        totals = []
+        for choice in document["choices"]:
+            scored = list(f" {choice}".encode())
+            totals.append(log_probs(model, context + scored)[-len(scored) :].sum())
+        num_right += int(np.argmax(totals)) == document["answer"]
+        for tokens, num in own_windows(list(document["text"].encode()), LONGEST):
+            bits -= log_probs(model, tokens)[-num:].sum() / math.log(2)
+        num_bytes += len(document["text"])
+    assert results["words_choice"]["acc,none"] == pytest.approx(num_right / 6)
+    assert results["words_rolling"]["bits_per_byte,none"] == pytest.approx(bits / num_bytes, rel=1e-5)
+    assert results["words_until"]["exact_match,none"] == 0.5
+
+
+def test_results_are_written_and_earlier_ones_are_kept(root, tasks, own_tasks_alone, tmp_path):
+    def evaluate(limit: float) -> tuple[str, dict]:
+        names = ["words_choice", "words_rolling"]
+        done = evaluate_tasks(root / "run", names, include_path=tasks, limit=limit, output=tmp_path / "new")
+        return done.table, json.loads((tmp_path / "new" / "lm_eval.json").read_text())
+
+    table, content = evaluate(4.0)
+    results = content["lm_eval"]
+    assert set(results["results"]) == set(results["versions"]) == {"words_choice", "words_rolling"}
+    assert results["n-samples"]["words_choice"] == {"original": 6, "effective": 4}
+    config = results["config"]
+    assert (config["workdir"], config["step"], config["max_length"]) == (str(root / "run"), 2, 64)
+    assert {"commit", "device", "versions"} < set(content)
+    bits = results["results"]["words_rolling"]["bits_per_byte,none"]
+    markdown = (tmp_path / "new" / "lm_eval.md").read_text()
+    assert f"| words_rolling | none | 0 | bits_per_byte | {bits:.4f} | N/A |" in markdown
+    assert f"{bits:.4f}" in table
+    assert "step 2, sequences of at most 64 tokens" in table
+
+    files = sorted(tmp_path.joinpath("new").iterdir())
+    assert evaluate(4.0)[1] == content
+    assert sorted(tmp_path.joinpath("new").iterdir()) == files
+    assert evaluate(5.0)[1] != content
+    (kept,) = (tmp_path / "new").glob("lm_eval.2*.json")
+    assert json.loads(kept.read_text()) == content
+    assert len(list((tmp_path / "new").iterdir())) == 2 * len(files)
+
+
+def test_groups_are_loaded_whole_and_once(tasks, own_tasks_alone, tmp_path):
+    (tmp_path / "group.yaml").write_text(
+        "group: words\ntask: [words_choice, words_rolling]\naggregate_metric_list:\n- {metric: acc}\n"
+    )
+    for file in tasks.glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    manager, loaded = load_tasks(["words", "words_until"], tmp_path)
+    assert len(loaded) == 2
+    assert set(manager.load(loaded)["tasks"]) == set(TASKS)
+    assert set(manager.load(loaded)["groups"]) == {"words"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tasks": []}, ["tasks = []", "one name or more"]),
+        ({"tasks": ["words_choice", "nothing"]}, ["tasks = ['nothing']", "--include_path"]),
+        ({"include_path": Path("nowhere")}, ["include_path = 'nowhere'", "a directory of task files"]),
+        ({"tasks": ["lost"]}, ["tasks = ['lost']", "cannot be read", "FileNotFoundError"]),
+        ({"tasks": ["broken"]}, ["tasks = ['broken']", "cannot be read"]),
+        ({"tasks": ["words_until"], "max_length": 40}, ["max_gen_toks = 40", "max_length = 40"]),
+        ({"tasks": ["beams"]}, ["generation_kwargs = {'num_beams': 4}"]),
+        ({"tasks": ["unsafe"]}, ["tasks = 'unsafe'", "do not run code"]),
+        ({"limit": 0.0}, ["limit = 0.0"]),
+        ({"num_fewshot": -1}, ["num_fewshot = -1"]),
+        ({"batch_size": 0}, ["batch_size = 0"]),
+        ({"max_length": 0}, ["max_length = 0"]),
+        ({"step": "5"}, ["step = '5'", "'newest', 'best'"]),
+        ({"workdir": Path("nothing")}, ["workdir = 'nothing'", "train.py"]),
+    ],
+)
+def test_bad_input_is_named_before_any_parameter_is_read(
+    root, tasks, own_tasks_alone, monkeypatch, tmp_path, changes, words
+):
+    for file in tasks.glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    until = (tasks / "words_until.yaml").read_text()
+    (tmp_path / "lost.yaml").write_text(
+        until.replace("words.jsonl", "lost.jsonl").replace("task: words_until", "task: lost")
+    )
+    (tmp_path / "broken.jsonl").write_text('{"context": \n')
+    broken = until.replace(f"{tasks}/words.jsonl", f"{tmp_path}/broken.jsonl")
+    (tmp_path / "broken.yaml").write_text(broken.replace("task: words_until", "task: broken"))
+    beams = until.replace('"max_gen_toks": 40', '"num_beams": 4').replace("task: words_until", "task: beams")
+    (tmp_path / "beams.yaml").write_text(beams)
+    (tmp_path / "unsafe.yaml").write_text(until.replace("task: words_until", "task: unsafe\nunsafe_code: true"))
+    monkeypatch.setattr(module, "restore", None)  # calling it would be a TypeError
+    request = {"workdir": root / "run", "tasks": ["words_choice"], "include_path": tmp_path} | changes
+    with pytest.raises(InputError) as error:
+        evaluate_tasks(request.pop("workdir"), request.pop("tasks"), **request)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+    assert not list((root / "run").glob("lm_eval*"))
+
+
+# ---- the command line
+
+
+@pytest.mark.slow
+def test_without_the_extra_it_is_one_line(tmp_path):
+    done = run("-m", "dape_jax.evaluation.harness", "--workdir=a", "--tasks=b")
+    assert done.stderr.splitlines()[-1] == "error: workdir = 'a': a directory that train.py has written"
+    program = (
+        "import runpy, sys; sys.modules['lm_eval'] = None; "
+        "runpy.run_module('dape_jax.evaluation.harness', run_name='__main__')"
+    )
+    done = run("-c", program)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "not installed: pip install 'dape_jax[lm-eval]'" in line
+    assert sys.modules["lm_eval"] is not None
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_tasks(root, tasks, tmp_path):
+    arguments = ["-m", "dape_jax.evaluation.harness", f"--workdir={root}/run", f"--include_path={tasks}"]
+    done = run(*arguments, f"--tasks={','.join(TASKS)}", "--max_length=100", "--batch_size=4", f"--output={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "words_until" in done.stdout
+    assert f"results: {tmp_path}" in done.stdout
+    assert "fork" not in done.stderr
+    assert (tmp_path / "lm_eval.txt").read_text() in done.stdout
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["lm_eval.json", "lm_eval.md", "lm_eval.txt"]
+    done = run(*arguments, "--tasks=nothing")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: tasks = ['nothing']")
