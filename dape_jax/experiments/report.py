@@ -101,12 +101,13 @@ def judge(claim: Claim, look: Look, divisor: int = 1, min_seeds: int = MIN_SEEDS
             return Judgement(claim.text, "not tested", 0, len(claim.comparisons), "")
         lows = [low[seed] if isinstance(low, dict) else low for seed in sorted(seeds)]
         highs = [high[seed] if isinstance(high, dict) else high for seed in sorted(seeds)]
-        margin = min((less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True))
-        holding += margin > 0
-        if margin < weakest[0]:
+        margins = [(less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True)]
+        holding += min(margins) > 0
+        if min(margins) < weakest[0]:
             factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
             text = f"{_side(less.low, lows, divisor)} < {factor}{_side(less.high, highs, divisor)}"
-            weakest = (margin, text if margin > 0 else f"not {text}")
+            failing = [str(seed) for seed, margin in zip(sorted(seeds), margins, strict=True) if margin <= 0]
+            weakest = (min(margins), f"{text}, but not with seed {' and '.join(failing)}" if failing else text)
     total = len(claim.comparisons)
     if not total:
         return Judgement(claim.text, "not tested", 0, 0, "")
