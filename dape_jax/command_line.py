@@ -9,7 +9,7 @@ from typing import Any
 from absl import app, flags
 from absl import logging as absl_logging
 
-from dape_jax.errors import InputError, NonFiniteError
+from dape_jax.errors import InputError, NonFiniteError, printable
 
 
 def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
@@ -38,7 +38,7 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
     try:
         app.run(quietly, flags_parser=_parse)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)

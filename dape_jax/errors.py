@@ -12,6 +12,11 @@ class NonFiniteError(RuntimeError):
     """The loss or its gradient is no longer a finite number; the command line prints it without a traceback."""
 
 
+def printable(text: str) -> str:
+    r"""A text in one line that cannot drive a terminal: a file's name may hold escape sequences, shown as \x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:

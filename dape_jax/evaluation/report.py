@@ -102,6 +102,8 @@ def _keep_earlier(stem: str, directory: Path, text: str) -> None:
     if not earlier.exists() or earlier.read_text() == text:
         return
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(earlier.stat().st_mtime))
+    while (directory / f"{stem}.{stamp}.json").exists():  # of the same second
+        stamp += "+"
     for suffix in SUFFIXES:
         file = directory / f"{stem}{suffix}"
         if file.exists():

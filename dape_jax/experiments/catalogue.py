@@ -183,6 +183,7 @@ _FIG2 = (*_BASELINES, "dape1x1-kerple", "dape1x3-kerple")
 _TABLE2 = ("nope", "rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
 _KERNELS = ("kerple", "dape1x1-kerple", "dape1x3-kerple", "dape1x5-kerple", "dape1x7-kerple")
 _ADDITIVE = ("alibi", "kerple", "fire")
+_SAME_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 
 
 def _larger_kernels(train_length: int) -> tuple[Claim, ...]:
@@ -226,6 +227,7 @@ EXPERIMENTS = {
             Claim(
                 "DAPE1x3 improves RoPE within and beyond the train length", better("dape1x3-rope", "rope", (128, 512))
             ),
+            Claim("DAPE (1x1) improves NoPE too, at every length", better("dape1x1-nope", "nope", (128, 512))),
             Claim(
                 "naive DAPE (1x1) makes RoPE worse at the train length",
                 tuple(Less(Cell("rope", t, t), Cell("dape1x1-rope", t, t)) for t in (128, 512)),
@@ -243,11 +245,11 @@ EXPERIMENTS = {
                 within("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), (128, 512)),
             ),
             Claim(
-                "DAPE1x3-Kerple is the best of all at the longest length",
+                "DAPE1x3-Kerple is the best of all at every length beyond",
                 tuple(
                     less
                     for other in (*_BASELINES, "dape1x1-kerple")
-                    for less in better("dape1x3-kerple", other, (128, 512), at=8192)
+                    for less in better("dape1x3-kerple", other, (128, 512), beyond=True)
                 ),
             ),
             Claim(
@@ -268,7 +270,7 @@ EXPERIMENTS = {
         title="the same training tokens at different train lengths",
         source="figure 3, section 4.2",
         methods=("dape1x3-kerple", "rope"),
-        train_lengths=(128, 256, 512, 1024, 2048, 4096),
+        train_lengths=_SAME_TOKENS,
         skipped=tuple(("rope", t) for t in (256, 512, 1024, 2048)),
         step_tokens=32_768,
         claims=(
@@ -277,14 +279,20 @@ EXPERIMENTS = {
                 (Less(Cell("dape1x3-kerple", 128, 4096), Cell("rope", 4096, 4096), 1.02),),
             ),
             Claim(
-                "RoPE trained at 4096 is worse at 128 than DAPE1x3-Kerple trained at 128",
-                (Less(Cell("dape1x3-kerple", 128, 128), Cell("rope", 4096, 128)),),
+                "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096",
+                (Less(Cell("dape1x3-kerple", 512, 4096), Cell("rope", 4096, 4096)),),
             ),
             Claim(
-                "DAPE1x3-Kerple trained at 128 is the best of its train lengths at 128",
+                "RoPE trained at 4096 is worse at 128 than DAPE1x3-Kerple trained at 128, and than RoPE trained there",
+                tuple(Less(Cell(method, 128, 128), Cell("rope", 4096, 128)) for method in ("dape1x3-kerple", "rope")),
+            ),
+            Claim(
+                "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length",
                 tuple(
-                    Less(Cell("dape1x3-kerple", 128, 128), Cell("dape1x3-kerple", t, 128))
-                    for t in (256, 512, 1024, 2048, 4096)
+                    Less(Cell("dape1x3-kerple", at, at), Cell("dape1x3-kerple", t, at))
+                    for at in _SAME_TOKENS[:-1]
+                    for t in _SAME_TOKENS
+                    if t != at
                 ),
             ),
         ),
@@ -480,6 +488,14 @@ EXPERIMENTS = {
                     less
                     for at in (128, 8192)
                     for less in better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (128,), at=at)
+                ),
+            ),
+            Claim(
+                "trained at 512, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 up to 4096",
+                tuple(
+                    less
+                    for at in lengths_from(512, 4096)
+                    for less in better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (512,), at=at)
                 ),
             ),
             Claim(

@@ -7,17 +7,20 @@ in tables; a preset's divisor stands between them.
 import dataclasses
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib
-import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from dape_jax.data.build import write_json
 from dape_jax.errors import InputError, require
+from dape_jax.evaluation.report import band, markdown_table
 from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Experiment, paper_tables
+from dape_jax.experiments.run import read_run
 
 Verdict = Literal["holds", "does not hold", "not tested"]
 MIN_SEEDS = 2  # one seed says nothing of the spread
@@ -25,7 +28,6 @@ MIN_SEEDS = 2  # one seed says nothing of the spread
 # What a comparison reads: a cell's value for each seed; empty where there is none.
 Look = Callable[[Cell], dict[int, float]]
 
-_FIELDS = ("method", "paper_size", "paper_train_length", "train_length", "seed", "measure", "wall_seconds")
 _ABOUT = ("commit", "device", "num_devices", "num_cpus", "versions")
 UNITS = {"perplexity": "perplexity", "delta": "delta perplexity", "step_ms": "milliseconds of a training step"}
 
@@ -102,6 +104,7 @@ def judge(claim: Claim, look: Look, divisor: int = 1, min_seeds: int = MIN_SEEDS
         lows = [low[seed] if isinstance(low, dict) else low for seed in sorted(seeds)]
         highs = [high[seed] if isinstance(high, dict) else high for seed in sorted(seeds)]
         margins = [(less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True)]
+        margins = [-math.inf if math.isnan(margin) else margin for margin in margins]  # no number, nothing shown
         holding += min(margins) > 0
         if min(margins) < weakest[0]:
             factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
@@ -140,31 +143,36 @@ def read(results: Path) -> list[Group]:
     for name, experiment in EXPERIMENTS.items():
         for directory in sorted((results / name).glob("*-*/")):
             preset, _, data = directory.name.partition("-")
-            files = sorted(directory.glob("*-seed*.json"))
-            if preset in PRESETS and files:
-                groups.append(_group(name, preset, data, experiment, [_read_run(file) for file in files]))
+            if preset in PRESETS:
+                group = _group(name, preset, data, experiment, sorted(directory.glob("*-seed*.json")))
+                groups += [group] if group.series else []
     return groups
 
 
-def _read_run(file: Path) -> dict[str, Any]:
-    try:
-        run = json.loads(file.read_bytes())
-        missing = [field for field in (*_FIELDS, *_ABOUT) if field not in run]
-        require(not missing, str(file), missing, "fields that every run has")
-    except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{file}: cannot be read as a run: {error}") from error
-    return run
-
-
-def _group(name: str, preset: str, data: str, experiment: Experiment, runs: list[dict[str, Any]]) -> Group:
+def _group(name: str, preset: str, data: str, experiment: Experiment, files: list[Path]) -> Group:
     divisor = PRESETS[preset].length_divisor
-    values: dict[tuple[str, str, int], dict[int, dict[int, float]]] = defaultdict(dict)
-    for run in runs:
-        key = (run["method"], run["paper_size"], run["paper_train_length"])
-        values[key][run["seed"]] = {
-            length * divisor: value for length, value in _measured(run, experiment.measure).items()
-        }
     order = [(m, s, t) for s in experiment.sizes for t in experiment.train_lengths for m in experiment.methods]
+    values: dict[tuple[str, str, int], dict[int, dict[int, float]]] = defaultdict(dict)
+    settings: dict[tuple[str, str, int], Any] = {}
+    runs = []
+    for file in files:
+        run = read_run(file)
+        key = (run["method"], run["paper_size"], run["paper_train_length"])
+        if key not in order:  # the catalogue has it no more
+            continue
+        runs.append(run)
+        try:
+            measured = _measured(run, experiment.measure)
+            values[key][run["seed"]] = {length * divisor: value for length, value in measured.items()}
+            # What the seeds of a method have in common, without which their spread would be none over seeds.
+            setting = [run["config"][section] for section in ("model", "optimizer", "evaluation")]
+            setting.append(run["config"]["train"] | {"seed": 0})
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{file}: cannot be read as a run that measures {experiment.measure}: {error!r}"
+            ) from error
+        same = run["data"] == runs[0]["data"] and setting == settings.setdefault(key, setting)
+        require(same, str(file), run["key"], "a run with the text of those beside it, and the config of other seeds")
     about = {field: sorted({json.dumps(run[field]) for run in runs}) for field in _ABOUT}
     about["wall_seconds"] = [run["wall_seconds"] for run in runs]
     return Group(name, preset, data, [Series(*key, values[key]) for key in order if key in values], about)
@@ -172,20 +180,23 @@ def _group(name: str, preset: str, data: str, experiment: Experiment, runs: list
 
 def _measured(run: dict[str, Any], measure: str) -> dict[int, float]:
     if measure == "step_ms":
-        return {run["train_length"]: run["step_ms"]}
-    if measure == "delta":
-        return {result["length"]: result["delta"] for result in run["deltas"]}
-    return {result["length"]: result["perplexity"] for result in run["lengths"]}
+        return {run["train_length"]: float(run["step_ms"])}
+    results, field = (run["deltas"], "delta") if measure == "delta" else (run["lengths"], "perplexity")
+    return {int(result["length"]): float(result[field]) for result in results}
 
 
 def paper_group(name: str, dataset: str) -> Group:
     """What the paper prints of an experiment on one of its datasets, as if it were a run with one seed."""
     experiment = EXPERIMENTS[name]
+    batch = PRESETS["paper"].batch
+    assert batch is not None
     found: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
     for curve in paper_tables()["curves"]:
-        if curve["metric"] == experiment.measure and curve["dataset"] == dataset:
-            # Where the paper keeps the tokens of a step, a train length of 128 has the batch of everything else.
-            if curve.get("step_tokens", experiment.step_tokens) == experiment.step_tokens:
+        # Where the paper keeps the tokens of a step, only a train length of 128 has the batch of everything else.
+        usual = batch * curve["train_length"]
+        step_tokens = curve["step_tokens"] if "step_tokens" in curve else usual
+        if (curve["metric"], curve["dataset"]) == (experiment.measure, dataset):
+            if step_tokens == (experiment.step_tokens or usual):
                 key = (curve["method"], curve["size"], curve["train_length"])
                 found[key] |= {int(length): value for length, value in curve["values"].items()}
     wanted = [
@@ -234,8 +245,8 @@ def write(results: Path) -> Path:
     try:
         for group in groups:
             plot(group, results / group.experiment / f"{group.preset}-{group.data}.png")
-        _replace(results / "report.json", json.dumps(_as_json(judged), indent=1) + "\n")
-        _replace(results / "README.md", _readme(judged) + "\n")
+        write_json(results / "report.json", _as_json(judged))
+        (results / "README.md").write_text(_readme(judged) + "\n")
     except OSError as error:
         raise InputError(f"--results = {str(results)!r}: cannot be written to: {error}") from error
     return results / "README.md"
@@ -243,12 +254,6 @@ def write(results: Path) -> Path:
 
 def _divisor(group: Group) -> int:
     return PRESETS[group.preset].length_divisor
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, file)
 
 
 def _as_json(judged: dict[str, list[tuple[Group, list[Judgement]]]]) -> dict[str, Any]:
@@ -297,11 +302,11 @@ def _readme(judged: dict[str, list[tuple[Group, list[Judgement]]]]) -> str:
         if of_experiment:
             lines += ["", f"## {name}", "", f"{EXPERIMENTS[name].title} ({EXPERIMENTS[name].source})."]
         for group, _ in of_experiment:
-            lines += ["", *_section(group)]
+            lines += ["", _section(group)]
         if of_experiment:
             for dataset in ("arxiv", "books3"):
                 if (paper := paper_group(name, dataset)).series:
-                    lines += ["", f"**Paper**, {dataset}: {_unit(paper)}", "", *_table(paper)]
+                    lines += ["", markdown_table(f"**Paper**, {dataset}: {_unit(paper)}", _rows(paper))]
     return "\n".join(lines)
 
 
@@ -309,7 +314,7 @@ def _unit(group: Group) -> str:
     return UNITS[EXPERIMENTS[group.experiment].measure]
 
 
-def _section(group: Group) -> list[str]:
+def _section(group: Group) -> str:
     seeds = sorted({seed for series in group.series for seed in series.values})
     minutes = sum(group.about["wall_seconds"]) / 60
     commits, devices, cpus = (
@@ -319,30 +324,26 @@ def _section(group: Group) -> list[str]:
         ", ".join(f"{package} {number}" for package, number in json.loads(item).items())
         for item in group.about["versions"]
     )
-    return [
-        f"**Ours**, {group.preset} on {group.data}: {_unit(group)}, seeds {', '.join(map(str, seeds))}",
-        "",
-        *_table(group),
-        "",
-        f"![{group.experiment}]({group.experiment}/{group.preset}-{group.data}.png)",
-        "",
+    caption = f"**Ours**, {group.preset} on {group.data}: {_unit(group)}, seeds {', '.join(map(str, seeds))}"
+    return (
+        f"{markdown_table(caption, _rows(group))}\n\n"
+        f"![{group.experiment}]({group.experiment}/{group.preset}-{group.data}.png)\n\n"
         f"`python -m dape_jax.experiments run {group.experiment} --preset={group.preset}`; commit {commits}; "
-        f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in all.",
-    ]
+        f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in all."
+    )
 
 
-def _table(group: Group) -> list[str]:
-    """One row for each method and train length, one column for each length."""
+def _rows(group: Group) -> list[list[str]]:
+    """Header and rows: one for each method and train length, with a column for each length."""
     divisor = 1 if not group.about else _divisor(group)
     lengths = sorted({length for s in group.series for values in s.values.values() for length in values})
     sizes = {series.size for series in group.series}
-    head = ["method", *(["size"] if len(sizes) > 1 else []), "trained at", *(str(n // divisor) for n in lengths)]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = [["method", *(["size"] if len(sizes) > 1 else []), "trained at", *(str(n // divisor) for n in lengths)]]
     for series in group.series:
         names = [series.method, *([series.size] if len(sizes) > 1 else []), str(series.train_length // divisor)]
         cells = [_spread(values) if (values := series.over_seeds(length)) else "" for length in lengths]
         rows.append(names + cells)
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    return rows
 
 
 def plot(group: Group, file: Path) -> None:
@@ -355,9 +356,8 @@ def plot(group: Group, file: Path) -> None:
     merged = EXPERIMENTS[group.experiment].step_tokens is not None  # train lengths are what is compared
     if merged:
         panels = [(size, 0) for size in dict.fromkeys(size for size, _ in panels)]
-    figure, axes = plt.subplots(
-        len(rows), len(panels), figsize=(5.4 * len(panels) + 1.2, 3.6 * len(rows)), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(5.4 * len(panels) + 1.2, 3.6 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), len(panels), squeeze=False)
     methods = list(dict.fromkeys((s.method, s.train_length if merged else 0) for s in group.series))
     palette = matplotlib.color_sequences["tab10" if len(methods) <= 10 else "tab20"]
     colors = dict(zip(methods, palette, strict=False))
@@ -368,9 +368,9 @@ def plot(group: Group, file: Path) -> None:
             shown_size = PRESETS[shown.preset].sizes[size]
             axes[row][column].set_title(f"{title}: {shown_size}{trained}", fontsize=9)
     if EXPERIMENTS[group.experiment].measure != "step_ms":  # whose bars have their names beside them
-        axes[0][-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        lines = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
+        axes[0][-1].legend(handles=lines.values(), fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.savefig(file, dpi=120)
-    plt.close(figure)
 
 
 def _is_drawn(paper: Group) -> bool:
@@ -378,7 +378,7 @@ def _is_drawn(paper: Group) -> bool:
 
 
 def _panel(
-    axes: Any, group: Group, divisor: int, size: str, train_length: int, colors: dict[tuple[str, int], Any]
+    axes: Axes, group: Group, divisor: int, size: str, train_length: int, colors: dict[tuple[str, int], Any]
 ) -> None:
     shown = [s for s in group.series if s.size == size and train_length in (0, s.train_length)]
     values_drawn = []
@@ -393,12 +393,10 @@ def _panel(
         lengths = sorted({length for values in series.values.values() for length in values})
         over_seeds = [series.over_seeds(length) for length in lengths]
         means = [sum(values) / len(values) for values in over_seeds]
-        ours = [length / divisor for length in lengths]
+        ours = [length // divisor for length in lengths]
         width = 2.2 if series.method.startswith("dape") else 1.2
         axes.plot(ours, means, marker="o", markersize=3, linewidth=width, label=label, color=colors[key])
-        axes.fill_between(
-            ours, [min(v) for v in over_seeds], [max(v) for v in over_seeds], alpha=0.15, color=colors[key]
-        )
+        band(axes, ours, [(min(values), max(values)) for values in over_seeds], colors[key])
         values_drawn += means
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")

@@ -3,11 +3,14 @@
     runs/experiments/<16 hex digits>/                       workdir of a model, named by its config and its text
     results/fig2/small-stdlib/kerple-xs-T32-seed0.json      what was measured of it
 
-A file in results/ is written whole, when its run has finished, and is never written again. A model or a measurement
-that another experiment has finished is taken from there: figure 2 and table 4 share their Kerple.
+A file in results/ is written whole, when its run has finished, and is never written again (but for times that a kill
+left without those they were measured beside). A model or a measurement that another experiment has finished is taken
+from there: figure 2 and table 4 share their Kerple.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -15,6 +18,7 @@ import logging
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ import jax
 import numpy as np
 
 from dape_jax.config import RunConfig, resolved
+from dape_jax.data.build import read_json, write_json
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.evaluate import evaluate
@@ -37,6 +42,14 @@ logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TIMED_STEPS = 20  # of each method, in turns
+
+# What every run's file has, besides its figures.
+FIELDS = {
+    **dict.fromkeys(("key", "data", "method", "paper_size", "size", "measure", "commit", "device"), str),
+    **dict.fromkeys(("paper_train_length", "train_length", "seed", "num_devices", "num_cpus"), int),
+    **dict.fromkeys(("versions", "config"), dict),
+    "wall_seconds": float,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,26 +180,17 @@ def run_experiment(
         for config, run in zip(checked, runs, strict=True)
     ]
     files = [directory / f"{run.name}.json" for run in runs]
-    for file, key in zip(files, keys, strict=True):
-        if file.exists():
-            found = json.loads(file.read_bytes())["key"]
-            require(found == key, str(file), found, "holds a run with another config or text; give another --results")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        workdirs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--results, --workdirs: cannot be written to: {error}") from error
-    finished = _finished(results)
-    todo = []
-    for index, (file, key) in enumerate(zip(files, keys, strict=True)):
-        if file.exists():
-            continue
-        if key in finished:
-            logger.info("%s: the same run as %s", file.name, finished[key])
-            _write(file, json.loads(finished[key].read_bytes()))
-        else:
-            todo.append(index)
-    logger.info("%s: %d runs, %d of them finished", name, len(runs), len(runs) - len(todo))
+    finished = {read_run(file)["key"]: file for file in sorted(results.glob("*/*-*/*-seed*.json"))}
+    expected = dict(zip(files, keys, strict=True))
+    for file in sorted(directory.glob("*-seed*.json")):  # of other seeds too, which the report puts beside these
+        found = read_run(file)
+        same = found["data"] == data_digest and (file not in expected or found["key"] == expected[file])
+        require(same, str(file), found["key"], "holds a run with another config or text; give another --results")
+    for directory_of, flag in ((directory, "--results"), (workdirs, "--workdirs")):
+        try:
+            directory_of.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{flag} = {str(directory_of)!r}: cannot be written to: {error}") from error
 
     def finish(index: int, measured: dict[str, Any], seconds: float) -> None:
         run = runs[index]
@@ -194,25 +198,68 @@ def run_experiment(
         about |= {"train_length": run.train_length, "seed": run.seed, "measure": experiment.measure}
         about |= {"train_command": train_command(run, preset), "wall_seconds": round(seconds, 1)}
         content = {"key": keys[index], "data": data_digest, **about, **measured, **provenance("flax", "optax")}
-        _write(files[index], content | {"config": resolved(checked[index])})
+        write_json(files[index], content | {"config": resolved(checked[index])})
 
-    if experiment.measure == "step_ms":
-        for size in dict.fromkeys(run.size for run in runs):
-            of_size = [index for index, run in enumerate(runs) if run.size == size]
-            if set(of_size) & set(todo):  # compared side by side, so all of a size or none
-                started = time.monotonic()
-                times = step_milliseconds([checked[index] for index in of_size])
-                for index, measured in zip(of_size, times, strict=True):
-                    finish(index, measured, time.monotonic() - started)
-        return files
-    for number, index in enumerate(todo, 1):
-        run = runs[index]
-        logger.info("%s: run %d of %d: %s", name, number, len(todo), run.name)
-        started = time.monotonic()
-        workdir = workdirs / _digest([resolved(checked[index]), data_digest])[:16]
-        train(configs[index], workdir)
-        finish(index, measure(experiment, run, workdir), time.monotonic() - started)
+    with _alone("--results", directory), _alone("--workdirs", workdirs):
+        todo = []
+        for index, (file, key) in enumerate(zip(files, keys, strict=True)):
+            if file.exists():
+                continue
+            if key in finished:
+                logger.info("%s: the same run as %s", file.name, finished[key])
+                write_json(file, read_run(finished[key]))
+            else:
+                todo.append(index)
+        logger.info("%s: %d runs, %d of them finished", name, len(runs), len(runs) - len(todo))
+        if experiment.measure == "step_ms":
+            for size, seed in dict.fromkeys((run.size, run.seed) for run in runs):
+                together = [index for index, run in enumerate(runs) if (run.size, run.seed) == (size, seed)]
+                if set(together) & set(todo):  # compared side by side, so all of them or none
+                    started = time.monotonic()
+                    times = step_milliseconds([checked[index] for index in together])
+                    seconds_each = (time.monotonic() - started) / len(together)
+                    for index, measured in zip(together, times, strict=True):
+                        finish(index, measured, seconds_each)
+            return files
+        for number, index in enumerate(todo, 1):
+            run = runs[index]
+            logger.info("%s: run %d of %d: %s", name, number, len(todo), run.name)
+            started = time.monotonic()
+            workdir = workdirs / _digest([resolved(checked[index]), data_digest])[:16]
+            train(configs[index], workdir)
+            finish(index, measure(experiment, run, workdir), time.monotonic() - started)
     return files
+
+
+def read_run(file: Path) -> dict[str, Any]:
+    """What `run_experiment` wrote of a run.
+
+    Raises:
+        InputError: it cannot be read, or is no run's.
+    """
+    run = read_json(file)
+    wrong = [field for field, kind in FIELDS.items() if field not in run or not isinstance(run[field], kind)]
+    require(not wrong, str(file), wrong, "fields that every run has")
+    return run
+
+
+@contextlib.contextmanager
+def _alone(flag: str, directory: Path) -> Iterator[None]:
+    """Have a directory to this process alone, so that no two write the same model or measurement.
+
+    Raises:
+        InputError: another process has it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            allowed = "another process is at work in it; wait for it, or give another"
+            raise InputError(f"{flag} = {str(directory)!r}: {allowed}") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def measure(experiment: Experiment, run: Run, workdir: Path) -> dict[str, Any]:
@@ -262,14 +309,3 @@ def data_name(config: DataConfig) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _finished(results: Path) -> dict[str, Path]:
-    """Every run under results/, by its key."""
-    return {json.loads(file.read_bytes())["key"]: file for file in sorted(results.glob("*/*-*/*-seed*.json"))}
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(temporary, file)
