@@ -107,13 +107,6 @@ def test_documents_out_of_range_are_no_documents(tmp_path):
             dataset.document(index)
 
 
-def test_negative_tokens_are_refused_when_they_are_read(tmp_path):
-    dataset = open_indexed(write(tmp_path / "pair", [[[1, 2]], [[3], [4, -5]]], "int32"))
-    assert dataset.document(0).tolist() == [1, 2]
-    with pytest.raises(InputError, match=r"pair\.bin: document 1 = -5: a token id is 0 or more"):
-        dataset.document(1)
-
-
 # damaged pairs
 
 NUM_SEQUENCES = len([sequence for document in DOCUMENTS for sequence in document])

@@ -162,9 +162,11 @@ def test_ids_are_taken_as_they_are(tmp_path: Path, dtype: str, has_end: bool, na
     assert all(np.count_nonzero(store.document(i) == 256) == 1 for i in range(store.num_documents))
 
 
-def test_ids_of_another_tokenizer_stop_it(tmp_path: Path):
-    write_pair(tmp_path / "pair", [[[1, 2]], [[3, 257]], [[4]]])
-    with pytest.raises(InputError, match=r"pair\.bin: document 2: token id = 257: the tokenizer bytes has 0 to 256"):
+@pytest.mark.parametrize("wrong", [257, -5])
+def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
+    write_pair(tmp_path / "pair", [[[1, 2]], [[3, wrong]], [[4]]], "int32")
+    said = rf"pair\.bin: document 2: token id = {wrong}: the tokenizer bytes has 0 to 256"
+    with pytest.raises(InputError, match=said):
         prepare.prepare(config(tmp_path / "pair.bin", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
@@ -406,6 +408,35 @@ def test_reading_goes_on_from_any_batch(tmp_path: Path):
     assert batches[-1].num_input_bytes == sum(file.stat().st_size for file in files)
 
 
+@pytest.mark.parametrize("kind", ["empty", "null", "shared", "ids"])
+@pytest.mark.parametrize("field", ["text", "a.text"])
+def test_a_batch_has_a_bound_whatever_is_in_it(tmp_path: Path, kind: str, field: str):
+    """Documents and rows that hold nothing, and rows that share one large value of a dictionary."""
+    large, indices = pyarrow.array(["x" * 5000]), pyarrow.array([0] * 4000, pyarrow.int32())
+    columns = {
+        "empty": pyarrow.array([""] * 4000),
+        "null": pyarrow.nulls(4000, pyarrow.string()),
+        "shared": pyarrow.DictionaryArray.from_arrays(indices, large),
+    }
+    file = tmp_path / "file.parquet"
+    if kind == "ids":
+        file = tmp_path / "file.bin"
+        write_pair(tmp_path / "file", [[]] * 4000 + [[[1]]])
+    elif "." in field:
+        nested = pyarrow.StructArray.from_arrays([columns[kind].cast(pyarrow.string())] * 2, ["text", "b"])
+        parquet.write_table(pyarrow.table({"a": nested}), file)
+    else:
+        parquet.write_table(pyarrow.table({"text": columns[kind]}), file)
+    selection = dataclasses.replace(plain_selection(), text_field=field, where=((field, ("x",)),))
+    with sizes(_PIECE_BYTES=2**16):
+        batches = [batch.pieces for batch in read_batches([file], selection, Position())]
+    assert len(batches) > 3
+    for pieces in batches:
+        rows = [row for piece in pieces if isinstance(piece, records.Rows) for row in piece.rows]
+        assert sum(len(text or b"") for text, _ in rows) <= 2**17
+        assert len(rows) + sum(len(piece.documents) for piece in pieces if isinstance(piece, records.Ids)) <= 2048
+
+
 # stopped and started
 
 
@@ -638,7 +669,64 @@ def test_a_second_process_is_refused(tmp_path: Path):
     assert prepare.prepare(given).usage
 
 
+def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path, monkeypatch):
+    given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out", tokenizer=None, train_bpe=300)
+    whole = prepare.prepare(dataclasses.replace(given, output=str(tmp_path / "whole")))
+    directory = tmp_path / "out.partial"
+    (directory / "train").mkdir(parents=True)  # killed while tokenizers were saved
+    for place in (directory, directory / "train"):
+        write(place / ".tokenizer.json.0123", b"{")
+    build.write_json(directory / "recipe.json", build.read_json(tmp_path / "whole/recipe.json"))
+    assert prepare.prepare(given).corpus.digest == whole.corpus.digest
+    write(tmp_path / "out/lock")  # killed when it had just renamed the directory
+    assert prepare.prepare(given).usage is None
+    names = [
+        sorted(file.relative_to(root) for file in root.rglob("*")) for root in (tmp_path / "out", tmp_path / "whole")
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"position": {"file": "0", "offset": 0, "line": 0}},
+        {"position": {"file": 0, "offset": -5, "line": 0}},
+        {"num_documents": None},
+        {"num_tokens": {"train": 1}},
+        {"num_tokens": {"train": 1.5, "validation": 1}},
+        {"left_out": {"filtered": "many"}},
+        {"rejected": []},
+        {"rejected_bytes": -1},
+        {"more": 0},
+    ],
+)
+def test_a_damaged_record_is_one_line(tmp_path: Path, changes: dict, complete: bool):
+    given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
+    prepare.prepare(given)
+    directory = tmp_path / "out"
+    if not complete:
+        directory = directory.rename(tmp_path / "out.partial")
+    build.write_json(directory / "record.json", build.read_json(directory / "record.json") | changes)
+    with pytest.raises(InputError, match=r"record\.json: is damaged; delete"):
+        prepare.prepare(given)
+
+
 # tokenizers
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is looked up in /proc")
+def test_training_a_tokenizer_takes_no_more_memory_for_a_long_document():
+    script = (
+        "from dape_jax.data.build import peak_bytes\n"
+        "from dape_jax.data.tokenizers import train_bpe\n"
+        "text = 'the rows are queries ' * 200_000\n"
+        "before = peak_bytes()\n"
+        "train_bpe([text], 300)\n"
+        "print(peak_bytes() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100 * 2**20
 
 
 def test_a_trained_tokenizer_is_complete_and_not_trained_again(tmp_path: Path, monkeypatch):
@@ -733,6 +821,8 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, said: str):
         prepare.prepare(config(source, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+    # What is wrong in itself leaves nothing that would be in the way of the right command.
+    assert (tmp_path / "out.partial").exists() == ("documents" in said)
 
 
 def test_ids_train_no_tokenizer(tmp_path: Path):
@@ -752,6 +842,17 @@ def test_files_and_directories_that_cannot_be_used_are_named(tmp_path: Path, mon
     monkeypatch.setattr(records, "_read_lines", unreadable)
     with pytest.raises(InputError, match=r"a\.jsonl: cannot be read: .*Permission denied"):
         prepare.prepare(config(source, tmp_path / "out"))
+
+
+def test_the_name_of_a_file_cannot_drive_the_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, logger="dape_jax")
+    source = write(tmp_path / "a\x1b[2J\n.jsonl", *LINES, b"{}\n")
+    prepare.prepare(config(source, tmp_path / "out"))
+    assert "\\x1b[2J\\n.jsonl, line 41: no such field" in caplog.text
+    assert "\x1b" not in caplog.text
+    assert rejected(tmp_path / "out")[0]["file"] == str(source)
+    with pytest.raises(InputError, match=r"a\\x1b\[2J\\n\.jsonl, line 41"):
+        prepare.prepare(config(source, tmp_path / "strict", strict=True))
 
 
 def test_the_command_line(tmp_path: Path):

@@ -238,7 +238,7 @@ def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
     whole = tokenizer.encode(sentence)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizers, "_PIECE_CHARS", 7)
-        assert len(list(tokenizers._pieces(sentence.decode()))) >= len(sentence.decode()) / 7
+        assert len(list(tokenizers._pieces(sentence.decode(), 7))) >= len(sentence.decode()) / 7
         assert np.array_equal(tokenizer.encode(sentence), whole)
         assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
 

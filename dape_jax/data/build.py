@@ -48,7 +48,7 @@ from dape_jax.data import corpus
 from dape_jax.data.corpus import Split
 from dape_jax.data.records import Bad, Batch, Document, LeftOut, Position, Selection, examine, read_batches
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, printable, require
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Record:
     num_text_bytes: int = 0  # of the documents that are text
     num_documents: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     num_tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    left_out: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(get_args(LeftOut), 0))
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
     rejected: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
     rejected_bytes: int = 0  # of rejected.jsonl
 
@@ -484,15 +484,25 @@ def read_record(directory: Path) -> Record:
     if not file.exists():
         return Record()
     content = read_json(file)
-    try:
-        return Record(**{**content, "position": Position(**content["position"])})
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{file}: is damaged: {error!r}; delete {directory} to begin anew") from error
+    if not _is_like(content, dataclasses.asdict(Record())):
+        raise InputError(f"{file}: is damaged; delete {directory} to begin anew")
+    return Record(**{**content, "position": Position(**content["position"])})
+
+
+def _is_like(found: Any, like: Any) -> bool:
+    """Whether there are numbers, from 0 on, under the same names; under any, where `like` has none."""
+    if type(like) is int:
+        return type(found) is int and found >= 0
+    return (
+        type(found) is dict
+        and (not like or found.keys() == like.keys())
+        and all(_is_like(value, like[name] if like else 0) for name, value in found.items())
+    )
 
 
 def describe(bad: Bad) -> str:
     """A bad record in one line."""
-    return f"{bad.file}{f', line {bad.line}' if bad.line else ''}: {bad.reason}: {bad.detail}"
+    return printable(f"{bad.file}{f', line {bad.line}' if bad.line else ''}: {bad.reason}: {bad.detail}")
 
 
 def progress(total: int, what: str, done: int) -> tqdm:

@@ -51,6 +51,7 @@ from dape_jax.data.store import Corpus, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
     Tokenizer,
+    check_trained_vocab_size,
     read_tokenizer,
     save_tokenizer,
     saved_tokenizer,
@@ -99,6 +100,8 @@ class PrepareConfig:
         require(bool(self.output.strip("/")) and "\0" not in self.output, "output", self.output, "a new directory")
         chosen = (self.tokenizer, self.train_bpe)
         require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, "one of the two")
+        if self.train_bpe is not None:
+            check_trained_vocab_size(self.train_bpe)
         require(self.train_bpe_bytes > 0, "train_bpe_bytes", self.train_bpe_bytes, "a positive number")
         require(self.text_field != "", "text_field", self.text_field, "the name of a field")
         for where in self.where:
@@ -148,6 +151,8 @@ def prepare(config: PrepareConfig) -> Prepared:
     recipe = _recipe(config, tokenizer, files)
     if os.path.lexists(output):
         _check_recipe(output, recipe)
+        with contextlib.suppress(OSError):  # of a process that was killed when it had just renamed the directory
+            (output / LOCK_FILE).unlink()
         return Prepared(open_corpus(output), read_record(output), None)
     try:
         with _locked(partial):
@@ -157,6 +162,8 @@ def prepare(config: PrepareConfig) -> Prepared:
                 others = sorted({path.name for path in partial.iterdir()} - {LOCK_FILE, f"{RECIPE_FILE}.partial"})
                 require(not others, str(partial), others, "is in the way: it holds files that are not of this program")
                 write_json(partial / RECIPE_FILE, recipe)
+            for torn in partial.rglob(f".{TOKENIZER_FILE}.*"):  # of a kill while a tokenizer was saved
+                torn.unlink()
             if tokenizer is None:
                 tokenizer = _trained_tokenizer(config, files, partial)
             save_tokenizer(tokenizer, partial)
@@ -170,7 +177,7 @@ def prepare(config: PrepareConfig) -> Prepared:
             sync(partial)
             os.rename(partial, output)
             sync(output.parent)
-            (output / LOCK_FILE).unlink()
+            (output / LOCK_FILE).unlink(missing_ok=True)
     except OSError as error:  # of writing: reading reports its own
         raise InputError(f"output = {config.output!r}: cannot be written to: {error}") from error
     return Prepared(open_corpus(output), record, usage)

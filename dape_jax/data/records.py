@@ -42,7 +42,7 @@ _BINARY_PROBE_BYTES = 8192
 _READ_BYTES = 2**20
 _ZSTD_STEP_BYTES = 2**10  # decompressed at once: a KiB of Zstandard can be 32 MiB of zeros
 _PIECE_BYTES = 2**20
-_PIECE_OVERHEAD_BYTES = 256  # of a piece that holds nothing: there may be millions of empty files
+_OVERHEAD_BYTES = 256  # of a piece, a row or a document of ids that holds nothing: there may be millions of them
 _MAX_ROWS = 1024  # of parquet that are read at once
 _MAX_ESCAPES = 3  # bytes of JSON for a byte of UTF-8: "\u00e9" has six for two
 _MAX_METADATA_BYTES = 2**20
@@ -204,7 +204,7 @@ def read_batches(files: list[Path], selection: Selection, start: Position) -> It
                 begin = start if index == start.file else Position(index)
                 for piece, piece_size, after, num_read in _read_file(file, selection, begin):
                     pieces.append(piece)
-                    size += piece_size + _PIECE_OVERHEAD_BYTES
+                    size += piece_size + _OVERHEAD_BYTES
                     if size >= _PIECE_BYTES:
                         yield Batch(pieces, after, input_before + num_read)
                         pieces, size = [], 0
@@ -369,7 +369,7 @@ def _read_rows(file: Path, selection: Selection, start: Position) -> _Read:
                 first, end = end, end + metadata.row_group(group).num_rows
                 if end <= start.offset:
                     continue
-                at_once = _rows_at_once(metadata.row_group(group), fields)
+                at_once = _rows_at_once(opened, metadata, group, fields)
                 for table in opened_parquet.iter_batches(at_once, [group], columns=fields):
                     skipped = max(0, start.offset - first)
                     first += table.num_rows
@@ -377,7 +377,8 @@ def _read_rows(file: Path, selection: Selection, start: Position) -> _Read:
                         continue
                     rows = _rows(table.slice(skipped), fields)
                     row += len(rows)
-                    size = sum(len(text or b"") for text, _ in rows)
+                    held = (value for text, of_where in rows for value in (text, *of_where) if isinstance(value, bytes))
+                    size = sum(map(len, held)) + _OVERHEAD_BYTES * len(rows)
                     piece = Rows(str(file), row - len(rows) + 1, rows)
                     yield piece, size, Position(start.file, row, row), num_bytes * row // max(1, metadata.num_rows)
         except _BadRecord as error:
@@ -414,23 +415,40 @@ def _is_text(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-def _rows_at_once(group: Any, fields: list[str]) -> int:
-    """As many rows of a group as have about `_PIECE_BYTES`."""
+def _rows_at_once(opened: BinaryIO, metadata: Any, number: int, fields: list[str]) -> int:
+    """As many rows of a group as have about `_PIECE_BYTES`.
+
+    A column with a dictionary holds a value once, however many rows have it: the longest one counts for each of them.
+    """
+    from pyarrow import compute, parquet
+
+    group = metadata.row_group(number)
     columns = [group.column(i) for i in range(group.num_columns)]
     wanted = [c for c in columns if any(f"{c.path_in_schema}.".startswith(f"{field}.") for field in fields)]
-    size = sum(column.total_uncompressed_size for column in wanted)
-    return min(max(1, group.num_rows * _PIECE_BYTES // max(1, size)), _MAX_ROWS)
+    longest = sum(column.total_uncompressed_size for column in wanted) // max(1, group.num_rows)
+    shared = {c.path_in_schema for c in wanted if c.has_dictionary_page and c.physical_type == "BYTE_ARRAY"}
+    for field in shared & {*fields}:
+        as_stored = parquet.ParquetFile(opened, read_dictionary=[field], buffer_size=_READ_BYTES, pre_buffer=False)
+        for row in as_stored.iter_batches(1, [number], columns=[field]):
+            length = compute.call_function("binary_length", [_column(row, field).dictionary])
+            longest = max(longest, compute.call_function("max", [length]).as_py() or 0)
+            break  # it brings the whole dictionary
+    return min(max(1, _PIECE_BYTES // max(1, longest)), _MAX_ROWS)
+
+
+def _column(table: Any, field: str) -> Any:
+    from pyarrow import compute
+
+    top, *path = field.split(".")
+    column = table.column(top)
+    return compute.call_function("struct_field", [column], compute.StructFieldOptions(path)) if path else column
 
 
 def _rows(table: Any, fields: list[str]) -> list[tuple[bytes | None, tuple[Any, ...]]]:
     import pyarrow
-    from pyarrow import compute
 
     def values(field: str) -> list[Any]:
-        top, *path = field.split(".")
-        column = table.column(top)
-        if path:
-            column = compute.call_function("struct_field", [column], compute.StructFieldOptions(path))
+        column = _column(table, field)
         if pyarrow.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         if _is_text(column.type):
@@ -467,7 +485,7 @@ def _read_ids(file: Path, selection: Selection, start: Position) -> _Read:
             yield "too long", 0, Position(start.file, end, end), num_bytes * end // dataset.num_documents
         else:
             documents.append(np.array(ids))
-            size += ids.nbytes
+            size += ids.nbytes + _OVERHEAD_BYTES
     if documents:
         yield held()
 

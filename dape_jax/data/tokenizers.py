@@ -33,6 +33,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # the first 
 _MAX_FILE_BYTES = 64 * 2**20  # the largest that are published have about 30 MiB
 _MAX_TRAINED_VOCAB_SIZE = 2**20  # the trainer sets memory aside for all of it at once
 _PIECE_CHARS = 2**18  # the library takes more than 100 bytes of memory for each byte of a text
+_TRAINING_PIECE_CHARS = 2**14  # and 256 of them at once, to train on
 _UNICODE_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
@@ -129,7 +130,7 @@ class Bpe:
                 f"text = {text[error.start : error.start + 20]!r}, from byte {error.start} on: not UTF-8, which the "
                 f"tokenizer {self.name} needs; the tokenizer {Bytes.name!r} takes any"
             ) from error
-        return np.concatenate([self._encode_piece(piece) for piece in _pieces(string)])
+        return np.concatenate([self._encode_piece(piece) for piece in _pieces(string, _PIECE_CHARS)])
 
     def _encode_piece(self, piece: str) -> UInt[np.ndarray, "tokens"]:
         with _library_errors(f"text = {piece[:20]!r}: cannot be encoded by the tokenizer {self.name}"):
@@ -228,13 +229,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises:
         InputError: the vocabulary has no room for the bytes, or is too large.
     """
-    smallest = len(_byte_alphabet()) + 1
-    require(
-        smallest <= vocab_size <= _MAX_TRAINED_VOCAB_SIZE,
-        "train_bpe",
-        vocab_size,
-        f"{smallest} (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}",
-    )
+    check_trained_vocab_size(vocab_size)
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -244,11 +239,22 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=_byte_alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    library.train_from_iterator(texts, trainer)
+    library.train_from_iterator((piece for text in texts for piece in _pieces(text, _TRAINING_PIECE_CHARS)), trainer)
     tokenizer = _parse(library.to_str().encode(), "the trained tokenizer")
     if tokenizer.vocab_size < vocab_size:
         logger.warning("the texts gave a vocabulary of %d: there was nothing more to merge", tokenizer.vocab_size)
     return tokenizer
+
+
+def check_trained_vocab_size(vocab_size: int) -> None:
+    """Raise `InputError` unless a BPE of this size can be trained."""
+    smallest = len(_byte_alphabet()) + 1
+    require(
+        smallest <= vocab_size <= _MAX_TRAINED_VOCAB_SIZE,
+        "train_bpe",
+        vocab_size,
+        f"{smallest} (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}",
+    )
 
 
 def _check_ids(tokenizer: Tokenizer, ids: Integer[np.ndarray, "tokens"]) -> None:
@@ -283,16 +289,15 @@ def _library_errors(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {str(error)[:200]!r}") from error  # a text or a file may stand in it
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, size: int) -> Iterator[str]:
     """A long text in pieces that the library encodes one by one, so that its memory does not grow with the text.
 
     A cut is made after a letter or a digit and before white space, where GPT-2 and its like cut as well: the ids are
-    those of the whole text. Only a piece that holds no such place, a quarter of a million characters long, is cut
-    where it ends.
+    those of the whole text. Only a piece of `size` characters that holds no such place is cut where it ends.
     """
     start = 0
-    while len(text) - start > _PIECE_CHARS:
-        end = start + _PIECE_CHARS
+    while len(text) - start > size:
+        end = start + size
         cuts = (i for i in range(end, start, -1) if text[i] in " \t\r\n" and text[i - 1].isalnum())
         cut = next(cuts, end)
         yield text[start:cut]
