@@ -326,7 +326,7 @@ def test_what_no_report_can_be_made_of_is_named(small_world, trained):
 
 
 def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
-    monkeypatch.setattr(run, "TIMED_STEPS", 3)
+    monkeypatch.setattr(run, "TIMED_TURNS", 2)
     for name, measure, methods in (
         ("plain", "perplexity", ("a",)),
         ("delta", "delta", ("a",)),
