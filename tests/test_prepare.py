@@ -323,10 +323,12 @@ def test_what_comes_before_a_truncation_is_kept(compression: str, data: st.DataO
     bad = [item for item in found if isinstance(item, Bad)]
     kept = [item.content.decode() for item in found if isinstance(item, Document)]
     assert kept == DOCUMENTS[: len(kept)]
-    # A cut between two members loses what is behind it in silence, but for the line that it cuts.
+    # A cut between two members loses what is behind it in silence, but for the line, or the letter, that it cuts.
     assert bad == found[len(kept) :]
     assert len(bad) <= 1
-    assert {item.reason for item in bad} <= {"truncated archive", "not JSON"}
+    # Of one byte nothing tells that a member of gzip, which has two to be known by, would begin there.
+    unknown = {"corrupt archive"} if compression == "gz" and cut.endswith(b"\x1f") else set()
+    assert {item.reason for item in bad} <= {"truncated archive", "not JSON", "not UTF-8"} | unknown
     assert all(item.line == len(kept) + 1 for item in bad)
     assert bad or len(kept) in (0, len(DOCUMENTS))
     if cut == whole[:-1]:
