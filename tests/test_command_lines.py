@@ -55,9 +55,9 @@ def test_train_twice_then_evaluate(root, tmp_path):
     """Two methods trained, one of them asked for again, then compared: table, JSON, Markdown and picture."""
     for name, config in (
         ("kerple", "configs/quickstart.py:processor=none"),
-        ("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3"),
+        ("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3,vocab=257"),
     ):
-        done = run(*train_arguments(root, config, tmp_path / name))
+        done = run(*train_arguments(root, config, tmp_path / name, "--config.data.tokenizer=bytes"))
         assert done.returncode == 0, done.stderr
         assert re.search(r"loss \d\.\d+, [\d,]+ tokens/s, validation \d\.\d+", done.stderr)
     again = run(*train_arguments(root, "configs/quickstart.py:processor=none", tmp_path / "kerple"))

@@ -514,6 +514,17 @@ RUN = (
 )
 
 
+# Five seconds of reading, so that a signal comes before its end on the busiest machine.
+SLOW_RUN = RUN.replace(
+    "if __name__",
+    "import time\n"
+    "read = build.read_batches\n"
+    "build.read_batches = lambda *given: (time.sleep(0.01) or batch for batch in read(*given))\n"
+    "if __name__",
+    1,
+)
+
+
 def start(root: Path, source: Path, output: Path, *more: str, script: str = RUN) -> subprocess.Popen:
     arguments = [f"--input={source}", f"--output={output}", "--tokenizer=bytes", "--held_out_fraction=0.3", *more]
     program = write(root / "run.py", script.encode())  # a file, for workers to import
@@ -575,7 +586,7 @@ def test_ctrl_c_and_a_dead_worker_end_it_with_one_line(tmp_path: Path):
     source = write_many(tmp_path)
     for victim, status, said in [("group", 130, "interrupted"), ("worker", 2, "error: workers = 2: one of them died")]:
         arguments = [f"--input={source}", f"--output={tmp_path}/out", "--tokenizer=bytes", "--workers=2"]
-        program = write(tmp_path / "run.py", RUN.encode())
+        program = write(tmp_path / "run.py", SLOW_RUN.encode())
         running = subprocess.Popen(
             [sys.executable, str(program), *arguments],
             stdout=subprocess.PIPE,
