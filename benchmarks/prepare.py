@@ -19,6 +19,7 @@ import json
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,18 +108,23 @@ def command(source: Path, output: Path) -> list[str]:
 
 
 def killed_runs(source: Path, output: Path, seconds: float, draw: random.Random) -> list[dict[str, float]]:
-    """Run to the end with `--kills` kills, spread over the time that one run takes; what each left behind."""
+    """Run to the end with `--kills` kills at any moment up to the time that one run takes; what each left behind.
+
+    A run goes on from what the one before it has recorded. One that ends before it is killed is begun anew.
+    """
     kills = []
-    for index in range(flags.FLAGS.kills):
+    while len(kills) < flags.FLAGS.kills:
         running = subprocess.Popen(command(source, output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        moment = seconds * draw.uniform(0.2, 2.0) / (flags.FLAGS.kills + 1)
+        moment = seconds * draw.random()
         try:
             running.wait(moment)
         except subprocess.TimeoutExpired:
             running.send_signal(signal.SIGKILL)
             running.wait()
         else:
-            raise AssertionError(f"run {index} ended by itself, with status {running.returncode}")
+            assert running.returncode == 0, f"ended by itself, with status {running.returncode}"
+            shutil.rmtree(output)
+            continue
         record = read_record(output.with_name(output.name + ".partial"))
         kills.append({"after_seconds": round(moment, 2), "input_bytes_recorded": record.num_input_bytes})
     subprocess.run(command(source, output), check=True, stdout=subprocess.DEVNULL)
