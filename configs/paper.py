@@ -84,13 +84,16 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=choice["train_length"],
         batch_size=choice["batch"],
         accumulation_steps=choice["accumulation"],
+        unembedded_at_once=8192,
         num_steps=choice["num_steps"],
         validate_every=500,
         validation_batches=8,
         checkpoint_every=1000,
         keep_latest=2,
+        skip_at_most=0,  # stop at the first step whose loss is not finite
+        spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
-    config.mesh = dict(data=1, fsdp=-1)
+    config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
     config.evaluation = dict(
         lengths=tuple(2**n for n in range(7, 14) if 2**n >= choice["train_length"]),
         last_tokens=256,

@@ -55,13 +55,16 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=64,
         batch_size=16,
         accumulation_steps=1,
+        unembedded_at_once=8192,
         num_steps=1000,
         validate_every=250,
         validation_batches=20,
         checkpoint_every=500,
         keep_latest=2,
+        skip_at_most=0,  # stop at the first step whose loss is not finite
+        spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
-    config.mesh = dict(data=1, fsdp=-1)
+    config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
     config.evaluation = dict(
         lengths=(64, 128, 256, 512, 1024, 2048),
         last_tokens=64,  # the same 64 bytes at every length

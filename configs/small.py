@@ -70,13 +70,16 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=train_length,
         batch_size=choice["batch"] or max(1, 1024 // max(1, train_length)),
         accumulation_steps=1,
+        unembedded_at_once=8192,
         num_steps=choice["num_steps"],
         validate_every=300,
         validation_batches=16,
         checkpoint_every=300,
         keep_latest=1,
+        skip_at_most=0,  # stop at the first step whose loss is not finite
+        spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
-    config.mesh = dict(data=1, fsdp=-1)
+    config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
     config.evaluation = dict(
         lengths=tuple(2**n for n in range(5, 12) if 2**n >= train_length),
         last_tokens=64,

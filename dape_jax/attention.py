@@ -13,17 +13,21 @@ attention).
 """
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.biases import Bias
 from dape_jax.contextual import ContextualBias, products
 from dape_jax.errors import require
 from dape_jax.processors import Plain, Processor
+from dape_jax.sharding import AXES, activation_spec, axis_sizes, collect_rows
 
 
 def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, window: int | None) -> Bool[Array, "T S"]:
@@ -148,6 +152,10 @@ class Attention(Protocol):
         """The driver for rows that may stand anywhere among the keys, as against a cache."""
         ...
 
+    def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
+        """The same call for rows i, n + i, 2 n + i, .. of as many as there are keys, one i < n that is not known."""
+        ...
+
     def __call__(
         self,
         q_BTHK: Float[Array, "B T H K"],
@@ -170,6 +178,10 @@ class Dense:
     """All rows at once: memory grows with T x S. The choice at short lengths."""
 
     def for_any_rows(self) -> "Dense":
+        """Itself: it takes any rows."""
+        return self
+
+    def for_every_nth_row(self, n: int) -> "Dense":
         """Itself: it takes any rows."""
         return self
 
@@ -215,6 +227,10 @@ class Blockwise:
         """The same with one bucket."""
         return dataclasses.replace(self, num_buckets=1)
 
+    def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
+        """The same with blocks that reach over n times as many keys."""
+        return functools.partial(self._attend, apart=n)
+
     def __post_init__(self):
         require(self.block_size > 0, "model.attention.block_size", self.block_size, "a positive number of rows")
         require(self.num_buckets > 0, "model.attention.num_buckets", self.num_buckets, "1 or more")
@@ -233,6 +249,25 @@ class Blockwise:
         window: int | None = None,
     ) -> Float[Array, "B T H K"]:
         """See `attend`."""
+        return self._attend(
+            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
+        )
+
+    def _attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        q_pos_T: Int[Array, "T"],
+        k_pos_S: Int[Array, "S"],
+        *,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        apart: int = 1,
+    ) -> Float[Array, "B T H K"]:
+        # Row t stands at one of the `apart` columns from S - apart (T - t) on, which one is not known.
         check(q_BTHK, k_BSGK, window)
         batch, num_rows, heads, head_dim = q_BTHK.shape
         num_keys = k_BSGK.shape[1]
@@ -244,7 +279,7 @@ class Blockwise:
         q_filled = jnp.pad(q_BTHK, ((0, 0), fill, (0, 0), (0, 0)), mode="edge")
         q_blocks = jnp.moveaxis(q_filled.reshape(batch, num_blocks, block, heads, head_dim), 1, 0)
         pos_blocks = jnp.pad(q_pos_T, (fill,), mode="edge").reshape(num_blocks, block)
-        first_columns = num_keys - num_rows + block * jnp.arange(num_blocks)
+        first_columns = num_keys - apart * (num_rows - block * jnp.arange(num_blocks))
 
         left, right = processor.key_halo
         reach = num_keys if window is None else window
@@ -255,9 +290,9 @@ class Blockwise:
         for start, stop in itertools.pairwise(cuts):
             num_read = num_keys  # by every block of the run
             if windowed:
-                num_read = min(num_keys, left + reach - 1 + block + right)
+                num_read = min(num_keys, left + reach - 1 + apart * block + right)
             elif num_runs > 1:
-                num_read = min(num_keys, num_keys - num_rows + stop * block + right)
+                num_read = min(num_keys, num_keys - apart * (num_rows - stop * block) + right)
 
             def keys_of(first_column, num_read=num_read):
                 if not windowed:
@@ -277,6 +312,71 @@ class Blockwise:
             outs.append(jax.lax.map(lambda block: rows_of_block(*block), blocks))
         out_blocks = jnp.concatenate(outs)
         return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
+
+
+def attend_on_mesh(
+    attention: Attention,
+    q_BTHK: Float[Array, "B T H K"],
+    k_BTGK: Float[Array, "B T G K"],
+    v_BTGK: Float[Array, "B T G K"],
+    pos_T: Int[Array, "T"],
+    *,
+    bias: Bias | ContextualBias | None = None,
+    processor: Processor | None = None,
+    window: int | None = None,
+) -> Float[Array, "B T H K"]:
+    """Causal self-attention, each device of `context` and `tensor` taking its share of the query rows, with all heads.
+
+    Before and after, a device of context c has the rows that `sharding.deal_rows` gave it, and one of tensor t some
+    heads of them. In between it has every n-th row, n = c t, from its own place on, with all heads, and all keys and
+    values, with all heads:
+
+        q   all-to-all over tensor        heads -> rows
+        k v all-gather over tensor and over context
+        out all-to-all over tensor        rows -> heads
+
+    Heads are not what attention is split over, since the score convolution mixes them: a device that had some of the
+    heads would need the scores of all the others. What is computed for a row is `attend`, whatever the mesh, so this
+    is exact for every bias and processor, and its gradients are.
+
+    Arguments are those of `attend`, in the order of `deal_rows`, and the driver. Without a mesh, or with `context` and
+    `tensor` of 1, this is the driver's own call.
+    """
+    sizes = axis_sizes()
+    num_context, num_tensor = sizes["context"], sizes["tensor"]
+    n = num_context * num_tensor
+    if n == 1:
+        return attention(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, bias=bias, processor=processor, window=window)
+
+    def rows_of_device(
+        layer: tuple[Bias | ContextualBias | None, Processor | None], k_pos_S: Array, q: Array, k: Array, v: Array
+    ) -> Array:
+        # What all devices share is said to differ between them, so that its gradients are added up over all.
+        layer, k_pos_S = jax.lax.pcast((layer, k_pos_S), AXES, to="varying")
+        bias, processor = layer
+        batch, rows, heads, head_dim = q.shape
+        q = q.reshape(batch, rows // num_tensor, num_tensor, heads, head_dim)
+        q = jax.lax.all_to_all(q, "tensor", split_axis=2, concat_axis=3, tiled=True)[:, :, 0]
+
+        def all_of(x: Array) -> Array:
+            x = jax.lax.all_gather(x, "tensor", axis=2, tiled=True)
+            x = jax.lax.all_gather(x, "context", axis=2)  # [B, rows, context, G, K]: dealt rows in order again
+            return x.reshape(batch, -1, *x.shape[3:])
+
+        place = jax.lax.axis_index("tensor") * num_context + jax.lax.axis_index("context")
+        q_pos_T = k_pos_S.reshape(-1, n)[:, place]
+        out = attention.for_every_nth_row(n)(
+            q, all_of(k), all_of(v), q_pos_T, k_pos_S, bias=bias, processor=processor, window=window
+        )
+        out = jax.lax.all_to_all(out[:, :, None], "tensor", split_axis=3, concat_axis=2, tiled=True)
+        return out.reshape(batch, rows, heads, head_dim)
+
+    of_heads = activation_spec("BTHK")
+    return jax.shard_map(
+        rows_of_device,
+        in_specs=(PartitionSpec(), PartitionSpec(), of_heads, of_heads, of_heads),
+        out_specs=of_heads,
+    )((bias, processor), collect_rows(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
 
 
 IMPLEMENTATIONS = {"dense": Dense, "blockwise": Blockwise}

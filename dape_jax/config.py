@@ -6,9 +6,11 @@ configures; its fields have no defaults here, so that a config file says everyth
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from dape_jax.attention import IMPLEMENTATIONS
 from dape_jax.biases import BIASES
@@ -18,7 +20,7 @@ from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import EvaluationConfig
 from dape_jax.positions import ROTARY
 from dape_jax.processors import PROCESSORS
-from dape_jax.sharding import MeshConfig
+from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.training.optimizer import OptimizerConfig
 from dape_jax.transformer import TransformerConfig
 
@@ -40,35 +42,50 @@ class TrainConfig:
         train_length: T, in tokens.
         batch_size: sequences in a step, over all devices and accumulation parts.
         accumulation_steps: parts in which a step's gradient is computed.
+        unembedded_at_once: tokens on each device whose logits are held at once.
         num_steps: steps in all.
         validate_every: steps between validations (and at the end).
         validation_batches: held-out batches in a validation.
         checkpoint_every: steps between checkpoints (and at the end); a multiple of `validate_every`.
         keep_latest: newest checkpoints kept, besides the one with the lowest validation loss.
+        skip_at_most: bad steps in a row that are left out; at one more the run stops. See `make_train_step`.
+        spike_nats: a loss so far above its running mean makes a step bad; None for never.
     """
 
     seed: int
     train_length: int
     batch_size: int
     accumulation_steps: int
+    unembedded_at_once: int
     num_steps: int
     validate_every: int
     validation_batches: int
     checkpoint_every: int
     keep_latest: int
+    skip_at_most: int
+    spike_nats: float | None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name == "seed":
                 require(0 <= value < 2**32, "train.seed", value, "0 to 2**32 - 1")
-            else:
+            elif field.name == "skip_at_most":
+                require(value >= 0, "train.skip_at_most", value, "0 or more")
+            elif field.name != "spike_nats":
                 require(value > 0, f"train.{field.name}", value, "a positive number")
         require(
             self.checkpoint_every % self.validate_every == 0,
             "train.checkpoint_every",
             self.checkpoint_every,
             f"a multiple of train.validate_every = {self.validate_every}, so that every checkpoint has its loss",
+        )
+
+        require(
+            self.spike_nats is None or 0 < self.spike_nats < math.inf,
+            "train.spike_nats",
+            self.spike_nats,
+            "a positive number of nats per token, or None for never",
         )
 
     def check_devices(self, batch_axis_size: int) -> None:
@@ -100,6 +117,16 @@ class RunConfig:
             "optimizer.warmup_fraction",
             fraction,
             f"must leave a step of train.num_steps = {num_steps} after the warm-up",
+        )
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise `InputError` unless batch and model divide over a mesh."""
+        self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+        model = self.model
+        sizes = {"T": ("train.train_length", self.train.train_length), "D": ("model.width", model.width)}
+        sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
+        check_mesh(
+            mesh, sizes | {"V": ("model.vocab_size", model.vocab_size), "F": ("4 x model.width", 4 * model.width)}
         )
 
     @classmethod

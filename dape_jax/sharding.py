@@ -1,24 +1,39 @@
 """Where arrays live: the mesh, and one table from the shape legend to mesh axes.
 
-In: parameter names and shapes. Out: shardings. Next: `data/`.
+In: names of parameters, letters of activations. Out: shardings. Next: `data/`.
 
-Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters. Heads have no axis:
-the score convolution mixes them, so attention is sharded over the batch, and over query rows, never over heads.
+Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters, and it is the same for
+parameters and activations but for two lines.
+
+Heads are never split inside attention: the score convolution mixes them, so a device that had some of the heads would
+need the scores of all the others. A query row is complete in itself, so attention is split over the batch and over
+query rows: `context` holds rows of the text all the way through the model, and `tensor`, which splits heads in the
+projections around attention, splits rows inside it (`attention.attend_on_mesh`).
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dape_jax.errors import require
+from dape_jax.errors import InputError, require
 
-# Mesh axes: `data` holds copies of the parameters, `fsdp` shards of them; the batch is split over both.
-AXES = ("data", "fsdp")
-BATCH = PartitionSpec(AXES)
-PARAMETER_AXES = {"D": "fsdp"}
+# Mesh axes, the slowest network first: `data` holds copies of the parameters (between slices), `fsdp` shards of them,
+# and the batch is split over both; `context` splits the text, `tensor` heads, feed-forward width and vocabulary.
+AXES = ("data", "fsdp", "context", "tensor")
+BATCH_AXES = ("data", "fsdp")
+ROW_AXES = ("context", "tensor")  # that attention splits query rows over
+BATCH = PartitionSpec(BATCH_AXES)
+
+# Letters that are in neither table are replicated.
+BOTH_AXES = {"F": "tensor", "V": "tensor", "H": "tensor", "G": "tensor"}
+PARAMETER_AXES = BOTH_AXES | {"D": "fsdp"}
+ACTIVATION_AXES = BOTH_AXES | {"B": BATCH_AXES, "T": "context"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,47 +41,84 @@ class MeshConfig:
     """Sizes of the mesh axes; -1, for one of them, is whatever devices are left.
 
     Args:
-        data: copies of the parameters.
+        data: copies of the parameters; a multiple of the number of slices.
         fsdp: shards of the parameters.
+        context: parts of the text.
+        tensor: parts of heads, feed-forward width and vocabulary.
     """
 
     data: int
     fsdp: int
+    context: int
+    tensor: int
 
     def __post_init__(self):
         for axis in AXES:
             size = getattr(self, axis)
             require(size > 0 or size == -1, f"mesh.{axis}", size, "a positive size, or -1 for the devices left over")
-        require((self.data, self.fsdp) != (-1, -1), "mesh", (-1, -1), "-1 for one axis at most")
+        require(dataclasses.astuple(self).count(-1) < 2, "mesh", self.asked(), "-1 for one axis at most")
 
-    def sizes(self, num_devices: int) -> tuple[int, int]:
-        """The sizes with -1 resolved.
+    def asked(self) -> str:
+        """The sizes as a flag gives them, those of 1 left out: fsdp=4,context=2."""
+        sizes = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
+        return ",".join(sizes) or "data=1"
+
+    def sizes(self, num_devices: int) -> tuple[int, ...]:
+        """The sizes in the order of `AXES`, with -1 resolved.
 
         Raises:
             InputError: they do not multiply to the number of devices.
         """
-        given = self.data * self.fsdp
-        left = num_devices // -given if given < 0 else 1
-        data, fsdp = (left if size == -1 else size for size in (self.data, self.fsdp))
-        require(data * fsdp == num_devices, "mesh", (self.data, self.fsdp), f"must multiply to {num_devices} devices")
-        return data, fsdp
+        asked = dataclasses.astuple(self)
+        given = int(np.prod([size for size in asked if size != -1]))
+        sizes = tuple(num_devices // given if size == -1 else size for size in asked)
+        require(int(np.prod(sizes)) == num_devices, "mesh", self.asked(), f"must multiply to {num_devices} devices")
+        return sizes
+
+
+def read_mesh(field: str, text: str) -> MeshConfig:
+    """The mesh that a flag describes, `fsdp=4,context=2`; axes that are not named are 1.
+
+    Raises:
+        InputError: an axis that does not exist, or a size that is no number.
+    """
+    sizes = dict.fromkeys(AXES, 1)
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        is_number = size.removeprefix("-").isascii() and size.removeprefix("-").isdigit()
+        require(axis in AXES and is_number, field, text, f"axis=size,axis=size with the axes {list(AXES)}")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The one mesh of a run. Axes are Auto: the compiler places what the table leaves open."""
+    """The one mesh of a run. Axes are Auto: the compiler places what the table leaves open.
+
+    Raises:
+        InputError: the axes do not multiply to the devices, or `data` cannot be laid over the slices.
+    """
     devices = jax.devices() if devices is None else devices
-    return jax.make_mesh(config.sizes(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    sizes = config.sizes(len(devices))
+    types = (AxisType.Auto,) * len(AXES)
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if num_slices == 1:
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    require(sizes[0] % num_slices == 0, "mesh.data", sizes[0], f"a multiple of the {num_slices} slices")
+    within, between = (sizes[0] // num_slices, *sizes[1:]), (num_slices, 1, 1, 1)
+    return Mesh(mesh_utils.create_hybrid_device_mesh(within, between, devices), AXES, axis_types=types)
 
 
 def parameter_spec(name: str, ndim: int) -> PartitionSpec:
     """PartitionSpec of a parameter, from the letters at the end of its name.
 
-    Leading dims beyond the letters are stacked layers. Vectors and parameters without letters are replicated.
+    Leading dims beyond the letters are stacked layers. Vectors and parameters without letters are replicated, and so
+    are the heads of whatever has no D: only projections are split by head, biases and score convolutions are whole.
     """
     letters = name.rsplit("_", 1)[-1]
     if not letters.isupper() or len(letters) < 2:
         return PartitionSpec()
-    axes = [PARAMETER_AXES.get(letter) for letter in letters]  # a letter that is not in the table is replicated
+    whole = "" if "D" in letters else "HG"
+    axes = [None if letter in whole else PARAMETER_AXES.get(letter) for letter in letters]
     return PartitionSpec(*[None] * (ndim - len(letters)), *axes)
 
 
@@ -84,18 +136,123 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def shard_batch(x: jax.Array) -> jax.Array:
-    """Keep an activation split over the batch, its first dim, in the mesh of `jax.set_mesh`; without ours, as it is.
+def activation_spec(letters: str) -> PartitionSpec:
+    """PartitionSpec of an activation with these dims."""
+    return PartitionSpec(*[ACTIVATION_AXES.get(letter) for letter in letters])
+
+
+def _in_mesh() -> bool:
+    """Whether the mesh of `jax.set_mesh` is one of ours."""
+    return set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def axis_sizes() -> dict[str, int]:
+    """Sizes of the axes in the mesh of `jax.set_mesh`; all 1 where there is none, or another than ours."""
+    return dict(jax.sharding.get_abstract_mesh().shape) if _in_mesh() else dict.fromkeys(AXES, 1)
+
+
+def place(x: jax.Array, letters: str) -> jax.Array:
+    """Keep an activation where the table has it, in the mesh of `jax.set_mesh`; without ours, as it is.
 
     Said at the embedding and in every layer: from the parameters' shardings alone the compiler would split the width,
     and compute the whole batch on every device.
     """
-    if not set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names):
+    if not _in_mesh():
         return x
-    return jax.lax.with_sharding_constraint(x, BATCH)
+    return jax.lax.with_sharding_constraint(x, activation_spec(letters))
+
+
+def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    """Rows of an embedding table: in a mesh, looked up split over the width, as the table is, and then regrouped.
+
+    Said step by step, or the compiler gathers the whole table, or the whole batch, on every device.
+    """
+    if not _in_mesh():
+        return table_VD[tokens_BT]
+    split_width = PartitionSpec("data", "context", "fsdp")
+    tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, PartitionSpec(*split_width[:2]))
+    return place(jax.lax.with_sharding_constraint(table_VD[tokens_BT], split_width), "BTD")
+
+
+def deal_rows(x: jax.Array, dim: int) -> jax.Array:
+    """Reorder the text so that the part of `context` device i of n is its rows i, n + i, 2 n + i, ..
+
+    In parts of neighbouring rows the last device would have nearly all of a causal mask, and the first none. Dealt like
+    cards, local row t of every device sees (t + 1) n keys but for a device's own place, n - 1 at most: the difference
+    between two devices' work is below n / T of it, and none in a program whose shapes are the same on all of them.
+
+        rows        0 1 2 3 4 5 6 7
+        n = 4       0 4 | 1 5 | 2 6 | 3 7
+    """
+    return _transposed(x, dim, (-1, axis_sizes()["context"]))
+
+
+def collect_rows(x: jax.Array, dim: int) -> jax.Array:
+    """The rows in the order of the text again."""
+    return _transposed(x, dim, (axis_sizes()["context"], -1))
+
+
+def _transposed(x: jax.Array, dim: int, parts: tuple[int, int]) -> jax.Array:
+    if 1 in parts:
+        return x
+    return x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :]).swapaxes(dim, dim + 1).reshape(x.shape)
+
+
+def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
+    """Raise `InputError` unless every letter of the table divides over its axis.
+
+    Args:
+        mesh: of the run.
+        sizes: letter -> the field of the config that decides its size, and the size.
+    """
+    needed = {"D": ("fsdp",), "T": ROW_AXES} | {letter: (axis,) for letter, axis in BOTH_AXES.items()}
+    for letter, (field, size) in sizes.items():
+        parts = int(np.prod([mesh.shape[axis] for axis in needed[letter]]))
+        axes = " x ".join(f"mesh.{axis}" for axis in needed[letter])
+        require(size % parts == 0, field, size, f"a multiple of {axes} = {parts}")
+
+
+@functools.cache
+def _held(sharding: NamedSharding, dim: int, size: int) -> tuple[np.ndarray, int, int]:
+    """What this process holds of a dim: its indices, and as which part of how many that processes hold."""
+    shape = tuple(size if d == dim else sharding.mesh.size for d in range(len(sharding.spec)))
+    of_process: dict[int, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        of_process.setdefault(device.process_index, set()).update(range(*index[dim].indices(size)))
+    parts = sorted({tuple(sorted(indices)) for indices in of_process.values()})
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != size:
+        sizes = dict(sharding.mesh.shape)
+        raise InputError(f"mesh = {sizes}: the {len(of_process)} processes would hold overlapping parts of a batch")
+    mine = tuple(sorted(of_process[jax.process_index()]))
+    return np.array(mine), parts.index(mine), len(parts)
+
+
+def batch_part(mesh: Mesh) -> tuple[int, int]:
+    """Which part of every batch's rows this process feeds, and of how many.
+
+    Processes that hold the same rows (`context` or `tensor` spans them) feed the same part.
+
+    Raises:
+        InputError: processes hold rows that overlap in part.
+    """
+    _, part, num_parts = _held(NamedSharding(mesh, activation_spec("BT")), 0, mesh.size)
+    return part, num_parts
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's rows of a batch -> global arrays, split over the batch."""
-    sharding = NamedSharding(mesh, BATCH)
-    return {name: jax.make_array_from_process_local_data(sharding, rows) for name, rows in batch.items()}
+    """This process's part of a batch -> global arrays, rows split over the batch's axes and the text over `context`.
+
+    Args:
+        batch: arrays with dims B, or B and T, of the rows of `batch_part`, each with all of its text.
+        mesh: of the run.
+    """
+
+    def put(local: np.ndarray) -> jax.Array:
+        sharding = NamedSharding(mesh, activation_spec("BT"[: local.ndim]))
+        shape = (local.shape[0] * batch_part(mesh)[1], *local.shape[1:])
+        if local.ndim == 2:
+            columns, _, num_parts = _held(sharding, 1, shape[1])
+            local = local if num_parts == 1 else local[:, columns]
+        return jax.make_array_from_process_local_data(sharding, local, shape)
+
+    return {name: put(rows) for name, rows in batch.items()}

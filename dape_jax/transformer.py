@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.attention import Attention
+from dape_jax.attention import Attention, attend_on_mesh
 from dape_jax.biases import Bias, BiasConfig
 from dape_jax.contextual import ContextualBias
 from dape_jax.errors import InputError, require
 from dape_jax.positions import NoRotary, Rope
 from dape_jax.processors import ProcessorConfig
-from dape_jax.sharding import shard_batch
+from dape_jax.sharding import collect_rows, deal_rows, look_up, place
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
 SIZES = {
@@ -47,7 +47,7 @@ REMAT = {
 # Parameters outside a module: a nested dict of arrays, which is what trains and what a checkpoint holds.
 Params = dict[str, Any]
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ class SelfAttention(nnx.Module):
         """Queries, keys and values, rotated where positions are rotary."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param) -> Float[Array, "B T H K"]:
-            y_BTHK = jnp.einsum("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
+            y_BTHK = place(jnp.einsum("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), "BTHK")
             return y_BTHK + bias_HK[None, None].astype(self.dtype)
 
         q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
@@ -197,20 +197,23 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """Attend every position to itself and those before it, in `x_BTD` or in the cache, and write to the cache."""
         q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
-        k_pos_S = pos_T
-        if cache is not None:
-            place = (layer, 0, pos_T[0], 0, 0)
+        options = {
+            "bias": shared_bias if self.bias is None else self.bias,
+            "processor": self.processor,
+            "window": self.window,
+        }
+        if cache is None:
+            out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, pos_T, **options)
+        else:
+            corner = (layer, 0, pos_T[0], 0, 0)
             cache = Cache(
-                jax.lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], place),
-                jax.lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], place),
+                jax.lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], corner),
+                jax.lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], corner),
             )
             k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
-            k_pos_S = jnp.arange(k_BSGK.shape[1])
-        bias = shared_bias if self.bias is None else self.bias
-        attention = self.attention if cache is None else self.attention.for_any_rows()
-        out_BTHK = attention(
-            q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, bias=bias, processor=self.processor, window=self.window
-        )
+            out_BTHK = self.attention.for_any_rows()(
+                q_BTHK, k_BSGK, v_BSGK, pos_T, jnp.arange(k_BSGK.shape[1]), **options
+            )
         out_BTD = jnp.einsum("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
         return out_BTD + self.output_bias_D[None, None].astype(self.dtype), cache
 
@@ -230,7 +233,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """down(gelu(up(x)))."""
-        h_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype))
+        h_BTF = place(jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype)), "BTF")
         h_BTF = nnx.gelu(h_BTF + self.up_bias_F[None, None].astype(self.dtype), approximate=False)
         y_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
         return y_BTD + self.down_bias_D[None, None].astype(self.dtype)
@@ -284,16 +287,16 @@ class Decoder(nnx.Module):
 
     def features(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T D"]:
         """Everything but the unembedding; positions 0..T-1 unless given."""
-        pos_T = jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T
-        x_BTD = shard_batch(self.embedding_VD[...][tokens_BT])
+        pos_T = deal_rows(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
+        x_BTD = look_up(self.embedding_VD[...], deal_rows(tokens_BT, 1))
 
         def layer(x_BTD: Float[Array, "B T D"], block: Block) -> tuple[Float[Array, "B T D"], None]:
-            return shard_batch(block(x_BTD, pos_T, self.shared_bias)[0]), None
+            return place(block(x_BTD, pos_T, self.shared_bias)[0], "BTD"), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
         x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers)
-        return self.norm(x_BTD)
+        return place(collect_rows(self.norm(x_BTD), 1), "BTD")
 
     def extend(
         self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"], cache: Cache
@@ -325,9 +328,10 @@ class Decoder(nnx.Module):
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the features of any positions."""
         dtype = self.config.compute_dtype
-        return jnp.einsum(
+        logits_BTV = jnp.einsum(
             "BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), preferred_element_type=jnp.float32
         )
+        return place(logits_BTV, "BTV")
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position."""

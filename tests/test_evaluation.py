@@ -41,7 +41,7 @@ from dape_jax.evaluation.perplexity import (
 from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import init_params, init_state, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import model_structure
 
 
@@ -141,8 +141,8 @@ def test_training_loss_is_the_evaluators_loss(root):
     with jax.set_mesh(mesh):
         evaluated = make_nll_step(at_length, 16)(params, put_batch(batch, mesh))
     optimizer = make_optimizer(run.optimizer, 10)
-    state = TrainState(params, init_opt_state(optimizer, params, mesh))
-    step = make_train_step(graphdef, optimizer, 1, shardings_of(state))
+    state = init_state(run.model, optimizer, 0, mesh)
+    step = make_train_step(graphdef, optimizer, shardings_of(state))
     with jax.set_mesh(mesh):
         _, metrics = step(state, put_batch(batch, mesh))
     assert float(metrics["loss_nats"]) == pytest.approx(float(evaluated.mean()), rel=1e-6)

@@ -21,8 +21,7 @@ from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.step import (
     TrainState,
-    init_opt_state,
-    init_params,
+    init_state,
     make_nll_step,
     make_train_step,
     shardings_of,
@@ -75,9 +74,8 @@ def trained(leak: bool, seed: int, mesh: Mesh) -> tuple[nnx.GraphDef, Params]:
     config = read_model(MODEL | {"processor": MODEL["processor"] | {"leak": leak}})
     optimizer = make_optimizer(OPTIMIZER, NUM_STEPS)
     graphdef, _ = model_structure(config)
-    params = init_params(config, seed, mesh)
-    state = TrainState(params, init_opt_state(optimizer, params, mesh))
-    step = make_train_step(graphdef, optimizer, 1, shardings_of(state))
+    state = init_state(config, optimizer, seed, mesh)
+    step = make_train_step(graphdef, optimizer, shardings_of(state))
 
     @jax.jit
     def run(state: TrainState, keys: jax.Array) -> TrainState:

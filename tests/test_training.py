@@ -20,8 +20,8 @@ from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer, make_schedule
 from dape_jax.training.step import (
     TrainState,
-    init_opt_state,
     init_params,
+    init_state,
     make_nll_step,
     make_train_step,
     shardings_of,
@@ -128,13 +128,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
     calls = []
     real = loop.make_train_step
 
-    def poisoned(*args):
-        step = real(*args)
+    def poisoned(*args, **options):
+        step = real(*args, **options)
 
         def run(state, batch):
             calls.append(None)
             if len(calls) == 5:
-                state = TrainState(jax.tree.map(lambda x: x * jnp.nan, state.params), state.opt_state)
+                state = state._replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params))
             return step(state, batch)
 
         return run
@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
 @pytest.mark.parametrize("sessions", [[(3.0, 1.0, 9.0, 8.0, 7.0)], [(3.0, 1.0), (9.0,), (8.0, 7.0)]])
 def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
     """Also when the run is resumed on the way. (Orbax's own `max_to_keep` with `best_fn` would keep 1 and 2 here.)"""
-    state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())})
+    state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
     for losses in sessions:
         with checkpoint.open_checkpoints(tmp_path, keep_latest=2) as manager:
@@ -178,10 +178,9 @@ def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumula
     tokens = np.asarray(jax.random.randint(jax.random.key(1), (3, 16, 17), 0, 257))
 
     def three_steps(mesh, accumulation):
-        params = init_params(run.model, 0, mesh)
-        state = TrainState(params, init_opt_state(optimizer, params, mesh))
+        state = init_state(run.model, optimizer, 0, mesh)
         shardings = shardings_of(state)
-        step = make_train_step(graphdef, optimizer, accumulation, shardings)
+        step = make_train_step(graphdef, optimizer, shardings, accumulation_steps=accumulation)
         losses = []
         with jax.set_mesh(mesh):
             for rows in tokens:
@@ -190,9 +189,9 @@ def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumula
         assert shardings_of(state) == shardings
         return state, losses
 
-    one = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    one = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
     expected, expected_losses = three_steps(one, 1)
-    found, losses = three_steps(make_mesh(MeshConfig(*mesh)), accumulation)
+    found, losses = three_steps(make_mesh(MeshConfig(*mesh, 1, 1)), accumulation)
     np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
     chex.assert_trees_all_close(jax.device_get(found.params), jax.device_get(expected.params), atol=1e-5)
 
@@ -208,27 +207,25 @@ def test_every_device_computes_its_share(root, mesh, attention):
     optimizer = make_optimizer(run.optimizer, 10)
 
     def planned(mesh):
-        params = init_params(run.model, 0, mesh)
-        state = TrainState(params, init_opt_state(optimizer, params, mesh))
+        state = init_state(run.model, optimizer, 0, mesh)
         rows = np.zeros((64, 64), np.int32)
         with jax.set_mesh(mesh):
-            step = make_train_step(graphdef, optimizer, 1, shardings_of(state))
+            step = make_train_step(graphdef, optimizer, shardings_of(state))
             compiled = step.lower(state, put_batch({"inputs": rows, "targets": rows}, mesh)).compile()
         return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
 
-    flops, memory = planned(make_mesh(MeshConfig(*mesh)))
-    one_flops, one_memory = planned(make_mesh(MeshConfig(1, 1), jax.devices()[:1]))
+    flops, memory = planned(make_mesh(MeshConfig(*mesh, 1, 1)))
+    one_flops, one_memory = planned(make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]))
     assert flops < 1.3 * one_flops / 8
     assert memory < 2 * one_memory / 8
 
 
 def test_parameters_and_moments_are_sharded_by_the_table(root):
     run = RunConfig.from_dict(tiny.spec(root))
-    mesh = make_mesh(MeshConfig(2, 4))
-    params = init_params(run.model, 0, mesh)
-    opt_state = init_opt_state(make_optimizer(run.optimizer, 10), params, mesh)
+    mesh = make_mesh(MeshConfig(2, 4, 1, 1))
+    params, opt_state, _ = init_state(run.model, make_optimizer(run.optimizer, 10), 0, mesh)
     up = params["layers"]["mlp"]["up_DF"]
-    assert tuple(up.sharding.spec) == (None, "fsdp", None)
+    assert tuple(up.sharding.spec) == (None, "fsdp", "tensor")
     assert up.addressable_shards[0].data.shape == (2, 4, 64)
     moments = opt_state[1][0]
     for moment in (moments.mu, moments.nu):
@@ -241,9 +238,11 @@ def test_parameters_and_moments_are_sharded_by_the_table(root):
 @pytest.mark.parametrize(
     ("name", "ndim", "spec"),
     [
-        ("up_DF", 3, (None, "fsdp", None)),
-        ("embedding_VD", 2, (None, "fsdp")),
-        ("output_HKD", 4, (None, None, None, "fsdp")),
+        ("up_DF", 3, (None, "fsdp", "tensor")),
+        ("embedding_VD", 2, ("tensor", "fsdp")),
+        ("output_HKD", 4, (None, "tensor", None, "fsdp")),
+        ("key_DGK", 4, (None, "fsdp", "tensor", None)),
+        ("query_bias_HK", 3, (None, None, None)),
         ("scores_WHC", 4, (None, None, None, None)),
         ("output_bias_D", 2, ()),
         ("scale", 1, ()),
@@ -330,7 +329,7 @@ def test_training_learns(root, tmp_path):
     ],
 )
 def test_bad_input_is_named_before_any_device_work(root, tmp_path, monkeypatch, changes, words):
-    monkeypatch.setattr(loop, "init_params", None)  # calling it would be a TypeError
+    monkeypatch.setattr(loop, "init_state", None)  # calling it would be a TypeError
     with pytest.raises(InputError) as error:
         loop.train(tiny.spec(root, **changes), tmp_path / "run")
     assert all(word in str(error.value) for word in words), error.value

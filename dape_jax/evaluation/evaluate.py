@@ -288,7 +288,7 @@ def _scored(trained: Trained, lengths: tuple[int, ...], last_tokens: int) -> Tra
 def abstract_params(trained: Trained) -> tuple[Mesh, Params]:
     """The mesh over all devices, and the shapes and places of a checkpoint's parameters there; nothing is read."""
     model = trained.run.model
-    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), model.width)))
+    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), model.width), context=1, tensor=1))
     _, abstract = model_structure(model)
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -36,7 +36,7 @@ from dape_jax.provenance import provenance
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training.loop import train
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import TrainState, init_opt_state, init_params, make_train_step, shardings_of
+from dape_jax.training.step import init_state, make_train_step, shardings_of
 from dape_jax.transformer import model_structure
 
 logger = logging.getLogger(__name__)
@@ -281,13 +281,14 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
     for _, (index, config) in itertools.product(range(TIMED_TURNS), enumerate(configs)):
         mesh = make_mesh(config.mesh)
         optimizer = make_optimizer(config.optimizer, config.train.num_steps)
-        params = init_params(config.model, config.train.seed, mesh)
-        state = TrainState(params, init_opt_state(optimizer, params, mesh))
+        state = init_state(config.model, optimizer, config.train.seed, mesh)
         del params
         if steps[index] is None:
             graphdef, _ = model_structure(config.model)
             accumulation_steps = config.train.accumulation_steps
-            steps[index] = make_train_step(graphdef, optimizer, accumulation_steps, shardings_of(state))
+            steps[index] = make_train_step(
+                graphdef, optimizer, shardings_of(state), accumulation_steps=accumulation_steps
+            )
         shape = (config.train.batch_size, config.train.train_length + 1)
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
         with jax.set_mesh(mesh):

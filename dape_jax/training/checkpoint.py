@@ -37,7 +37,7 @@ def open_checkpoints(workdir: Path, keep_latest: int) -> ocp.CheckpointManager:
         preservation_policy=policy, best_fn=_validation_nats, best_mode="min", cleanup_tmp_directories=True
     )
     return ocp.CheckpointManager(
-        _directory(workdir), item_names=("params", "opt_state", "data", "config"), options=options
+        _directory(workdir), item_names=("params", "opt_state", "health", "data", "config"), options=options
     )
 
 
@@ -63,6 +63,7 @@ def save(
         args=ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             opt_state=ocp.args.StandardSave(state.opt_state),
+            health=ocp.args.StandardSave(state.health),
             data=ocp.args.JsonSave(data_state),
             config=ocp.args.JsonSave(config),
         ),
@@ -78,10 +79,11 @@ def restore(manager: ocp.CheckpointManager, step: int, state: TrainState) -> tup
         args=ocp.args.Composite(
             params=ocp.args.StandardRestore(abstract.params),
             opt_state=ocp.args.StandardRestore(abstract.opt_state),
+            health=ocp.args.StandardRestore(abstract.health),
             data=ocp.args.JsonRestore(),
         ),
     )
-    return TrainState(restored["params"], restored["opt_state"]), restored["data"]
+    return TrainState(restored["params"], restored["opt_state"], restored["health"]), restored["data"]
 
 
 def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str, Any]]:

@@ -19,10 +19,10 @@ from dape_jax.data.batches import train_batches, validation_batches
 from dape_jax.data.store import load_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.errors import InputError, NonFiniteError, require
-from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.sharding import batch_part, make_mesh, put_batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
-from dape_jax.training.step import TrainState, init_opt_state, init_params, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import init_state, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import Params, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,8 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     """
     # ---- what is asked for, checked
     run = RunConfig.from_dict(spec)
-    num_devices = math.prod(run.mesh.sizes(jax.device_count()))
-    run.train.check_devices(num_devices)
     mesh = make_mesh(run.mesh)
-    require(
-        run.model.width % mesh.shape["fsdp"] == 0,
-        "model.width",
-        run.model.width,
-        f"a multiple of the fsdp axis, {mesh.shape['fsdp']}",
-    )
+    run.check_mesh(mesh)
     config = resolved(run)
     saved = checkpoint.read_config(workdir)
     if saved is not None:
@@ -73,13 +66,14 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         run.model.vocab_size,
         f"at least the tokenizer's {corpus.train.sidecar.vocab_size}",
     )
+    part, num_parts = batch_part(mesh)
     batches = train_batches(
         corpus.train,
         train_length=run.train.train_length,
         global_batch_size=run.train.batch_size,
         seed=run.data.seed,
-        shard_index=jax.process_index(),
-        num_shards=jax.process_count(),
+        shard_index=part,
+        num_shards=num_parts,
     )
     held_out = list(
         validation_batches(
@@ -98,9 +92,15 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
 
     # ---- model and optimizer
     optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-    params = init_params(run.model, run.train.seed, mesh)
-    state = TrainState(params, init_opt_state(optimizer, params, mesh))
-    train_step = make_train_step(graphdef, optimizer, run.train.accumulation_steps, shardings_of(state))
+    state = init_state(run.model, optimizer, run.train.seed, mesh)
+    train_step = make_train_step(
+        graphdef,
+        optimizer,
+        shardings_of(state),
+        accumulation_steps=run.train.accumulation_steps,
+        unembedded_at_once=run.train.unembedded_at_once,
+        spike_nats=run.train.spike_nats,
+    )
     nll_step = make_nll_step(graphdef, run.train.train_length)
     logger.info(
         "{total:,} parameters, {bias:,} of them in position biases and {processor:,} in score convolutions; %s".format(

@@ -4,7 +4,6 @@ The model is split once into its static structure and a plain nested dict of par
 dict and the optimizer's state, so a step is an ordinary `jax.jit` function on donated arrays.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,10 +12,34 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Wrapped
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.sharding import parameter_shardings, replicated
+from dape_jax.sharding import axis_sizes, parameter_shardings, replicated
 from dape_jax.transformer import Decoder, Params, TransformerConfig, model_structure
+
+# Dynamic loss scaling, for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
+# halves at an overflow, and doubles after so many steps without one (GPT-NeoX's window).
+FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**32, 1000
+
+
+class Health(NamedTuple):
+    """What a step remembers of those before it, to tell whether it is one to skip.
+
+    Args:
+        mean_loss_nats: running mean of the loss over applied steps, decay 0.98.
+        applied: steps in all that changed the parameters.
+        skipped: steps in all that did not, bad ones and overflows.
+        bad_in_a_row: bad steps just before this one.
+        loss_scale: what the loss is multiplied with in float16; None in other dtypes.
+        steps_at_scale: applied since the scale last changed.
+    """
+
+    mean_loss_nats: Float[Array, ""]
+    applied: Int[Array, ""]
+    skipped: Int[Array, ""]
+    bad_in_a_row: Int[Array, ""]
+    loss_scale: Float[Array, ""] | None
+    steps_at_scale: Int[Array, ""]
 
 
 class TrainState(NamedTuple):
@@ -24,31 +47,65 @@ class TrainState(NamedTuple):
 
     params: Params
     opt_state: optax.OptState
+    health: Health
 
 
 def init_params(config: TransformerConfig, seed: int, mesh: Mesh) -> Params:
     """Fresh parameters, each device making its own shards."""
     _, abstract = model_structure(config)
-
-    def make() -> Params:
-        return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param))
-
-    return jax.jit(make, out_shardings=parameter_shardings(abstract, mesh))()
+    return jax.jit(lambda: _fresh_params(config, seed), out_shardings=parameter_shardings(abstract, mesh))()
 
 
-def init_opt_state(optimizer: optax.GradientTransformation, params: Params, mesh: Mesh) -> optax.OptState:
-    """Fresh optimizer state, the moments sharded like their parameters.
+def _fresh_params(config: TransformerConfig, seed: int) -> Params:
+    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param))
+
+
+def abstract_state(config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and places of a state; nothing is allocated. The moments are sharded like their parameters.
 
     A plain `jax.jit(optimizer.init)` would replicate them: nothing in the program says otherwise.
     """
-    shardings = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
+    _, params = model_structure(config)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    health = jax.eval_shape(lambda: _healthy(config))
+    shardings = TrainState(
         parameter_shardings(params, mesh),
-        transform_non_params=lambda _: replicated(mesh),
+        optax.tree_utils.tree_map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            opt_state,
+            parameter_shardings(params, mesh),
+            transform_non_params=lambda _: replicated(mesh),
+        ),
+        jax.tree.map(lambda _: replicated(mesh), health),
     )
-    return jax.jit(optimizer.init, out_shardings=shardings)(params)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        TrainState(params, opt_state, health),
+        shardings,
+    )
+
+
+def init_state(config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
+    """A fresh state, each device making its own shards."""
+
+    def make() -> TrainState:
+        params = _fresh_params(config, seed)
+        return TrainState(params, optimizer.init(params), _healthy(config))
+
+    return jax.jit(make, out_shardings=shardings_of(abstract_state(config, optimizer, mesh)))()
+
+
+def _healthy(config: TransformerConfig) -> Health:
+    zero = jnp.zeros((), jnp.int32)
+    return Health(
+        mean_loss_nats=jnp.zeros(()),
+        applied=zero,
+        skipped=zero,
+        bad_in_a_row=zero,
+        loss_scale=jnp.asarray(FIRST_SCALE) if config.dtype == "float16" else None,
+        steps_at_scale=zero,
+    )
 
 
 def shardings_of(state: TrainState) -> TrainState:
@@ -57,70 +114,158 @@ def shardings_of(state: TrainState) -> TrainState:
 
 
 def nll(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every target, in nats, float32."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), targets_BT)
+    """Negative log-likelihood of every target, in nats, float32.
+
+    The target's logit is picked by comparing, not by indexing: where the vocabulary is split over devices, each then
+    looks at its own part alone.
+    """
+    logits_BTV = logits_BTV.astype(jnp.float32)
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
 
 
-def mean_nll(graphdef: nnx.GraphDef, params: Params, batch: dict[str, Array]) -> Float[Array, ""]:
-    """Mean nll of a batch's targets, in nats per token."""
-    logits_BTV = nnx.merge(graphdef, params)(batch["inputs"])
-    return nll(logits_BTV, batch["targets"]).mean()
+def nll_of_features(
+    model: Decoder, features_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], unembedded_at_once: int
+) -> Float[Array, "B T"]:
+    """Negative log-likelihood of every target from what comes before the unembedding, in nats, float32.
+
+    Args:
+        model: whose unembedding it is.
+        features_BTD: from `Decoder.features`.
+        targets_BT: of the same positions.
+        unembedded_at_once: tokens on each device whose logits are held at once. With more tokens than that their logits
+            are computed in parts, and again in the backward pass, so that memory does not grow with length times
+            vocabulary. The numbers are the same.
+    """
+    sizes = axis_sizes()
+    num_parts = sizes["context"]
+    batch, length, width = features_BTD.shape
+    rows = max(1, batch // (sizes["data"] * sizes["fsdp"]))  # on a device
+    if rows * length <= unembedded_at_once * num_parts or length % num_parts:
+        return nll(model.logits(features_BTD), targets_BT)
+
+    @jax.checkpoint
+    def nll_of_position(position: tuple[Float[Array, "B P D"], Int[Array, "B P"]]) -> Float[Array, "B P"]:
+        features_BPD, targets_BP = position
+        return nll(model.logits(features_BPD), targets_BP)
+
+    # One position of each part of the text that `context` makes, P of them, at a time.
+    features_BPTD = features_BTD.reshape(batch, num_parts, -1, width)
+    positions = jnp.moveaxis(features_BPTD, 2, 0), jnp.moveaxis(targets_BT.reshape(batch, num_parts, -1), 2, 0)
+    nll_TBP = jax.lax.map(nll_of_position, positions, batch_size=max(1, unembedded_at_once // rows))
+    return jnp.moveaxis(nll_TBP, 0, 2).reshape(batch, length)
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, accumulation_steps: int, shardings: TrainState
-) -> Callable[[TrainState, dict[str, Array]], tuple[TrainState, dict[str, Array]]]:
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    shardings: TrainState,
+    *,
+    accumulation_steps: int = 1,
+    unembedded_at_once: int = 8192,
+    spike_nats: float | None = None,
+) -> Wrapped:
     """Make `step(state, batch) -> (state, metrics)`, jitted; the state given is consumed.
 
-    Call it in the mesh of the run (`jax.set_mesh`). `shardings` is where the state lives, before and after.
+    Call it in the mesh of the run (`jax.set_mesh`).
 
     The gradient is that of the mean over the whole batch, computed in `accumulation_steps` parts of equal size.
-    Metrics: `loss_nats` per token and the `gradient_norm` before clipping, as device arrays.
+
+    A step is bad if its loss or its gradient is not finite, or if its loss is `spike_nats` above the running mean of
+    those before. A bad step leaves parameters and optimizer as they are, and is counted in `health`. In float16, a
+    gradient that is not finite halves the loss scale and the step is skipped too; it is bad only when the scale is 1.
+
+    Args:
+        graphdef: the model's structure.
+        optimizer: of `optimizer.make_optimizer`.
+        shardings: where the state lives, before and after.
+        accumulation_steps: parts in which the gradient is computed.
+        unembedded_at_once: see `nll_of_features`.
+        spike_nats: see above; None for never.
+
+    Returns:
+        The step. Its metrics, as device arrays: `loss_nats` per token, the `gradient_norm` before clipping, whether the
+        step was `applied` and whether it was `bad`, `num_applied` in all and `bad_in_a_row`; in float16 `loss_scale`.
     """
 
-    def part(params: Params, batch: dict[str, Array]) -> tuple[Array, Params]:
-        return jax.value_and_grad(lambda params: mean_nll(graphdef, params, batch))(params)
+    def part(params: Params, batch: dict[str, Array], scale: Float[Array, ""] | None) -> tuple[Array, Params]:
+        def loss_of(params: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            model = nnx.merge(graphdef, params)
+            features_BTD = model.features(batch["inputs"])
+            loss = nll_of_features(model, features_BTD, batch["targets"], unembedded_at_once).mean()
+            return (loss if scale is None else loss * scale), loss
+
+        gradients, loss = jax.grad(loss_of, has_aux=True)(params)
+        return loss, gradients if scale is None else jax.tree.map(lambda g: g / scale, gradients)
 
     def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
+        health = state.health
         if accumulation_steps == 1:
-            loss, gradients = part(state.params, batch)
+            loss, gradients = part(state.params, batch, health.loss_scale)
         else:
             # Part i takes every accumulation_steps-th row, so that it is spread over the devices as the batch is.
             parts = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
 
             def add(total: tuple[Array, Params], batch: dict[str, Array]) -> tuple[tuple[Array, Params], None]:
-                return jax.tree.map(jnp.add, total, part(state.params, batch)), None
+                return jax.tree.map(jnp.add, total, part(state.params, batch, health.loss_scale)), None
 
             zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
             total, _ = jax.lax.scan(add, zero, parts)
             loss, gradients = jax.tree.map(lambda x: x / accumulation_steps, total)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = jax.tree.map(jnp.add, state.params, updates)
-        metrics = {"loss_nats": loss, "gradient_norm": optax.tree.norm(gradients)}
-        return TrainState(params, opt_state), metrics
+        gradient_norm = optax.tree.norm(gradients)
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+        overflows = jnp.zeros((), bool) if health.loss_scale is None else ~is_finite & (health.loss_scale > 1)
+        is_bad = ~is_finite & ~overflows
+        if spike_nats is not None:
+            is_bad |= (health.applied > 0) & (loss > health.mean_loss_nats + spike_nats)
+        applied = ~(is_bad | overflows)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        health = _next_health(health, loss, applied, is_bad, overflows)
+        metrics = {"loss_nats": loss, "gradient_norm": gradient_norm, "applied": applied, "bad": is_bad}
+        metrics |= {"num_applied": health.applied, "bad_in_a_row": health.bad_in_a_row}
+        if state.health.loss_scale is not None:
+            metrics |= {"loss_scale": state.health.loss_scale}
+        return TrainState(params, opt_state, health), metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
-def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 1024) -> Wrapped:
+def _next_health(
+    health: Health,
+    loss: Float[Array, ""],
+    applied: Bool[Array, ""],
+    is_bad: Bool[Array, ""],
+    overflows: Bool[Array, ""],
+) -> Health:
+    mean = jnp.where(health.applied > 0, 0.98 * health.mean_loss_nats + 0.02 * loss, loss)
+    scale, steps_at_scale = health.loss_scale, jnp.where(overflows, 0, health.steps_at_scale + applied)
+    if scale is not None:
+        doubles = steps_at_scale == STEPS_TO_DOUBLE
+        scale = jnp.clip(scale * jnp.where(overflows, 0.5, jnp.where(doubles, 2.0, 1.0)), 1.0, LARGEST_SCALE)
+        steps_at_scale = jnp.where(doubles, 0, steps_at_scale)
+    return Health(
+        mean_loss_nats=jnp.where(applied, mean, health.mean_loss_nats),
+        applied=health.applied + applied,
+        skipped=health.skipped + ~applied,
+        bad_in_a_row=jnp.where(applied, 0, health.bad_in_a_row + is_bad),
+        loss_scale=scale,
+        steps_at_scale=steps_at_scale,
+    )
+
+
+def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 8192) -> Wrapped:
     """Make `step(params, batch) -> nll_BT` of the last `last_tokens` targets of every row, jitted.
 
-    Only those positions are unembedded, and no more than `unembedded_at_once` of a row at a time, so that memory does
-    not grow with length times vocabulary.
+    Only those positions are unembedded; see `nll_of_features`.
     """
 
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
         features_BTD = model.features(batch["inputs"])[:, -last_tokens:]
-        targets_BT = batch["targets"][:, -last_tokens:]
-        if last_tokens <= unembedded_at_once:
-            return nll(model.logits(features_BTD), targets_BT)
-
-        def nll_of_position(position: tuple[Float[Array, "B D"], Int[Array, "B"]]) -> Float[Array, "B"]:
-            features_BD, target_B = position
-            return nll(model.logits(features_BD[:, None]), target_B[:, None])[:, 0]
-
-        positions = jnp.moveaxis(features_BTD, 1, 0), targets_BT.T
-        return jax.lax.map(nll_of_position, positions, batch_size=unembedded_at_once).T
+        return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], unembedded_at_once)
 
     return jax.jit(step)
