@@ -225,6 +225,22 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     return values
 
 
+# What decides how a run is computed and stored, and not what comes out of it (but for rounding): a run may be resumed
+# with other values. The text itself is known by its digest, wherever it lies; `evaluation` is not read in training.
+HOW = (
+    "mesh",
+    "model.attention",
+    "model.remat",
+    "data.path",
+    "data.cache_dir",
+    "train.accumulation_steps",
+    "train.unembedded_at_once",
+    "train.checkpoint_every",
+    "train.keep_latest",
+    "evaluation",
+)
+
+
 METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32}
 
 
@@ -260,13 +276,17 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
     return {"rotary": rotary, "bias": bias, "processor": processor}
 
 
-def differences(saved: Any, new: Any, path: str = "") -> list[str]:
-    """One line for every leaf in which two nested dicts differ."""
+def differences(saved: Any, new: Any, path: str = "", but: tuple[str, ...] = ()) -> list[str]:
+    """One line for every leaf in which two nested dicts differ, save those at or under the dotted paths of `but`."""
+    if path in but:
+        return []
     if isinstance(saved, dict) and isinstance(new, dict):
         keys = sorted(set(saved) | set(new))
         return [
             line
             for key in keys
-            for line in differences(saved.get(key, "(none)"), new.get(key, "(none)"), f"{path}.{key}" if path else key)
+            for line in differences(
+                saved.get(key, "(none)"), new.get(key, "(none)"), f"{path}.{key}" if path else key, but
+            )
         ]
     return [] if saved == new else [f"{path}: saved {saved!r}, now {new!r}"]

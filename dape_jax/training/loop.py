@@ -1,5 +1,6 @@
 """The training loop: config and workdir in, checkpoints out. Next: `evaluation/perplexity.py`."""
 
+import json
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from dape_jax.config import RunConfig, differences, resolved
+from dape_jax.config import HOW, RunConfig, differences, resolved
 from dape_jax.data.batches import train_batches, validation_batches
 from dape_jax.data.store import load_corpus
 from dape_jax.data.tokenizers import save_tokenizer
@@ -27,6 +28,8 @@ from dape_jax.transformer import Params, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
 
+SKIPPED_FILE = "skipped.jsonl"
+
 
 def train(spec: dict[str, Any], workdir: Path) -> None:
     """Train what a config describes; start, go on, or do nothing, by what the workdir holds.
@@ -34,7 +37,8 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     1. No config there: a new run.
     2. The same config and a checkpoint: go on from the newest, exactly (parameters, optimizer, data position).
     3. The same config and no checkpoint: the run died before its first; start again.
-    4. Another config: refuse and show the difference. Nothing is overwritten.
+    4. Another config: refuse and show the difference. Nothing is overwritten. (Mesh, accumulation and the like, `HOW`,
+       may be another: the same run goes on, computed in another way.)
     5. A checkpoint of the last step: done.
 
     Args:
@@ -134,8 +138,11 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
 
 
 def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
-    """Raise `InputError` with every difference between the run that the workdir holds and the one asked for."""
-    if lines := differences(saved, new):
+    """Raise `InputError` with every difference between the run that the workdir holds and the one asked for.
+
+    What only decides how a run is computed (`config.HOW`) may differ.
+    """
+    if lines := differences(saved, new, but=HOW):
         raise InputError(
             f"workdir = {str(workdir)!r}: holds a run with another config; take another workdir, or the config it was "
             "started with. " + "; ".join(lines)
@@ -159,8 +166,12 @@ class Scalars:
         self.learning_rates = np.asarray(
             make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(run.train.num_steps))
         )
+        self.workdir, self.skip_at_most = workdir, run.train.skip_at_most
         self.step_tokens = run.train.batch_size * run.train.train_length
-        # On resuming, scalars of steps that will be taken again are dropped.
+        # On resuming, what was recorded of steps that will be taken again is dropped.
+        if (skipped := workdir / SKIPPED_FILE).exists():
+            kept = [line for line in skipped.read_text().splitlines() if json.loads(line)["step"] <= start]
+            skipped.write_text("".join(f"{line}\n" for line in kept))
         self.writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
         self.bar = tqdm(total=run.train.num_steps, initial=start, unit="step", desc=workdir.name, mininterval=1.0)
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
@@ -190,18 +201,41 @@ class Scalars:
         step, metrics = self.pending
         self.pending = None
         values = {name: float(value) for name, value in metrics.items()}
-        if bad := [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]:
-            raise NonFiniteError(f"step {step}: {', '.join(bad)}; checkpoints up to here are kept")
+        num_applied, applied = int(values.pop("num_applied")), bool(values.pop("applied"))
+        is_bad, bad_in_a_row = bool(values.pop("bad")), int(values.pop("bad_in_a_row"))
+        if not applied:
+            self.add_skipped(step, values, is_bad, bad_in_a_row)
         now = time.monotonic()
         tokens_per_second = self.step_tokens / (now - self.fetched_at)
         self.fetched_at = now
-        values |= {"learning_rate": float(self.learning_rates[step - 1]), "tokens_per_second": tokens_per_second}
+        learning_rate = float(self.learning_rates[max(num_applied - 1, 0)])  # a skipped step does not move the schedule
+        values |= {"learning_rate": learning_rate, "tokens_per_second": tokens_per_second}
         for name, value in values.items():
             self.writer.add_scalar(f"train/{name}", value, step)
         self.bar.set_postfix_str(
             f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s{self.validation_text}", refresh=False
         )
         self.bar.update()
+
+    def add_skipped(self, step: int, values: dict[str, float], is_bad: bool, bad_in_a_row: int) -> None:
+        """Record a step that was not applied, in the log, in TensorBoard and as a line of `skipped.jsonl`.
+
+        Raises:
+            NonFiniteError: it is one more bad step in a row than may be skipped.
+        """
+        what = ", ".join(f"{name} = {values[name]:.6g}" for name in ("loss_nats", "gradient_norm"))
+        if bad_in_a_row > self.skip_at_most:
+            skipped = f" after {bad_in_a_row - 1} bad steps that were skipped" if bad_in_a_row > 1 else ""
+            raise NonFiniteError(
+                f"step {step}: {what}{skipped} (not finite, or a spike); train.skip_at_most = {self.skip_at_most}, and "
+                "checkpoints up to here are kept"
+            )
+        reason = "bad" if is_bad else "overflow"
+        logger.warning("step %d: skipped (%s): %s", step, reason, what)
+        # As strings where JSON has no number.
+        numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        with (self.workdir / SKIPPED_FILE).open("a") as file:
+            file.write(json.dumps({"step": step, "reason": reason} | numbers) + "\n")
 
     def add_validation(self, step: int, validation_nats: float) -> None:
         """Report a validation."""

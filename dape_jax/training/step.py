@@ -185,7 +185,8 @@ def make_train_step(
 
     Returns:
         The step. Its metrics, as device arrays: `loss_nats` per token, the `gradient_norm` before clipping, whether the
-        step was `applied` and whether it was `bad`, `num_applied` in all and `bad_in_a_row`; in float16 `loss_scale`.
+        step was `applied` and whether it was `bad`, `num_applied` and `skipped` in all and `bad_in_a_row`; in float16
+        the `loss_scale`.
     """
 
     def part(params: Params, batch: dict[str, Array], scale: Float[Array, ""] | None) -> tuple[Array, Params]:
@@ -226,7 +227,7 @@ def make_train_step(
         )
         health = _next_health(health, loss, applied, is_bad, overflows)
         metrics = {"loss_nats": loss, "gradient_norm": gradient_norm, "applied": applied, "bad": is_bad}
-        metrics |= {"num_applied": health.applied, "bad_in_a_row": health.bad_in_a_row}
+        metrics |= {"num_applied": health.applied, "skipped": health.skipped, "bad_in_a_row": health.bad_in_a_row}
         if state.health.loss_scale is not None:
             metrics |= {"loss_scale": state.health.loss_scale}
         return TrainState(params, opt_state, health), metrics
