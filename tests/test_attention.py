@@ -12,11 +12,12 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Dense, attend, visible
+from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Dense, attend, attend_on_mesh, visible
 from dape_jax.biases import BIASES
 from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
 from dape_jax.processors import PROCESSORS, DapeConfig, PlainConfig
+from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
 
 ALL_BIASES = BIASES | CONTEXTUAL
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # so that what sets in late sets in here
@@ -202,6 +203,30 @@ def test_implementations_agree(bias, processor, data):
     for driver in drivers:
         close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
         chex.assert_trees_all_close(value_and_grads(driver), expected, **close)
+
+
+@pytest.mark.parametrize(("bias", "processor"), product())
+def test_rows_over_devices_agree(bias, processor):
+    """Rows dealt over context and tensor, heads whole: dense on one device, forward and all gradients."""
+    params, run = make_layer(bias, processor, heads=4)
+    qkv = make_qkv(24, heads=4, kv_heads=2)
+    weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
+
+    def on_mesh(q, k, v, q_pos, k_pos, **options):
+        q, k, v = (deal_rows(x, 1) for x in (q, k, v))
+        out = attend_on_mesh(Blockwise(4, 3), q, k, v, deal_rows(q_pos, 0), **options)
+        return collect_rows(out, 1)
+
+    def value_and_grads(implementation):
+        def loss(params, qkv):
+            return (run(params, *qkv, implementation) * weight).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, qkv)
+
+    expected = jax.device_get(value_and_grads(Dense()))
+    with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
+        found = jax.device_get(value_and_grads(on_mesh))
+    chex.assert_trees_all_close(found, expected, atol=10 * tolerance(bias), rtol=10 * tolerance(bias))
 
 
 @pytest.mark.slow

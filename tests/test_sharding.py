@@ -1,6 +1,5 @@
 """Many devices are one device: every mesh axis, alone and mixed, on eight simulated devices."""
 
-import dataclasses
 import functools
 import json
 
@@ -11,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 import tiny
+from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from dape_jax.attention import Blockwise, Dense, attend, attend_on_mesh
+from dape_jax.attention import Dense, attend, attend_on_mesh
 from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.sharding import (
@@ -36,9 +36,7 @@ from dape_jax.training.step import (
     FIRST_SCALE,
     abstract_state,
     init_state,
-    make_nll_step,
     make_train_step,
-    nll,
     nll_of_features,
     shardings_of,
 )
@@ -113,7 +111,7 @@ def test_eight_devices_are_one(root, bias, processor, mesh):
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected.opt_state)) > 1e-2
 
 
-@pytest.mark.parametrize("mesh", ["context", "tensor", "mix"])
+@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("context", "tensor")), "mix"])
 @pytest.mark.parametrize(
     "options", [{}, {"window": 5}, {"num_kv_heads": 4, "attention": {"name": "dense"}, "remat": "full"}], ids=str
 )
@@ -145,3 +143,286 @@ def test_every_device_computes_its_share(root, mesh):
     one_flops, one_memory = planned(ONE)
     assert flops < 1.3 * one_flops / 8
     assert memory < 2 * one_memory / 8
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_state_is_where_the_table_says(root, mesh):
+    """Parameters by the table, moments with their parameters, and what is made is what was planned."""
+    run = make_run(root, "kerple", "dape")
+    optimizer = make_optimizer(run.optimizer, 10)
+    made, planned = (
+        f(run.model, optimizer, *rest)
+        for f, rest in (
+            (init_state, (0, make_mesh(MeshConfig(*MESHES[mesh])))),
+            (abstract_state, (make_mesh(MeshConfig(*MESHES[mesh])),)),
+        )
+    )
+    assert shardings_of(made) == shardings_of(planned)
+    chex.assert_trees_all_equal_shapes_and_dtypes(made, planned)
+    moments = made.opt_state[1][0]
+    for moment in (moments.mu, moments.nu):
+        jax.tree.map(lambda m, p: chex.assert_equal(m.sharding, p.sharding), moment, made.params)
+    _, fsdp, _, tensor = MESHES[mesh]
+    layers, V, D, K = made.params["layers"], 260, 16, 4
+    shards = {
+        "up_DF": (layers["mlp"]["up_DF"], (2, D // fsdp, 4 * D // tensor)),
+        "query_DHK": (layers["attention"]["query_DHK"], (2, D // fsdp, 4 // tensor, K)),
+        "output_HKD": (layers["attention"]["output_HKD"], (2, 4 // tensor, K, D // fsdp)),
+        "scores_WHC": (layers["attention"]["processor"]["scores_WHC"], (2, 3, 4, 4)),
+        "embedding_VD": (made.params["embedding_VD"], (V // tensor, D // fsdp)),
+    }
+    assert {name: leaf.addressable_shards[0].data.shape for name, (leaf, _) in shards.items()} == {
+        name: shape for name, (_, shape) in shards.items()
+    }
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5), st.integers(0, 2))
+@settings(max_examples=30, deadline=None)
+def test_dealt_rows_come_back(num_context, rows_each, dim):
+    """Dealt, device i of n has the rows i, n + i, ..; collected they are the text again."""
+    length = num_context * rows_each
+    shape = tuple(length if d == dim else 2 for d in range(3))
+    x = jnp.arange(np.prod(shape)).reshape(shape)
+    with jax.set_mesh(make_mesh(MeshConfig(1, 1, num_context, 1), jax.devices()[:num_context])):
+        dealt = deal_rows(x, dim)
+        np.testing.assert_array_equal(collect_rows(dealt, dim), x)
+    for device, rows in enumerate(jnp.split(dealt, num_context, axis=dim)):
+        np.testing.assert_array_equal(rows, jnp.take(x, jnp.arange(device, length, num_context), axis=dim))
+
+
+@pytest.mark.parametrize("length", [64, 512])
+@pytest.mark.parametrize("n", [2, 8])
+def test_causal_work_is_balanced(length, n):
+    """Keys that a device's rows see: no device has n / T more than another, relative to the mean."""
+    seen = np.array([sum(row + 1 for row in range(device, length, n)) for device in range(n)])
+    assert (seen.max() - seen.min()) / seen.mean() < 2 * n / length
+    in_runs = np.array([sum(row + 1 for row in range(d * length // n, (d + 1) * length // n)) for d in range(n)])
+    assert (in_runs.max() - in_runs.min()) / in_runs.mean() > 0.9  # what neighbouring rows would be
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 2, 2)], ids=str)
+def test_unembedding_in_parts_is_the_whole(root, sizes):
+    """Values and gradients, at sizes that divide the length and that do not; and no array of logits of all of it."""
+    run = make_run(root, "nope", "none", num_layers=1)
+    graphdef, _ = model_structure(run.model)
+    mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: np.prod(sizes)])
+    params = init_state(run.model, optax.sgd(0.1), 0, mesh).params
+    batch, length = 4, 48
+    tokens = jax.random.randint(jax.random.key(0), (batch, length), 0, 257)
+    features = jax.random.normal(jax.random.key(1), (batch, length, 16))
+    weight = jax.random.normal(jax.random.key(2), (batch, length))
+
+    def compiled(at_once):
+        def loss(params, features):
+            model = nnx.merge(graphdef, params)
+            return (nll_of_features(model, features, tokens, at_once) * weight).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(params, features).compile()
+
+    with jax.set_mesh(mesh):
+        whole = compiled(10**6)
+        expected = jax.device_get(whole(params, features))
+        for at_once in (1, 17, 32):
+            step = compiled(at_once)
+            chex.assert_trees_all_close(jax.device_get(step(params, features)), expected, rtol=2e-6, atol=2e-6)
+    rows, columns, width = batch // (sizes[0] * sizes[1]), length // sizes[2], 260 // sizes[3]
+    logits = f"f32[{rows},{columns},{width}]"
+    assert logits in whole.as_text()
+    assert logits not in step.as_text()
+
+
+def make_step(run: RunConfig, **options):
+    """A state, and the step as a function of it and of a factor that its parameters are multiplied with before."""
+    graphdef, _ = model_structure(run.model)
+    state = init_state(run.model, make_optimizer(run.optimizer, 100), 0, ONE)
+    step = make_train_step(graphdef, make_optimizer(run.optimizer, 100), shardings_of(state), **options)
+    rows = np.asarray(jax.random.randint(jax.random.key(1), (8, 33), 0, 257))
+    batch = {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
+
+    def take(state, factor=1.0):
+        with jax.set_mesh(ONE):
+            state, metrics = step(state._replace(params=jax.tree.map(lambda x: x * factor, state.params)), batch)
+        return state, {name: float(value) for name, value in metrics.items()}
+
+    return state, take
+
+
+def test_float16_scales_its_loss(root, monkeypatch):
+    """Gradients as in float32; an overflow is skipped and halves the scale; so many steps without one double it."""
+    monkeypatch.setattr("dape_jax.training.step.STEPS_TO_DOUBLE", 3)
+    expected_losses, expected = three_steps(make_run(root, "kerple", "dape"), ONE)
+    losses, found = three_steps(make_run(root, "kerple", "dape", dtype="float16"), ONE)
+    np.testing.assert_allclose(losses, expected_losses, atol=5e-3)
+    chex.assert_trees_all_close(found.params, expected.params, atol=5e-3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {jnp.dtype("float32")}
+    assert found.health.loss_scale == 2 * FIRST_SCALE
+
+    state, take = make_step(make_run(root, "kerple", "dape", dtype="float16"))
+    state = state._replace(health=state.health._replace(loss_scale=jnp.float32(2.0**40)))
+    before = jax.device_get((state.params, state.opt_state))
+    scales = []
+    for _ in range(3):
+        state, metrics = take(state)
+        scales.append(metrics["loss_scale"])
+        assert not metrics["applied"]
+        assert not metrics["bad"]
+        chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
+    assert scales[:2] == [2.0**40, 2.0**32]  # the largest that is tried
+    while not metrics["applied"]:
+        state, metrics = take(state)
+    assert 1 < metrics["loss_scale"] < 2.0**32
+    assert state.health.applied == 1
+    assert np.isfinite(metrics["loss_nats"])
+
+
+def test_small_gradients_survive_in_float16(root):
+    """Gradients that are lost among float16's smallest numbers without a scale are right with it."""
+
+    def gradient(dtype, scale=None):
+        run = make_run(root, "kerple", "dape", dtype=dtype)
+        graphdef, _ = model_structure(run.model)
+        state = init_state(run.model, optax.sgd(1.0), 0, ONE)
+        # A small unembedding makes what flows back through it small.
+        params = state.params | {"unembedding_DV": state.params["unembedding_DV"] * 1e-4}
+        health = state.health if scale is None else state.health._replace(loss_scale=jnp.float32(scale))
+        before = jax.device_get(params["layers"]["mlp"]["up_DF"])
+        rows = np.asarray(jax.random.randint(jax.random.key(1), (8, 33), 0, 257))
+        with jax.set_mesh(ONE):
+            step = make_train_step(graphdef, optax.sgd(1e6), shardings_of(state))
+            state, _ = step(
+                state._replace(params=params, health=health), {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
+            )
+        return before - jax.device_get(state.params["layers"]["mlp"]["up_DF"])
+
+    expected = gradient("float32")
+    error = {scale: np.linalg.norm(gradient("float16", scale) - expected) for scale in (1.0, None)}
+    assert error[None] < 0.02 * np.linalg.norm(expected)
+    assert error[1.0] > 0.2 * np.linalg.norm(expected)
+
+
+def test_a_bad_step_changes_nothing_but_the_count(root):
+    """Not finite, or a spike; the mean that a spike is measured against is that of applied steps."""
+    state, take = make_step(make_run(root, "kerple", "dape"), spike_nats=0.5)
+    for _ in range(2):
+        state, metrics = take(state)
+        assert metrics["applied"]
+    before = jax.device_get(state)
+    for number, factor in enumerate((jnp.nan, jnp.inf, 30.0), 1):
+        bad, metrics = take(state, factor)
+        assert metrics["bad"]
+        assert not metrics["applied"]
+        assert metrics["bad_in_a_row"] == number
+        assert metrics["num_applied"] == 2
+        chex.assert_trees_all_equal(jax.device_get(bad.opt_state), before.opt_state)
+        state = bad._replace(params=jax.device_put(before.params))
+        assert bad.health.mean_loss_nats == before.health.mean_loss_nats
+    assert np.isfinite(metrics["loss_nats"])  # the last was a spike
+    state, metrics = take(state)
+    assert metrics["applied"]
+    assert metrics["bad_in_a_row"] == 0
+    assert metrics["skipped"] == 3
+
+
+def poisoned(monkeypatch, bad: set[int]):
+    """Make the loop's steps of these numbers give NaN, without harm to the state that goes in."""
+
+    def make(graphdef, *args, **options):
+        step, number = make_train_step(graphdef, *args, **options), []
+
+        def run(state, batch):
+            number.append(None)
+            if len(number) not in bad:
+                return step(state, batch)
+            kept = jax.tree.map(jnp.copy, state.params)
+            state, metrics = step(state._replace(params=jax.tree.map(lambda x: x * jnp.nan, state.params)), batch)
+            return state._replace(params=kept), metrics
+
+        return run
+
+    monkeypatch.setattr(loop, "make_train_step", make)
+
+
+def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monkeypatch, caplog):
+    poisoned(monkeypatch, {3, 4})
+    with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*after 1 bad steps.*skip_at_most = 1"):
+        loop.train(tiny.spec(root, train__skip_at_most=1), tmp_path / "stopped")
+    loop.train(tiny.spec(root, train__skip_at_most=2), tmp_path / "skipped")
+    assert "step 3: skipped (bad): loss_nats = nan" in caplog.text
+    lines = [json.loads(line) for line in (tmp_path / "skipped" / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reason"], line["loss_nats"]) for line in lines] == [
+        (3, "bad", "nan"),
+        (4, "bad", "nan"),
+    ]
+    assert (tmp_path / "skipped" / "checkpoints" / "6").exists()
+    # Step 5 is taken again by a run that goes on from 4: it is recorded once.
+    assert [json.loads(line)["step"] for line in (tmp_path / "stopped" / "skipped.jsonl").read_text().splitlines()] == [
+        3
+    ]
+    monkeypatch.setattr(loop, "make_train_step", make_train_step)
+    loop.train(tiny.spec(root, train__skip_at_most=1), tmp_path / "stopped")
+    assert (tmp_path / "stopped" / "skipped.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fsdp", ["--mesh", "'fsdp'", "axis=size"]),
+        ("fsdp=4,expert=2", ["expert", "'context'"]),
+        ("fsdp=0", ["mesh.fsdp", "0", "positive"]),
+        ("fsdp=-1,data=-1", ["mesh", "-1", "one axis"]),
+        ("fsdp=two", ["fsdp=two", "axis=size"]),
+    ],
+)
+def test_bad_meshes_are_named(text, words):
+    with pytest.raises(InputError) as error:
+        read_mesh("--mesh", text)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_meshes_are_read():
+    assert read_mesh("--mesh", "context=2,fsdp=-1") == MeshConfig(data=1, fsdp=-1, context=2, tensor=1)
+    assert read_mesh("--mesh", "fsdp=-1").sizes(8) == (1, 8, 1, 1)
+    assert MeshConfig(1, 4, 2, 1).asked() == "fsdp=4,context=2"
+    with pytest.raises(InputError, match=r"fsdp=3.*8 devices"):
+        make_mesh(read_mesh("--mesh", "fsdp=3"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "model", "words"),
+    [
+        ({"fsdp": 8}, {"width": 12}, ["model.width = 12", "mesh.fsdp = 8"]),
+        ({"tensor": 8}, {}, ["model.num_heads = 2", "mesh.tensor = 8"]),
+        ({"tensor": 2, "data": 4}, {"num_kv_heads": 1}, ["model.num_kv_heads = 1", "mesh.tensor = 2"]),
+        ({"tensor": 2, "data": 4}, {"vocab_size": 257}, ["model.vocab_size = 257", "mesh.tensor = 2"]),
+        ({"context": 8}, {}, ["train.train_length = 12", "mesh.context x mesh.tensor = 8"]),
+        ({"data": 4, "context": 2}, {}, ["train.batch_size = 6", "4"]),
+    ],
+)
+def test_what_does_not_divide_is_named(root, tmp_path, mesh, model, words):
+    spec = tiny.spec(
+        root,
+        train__train_length=12 if "context" in mesh else 16,
+        train__batch_size=6 if "data" in mesh and "context" in mesh else 8,
+    )
+    spec["mesh"] = dict.fromkeys(AXES, 1) | mesh
+    spec["model"] |= {"vocab_size": 264} | model
+    with pytest.raises(InputError) as error:
+        loop.train(spec, tmp_path / "run")
+    assert all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_tables_specs():
+    assert tuple(activation_spec("BTD")) == (("data", "fsdp"), "context", None)
+    assert tuple(activation_spec("BTHK")) == (("data", "fsdp"), "context", "tensor", None)
+    assert axis_sizes() == dict.fromkeys(AXES, 1)
+    assert batch_part(ONE) == (0, 1)
+
+
+def test_attention_on_one_device_is_the_drivers_own():
+    """Nothing is added to the program where there is nothing to split."""
+    x = jnp.ones((1, 8, 2, 4))
+    pos = jnp.arange(8)
+    with jax.set_mesh(make_mesh(MeshConfig(4, 2, 1, 1))):
+        text = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x, pos)).lower(x).as_text()
+        assert text == jax.jit(lambda x: attend(x, x, x, pos, pos)).lower(x).as_text()

@@ -1,0 +1,93 @@
+"""What the host does between two training steps: a step of a tiny model of 12 layers, called and not waited for.
+
+    python -m benchmarks.dispatch
+
+In: nothing. Out: results/dispatch/dispatch.json, and a line for each part of a step of the training loop: the next
+batch, placing it, and calling the step, which returns while the device still works. The host's share bounds the steps
+per second of any device, however fast.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+
+from dape_jax import command_line
+from dape_jax.config import choose, read_model
+from dape_jax.data.batches import train_batches
+from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.provenance import provenance
+from dape_jax.sharding import MeshConfig, make_mesh, put_batch
+from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dape_jax.training.step import init_state, make_train_step, shardings_of
+from dape_jax.transformer import model_structure
+
+STEPS = flags.DEFINE_integer("steps", 300, "Steps that are timed, after 20 that are not.")
+OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSON.")
+PARTS = ("next batch", "place batch", "call step")
+
+
+def main(_: list[str]) -> None:
+    model = read_model(
+        {
+            "num_layers": 12,
+            "width": 32,
+            "num_heads": 4,
+            "num_kv_heads": None,
+            "vocab_size": 257,
+            "rotary": choose("rotary", "none"),
+            "bias": choose("bias", "kerple"),
+            "processor": choose("processor", "dape"),
+            "window": None,
+            "attention": choose("attention", "dense"),
+            "remat": "none",
+            "dtype": "float32",
+        }
+    )
+    config = OptimizerConfig(1e-3, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0)
+    optimizer, mesh = make_optimizer(config, 1000), make_mesh(MeshConfig(1, -1, 1, 1))
+    graphdef, _ = model_structure(model)
+    state = init_state(model, optimizer, 0, mesh)
+    step = make_train_step(graphdef, optimizer, shardings_of(state))
+    milliseconds: dict[str, list[float]] = {part: [] for part in PARTS}
+    with tempfile.TemporaryDirectory() as directory, jax.set_mesh(mesh):
+        text = Path(directory) / "text"
+        text.mkdir()
+        for number in range(20):
+            (text / f"{number}.txt").write_text(f"{number} scores of queries and keys " * 200)
+        data = DataConfig(path=str(text), tokenizer="bytes", cache_dir=directory, held_out_fraction=0.3, seed=0)
+        batches = train_batches(
+            load_corpus(data).train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1
+        )
+        for number in range(20 + STEPS.value):
+            # The step before must have ended, or calling this one would wait for a place in the device's queue.
+            jax.block_until_ready(state)
+            times = [time.perf_counter()]
+            rows = next(batches)
+            times.append(time.perf_counter())
+            batch = put_batch(rows, mesh)
+            times.append(time.perf_counter())
+            state, _ = step(state, batch)
+            times.append(time.perf_counter())
+            if number >= 20:
+                for part, seconds in zip(PARTS, np.diff(times), strict=True):
+                    milliseconds[part].append(1000 * seconds)
+    medians = {part: round(statistics.median(times), 3) for part, times in milliseconds.items()}
+    medians["together"] = round(sum(medians.values()), 3)
+    leaves = len(jax.tree.leaves(state))
+    for part, median in medians.items():
+        print(f"{part:12s} {median:8.3f} ms")
+    output = Path(OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
+    content = {"median_ms": medians, "steps": STEPS.value, "num_layers": 12, "num_arrays": leaves}
+    (output / "dispatch.json").write_text(json.dumps(content | provenance("flax", "optax"), indent=2) + "\n")
+    print(f"{leaves} arrays in the state; written to {output / 'dispatch.json'}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)
