@@ -12,6 +12,8 @@ from absl import flags
 from dape_jax import command_line
 from dape_jax.errors import require
 from dape_jax.evaluation.evaluate import evaluate
+from dape_jax.processes import require_alone
+from dape_jax.sharding import read_mesh
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")
 STEP = flags.DEFINE_string("step", "newest", "Checkpoint: newest, best (lowest validation loss) or its number.")
@@ -37,6 +39,12 @@ PROTOCOL = flags.DEFINE_string(
     "train-length tokens lowers their perplexity.",
 )
 BY_POSITION = flags.DEFINE_bool("by_position", False, "Loss by position in windows of the longest length instead.")
+MESH = flags.DEFINE_string(
+    "mesh",
+    None,
+    "Mesh of the devices, as axis=size,axis=size: context=8 has eight devices share every sequence. Unset, sequences "
+    "are spread over all devices.",
+)
 OUTPUT = flags.DEFINE_string("output", None, "Where results go; the workdir, or the directory common to all, if unset.")
 flags.mark_flag_as_required("workdir")
 
@@ -48,6 +56,7 @@ def _are_whole_numbers(values: list[str]) -> bool:
 
 def main(_: list[str]) -> None:
     """Flags, then one call."""
+    require_alone()
     require(all(WORKDIR.value or [""]), "--workdir", WORKDIR.value, "directories, parted by commas")
     report = evaluate(
         [Path(workdir) for workdir in WORKDIR.value or ()],
@@ -59,6 +68,7 @@ def main(_: list[str]) -> None:
         rotary=tuple(ROTARY.value or ()),
         protocol=PROTOCOL.value or "",
         by_position=bool(BY_POSITION.value),
+        mesh=read_mesh("--mesh", MESH.value) if MESH.value else None,
         output=Path(OUTPUT.value) if OUTPUT.value else None,
     )
     print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")

@@ -15,6 +15,7 @@ attention).
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -339,13 +340,15 @@ def attend_on_mesh(
     heads would need the scores of all the others. What is computed for a row is `attend`, whatever the mesh, so this
     is exact for every bias and processor, and its gradients are.
 
-    Arguments are those of `attend`, in the order of `deal_rows`, and the driver. Without a mesh, or with `context` and
-    `tensor` of 1, this is the driver's own call.
+    Arguments are those of `attend`, in the order of `deal_rows`, and the driver. On one device, or without a mesh, this
+    is the driver's own call. On any more it is not left to the compiler, not even where the batch alone is split: that
+    would sum the gradient of a bias, [H, T, S], over all devices, where here each takes its own back to the parameters
+    first.
     """
     sizes = axis_sizes()
     num_context, num_tensor = sizes["context"], sizes["tensor"]
     n = num_context * num_tensor
-    if n == 1:
+    if math.prod(sizes.values()) == 1:
         return attention(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, bias=bias, processor=processor, window=window)
 
     def rows_of_device(

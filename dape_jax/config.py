@@ -80,7 +80,6 @@ class TrainConfig:
             self.checkpoint_every,
             f"a multiple of train.validate_every = {self.validate_every}, so that every checkpoint has its loss",
         )
-
         require(
             self.spike_nats is None or 0 < self.spike_nats < math.inf,
             "train.spike_nats",
@@ -120,10 +119,15 @@ class RunConfig:
         )
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raise `InputError` unless batch and model divide over a mesh."""
+        """Raise `InputError` unless batch, text and model divide over a mesh."""
         self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+        check_mesh(mesh, {"T": ("train.train_length", self.train.train_length)})
+        self.check_model_mesh(mesh)
+
+    def check_model_mesh(self, mesh: Mesh) -> None:
+        """Raise `InputError` unless the model divides over a mesh."""
         model = self.model
-        sizes = {"T": ("train.train_length", self.train.train_length), "D": ("model.width", model.width)}
+        sizes = {"D": ("model.width", model.width)}
         sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
         check_mesh(
             mesh, sizes | {"V": ("model.vocab_size", model.vocab_size), "F": ("4 x model.width", 4 * model.width)}

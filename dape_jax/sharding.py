@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from dape_jax.errors import InputError, require
 
@@ -160,6 +162,36 @@ def place(x: jax.Array, letters: str) -> jax.Array:
     if not _in_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(letters))
+
+
+def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """An einsum of an activation and a parameter, "BTD,DF->BTF", in the mesh of `jax.set_mesh`; without ours, plain.
+
+    Each device multiplies its own part of the activation with the weight, whose shards over `fsdp` are gathered before;
+    where the dim that is summed is split over `tensor`, the parts are added up. Said so, and not left to the compiler,
+    nothing is computed twice, what is gathered is in the dtype of the matmul, and gradients are summed into shards.
+
+    Args:
+        equation: with the letters of the tables.
+        x: activation, placed as its letters say.
+        weight: parameter, in the dtype of the matmul: that is what is gathered.
+        dtype: of the result; None for that of the arguments.
+    """
+    if not _in_mesh():
+        return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+    inputs, result = equation.split("->")
+    of_x, of_weight = inputs.split(",")
+    weight_spec = parameter_spec(f"_{of_weight}", weight.ndim)
+    summed = tuple({ACTIVATION_AXES[letter] for letter in of_x if letter not in result and letter in ACTIVATION_AXES})
+
+    def on_device(x: jax.Array, weight: jax.Array) -> jax.Array:
+        if "fsdp" in weight_spec:
+            weight = jax.lax.all_gather(weight, "fsdp", axis=weight_spec.index("fsdp"), tiled=True)
+        y = jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+        return jax.lax.psum(y, summed) if summed else y
+
+    specs = activation_spec(of_x), weight_spec
+    return jax.shard_map(on_device, in_specs=specs, out_specs=activation_spec(result))(x, weight)
 
 
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:

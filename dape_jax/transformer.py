@@ -26,7 +26,7 @@ from dape_jax.contextual import ContextualBias
 from dape_jax.errors import InputError, require
 from dape_jax.positions import NoRotary, Rope
 from dape_jax.processors import ProcessorConfig
-from dape_jax.sharding import collect_rows, deal_rows, look_up, place
+from dape_jax.sharding import collect_rows, deal_rows, look_up, matmul, place
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
 SIZES = {
@@ -180,7 +180,7 @@ class SelfAttention(nnx.Module):
         """Queries, keys and values, rotated where positions are rotary."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param) -> Float[Array, "B T H K"]:
-            y_BTHK = place(jnp.einsum("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), "BTHK")
+            y_BTHK = matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
             return y_BTHK + bias_HK[None, None].astype(self.dtype)
 
         q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
@@ -214,7 +214,7 @@ class SelfAttention(nnx.Module):
             out_BTHK = self.attention.for_any_rows()(
                 q_BTHK, k_BSGK, v_BSGK, pos_T, jnp.arange(k_BSGK.shape[1]), **options
             )
-        out_BTD = jnp.einsum("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
+        out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
         return out_BTD + self.output_bias_D[None, None].astype(self.dtype), cache
 
 
@@ -233,9 +233,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """down(gelu(up(x)))."""
-        h_BTF = place(jnp.einsum("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype)), "BTF")
+        h_BTF = matmul("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype))
         h_BTF = nnx.gelu(h_BTF + self.up_bias_F[None, None].astype(self.dtype), approximate=False)
-        y_BTD = jnp.einsum("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
+        y_BTD = matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
         return y_BTD + self.down_bias_D[None, None].astype(self.dtype)
 
 
@@ -328,10 +328,7 @@ class Decoder(nnx.Module):
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the features of any positions."""
         dtype = self.config.compute_dtype
-        logits_BTV = jnp.einsum(
-            "BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), preferred_element_type=jnp.float32
-        )
-        return place(logits_BTV, "BTV")
+        return matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), jnp.float32)
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token at every position."""

@@ -38,7 +38,7 @@ from dape_jax.evaluation.perplexity import (
     summarise,
     window_batches,
 )
-from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch
+from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch, read_mesh
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_params, init_state, make_nll_step, make_train_step, shardings_of
@@ -46,7 +46,7 @@ from dape_jax.transformer import model_structure
 
 
 def make_mesh_of_all() -> Mesh:
-    return make_mesh(MeshConfig(data=1, fsdp=-1))
+    return make_mesh(MeshConfig(data=1, fsdp=-1, context=1, tensor=1))
 
 
 PROTOCOL = {"rotary": "rope", "train_length": 16, "name": "test"}
@@ -164,6 +164,23 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
     for length, nll in results[0].items():
         assert nll.shape == (len(windows), 16)
         np.testing.assert_allclose(nll, results[1][length], rtol=1e-4)
+
+
+@pytest.mark.parametrize("mesh", ["context=8", "fsdp=2,context=2,tensor=2"])
+def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
+    """A mesh is how, not what: the same perplexities, to rounding, dense and blockwise."""
+    found, expected = (
+        json.loads((evaluate(runs[1:], mesh=m, output=tmp_path / str(n)).directory / "lengths.json").read_text())
+        for n, m in enumerate((read_mesh("--mesh", mesh), None))
+    )
+    for ours, theirs in zip(found["runs"][0]["lengths"], expected["runs"][0]["lengths"], strict=True):
+        assert ours["nll_nats"] == pytest.approx(theirs["nll_nats"], rel=1e-5)
+        assert ours["num_tokens"] == theirs["num_tokens"]
+    for lengths, name in (((12,), "evaluation.lengths = 12"), ((16,), "model.num_heads = 2")):
+        with pytest.raises(InputError, match=name):
+            evaluate(
+                runs[1:], mesh=MeshConfig(1, 1, 8 if name[0] == "e" else 1, 1 if name[0] == "e" else 8), lengths=lengths
+            )
 
 
 def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path):

@@ -133,7 +133,7 @@ def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, op
 
 
 def one_device() -> Mesh:
-    return make_mesh(MeshConfig(data=1, fsdp=1), jax.devices()[:1])
+    return make_mesh(MeshConfig(data=1, fsdp=1, context=1, tensor=1), jax.devices()[:1])
 
 
 def place(params: Params, mesh: Mesh) -> Params:
@@ -210,7 +210,7 @@ def test_a_draw_depends_on_seed_index_and_position_alone(model):
 def test_a_mesh_changes_no_token(model, data):
     """Eight devices, three prompts: filled up, split over the batch, and the caches stay split."""
     config, params = model
-    mesh = make_mesh(MeshConfig(data=data, fsdp=8 // data))
+    mesh = make_mesh(MeshConfig(data=data, fsdp=8 // data, context=1, tensor=1))
     params = place(params, mesh)
     prompts, sampling = [prompt_of(length) for length in (4, CHUNK + 3, 6)], Sampling(1.0, 5, 0.9)
     expected = tokens_of(model, prompts, 6, sampling)

@@ -87,7 +87,7 @@ def trained(leak: bool, seed: int, mesh: Mesh) -> tuple[nnx.GraphDef, Params]:
 
 def fresh_nll(leak: bool, seed: int, batch_size: int = 1000) -> np.ndarray:
     """Train, and return the nll [B, T] of every target of texts that are new again."""
-    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
     graphdef, params = trained(leak, seed, mesh)
     with jax.set_mesh(mesh):
         batch = random_text(jax.random.fold_in(jax.random.key(seed), 1), batch_size)

@@ -32,7 +32,7 @@ from dape_jax.evaluation.perplexity import (
     summarise,
 )
 from dape_jax.positions import STRETCHES, Rope
-from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
+from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
 from dape_jax.transformer import Params, model_structure
 
@@ -108,6 +108,7 @@ def evaluate(
     rotary: tuple[str, ...] = ("rope",),
     protocol: str = "perplexity",
     by_position: bool = False,
+    mesh: MeshConfig | None = None,
     output: Path | None = None,
 ) -> report.Written:
     """Evaluate one checkpoint of every workdir and write one comparison.
@@ -125,6 +126,7 @@ def evaluate(
             context before the last T_train tokens lowers their perplexity, at each length above T_train, which writes
             `delta.*`.
         by_position: instead of that, the loss by position in windows of the longest length; writes `positions.*`.
+        mesh: of the devices; None spreads sequences over all of them. With `context`, devices share a sequence.
         output: where the results go; None for the workdir, or the directory that all workdirs have in common.
 
     Returns:
@@ -145,7 +147,7 @@ def evaluate(
     )
     given = {"lengths": lengths or None, "last_tokens": last_tokens, "max_windows": max_windows}
     replaced = {field: value for field, value in given.items() if value is not None}
-    models = [read_trained(workdir, step, replaced) for workdir in workdirs]
+    models = [read_trained(workdir, step, replaced, mesh) for workdir in workdirs]
     require(bool(rotary) and len(set(rotary)) == len(rotary), "rotary", rotary, "one way or more, each once")
     for name, model in itertools.product(rotary, models):
         require(name in STRETCHES, "rotary", name, f"one of {list(STRETCHES)}")
@@ -222,20 +224,40 @@ class Trained:
         step: its number.
         run: the config it was trained with.
         data_digest: of the corpus it was trained on.
+        mesh: over this machine's devices, whatever the run had.
     """
 
     workdir: Path
     step: int
     run: RunConfig
     data_digest: str
+    mesh: MeshConfig
 
 
-def read_trained(workdir: Path, step: str, replaced: dict[str, Any]) -> Trained:
-    """Read the config of a checkpoint; `replaced` are fields of its evaluation section that flags have set."""
+def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshConfig | None = None) -> Trained:
+    """Read the config of a checkpoint.
+
+    Args:
+        workdir: of the run.
+        step: "newest", "best" or a number.
+        replaced: fields of its evaluation section that flags have set.
+        mesh: of the devices; None spreads sequences over all of them, and parameters as far as the width divides.
+
+    Raises:
+        InputError: no such checkpoint, or a model or a length that does not divide over the mesh.
+    """
     number, saved = checkpoint.restore_config(workdir, step)
     spec: dict[str, Any] = saved["config"]
     spec["evaluation"] |= replaced
-    return Trained(workdir, number, RunConfig.from_dict(spec), saved["data_digest"])
+    run = RunConfig.from_dict(spec)
+    if mesh is None:
+        fsdp = math.gcd(jax.device_count(), run.model.width)
+        return Trained(workdir, number, run, saved["data_digest"], MeshConfig(data=-1, fsdp=fsdp, context=1, tensor=1))
+    made = make_mesh(mesh)
+    run.check_model_mesh(made)
+    for length in run.evaluation.lengths:
+        check_mesh(made, {"T": ("evaluation.lengths", length)})
+    return Trained(workdir, number, run, saved["data_digest"], mesh)
 
 
 def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
@@ -287,9 +309,8 @@ def _scored(trained: Trained, lengths: tuple[int, ...], last_tokens: int) -> Tra
 
 def abstract_params(trained: Trained) -> tuple[Mesh, Params]:
     """The mesh over all devices, and the shapes and places of a checkpoint's parameters there; nothing is read."""
-    model = trained.run.model
-    mesh = make_mesh(MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), model.width), context=1, tensor=1))
-    _, abstract = model_structure(model)
+    mesh = make_mesh(trained.mesh)
+    _, abstract = model_structure(trained.run.model)
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,

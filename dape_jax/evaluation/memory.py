@@ -21,7 +21,7 @@ from jax.stages import Compiled, Wrapped
 from tqdm import tqdm
 
 from dape_jax.errors import InputError
-from dape_jax.sharding import BATCH
+from dape_jax.sharding import activation_spec
 from dape_jax.transformer import Params
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def compile_programs(
 
     def compile_at(length: int) -> Program | None:
         step, batch_size = step_at(length)
-        sharding = NamedSharding(mesh, BATCH)
+        sharding = NamedSharding(mesh, activation_spec("BT"))
         rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
         compiled = _compile(step, params, dict.fromkeys(batch_names, rows), mesh)
         return None if compiled is None else Program(length, batch_size, compiled, predicted_bytes(compiled))

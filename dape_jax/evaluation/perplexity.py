@@ -30,7 +30,7 @@ from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.positions import Rope, stretched
-from dape_jax.sharding import put_batch
+from dape_jax.sharding import BATCH_AXES, put_batch
 from dape_jax.training.step import make_nll_step
 from dape_jax.transformer import Params, TransformerConfig, model_structure
 
@@ -267,8 +267,9 @@ def model_at(
 
 
 def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig, mesh: Mesh) -> int:
-    """Sequences in a batch: as many as `batch_tokens` holds, and one for each device at least."""
-    return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // mesh.size) * mesh.size
+    """Sequences in a batch: as many as `batch_tokens` holds, and one at least for each part that devices make of it."""
+    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // parts) * parts
 
 
 def compile_lengths(

@@ -258,7 +258,7 @@ def _next_health(
     )
 
 
-def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 8192) -> Wrapped:
+def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 1024) -> Wrapped:
     """Make `step(params, batch) -> nll_BT` of the last `last_tokens` targets of every row, jitted.
 
     Only those positions are unembedded; see `nll_of_features`.
