@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from absl import app, flags
 from absl import logging as absl_logging
 
-from dape_jax.errors import InputError, NonFiniteError, printable
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, printable
 
 
 def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
@@ -21,8 +22,9 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
         positional: names of the arguments that are no flags, for messages; as many are taken at most.
 
     An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
-    with one line and status 1. Any other exception is a bug and keeps its traceback. Of the logs, ours
-    are shown from INFO on and those of the libraries from WARNING on (Orbax writes a screenful for every checkpoint).
+    with one line and status 1, a `StoppedError` with one line and status 143. Any other exception is a bug and keeps
+    its traceback. Of the logs, ours are shown from INFO on and those of the libraries from WARNING on (Orbax writes a
+    screenful for every checkpoint).
     """
 
     def quietly(arguments: list[str]) -> None:
@@ -49,6 +51,9 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
     except NonFiniteError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except StoppedError as error:
+        print(error, file=sys.stderr)
+        sys.exit(128 + signal.SIGTERM)
 
 
 def _parse(arguments: list[str]) -> list[str]:

@@ -12,6 +12,10 @@ class NonFiniteError(RuntimeError):
     """The loss or its gradient is no longer a finite number; the command line prints it without a traceback."""
 
 
+class StoppedError(RuntimeError):
+    """SIGTERM has ended a run whose state is saved; the command line says so and ends with a signal's status."""
+
+
 def printable(text: str) -> str:
     r"""A text in one line that cannot drive a terminal: a file's name may hold escape sequences, shown as \x1b."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -88,7 +88,7 @@ def attention_maps(
     block_size = trained.run.evaluation.block_size
     config = dataclasses.replace(trained.run.model, attention=Blockwise(block_size, num_buckets=4))
     graphdef, _ = model_structure(config)
-    mesh, params = restore(trained)
+    _, params = restore(trained)  # no mesh is set: one sequence is too few to be split over devices
 
     @jax.jit
     def layer_of(params, x_BTD, layer):
@@ -99,21 +99,20 @@ def attention_maps(
     name = trained.workdir.absolute().name
     cell = _cell_size(length, MAX_CELLS)
     layers = []
-    with jax.set_mesh(mesh):
-        x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
-        for layer in tqdm(range(config.num_layers), unit="layer", desc=name):
-            x_BTD, cells, stats = jax.device_get(layer_of(params, x_BTD, layer))
-            cells = {map_name: cells[map_name] for map_name in HEADINGS if map_name in cells}  # jit sorts by name
-            title = f"{name}, step {trained.step}\nlayer {layer}, {length} tokens"
-            if cell > 1:
-                title += f", a cell is the mean of {cell} x {cell} pairs"
-            picture = f"layer-{layer:02}.png"
-            draw(cells, stats, cell * len(cells["scores"][0]), title, output / picture)
-            heads = [
-                {map_name: {key: float(of[head]) for key, of in stats[map_name].items()} for map_name in cells}
-                for head in range(config.num_heads)
-            ]
-            layers.append({"picture": picture, "heads": heads})
+    x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
+    for layer in tqdm(range(config.num_layers), unit="layer", desc=name):
+        x_BTD, cells, stats = jax.device_get(layer_of(params, x_BTD, layer))
+        cells = {map_name: cells[map_name] for map_name in HEADINGS if map_name in cells}  # jit sorts by name
+        title = f"{name}, step {trained.step}\nlayer {layer}, {length} tokens"
+        if cell > 1:
+            title += f", a cell is the mean of {cell} x {cell} pairs"
+        picture = f"layer-{layer:02}.png"
+        draw(cells, stats, cell * len(cells["scores"][0]), title, output / picture)
+        heads = [
+            {map_name: {key: float(of[head]) for key, of in stats[map_name].items()} for map_name in cells}
+            for head in range(config.num_heads)
+        ]
+        layers.append({"picture": picture, "heads": heads})
 
     model = resolved(trained.run)["model"]
     content = {

@@ -17,13 +17,14 @@ from tqdm import tqdm
 
 from dape_jax.config import HOW, RunConfig, differences, resolved
 from dape_jax.data.batches import train_batches, validation_batches
-from dape_jax.data.store import load_corpus
-from dape_jax.data.tokenizers import save_tokenizer
-from dape_jax.errors import InputError, NonFiniteError, require
+from dape_jax.data.store import Corpus, DataConfig, load_corpus
+from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
+from dape_jax.processes import Stopping, first, require_same
 from dape_jax.sharding import batch_part, make_mesh, put_batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
-from dape_jax.training.step import init_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import abstract_state, init_state, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import Params, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     """Train what a config describes; start, go on, or do nothing, by what the workdir holds.
 
     1. No config there: a new run.
-    2. The same config and a checkpoint: go on from the newest, exactly (parameters, optimizer, data position).
+    2. The same config and a checkpoint: go on from the newest, exactly (parameters, optimizer, data position). One that
+       is damaged is moved aside, with a warning; where none is whole, refuse.
     3. The same config and no checkpoint: the run died before its first; start again.
     4. Another config: refuse and show the difference. Nothing is overwritten. (Mesh, accumulation and the like, `HOW`,
        may be another: the same run goes on, computed in another way.)
@@ -54,6 +56,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
     config = resolved(run)
+    require_same("workdir and config", json.dumps([str(workdir), config]))
     saved = checkpoint.read_config(workdir)
     if saved is not None:
         refuse_other_config(workdir, saved["config"], config)
@@ -61,9 +64,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     graphdef, abstract = model_structure(run.model)  # what a method refuses is refused here, before anything is written
 
     # ---- data
-    corpus = load_corpus(run.data)
-    corpus.train.verify()
-    corpus.validation.verify()
+    corpus = first(lambda: load_verified(run.data))
     require(
         corpus.train.sidecar.vocab_size <= run.model.vocab_size,
         "model.vocab_size",
@@ -79,28 +80,24 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         shard_index=part,
         num_shards=num_parts,
     )
-    held_out = list(
-        validation_batches(
+    held_out = [
+        {name: np.split(rows, num_parts)[part] for name, rows in batch.items()}
+        for batch in validation_batches(
             corpus.validation,
             length=run.train.train_length,
             batch_size=run.train.batch_size,
             num_batches=run.train.validation_batches,
         )
-    )
+    ]
     record = {"config": config, "data_digest": corpus.digest}
-    if saved is None:
-        save_tokenizer(corpus.train.tokenizer, workdir)  # first: a run that has its config has its tokenizer
-        checkpoint.write_config(workdir, record)
-    else:
-        refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": corpus.digest})
 
     # ---- model and optimizer
     optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-    state = init_state(run.model, optimizer, run.train.seed, mesh)
+    planned = abstract_state(run.model, optimizer, mesh)
     train_step = make_train_step(
         graphdef,
         optimizer,
-        shardings_of(state),
+        shardings_of(planned),
         accumulation_steps=run.train.accumulation_steps,
         unembedded_at_once=run.train.unembedded_at_once,
         spike_nats=run.train.spike_nats,
@@ -113,28 +110,62 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         mesh,
     )
 
-    with jax.set_mesh(mesh), checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager:
-        # ---- go on where the newest checkpoint stands
-        start = manager.latest_step() or 0
-        if start:
-            state, data_state = checkpoint.restore(manager, start, state)
+    with jax.set_mesh(mesh), checkpoint.sole_run(workdir):
+        # ---- start, or go on where the newest whole checkpoint stands
+        first(lambda: write_or_compare(workdir, record, corpus.train.tokenizer))
+        if resumed := checkpoint.restore_newest(workdir, planned):
+            start, state, data_state = resumed
             batches.set_state(data_state)
+        else:
+            start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh)
         if start == run.train.num_steps:
             logger.info("%s is trained: step %d of %d", workdir, start, run.train.num_steps)
             return
+        stopping = Stopping()
+        if stopping.after(start):
+            raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command goes on")
+        checkpoint.require_space(workdir, planned)
 
         # ---- steps
-        with Scalars(workdir, run, start) as scalars:
+        with (
+            checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager,
+            Scalars(workdir, run, start) as scalars,
+        ):
             for step in range(start + 1, run.train.num_steps + 1):
                 state, metrics = train_step(state, put_batch(next(batches), mesh))
                 scalars.add(step, metrics)
-                last = step == run.train.num_steps
+                last, stop = step == run.train.num_steps, stopping.after(step)
+                validation_nats = None
                 if last or step % run.train.validate_every == 0:
                     scalars.flush()
                     validation_nats = mean_validation_nll(nll_step, state.params, held_out, mesh)
                     scalars.add_validation(step, validation_nats)
-                    if last or step % run.train.checkpoint_every == 0:
-                        checkpoint.save(manager, step, state, batches.get_state(), record, validation_nats)
+                if last or stop or step % run.train.checkpoint_every == 0:
+                    scalars.flush()  # no state is saved whose loss has not been looked at
+                    checkpoint.save(manager, step, state, batches.get_state(), record, validation_nats)
+                if stop and not last:
+                    manager.wait_until_finished()
+                    raise StoppedError(f"stopped by SIGTERM after step {step}, saved; the same command goes on")
+
+
+def load_verified(config: DataConfig) -> Corpus:
+    """The corpus, whose every byte process 0 has read and compared with its digest."""
+    corpus = load_corpus(config)
+    if jax.process_index() == 0:
+        corpus.train.verify()
+        corpus.validation.verify()
+    return corpus
+
+
+def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Make a workdir that of a run, or see that it is."""
+    saved = checkpoint.read_config(workdir)
+    if saved is None:
+        save_tokenizer(tokenizer, workdir)  # first: a run that has its config has its tokenizer
+        checkpoint.write_config(workdir, record)
+    else:
+        refuse_other_config(workdir, saved["config"], record["config"])
+        refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": record["data_digest"]})
 
 
 def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
@@ -156,7 +187,7 @@ def mean_validation_nll(nll_step: Any, params: Params, batches: Iterable[dict[st
 
 
 class Scalars:
-    """Progress bar and TensorBoard, one step behind the device.
+    """Progress bar and TensorBoard, one step behind the device; of several processes, those of the first.
 
     A step's metrics are fetched when the next has been dispatched, so that fetching never leaves the device idle.
     """
@@ -168,12 +199,20 @@ class Scalars:
         )
         self.workdir, self.skip_at_most = workdir, run.train.skip_at_most
         self.step_tokens = run.train.batch_size * run.train.train_length
+        self.is_first = jax.process_index() == 0
         # On resuming, what was recorded of steps that will be taken again is dropped.
-        if (skipped := workdir / SKIPPED_FILE).exists():
+        if (skipped := workdir / SKIPPED_FILE).exists() and self.is_first:
             kept = [line for line in skipped.read_text().splitlines() if json.loads(line)["step"] <= start]
             skipped.write_text("".join(f"{line}\n" for line in kept))
-        self.writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1)
-        self.bar = tqdm(total=run.train.num_steps, initial=start, unit="step", desc=workdir.name, mininterval=1.0)
+        self.writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=self.is_first)
+        self.bar = tqdm(
+            total=run.train.num_steps,
+            initial=start,
+            unit="step",
+            desc=workdir.name,
+            mininterval=1.0,
+            disable=not self.is_first,
+        )
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
         self.fetched_at = time.monotonic()
         self.validation_text = ""
@@ -231,6 +270,8 @@ class Scalars:
                 "checkpoints up to here are kept"
             )
         reason = "bad" if is_bad else "overflow"
+        if not self.is_first:
+            return
         logger.warning("step %d: skipped (%s): %s", step, reason, what)
         # As strings where JSON has no number.
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}

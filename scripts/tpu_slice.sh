@@ -1,0 +1,17 @@
+#!/bin/sh
+# A command on every host of a TPU slice, from the directory of the checkout, in its environment:
+#
+#     scripts/tpu_slice.sh my-slice us-east5-b 'python train.py \
+#         --config=configs/paper.py:6.7b,bias=kerple,processor=dape,kernel=3 \
+#         --config.data.path=/mnt/shared/arxiv --workdir=/mnt/shared/runs/dape1x3-kerple'
+#     scripts/tpu_slice.sh my-slice us-east5-b 'pkill -TERM -f "[t]rain.py"'       # save, and stop
+#
+# CHECKOUT is where the checkout lies on the hosts, ~/dape_jax if unset.
+set -eu
+usage="usage: $0 SLICE ZONE COMMAND"
+slice=${1:?"$usage"}
+zone=${2:?"$usage"}
+command=${3:?"$usage"}
+
+exec gcloud compute tpus tpu-vm ssh "$slice" --zone="$zone" --worker=all \
+    --command="cd ${CHECKOUT:-~/dape_jax} && . .venv/bin/activate && $command"

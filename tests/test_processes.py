@@ -1,0 +1,406 @@
+"""Several processes are one: joining, stopping together, dying together, and the same numbers as one process gives."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import chex
+import jax
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dape_jax import processes
+from dape_jax.config import RunConfig
+from dape_jax.errors import InputError, StoppedError
+from dape_jax.processes import Stopping, joined
+from dape_jax.sharding import MeshConfig, make_mesh
+from dape_jax.training import checkpoint, loop
+from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.step import abstract_state
+
+ROOT = Path(__file__).parents[1]
+
+
+# ---- joining
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("localhost:1234", None, None), ["--num_processes, --process_id", "must be given too"]),
+        ((None, 2, 0), ["--coordinator", "must be given too"]),
+        (("localhost", 2, 0), ["--coordinator", "'localhost'", "host:port"]),
+        (("localhost:http", 2, 0), ["--coordinator", "host:port"]),
+        (("localhost:65536", 2, 0), ["--coordinator", "host:port"]),
+        ((":1234", 2, 0), ["--coordinator", "host:port"]),
+        (("localhost:1234", 0, 0), ["--num_processes", "0", "at least 1"]),
+        (("localhost:1234", 2, 2), ["--process_id", "2", "0 to 1"]),
+        (("localhost:1234", 2, -1), ["--process_id", "-1", "0 to 1"]),
+    ],
+)
+def test_flags_that_make_no_set_of_processes_are_named(monkeypatch, tmp_path, flags, words):
+    monkeypatch.setattr(jax.distributed, "initialize", None)  # calling it would be a TypeError
+    with pytest.raises(InputError) as error, joined(*flags, tmp_path):
+        pass
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_half_an_environment_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1234")
+    with pytest.raises(InputError, match=r"JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags"):
+        with joined(None, None, None, tmp_path):
+            pass
+
+
+ALONE = """
+import time
+from pathlib import Path
+from dape_jax.processes import Stopping, joined
+with joined(None, None, None, Path("none")):
+    print("joined", flush=True)
+    stopping = Stopping()
+    for step in range(600):
+        if stopping.after(step):
+            print("stopped", flush=True)
+            break
+        time.sleep(0.1)
+"""
+
+
+def test_runs_on_one_machine_join_themselves_and_note_sigterm():
+    """Two at once, offline, with a proxy set that leads nowhere."""
+    environment = (
+        os.environ | {"JAX_PLATFORMS": "cpu"} | dict.fromkeys(("http_proxy", "https_proxy"), "http://10.0.0.0:1")
+    )
+    runs = [
+        subprocess.Popen([sys.executable, "-c", ALONE], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        for run in runs:
+            assert run.stdout is not None
+            assert run.stdout.readline() == "joined\n"
+        for run in runs:
+            run.send_signal(signal.SIGTERM)
+        assert [run.communicate(timeout=30)[0] for run in runs] == ["stopped\n"] * 2
+        assert [run.returncode for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+
+
+COMPANY = """
+import sys
+from pathlib import Path
+import jax
+from dape_jax import command_line, processes
+from dape_jax.errors import InputError, StoppedError
+
+def refuse():
+    raise InputError("text = 'a': of process 0" if jax.process_index() == 0 else "never said")
+
+def main(_):
+    with processes.joined(None, None, None, Path("none")):
+        done = processes.first(lambda: Path("order").open("a").write(str(jax.process_index())))
+        for work in (refuse, lambda: processes.require_same("text", f"{jax.process_index()}")):
+            try:
+                processes.first(work) if work is refuse else work()
+            except InputError as error:
+                print(error, flush=True)
+        processes.require_same("text", "alike")
+        raise StoppedError("stopped")
+
+command_line.run(main)
+"""
+
+
+def test_processes_that_a_cluster_has_started_find_each_other_and_agree(tmp_path):
+    """As SLURM starts them: one goes first, what it refuses all refuse, and all end alike."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(port), "PYTHONPATH": str(ROOT)}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPANY],
+            cwd=tmp_path,
+            env=environment | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        out, err = zip(*[run.communicate(timeout=60) for run in runs], strict=True)
+    finally:
+        for run in runs:
+            run.kill()
+    assert [run.returncode for run in runs] == [143, 143], err
+    assert (tmp_path / "order").read_text() == "01"
+    for text in out:
+        refused, differs = [line for line in text.splitlines() if line.startswith("text")]
+        assert refused == "text = 'a': of process 0"
+        assert differs == "text: must be the same on all processes, and on [1] is another than on process 0"
+    assert "stopped\n" in err[0]
+    assert "stopped" not in err[1]
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_a_program_for_one_process_says_so(monkeypatch, name):
+    processes.require_alone()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(InputError, match=f"{name} = '2': 1: .*one process"):
+        processes.require_alone()
+
+
+# ---- stopping
+
+
+@given(start=st.integers(0, 50), noticed_at=st.integers(0, 60), num_steps=st.integers(1, 60))
+@settings(deadline=None)
+def test_a_notice_at_any_time_stops_a_run_once(start, noticed_at, num_steps):
+    """jax says yes to one number alone, one above the last that any process asked with; none may be left out."""
+    asked = []
+
+    def reached(number):
+        assert number == len(asked) + 1
+        asked.append(number)
+        return number == noticed_at + 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes.multihost_utils, "reached_preemption_sync_point", reached)
+        patch.setattr(signal, "signal", lambda *_: None)
+        stopping = Stopping()
+        stops = [step for step in range(start, start + num_steps + 1) if stopping.after(step)]
+    expected = max(start, noticed_at + 1)
+    assert stops == ([expected] if expected <= start + num_steps else [])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("processes")
+    tiny.write_text(root / "text")
+    return root
+
+
+class StopsAfter3(Stopping):
+    def after(self, step: int) -> bool:
+        return step == 3
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_exactly_and_its_step_is_never_the_best(root, tmp_path, monkeypatch):
+    """Stopped between two validations, with one checkpoint kept: bitwise the run that was not."""
+    spec = tiny.spec(root, train__keep_latest=1, train__num_steps=4, model__num_layers=1)
+    spec["model"]["processor"] = {"name": "none"}
+    loop.train(spec, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Stopping", StopsAfter3)
+        with pytest.raises(StoppedError, match="after step 3, saved"):
+            loop.train(spec, tmp_path / "stopped")
+    assert steps(tmp_path / "stopped") == [2, 3]  # the best, and the newest
+    assert checkpoint.restore_config(tmp_path / "stopped", "best")[0] == 2
+    assert checkpoint.restore_config(tmp_path / "stopped", "newest")[0] == 3
+    loop.train(spec, tmp_path / "stopped")
+    assert steps(tmp_path / "stopped") == steps(tmp_path / "whole")
+    chex.assert_trees_all_equal(state_of(tmp_path / "stopped", spec), state_of(tmp_path / "whole", spec))
+
+
+def steps(workdir: Path) -> list[int]:
+    """What steps have a whole checkpoint."""
+    return sorted(int(entry.name) for entry in (workdir / "checkpoints").iterdir() if entry.name.isdecimal())
+
+
+def state_of(workdir: Path, spec: dict) -> tuple:
+    """The newest step, its state, and where in the data it stands."""
+    run = RunConfig.from_dict(spec)
+    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+    found = checkpoint.restore_newest(workdir, abstract_state(run.model, make_optimizer(run.optimizer, 4), mesh))
+    assert found is not None
+    step, state, data = found
+    return step, jax.device_get(state), data
+
+
+# ---- real processes
+
+
+class Run:
+    """`train.py` in some processes that share four devices."""
+
+    def __init__(self, root: Path, workdir: Path, num_processes: int, *more: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(4 // num_processes),
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "JAX_COMPILATION_CACHE_DIR": str(root / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+        }
+        self.logs = [workdir.with_name(f"{workdir.name}.{i}.log") for i in range(num_processes)]
+        self.processes = []
+        for i, log in enumerate(self.logs):
+            company = [f"--coordinator={coordinator}", f"--num_processes={num_processes}", f"--process_id={i}"]
+            command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={workdir}"]
+            command += [*arguments(root), *(company if num_processes > 1 else []), *more]
+            with log.open("w") as file:
+                self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
+
+    def wait(self, timeout: float = 300) -> list[int]:
+        """The statuses with which the processes end."""
+        try:
+            return [process.wait(timeout) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def texts(self) -> list[str]:
+        """What the processes have said."""
+        return [log.read_text().replace("\r", "\n") for log in self.logs]
+
+
+def arguments(root: Path) -> list[str]:
+    return [
+        f"--config.data.path={root}/text",
+        f"--config.data.cache_dir={root}/cache",
+        "--config.data.held_out_fraction=0.3",
+        "--config.model.num_layers=1",
+        "--config.model.width=16",
+        "--config.model.num_heads=2",
+        "--config.model.attention.block_size=8",
+        "--config.train.train_length=16",
+        "--config.train.batch_size=8",
+        "--config.train.validation_batches=2",
+        "--config.train.keep_latest=2",
+    ]
+
+
+EIGHT_STEPS = (
+    "--config.train.num_steps=8",
+    "--config.train.validate_every=4",
+    "--config.train.checkpoint_every=4",
+)
+
+
+def result(workdir: Path) -> tuple:
+    """Parameters after 8 steps, the validation loss, and how many windows were read."""
+    _, saved = checkpoint.restore_config(workdir, "8")
+    run = RunConfig.from_dict(saved["config"])
+    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+    abstract = abstract_state(run.model, make_optimizer(run.optimizer, 8), mesh)
+    directory = workdir / "checkpoints" / "8"
+    metrics, data = (json.loads((directory / name).read_text()) for name in ("metrics/metrics", "data/metadata"))
+    return jax.device_get(checkpoint.restore_params(workdir, 8, abstract.params)), metrics["validation_nats"], data
+
+
+@pytest.fixture(scope="module")
+def one_process(root, tmp_path_factory) -> Path:
+    workdir = tmp_path_factory.mktemp("one") / "run"
+    one = Run(root, workdir, 1, *EIGHT_STEPS)
+    assert one.wait() == [0], one.texts()
+    return workdir
+
+
+def back_to_step_4(workdir: Path, copy: Path) -> Path:
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "checkpoints" / "8")
+    return copy
+
+
+def assert_same_result(workdir: Path, other: Path) -> None:
+    (params, nats, data), (expected_params, expected_nats, expected_data) = result(workdir), result(other)
+    for tree in (params, expected_params):  # adds the same to a whole row of scores: its gradient is rounding alone
+        del tree["layers"]["attention"]["processor"]["output_bias_H"]
+    chex.assert_trees_all_close(params, expected_params, atol=2e-5)
+    assert nats == pytest.approx(expected_nats, abs=1e-5)
+    assert data == expected_data == {"global_next_index": 64}
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(root, tmp_path, one_process):
+    """With parameters sharded over both, on a corpus that neither has seen; then one goes on where two have been."""
+    new = (f"--config.data.cache_dir={tmp_path}/cache",)
+    two = Run(root, tmp_path / "two", 2, *EIGHT_STEPS, *new)
+    assert two.wait() == [0, 0], two.texts()
+    assert_same_result(tmp_path / "two", one_process)
+    shown, hidden = two.texts()
+    assert "validation" in shown
+    assert not [line for line in hidden.splitlines() if line and not line.startswith("[Gloo]")]
+    assert len(list((tmp_path / "two" / "tensorboard").iterdir())) == 1
+
+    one = Run(root, back_to_step_4(tmp_path / "two", tmp_path / "two_one"), 1, *EIGHT_STEPS, *new)
+    assert one.wait() == [0], one.texts()
+    assert_same_result(tmp_path / "two_one", one_process)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_where_one_has_been_with_the_text_split_over_both(root, tmp_path, one_process):
+    workdir = back_to_step_4(one_process, tmp_path / "one_two")
+    two = Run(root, workdir, 2, *EIGHT_STEPS, "--config.mesh.fsdp=1", "--config.mesh.context=4")
+    assert two.wait() == [0, 0], two.texts()
+    assert_same_result(workdir, one_process)
+
+
+@pytest.mark.slow
+def test_two_processes_stop_together_and_die_together(root, tmp_path):
+    """SIGTERM to one of them stops both at one step; kill -9 of one ends the other, which says what to do."""
+    workdir = tmp_path / "run"
+    endless = (
+        "--config.train.num_steps=100000",
+        "--config.train.validate_every=20",
+        "--config.train.checkpoint_every=20",
+    )
+    two = Run(root, workdir, 2, *endless)
+    until(two, lambda: steps(workdir))
+    two.processes[1].send_signal(signal.SIGTERM)
+    assert two.wait() == [143, 143], two.texts()
+    said = re.search(r"^stopped by SIGTERM after step (\d+), saved; the same command goes on$", two.texts()[0], re.M)
+    assert said, two.texts()
+    stopped_after = steps(workdir)[-1]
+    assert int(said[1]) == stopped_after
+
+    two = Run(root, workdir, 2, *endless)
+    until(two, lambda: steps(workdir)[-1] > stopped_after)
+    two.processes[1].kill()
+    killed_at = time.monotonic()
+    survivor, killed = two.wait(30)
+    assert time.monotonic() - killed_at < 30
+    assert survivor in (-signal.SIGABRT, 128 + signal.SIGABRT)  # by the runtime, or by a collective's error
+    assert killed == -signal.SIGKILL
+    time.sleep(2)  # the last words are those of a shell that outlives the process
+    newest = steps(workdir)[-1]
+    last, last_of_killed = (text.splitlines()[-1] for text in two.texts())
+    assert last.startswith("error: process 0 of 2 has ended, because it or another has died"), two.texts()
+    assert last.endswith(f"checkpoints is {newest}. Start all processes again, with the same command"), two.texts()
+    assert last_of_killed.startswith("error: process 1 of 2 has ended"), two.texts()
+    assert checkpoint.restore_config(workdir)[0] == newest
+
+
+def until(run: Run, condition: Callable[[], object]) -> None:
+    """Wait for something that the processes do."""
+    end = time.monotonic() + 300
+    while time.monotonic() < end and all(process.poll() is None for process in run.processes):
+        try:
+            if condition():
+                return
+        except FileNotFoundError:
+            pass
+        time.sleep(0.1)
+    for process in run.processes:
+        process.kill()
+        process.wait()
+    pytest.fail(str(run.texts()))

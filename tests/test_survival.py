@@ -1,0 +1,492 @@
+"""What dying machines, bad disks and a second run do to a run: nothing is lost, and nothing wrong goes unseen."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dape_jax.errors import InputError
+from dape_jax.sharding import MeshConfig, make_mesh
+from dape_jax.training import checkpoint, loop
+from dape_jax.training.step import TrainState
+
+ROOT = Path(__file__).parent.parent
+
+
+def small_state(seed: int) -> TrainState:
+    """A state of a few arrays, one of them larger than what has a checksum, spread over eight devices."""
+    draw = np.random.default_rng(seed)
+    mesh = make_mesh(MeshConfig(1, 8, 1, 1))
+
+    def place(array, *spec):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    params = {
+        "up_DF": place(draw.standard_normal((1600, 64)).astype(np.float32)),
+        "scale": place(np.ones(8, np.float32)),
+    }
+    moments = {
+        "up_DF": place(draw.standard_normal((8, 16)).astype(np.float32), "fsdp"),
+        "scale": jnp.zeros(8, jnp.bfloat16),
+    }
+    return TrainState(params, (moments, place(np.int32(seed))), {"applied": place(np.int32(seed))})
+
+
+def abstract(state: TrainState, mesh: jax.sharding.Mesh | None = None) -> TrainState:
+    """Shapes of a state, replicated over a mesh."""
+    placed = NamedSharding(mesh or make_mesh(MeshConfig(1, 8, 1, 1)), PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state)
+
+
+def save_steps(workdir: Path, *steps: int) -> None:
+    workdir.mkdir(exist_ok=True)
+    with checkpoint.open_checkpoints(workdir, keep_latest=3) as manager:
+        for step in steps:
+            checkpoint.save(manager, step, small_state(step), {"next": step}, {"config": {}, "step": step}, 10.0 - step)
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(directory)): f.read_bytes() for f in sorted(directory.rglob("*")) if f.is_file()}
+
+
+def flip(file: Path, place: int, bit: int = 0) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def array_data(step: Path) -> Path:
+    """The file that holds most of a step's parameters."""
+    return max((step / "params").rglob("*"), key=lambda file: file.stat().st_size)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Steps 1, 2 and 3; copy it before you break it."""
+    workdir = tmp_path_factory.mktemp("survival") / "saved"
+    save_steps(workdir, 1, 2, 3)
+    return workdir
+
+
+@pytest.fixture
+def workdir(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+# ---- digests
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint8", "bool"]),
+    place=st.integers(0, 6 * 8 - 1),
+    bit=st.integers(0, 31),
+)
+def test_a_digest_sees_every_bit_and_no_mesh(dtype, place, bit):
+    values = np.asarray(jnp.asarray(np.arange(48).reshape(6, 8) % 3).astype(dtype))
+    changed = values.copy()
+    if dtype == "bool":
+        changed.flat[place] ^= True
+    else:
+        words = changed.reshape(-1).view(f"u{values.dtype.itemsize}")
+        words[place] ^= words.dtype.type(1 << bit % (8 * values.dtype.itemsize))
+    whole = checkpoint.leaf_digests({"a": jnp.asarray(values)})
+    assert whole.keys() == {"a"}
+    assert checkpoint.leaf_digests({"a": jnp.asarray(changed)}) != whole
+    mesh = make_mesh(MeshConfig(1, 2, 2, 2))
+    for spec in [("fsdp",), ("fsdp", ("context", "tensor")), (None, "context")]:
+        placed = jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+        assert checkpoint.leaf_digests({"a": placed}) == whole
+
+
+def test_digests_tell_places_apart():
+    """Rows exchanged, a value moved by one, zeros added to zeros: not what a sum alone would see."""
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    others = [values[::-1], values.T, np.roll(values, 1), values.reshape(4, 16).repeat(2, 0)[:, ::2], -values]
+    digests = [checkpoint.leaf_digests({"a": jnp.asarray(a)})["a"] for a in [values, *others]]
+    assert len(set(digests)) == len(digests)
+
+
+def test_float64_and_many_leaves(float64):
+    tree = {"a": (jnp.float64(1.0), jnp.zeros((0, 3))), "b": [jnp.arange(3)]}
+    digests = checkpoint.leaf_digests(tree)
+    assert list(digests) == ["a/0", "a/1", "b/0"]
+    assert digests["a/0"] != checkpoint.leaf_digests({"a": (jnp.float64(np.nextafter(1, 2)), 0 * tree["a"][1])})["a/0"]
+
+
+# ---- what was saved comes back, or is named
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 4, 2)])
+def test_a_step_comes_back_on_any_mesh(saved, mesh):
+    devices = jax.devices()[: int(np.prod(mesh))]
+    found = checkpoint.restore_newest(saved, abstract(small_state(3), make_mesh(MeshConfig(*mesh), devices)))
+    assert found is not None
+    step, state, data = found
+    assert (step, data) == (3, {"next": 3})
+    chex.assert_trees_all_equal(jax.device_get(state), jax.device_get(small_state(3)))
+    assert checkpoint.leaf_digests(state._asdict()) == checkpoint.leaf_digests(small_state(3)._asdict())
+
+
+# The error that is raised is not the only one of Orbax's coroutines that failed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_flipped_byte_is_detected_in_every_file_and_named(workdir):
+    for step in (1, 2):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
+    target = abstract(small_state(3))
+    step = workdir / "checkpoints" / "3"
+    draw = np.random.default_rng(0)
+    names = list(files_of(step))
+    assert {name.split("/")[0] for name in names} >= {"params", "opt_state", "health", "data", "config", "metrics"}
+    for name in names:
+        content = (step / name).read_bytes()
+        for place in {0, len(content) // 2, len(content) - 1, *draw.integers(0, len(content), 3).tolist()}:
+            flip(step / name, place, int(draw.integers(8)))
+            with pytest.raises(InputError, match="none of its checkpoints is whole") as error:
+                checkpoint.restore_newest(workdir, target)
+            named = name in str(error.value) or (step / name == array_data(step) and "up_DF" in str(error.value))
+            assert named, (name, place, str(error.value))
+            (step / name).write_bytes(content)
+    found = checkpoint.restore_newest(workdir, target)
+    assert found is not None
+    assert found[0] == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_without_checksums_nothing_wrong_is_restored(workdir):
+    """Of files that a restore reads, a flip is an error, or (in what no array is made from) without effect."""
+    shutil.rmtree(workdir / "checksums")
+    for step in (1, 2):
+        shutil.rmtree(workdir / "checkpoints" / str(step))
+    target, expected = abstract(small_state(3)), jax.device_get(small_state(3))
+    draw = np.random.default_rng(1)
+    detected = 0
+    for file in [f for f in (workdir / "checkpoints" / "3").rglob("*") if f.is_file()]:
+        content = file.read_bytes()
+        flip(file, int(draw.integers(len(content))), int(draw.integers(8)))
+        try:
+            found = checkpoint.restore_newest(workdir, target)
+        except InputError:
+            detected += 1
+        else:
+            assert found is not None
+            assert found[2] == {"next": 3}
+            chex.assert_trees_all_equal(jax.device_get(found[1]), expected)
+        file.write_bytes(content)
+    assert detected > 5
+
+
+# ---- going on from what is whole
+
+
+def damage_data(step: Path) -> str:
+    flip(array_data(step), 1000)
+    return "params/up_DF"
+
+
+def truncate(step: Path) -> str:
+    file = array_data(step)
+    os.truncate(file, file.stat().st_size // 2)
+    return file.name
+
+
+def lose_file(step: Path) -> str:
+    (step / "opt_state" / "manifest.ocdbt").unlink()
+    return "opt_state/manifest.ocdbt is missing"
+
+
+def lose_item(step: Path) -> str:
+    shutil.rmtree(step / "health")
+    return "health/"
+
+
+def spoil_metrics(step: Path) -> str:
+    (step / "metrics" / "metrics").write_text("not JSON")
+    return "metrics"
+
+
+def replace_by_another(step: Path) -> str:
+    """A step of a run with other shapes, and no word of its own about it."""
+    shutil.rmtree(step)
+    other = step.parent.parent / "other"
+    with checkpoint.open_checkpoints(other, 1) as manager:
+        state = TrainState(*({"w": jnp.ones(3)} for _ in range(3)))
+        checkpoint.save(manager, 3, state, {"next": 3}, {"config": {}}, 1.0)
+    (other / "checkpoints" / "3").rename(step)
+    return "instead of"
+
+
+def empty(step: Path) -> str:
+    shutil.rmtree(step)
+    step.mkdir()
+    return "missing"
+
+
+def put_a_file_there(step: Path) -> str:
+    shutil.rmtree(step)
+    step.write_text("what is this")
+    return "is no directory"
+
+
+def read_as_an_evaluator(workdir: Path, which: str) -> tuple[int, dict]:
+    step, _ = checkpoint.restore_config(workdir, which)
+    return step, checkpoint.restore_params(workdir, step, abstract(small_state(step)).params)
+
+
+DAMAGES = [damage_data, truncate, lose_file, lose_item, spoil_metrics, replace_by_another, empty, put_a_file_there]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("with_checksums", [True, False])
+@pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
+def test_a_damaged_step_is_left_out_moved_aside_and_kept(workdir, caplog, damage, with_checksums):
+    caplog.set_level(logging.WARNING, logger="dape_jax")
+    step = workdir / "checkpoints" / "3"
+    said = damage(step)
+    if not with_checksums:
+        (workdir / "checksums" / "3.json").unlink()
+    damaged = files_of(step) if step.is_dir() else step.read_bytes()
+
+    # An evaluator moves nothing.
+    before = files_of(workdir)
+    if damage is not damage_data:  # which is seen when the parameters are read
+        expected = 3 if not with_checksums and damage in (truncate, lose_file, lose_item, replace_by_another) else 2
+        assert checkpoint.restore_config(workdir)[0] == expected
+        assert checkpoint.restore_config(workdir, "1")[0] == 1
+    if damage not in (lose_file, lose_item) or with_checksums:  # without, what an evaluator reads is whole
+        with pytest.raises(InputError) as error:
+            read_as_an_evaluator(workdir, "3")
+        assert "\n" not in str(error.value)
+        assert str(step) in str(error.value)
+    assert files_of(workdir) == before
+
+    # Training goes on from the step before.
+    caplog.clear()
+    found = checkpoint.restore_newest(workdir, abstract(small_state(2)))
+    assert found is not None
+    assert found[0] == 2
+    (warning,) = [record.getMessage() for record in caplog.records if "left out and moved" in record.getMessage()]
+    assert "step 3" in warning
+    assert str(workdir / "damaged" / "3") in warning
+    if with_checksums:
+        assert said in warning
+    kept = workdir / "damaged" / "3"
+    assert (files_of(kept) if kept.is_dir() else kept.read_bytes()) == damaged
+
+    # The same step can be saved again, and again.
+    save_steps(workdir, 3)
+    found = checkpoint.restore_newest(workdir, abstract(small_state(3)))
+    assert found is not None
+    assert found[0] == 3
+    damage(step)
+    checkpoint.restore_newest(workdir, abstract(small_state(2)))
+    assert {entry.name for entry in (workdir / "damaged").iterdir()} >= {"3", "3-2"}
+
+
+def test_an_older_damaged_step_is_moved_too_and_the_best_is_of_the_whole(workdir, caplog):
+    (workdir / "checkpoints" / "2" / "metrics" / "metrics").write_text('{"validation_nats": 0.1}')
+    assert checkpoint.restore_config(workdir, "best")[0] == 3
+    assert "step 2 is left out" in caplog.text
+    found = checkpoint.restore_newest(workdir, abstract(small_state(3)))
+    assert found is not None
+    assert found[0] == 3
+    with checkpoint.open_checkpoints(workdir, 3) as manager:
+        assert list(manager.all_steps()) == [1, 3]
+
+
+def test_where_no_step_is_whole_nothing_is_started_or_moved(workdir):
+    for step in (1, 2, 3):
+        lose_file(workdir / "checkpoints" / str(step))
+    before = files_of(workdir)
+    for _ in range(2):
+        with pytest.raises(InputError, match="none of its checkpoints is whole") as error:
+            checkpoint.restore_newest(workdir, abstract(small_state(3)))
+        assert "\n" not in str(error.value)
+        assert all(f"step {step}: " in str(error.value) for step in (1, 2, 3))
+    with pytest.raises(InputError, match="none of its checkpoints is whole"):
+        checkpoint.restore_config(workdir)
+    assert files_of(workdir) == before
+
+
+def test_a_half_written_step_and_damaged_checksums_are_in_no_ones_way(workdir, caplog):
+    half = workdir / "checkpoints" / "4.orbax-checkpoint-tmp"
+    shutil.copytree(workdir / "checkpoints" / "3", half)
+    flip(workdir / "checksums" / "3.json", 100)
+    found = checkpoint.restore_newest(workdir, abstract(small_state(3)))
+    assert found is not None
+    assert found[0] == 3
+    assert "3.json is damaged" in caplog.text
+    save_steps(workdir, 4)
+    assert not half.exists()
+    assert sorted(f.name for f in (workdir / "checksums").iterdir()) == ["2.json", "3.json", "4.json"]
+
+
+def test_steps_that_are_no_longer_kept_leave_nothing(workdir):
+    left = workdir / "checkpoints" / "deleted" / "1"
+    shutil.copytree(workdir / "checkpoints" / "1", left)  # as by a kill in the middle of a deletion
+    (left / "params" / "_METADATA").unlink()
+    save_steps(workdir, 4, 5, 6)
+    assert sorted(entry.name for entry in (workdir / "checkpoints").iterdir()) == ["4", "5", "6"]
+    assert sorted(entry.name for entry in (workdir / "checksums").iterdir()) == ["4.json", "5.json", "6.json"]
+
+
+def test_a_workdir_without_a_checkpoint_is_a_fresh_start(tmp_path):
+    assert checkpoint.restore_newest(tmp_path, abstract(small_state(1))) is None
+    (tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+    assert checkpoint.restore_newest(tmp_path, abstract(small_state(1))) is None
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_an_older_step_to_the_same_end(tmp_path, caplog):
+    spec = tiny.spec(tmp_path)
+    loop.train(spec, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "6"
+    flip(array_data(step), 200)
+    loop.train(spec, tmp_path / "run")
+    assert "step 6 is left out" in caplog.text
+    assert (tmp_path / "run" / "damaged" / "6").is_dir()
+    digests = [
+        json.loads((d / "checkpoints" / "6" / "digests" / "metadata").read_text())
+        for d in (tmp_path / "whole", tmp_path / "run")
+    ]
+    assert digests[0] == digests[1]
+
+
+# ---- one run in a workdir, and room for it
+
+
+@contextlib.contextmanager
+def another_run(workdir: Path) -> Iterator[subprocess.Popen]:
+    program = (
+        "import sys, time; from pathlib import Path; from dape_jax.training.checkpoint import sole_run\n"
+        "with sole_run(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(workdir)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def test_a_workdir_has_one_run_and_a_dead_one_is_no_obstacle(tmp_path):
+    workdir = tmp_path / "run"
+    with another_run(workdir) as run:
+        with pytest.raises(InputError) as error, checkpoint.sole_run(workdir):
+            pass
+        assert all(words in str(error.value) for words in (str(workdir), f"process {run.pid}", "another workdir"))
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        with checkpoint.sole_run(workdir), pytest.raises(InputError), checkpoint.sole_run(workdir):
+            pass
+    with checkpoint.sole_run(workdir):
+        pass
+
+
+def test_where_there_are_no_locks_it_is_said_and_gone_on(tmp_path, monkeypatch, caplog):
+    def no_locks(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", no_locks)
+    with checkpoint.sole_run(tmp_path):
+        pass
+    assert "No locks available" in caplog.text
+
+
+def test_a_workdir_that_cannot_be_written_to(tmp_path, saved):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.sole_run(workdir):
+            pass
+    resumed = Path(shutil.copytree(saved, tmp_path / "resumed"))
+    (resumed / checkpoint.LOCK_FILE).mkdir()  # even root cannot open it for writing
+    with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.sole_run(resumed):
+        pass
+    if os.geteuid() != 0:
+        resumed.chmod(0o500)
+        (resumed / checkpoint.LOCK_FILE).rmdir()
+        with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.sole_run(resumed):
+            pass
+
+
+def test_too_little_room_is_told_ahead(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    huge = jax.ShapeDtypeStruct((free // 4 // 1000 + 10**6, 1000), jnp.float32)
+    with pytest.raises(InputError, match=r"workdir = .*a checkpoint takes [\d,.]+ MB, .* has [\d,.]+ MB free"):
+        checkpoint.require_space(tmp_path, TrainState({"w": huge}, {}, {}))
+    checkpoint.require_space(tmp_path, small_state(1))
+
+
+DISK_FULL = """
+import sys, resource
+from pathlib import Path
+import jax.numpy as jnp, numpy as np
+from dape_jax.training import checkpoint
+from dape_jax.training.step import TrainState
+
+def state(n):
+    w = jnp.asarray(np.random.default_rng(0).standard_normal(n), jnp.float32)
+    return TrainState({"w": w}, {"m": jnp.ones(3)}, {"h": jnp.ones(3)})
+
+with checkpoint.open_checkpoints(Path(sys.argv[1]), 1) as manager:
+    checkpoint.save(manager, 1, state(10), {"next": 0}, {"c": 1}, 1.0)
+    manager.wait_until_finished()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    checkpoint.save(manager, 2, state(100_000), {"next": 0}, {"c": 1}, 1.0)
+    print("started")
+    checkpoint.save(manager, 3, state(10), {"next": 0}, {"c": 1}, 1.0)
+"""
+
+
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(tmp_path):
+    """A limit on the size of files, in place of a full disk: the same calls fail."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert run.stdout == "started\n"
+    last = run.stderr.strip().splitlines()[-1]
+    assert "InputError: workdir = " in last
+    assert "the checkpoint of step 2 cannot be written: File too large" in last
+    assert "absl" not in run.stderr
+    three = jax.ShapeDtypeStruct((3,), jnp.float32)
+    target = TrainState({"w": jax.ShapeDtypeStruct((10,), jnp.float32)}, {"m": three}, {"h": three})
+    found = checkpoint.restore_newest(tmp_path, abstract(target))
+    assert found is not None
+    assert found[0] == 1
+    assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.slow
+def test_ten_kills_and_the_same_bits(tmp_path):
+    """SIGKILL and SIGTERM while starting, stepping, validating and saving; `scripts/kill_test.py` has the details."""
+    command = [sys.executable, "scripts/kill_test.py", "--kills=10", "--seed=1", f"--output={tmp_path}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    tally = json.loads((tmp_path / "kill_test.json").read_text())
+    assert tally["equal"]
+    assert sum(tally["signals"].values()) == sum(tally["phases"].values()) == tally["kills"] == 10
+    assert len(tally["phases"]) >= 3
+    assert tally["arrays_compared_bit_for_bit"] > 50
