@@ -23,9 +23,11 @@ Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official 
 The vocabulary is GPT-NeoX's as the official code pads it (vocab=50304; vocab=257 for a corpus prepared as bytes, whose
 perplexities are per byte and not comparable with the paper's). The tokenizer is that of the prepared corpus.
 
-Differs: bfloat16 where the paper has float16; the right edge of the convolution is "prefix" (for the paper's listing
-add --config.model.processor.edge=listing); the learning rates of 2.7b and 6.7b, which the paper does not give, are
-GPT-3's.
+Differs: bfloat16 where the paper has float16 (--config.model.dtype=float16, with a dynamic loss scale); the right edge
+of the convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of
+2.7b and 6.7b, which the paper does not give, are GPT-3's.
+
+Several devices: `docs/running.md`; what fits on which slice: `docs/planning.md`.
 """
 
 from ml_collections import ConfigDict, config_dict

@@ -351,12 +351,13 @@ def attend_on_mesh(
     if math.prod(sizes.values()) == 1:
         return attention(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, bias=bias, processor=processor, window=window)
 
-    def rows_of_device(
-        layer: tuple[Bias | ContextualBias | None, Processor | None], k_pos_S: Array, q: Array, k: Array, v: Array
-    ) -> Array:
+    leaves, structure = jax.tree.flatten((bias, processor))  # of which some may be no arrays: functions, for one
+
+    def rows_of_device(shared: list[Array], k_pos_S: Array, q: Array, k: Array, v: Array) -> Array:
         # What all devices share is said to differ between them, so that its gradients are added up over all.
-        layer, k_pos_S = jax.lax.pcast((layer, k_pos_S), AXES, to="varying")
-        bias, processor = layer
+        shared, k_pos_S = jax.lax.pcast((shared, k_pos_S), AXES, to="varying")
+        given = iter(shared)
+        bias, processor = structure.unflatten([next(given) if isinstance(x, jax.Array) else x for x in leaves])
         batch, rows, heads, head_dim = q.shape
         q = q.reshape(batch, rows // num_tensor, num_tensor, heads, head_dim)
         q = jax.lax.all_to_all(q, "tensor", split_axis=2, concat_axis=3, tiled=True)[:, :, 0]
@@ -379,7 +380,7 @@ def attend_on_mesh(
         rows_of_device,
         in_specs=(PartitionSpec(), PartitionSpec(), of_heads, of_heads, of_heads),
         out_specs=of_heads,
-    )((bias, processor), collect_rows(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
+    )([x for x in leaves if isinstance(x, jax.Array)], collect_rows(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
 
 
 IMPLEMENTATIONS = {"dense": Dense, "blockwise": Blockwise}

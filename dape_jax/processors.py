@@ -11,7 +11,7 @@ To add one: a pure function, an NNX module, a frozen config and one line in `PRO
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -51,13 +51,29 @@ class Processor(Protocol):
         ...
 
 
+class PairFlops(NamedTuple):
+    """Matmul FLOPs of a processor for one pair of a query and a key, all heads, forward.
+
+    Args:
+        of_scores: for every sequence of the batch.
+        of_bias: of what reads the bias alone: once for the whole batch, unless the bias depends on content.
+    """
+
+    of_scores: int
+    of_bias: int
+
+
 @runtime_checkable
 class ProcessorConfig(Protocol):
-    """What `transformer.py` knows of a processor."""
+    """What `transformer.py` and `flops.py` know of a processor."""
 
     @property
     def why_not_cached(self) -> str | None:
         """Why a row's result changes when keys are appended, so that no cache can be right; None if it does not."""
+        ...
+
+    def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
+        """What a pair of a query and a key costs; 2 FLOPs for a multiply-add."""
         ...
 
     def build(
@@ -103,6 +119,10 @@ class PlainConfig:
     @property
     def why_not_cached(self) -> None:
         """None: a row's scores depend on no other key."""
+
+    def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
+        """Nothing but the addition of the bias, which is not counted."""
+        return PairFlops(0, 0)
 
     def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
@@ -392,6 +412,14 @@ class DapeConfig:
                 "appended, so what was computed before would be wrong (edge='prefix' is made for it)"
             )
         return None
+
+    def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
+        """Of both convolutions: W taps from H heads to C channels (twice with a bias), and from C to H."""
+        taps = 2 * self.kernel_width * num_heads * self.channels
+        return PairFlops(
+            of_scores=taps * ((self.inputs != "bias") + 1),
+            of_bias=taps * (has_bias and self.inputs != "scores"),
+        )
 
     def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Dape:
         """Make the module."""

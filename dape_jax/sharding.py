@@ -143,14 +143,14 @@ def activation_spec(letters: str) -> PartitionSpec:
     return PartitionSpec(*[ACTIVATION_AXES.get(letter) for letter in letters])
 
 
-def _in_mesh() -> bool:
+def in_mesh() -> bool:
     """Whether the mesh of `jax.set_mesh` is one of ours."""
     return set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def axis_sizes() -> dict[str, int]:
     """Sizes of the axes in the mesh of `jax.set_mesh`; all 1 where there is none, or another than ours."""
-    return dict(jax.sharding.get_abstract_mesh().shape) if _in_mesh() else dict.fromkeys(AXES, 1)
+    return dict(jax.sharding.get_abstract_mesh().shape) if in_mesh() else dict.fromkeys(AXES, 1)
 
 
 def place(x: jax.Array, letters: str) -> jax.Array:
@@ -159,7 +159,7 @@ def place(x: jax.Array, letters: str) -> jax.Array:
     Said at the embedding and in every layer: from the parameters' shardings alone the compiler would split the width,
     and compute the whole batch on every device.
     """
-    if not _in_mesh():
+    if not in_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(letters))
 
@@ -177,7 +177,7 @@ def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | No
         weight: parameter, in the dtype of the matmul: that is what is gathered.
         dtype: of the result; None for that of the arguments.
     """
-    if not _in_mesh():
+    if not in_mesh():
         return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
     inputs, result = equation.split("->")
     of_x, of_weight = inputs.split(",")
@@ -199,7 +199,7 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
     Said step by step, or the compiler gathers the whole table, or the whole batch, on every device.
     """
-    if not _in_mesh():
+    if not in_mesh():
         return table_VD[tokens_BT]
     split_width = PartitionSpec("data", "context", "fsdp")
     tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, PartitionSpec(*split_width[:2]))

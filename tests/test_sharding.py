@@ -423,6 +423,20 @@ def test_attention_on_one_device_is_the_drivers_own():
     """Nothing is added to the program where there is nothing to split."""
     x = jnp.ones((1, 8, 2, 4))
     pos = jnp.arange(8)
-    with jax.set_mesh(make_mesh(MeshConfig(4, 2, 1, 1))):
+    with jax.set_mesh(ONE):
         text = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x, pos)).lower(x).as_text()
         assert text == jax.jit(lambda x: attend(x, x, x, pos, pos)).lower(x).as_text()
+
+
+def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
+    """As the README's: no module, no parameters."""
+
+    def bias(q_pos, k_pos, *, causal=True):
+        return jnp.tile(-1.0 * (q_pos[:, None] - k_pos[None, :])[None], (2, 1, 1))
+
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 4, 16, 2, 4))
+    pos = jnp.arange(16)
+    expected = attend(q, k, v, pos, pos, bias=bias)
+    with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1, 2))):
+        found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, pos, bias=bias))(q, k, v)
+    np.testing.assert_allclose(found, expected, atol=2e-6)

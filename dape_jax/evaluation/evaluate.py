@@ -257,6 +257,8 @@ def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshC
     run.check_model_mesh(made)
     for length in run.evaluation.lengths:
         check_mesh(made, {"T": ("evaluation.lengths", length)})
+        scored, context = min(run.evaluation.last_tokens, length), made.shape["context"]
+        require(scored % context == 0, "evaluation.last_tokens", scored, f"a multiple of mesh.context = {context}")
     return Trained(workdir, number, run, saved["data_digest"], mesh)
 
 

@@ -20,6 +20,7 @@ from dape_jax.data.batches import train_batches, validation_batches
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
+from dape_jax.flops import mfu, model_flops_per_token
 from dape_jax.processes import Stopping, first, require_same
 from dape_jax.sharding import batch_part, make_mesh, put_batch
 from dape_jax.training import checkpoint
@@ -199,6 +200,7 @@ class Scalars:
         )
         self.workdir, self.skip_at_most = workdir, run.train.skip_at_most
         self.step_tokens = run.train.batch_size * run.train.train_length
+        self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
         self.is_first = jax.process_index() == 0
         # On resuming, what was recorded of steps that will be taken again is dropped.
         if (skipped := workdir / SKIPPED_FILE).exists() and self.is_first:
@@ -249,11 +251,14 @@ class Scalars:
         self.fetched_at = now
         learning_rate = float(self.learning_rates[max(num_applied - 1, 0)])  # a skipped step does not move the schedule
         values |= {"learning_rate": learning_rate, "tokens_per_second": tokens_per_second}
+        speed = f"{tokens_per_second:,.0f} tokens/s"
+        share = mfu(tokens_per_second * self.token_flops, jax.devices()[0].device_kind, jax.device_count())
+        if share is not None:
+            values |= {"mfu": share}
+            speed += f", MFU {share:.1%}"
         for name, value in values.items():
             self.writer.add_scalar(f"train/{name}", value, step)
-        self.bar.set_postfix_str(
-            f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s{self.validation_text}", refresh=False
-        )
+        self.bar.set_postfix_str(f"loss {values['loss_nats']:.3f}, {speed}{self.validation_text}", refresh=False)
         self.bar.update()
 
     def add_skipped(self, step: int, values: dict[str, float], is_bad: bool, bad_in_a_row: int) -> None:

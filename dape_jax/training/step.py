@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.sharding import axis_sizes, parameter_shardings, replicated
+from dape_jax.sharding import activation_spec, in_mesh, parameter_shardings, parameter_spec, replicated
 from dape_jax.transformer import Decoder, Params, TransformerConfig, model_structure
 
 # Dynamic loss scaling, for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
@@ -129,6 +129,9 @@ def nll_of_features(
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood of every target from what comes before the unembedding, in nats, float32.
 
+    Each device of a mesh works on its own tokens, and where `tensor` splits the vocabulary on its part of that: the
+    unembedding is gathered once, and its gradient summed over devices once.
+
     Args:
         model: whose unembedding it is.
         features_BTD: from `Decoder.features`.
@@ -137,23 +140,51 @@ def nll_of_features(
             are computed in parts, and again in the backward pass, so that memory does not grow with length times
             vocabulary. The numbers are the same.
     """
-    sizes = axis_sizes()
-    num_parts = sizes["context"]
-    batch, length, width = features_BTD.shape
-    rows = max(1, batch // (sizes["data"] * sizes["fsdp"]))  # on a device
-    if rows * length <= unembedded_at_once * num_parts or length % num_parts:
-        return nll(model.logits(features_BTD), targets_BT)
+    dtype = model.config.compute_dtype
+    features_BTD, weight_DV = features_BTD.astype(dtype), model.unembedding_DV.astype(dtype)
+    if not in_mesh():
+        return _nll_on_device(features_BTD, weight_DV, targets_BT, unembedded_at_once)
+
+    def on_device(features_BTD: Array, weight_DV: Array, targets_BT: Array) -> Array:
+        first_id = jax.lax.axis_index("tensor") * weight_DV.shape[1]
+        weight_DV = jax.lax.all_gather(weight_DV, "fsdp", axis=0, tiled=True)
+        return _nll_on_device(features_BTD, weight_DV, targets_BT - first_id, unembedded_at_once, "tensor")
+
+    return jax.shard_map(
+        on_device,
+        in_specs=(activation_spec("BTD"), parameter_spec("unembedding_DV", 2), activation_spec("BT")),
+        out_specs=activation_spec("BT"),
+    )(features_BTD, weight_DV, targets_BT)
+
+
+def _nll_on_device(
+    features_BTD: Array, weight_DV: Array, ids_BT: Array, at_once: int, vocab_axis: str | tuple[()] = ()
+) -> Array:
+    """See `nll_of_features`; targets are counted from the first of this device's part of the vocabulary."""
+
+    def nll_of_parts(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
+        logits_BTV = jnp.einsum("BTD,DV->BTV", features_BTD, weight_DV, preferred_element_type=jnp.float32)
+        largest_BT = jax.lax.stop_gradient(logits_BTV).max(axis=-1)
+        largest_BT = jax.lax.pmax(largest_BT, vocab_axis) if vocab_axis else largest_BT
+        is_target_BTV = ids_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
+        total_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
+        target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
+        total_BT, target_BT = jax.lax.psum((total_BT, target_BT), vocab_axis)
+        return largest_BT + jnp.log(total_BT) - target_BT
+
+    batch, length, _ = features_BTD.shape
+    if batch * length <= at_once:
+        return nll_of_parts(features_BTD, weight_DV, ids_BT)
+    # Its gradient is added up over the parts, and that in float32.
+    weight_DV, dtype = weight_DV.astype(jnp.float32), weight_DV.dtype
 
     @jax.checkpoint
-    def nll_of_position(position: tuple[Float[Array, "B P D"], Int[Array, "B P"]]) -> Float[Array, "B P"]:
-        features_BPD, targets_BP = position
-        return nll(model.logits(features_BPD), targets_BP)
+    def nll_of_position(position: tuple[Array, Array]) -> Array:
+        features_BD, ids_B = position
+        return nll_of_parts(features_BD[:, None], weight_DV.astype(dtype), ids_B[:, None])[:, 0]
 
-    # One position of each part of the text that `context` makes, P of them, at a time.
-    features_BPTD = features_BTD.reshape(batch, num_parts, -1, width)
-    positions = jnp.moveaxis(features_BPTD, 2, 0), jnp.moveaxis(targets_BT.reshape(batch, num_parts, -1), 2, 0)
-    nll_TBP = jax.lax.map(nll_of_position, positions, batch_size=max(1, unembedded_at_once // rows))
-    return jnp.moveaxis(nll_TBP, 0, 2).reshape(batch, length)
+    positions = jnp.moveaxis(features_BTD, 1, 0), ids_BT.T
+    return jax.lax.map(nll_of_position, positions, batch_size=max(1, at_once // batch)).T
 
 
 def make_train_step(
@@ -208,7 +239,9 @@ def make_train_step(
             parts = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
 
             def add(total: tuple[Array, Params], batch: dict[str, Array]) -> tuple[tuple[Array, Params], None]:
-                return jax.tree.map(jnp.add, total, part(state.params, batch, health.loss_scale)), None
+                # Without the barrier, libtpu 0.0.51 tries to move the sum over devices out of the loop, and crashes.
+                found = jax.lax.optimization_barrier(part(state.params, batch, health.loss_scale))
+                return jax.tree.map(jnp.add, total, found), None
 
             zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
             total, _ = jax.lax.scan(add, zero, parts)

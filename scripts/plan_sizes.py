@@ -1,0 +1,78 @@
+"""Plan the paper's four model sizes, DAPE1x3-Kerple, on v5e.
+
+    python scripts/plan_sizes.py [NAME ..]
+
+Runs `python -m dape_jax.planning` for every plan below, or for those named, and writes results/planning/NAME/plan.json
+and plan.md, and results/planning/table.md from all that are there. It takes 15 to 40 minutes on two cores.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from dape_jax import command_line
+from dape_jax.errors import require
+from dape_jax.flops import GIB
+
+ROOT = Path(__file__).parent.parent
+OUTPUT = ROOT / "results" / "planning"
+
+# name: size and what differs from the paper's recipe, slice, mesh.
+PLANS = {
+    "125m": ("125m", "v5e:2x2", "fsdp=4"),
+    "350m": ("350m", "v5e:4x4", "fsdp=16"),
+    "2.7b": ("2.7b", "v5e:8x8", "fsdp=64"),
+    "6.7b": ("6.7b", "v5e:16x16", "fsdp=256"),
+    "6.7b-T4096": ("6.7b,train_length=4096,batch=64", "v5e:16x16", "fsdp=64,context=4"),
+}
+METHOD = "bias=kerple,processor=dape,kernel=3"
+
+
+def plan(name: str) -> None:
+    """Run the planner; it shows its progress, and stops this script with its own message if it fails."""
+    argument, topology, mesh = PLANS[name]
+    command = ["-m", "dape_jax.planning", f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}"]
+    command += [f"--mesh={mesh}", f"--output={(OUTPUT / name).relative_to(ROOT)}"]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def table() -> str:
+    """A line for every plan that was made, as Markdown; figures of one chip."""
+    lines = [
+        "| model | slice | mesh | batch x length | parameters and moments | peak | received | compute | memory "
+        "| interconnect | MFU at most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in PLANS:
+        file = OUTPUT / name / "plan.json"
+        for found in json.loads(file.read_text())["plans"] if file.exists() else []:
+            cells = [name, PLANS[name][1], found["mesh"], f"{found['batch_size']} x {found['length']}"]
+            if found["fits"]:
+                state = found["held_bytes"]["parameters"] + found["held_bytes"]["moments"]
+                received = sum(collective["num_bytes"] for collective in found["collectives"])
+                cells += [f"{size / GIB:.2f} GiB" for size in (state, found["peak_bytes"])]
+                cells += [f"{received / 1e9:.1f} GB"]
+                cells += [f"{seconds * 1e3:.0f} ms" for seconds in found["roofline_seconds"].values()]
+                cells += [f"{found['mfu']:.0%}"]
+            else:
+                cells += ["", f"no: {found['reason']}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Plan all, or what is named."""
+    names = arguments[1:] or list(PLANS)
+    for name in names:
+        require(name in PLANS, "NAME", name, f"one of {list(PLANS)}")
+    for name in names:
+        plan(name)
+        (OUTPUT / "table.md").write_text(table())
+    print(table(), end="")
+
+
+if __name__ == "__main__":
+    command_line.run(main, positional=tuple(PLANS))

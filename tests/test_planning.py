@@ -1,0 +1,374 @@
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import SPEC
+
+from dape_jax import flops, hlo, planning
+from dape_jax.attention import Blockwise, Dense, visible
+from dape_jax.config import RunConfig
+from dape_jax.errors import InputError
+from dape_jax.processors import INPUTS, PROCESSORS, DapeConfig
+from dape_jax.sharding import read_mesh
+from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.step import make_train_step
+from dape_jax.transformer import model_structure
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_run(**changes) -> RunConfig:
+    """The tiny run with dotted changes, . as __; no text is needed."""
+    spec = copy.deepcopy(SPEC)
+    for name, value in changes.items():
+        section, field = name.split("__")
+        spec[section][field] = value
+    spec["data"]["cache_dir"] = "data"
+    return planning.read_run(spec, None)
+
+
+# ---- FLOPs
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 1), (9, 4), (9, 9), (9, 12)])
+def test_pairs_are_those_that_the_mask_lets_through(length, window):
+    positions = jnp.arange(length)
+    assert flops.num_pairs(length, window) == int(visible(positions, positions, True, window).sum())
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.sampled_from([None, 3, 9]), st.sampled_from([1, 2]))
+def test_pairs_computed_hold_those_that_are_needed(blocks, block, buckets, window, apart):
+    length = blocks * block * apart
+    needed = flops.num_pairs(length, window)
+    dense = apart * flops.pairs_computed(Dense(), length, window, apart)
+    blockwise = apart * flops.pairs_computed(Blockwise(block, buckets), length, window, apart)
+    assert needed <= blockwise <= dense == length**2
+    if window is None and blocks % buckets == 0:
+        assert blockwise * 2 * buckets == length**2 * (buckets + 1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "has_bias"), [(inputs, has) for inputs in INPUTS for has in (False, True) if has or inputs != "bias"]
+)
+def test_a_processor_says_what_its_kernels_cost(inputs, has_bias):
+    config = DapeConfig(kernel_width=3, channels=5, inputs=inputs)
+    module = config.build(4, has_bias=has_bias, rngs=nnx.Rngs(0))
+    read = 0 if module.scores_WHC is None else module.scores_WHC.size
+    of_bias = 0 if module.bias_WHC is None else module.bias_WHC.size
+    assert config.pair_flops(4, has_bias) == (2 * (read + module.output_WCH.size), 2 * of_bias)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_says_what_it_costs(name):
+    pair = PROCESSORS[name]().pair_flops(4, True)
+    assert min(pair) >= 0
+
+
+@pytest.mark.parametrize(
+    ("bias", "processor", "remat"),
+    [
+        ("nope", "none", "full"),
+        ("kerple", "none", "none"),
+        ("nope", "dape", "none"),
+        ("kerple", "dape", "full"),
+        ("transformer_xl", "dape", "none"),
+    ],
+)
+def test_the_formula_is_what_xla_counts(bias, processor, remat):
+    """One layer, unrolled, dense: what the compiler's own analysis can count. It counts elementwise work too."""
+    run = make_run(
+        model__num_layers=1,
+        model__width=512,
+        model__num_heads=4,
+        model__bias={"name": bias},
+        model__processor={"name": "none"} if processor == "none" else {"name": "dape", "channels": 32},
+        model__remat=remat,
+        model__vocab_size=2048,
+        train__train_length=256,
+        train__batch_size=3,
+    )
+    graphdef, params = model_structure(run.model)
+    tokens = jax.ShapeDtypeStruct((3, 256), jnp.int32)
+
+    def score(params, tokens):
+        return nnx.merge(graphdef, params)(tokens)
+
+    forward = flops._flops(run.model, 3 * 256, 256**2, 3, 1, flops.Passes()).total
+    counted = jax.jit(score).lower(params, tokens).cost_analysis()["flops"]
+    allowed = {"nope": 0.04, "kerple": 0.04, "transformer_xl": 0.25}[bias]  # what a bias itself costs is not counted
+    assert forward < counted < forward * (1 + allowed)
+
+    optimizer = make_optimizer(run.optimizer, 10)
+    mesh = planning.planned_mesh(read_mesh("mesh", "data=1"), 1)
+    state = planning.abstract_state(run.model, optimizer, mesh)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    step = make_train_step(graphdef, optimizer, jax.tree.map(lambda _: None, state))
+    executed = flops.executed_flops(run.model, 256, 3).total
+    counted = step.lower(state, {"inputs": tokens, "targets": tokens}).cost_analysis()["flops"]
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert executed < counted < executed * (1 + allowed) + 40 * num_params  # the optimizer, a few for each parameter
+
+
+def test_a_step_is_three_forward_passes_and_tokens_share_it():
+    run = make_run(model__window=8)
+    forward = flops.forward_flops(run.model, 64, 4)
+    assert flops.model_flops(run.model, 64, 4).total == 3 * forward.total
+    assert flops.model_flops_per_token(run.model, 64, 4) * 64 * 4 == 3 * forward.total
+    assert flops.forward_flops(run.model, 64, 8).total < 2 * forward.total  # the bias is convolved once for a batch
+
+
+def test_mfu_is_the_share_of_the_chips_peak():
+    kinds = [kind for chip in flops.CHIPS for kind in chip.device_kinds]
+    assert len(set(kinds)) == len(kinds)
+    for chip in flops.CHIPS:
+        for kind in chip.device_kinds:
+            assert flops.chip_of(kind) is chip
+            assert flops.mfu(2 * chip.peak_flops, kind, 8) == 0.25
+    assert flops.mfu(1e12, jax.devices()[0].device_kind, 1) is None
+
+
+# ---- what a compiled program says
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%cond (c.0: (s32[], f32[8,128])) -> pred[] {
+  %constant.1 = s32[]{:T(128)} constant(12)
+  %c.0 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%c.0), index=0
+  ROOT %lt = pred[]{:T(128)} compare(%i, %constant.1), direction=LT
+}
+
+%fused.1 (p.0: f32[2,128]) -> (f32[2,128], f32[8,128]) {
+  %p.0 = f32[2,128]{1,0:T(8,128)} parameter(0)
+  %gather.1 = f32[8,128]{1,0:T(8,128)} all-gather(%p.0), channel_id=7, replica_groups=mesh['a'=4,'b'=2] {'a'}
+  ROOT %start = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) custom-call(%gather.1), target="AsyncCollective"
+}
+
+%fused.2 (p.2: f32[2,128]) -> f32[8,128] {
+  %p.2 = f32[2,128]{1,0:T(8,128)} parameter(0)
+  ROOT %gather.2 = f32[8,128]{1,0:T(8,128)} all-gather(%p.2), channel_id=8, replica_groups=mesh['a'=4,'b'=2] {'b'}
+}
+
+%fused.3 (p.3: f32[2,128]) -> f32[8,128] {
+  %p.3 = f32[2,128]{1,0:T(8,128)} parameter(0)
+  ROOT %gather.3 = f32[8,128]{1,0:T(8,128)} all-gather(%p.3), channel_id=8, replica_groups=mesh['a'=4,'b'=2] {'b'}
+}
+
+%all-reduce-scatter (input: f32[8,128]) -> f32[2,128] {
+  %input = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %sum.2 = f32[8,128]{1,0:T(8,128)} all-reduce(%input), channel_id=9, replica_groups=[2,4]<=[8], to_apply=%add
+  ROOT %slice.2 = f32[2,128]{1,0:T(8,128)} slice(%sum.2), slice={[0:2], [0:128]}
+}
+
+%body (b.0: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %b.0 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%b.0), index=1
+  %w = f32[128,128]{1,0:T(8,128)} constant({...})
+  %y = f32[8,128]{1,0:T(8,128)} convolution(%x, %w), dim_labels=bf_io->bf
+  %p = f32[2,128]{1,0:T(8,128)} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
+  %g.1 = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%p), kind=kCustom, calls=%fused.1
+  %g.2 = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%p), kind=kCustom, calls=%fused.1
+  %g.4 = f32[8,128]{1,0:T(8,128)} fusion(%p), kind=kCustom, calls=%fused.2
+  ROOT %out = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%b.0, %g.2)
+}
+
+ENTRY %main (a.0: f32[8,128], a.1: f32[1,3]) -> f32[8,128] {
+  %a.0 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %a.1 = f32[1,3]{1,0:T(8,128)} parameter(1)
+  %t = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%a.0, %a.0)
+  %loop = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%t), condition=%cond, body=%body
+  %n = f32[8,128]{1,0:T(8,128)S(1)} copy(%a.0)
+  %wide = f32[5,12]{0,1:T(8,128)} negate(%a.1), metadata={op_name="jit(step)/wide"}
+  %g.3 = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%a.0), kind=kCustom, calls=%fused.3
+  %sum = (f32[8,128]{1,0:T(8,128)}, f32[]{:T(128)}) all-reduce(%a.0), channel_id=1, replica_groups={{0,1},{2,3}}
+  ROOT %shift = f32[8,128]{1,0:T(8,128)} collective-permute(%a.0), channel_id=2, source_target_pairs={{0,1}}
+}
+"""
+
+
+def test_collectives_count_as_often_as_their_loop_runs_and_once_for_a_channel():
+    work = hlo.read_work(PROGRAM)
+    size = 8 * 128 * 4
+    received = {c.kind: (c.count, c.num_bytes) for c in work.collectives}
+    assert received == {
+        # Channel 7: both fusions are parts of one. Channel 8: begun outside the loop, it goes on beside it.
+        "all-gather": (12 + 1, 12 * size * 3 // 4 + size // 2),
+        "reduce-scatter": (12, 12 * size * 3 // 4),
+        "all-reduce": (1, 2 * (size + 4) // 2),
+        "collective-permute": (1, size),
+    }
+    assert work.loops == (12,)
+    assert work.matmul_flops == 12 * 2 * 8 * 128 * 128
+
+
+def test_buffers_are_as_large_as_their_tiles_and_vector_memory_is_no_traffic():
+    work = hlo.read_work(PROGRAM)
+    assert (16 * 128 * 4, "f32[5,12]", "jit(step)/wide") in work.largest  # dim 0 is the minor: 12 x 5 -> 16 x 128
+    without = hlo.read_work(PROGRAM.replace("T(8,128)S(1)} copy", "T(8,128)} copy"))
+    assert without.hbm_bytes - work.hbm_bytes == 8 * 128 * 4
+
+
+@pytest.mark.parametrize(("sizes", "window"), [((7, 5, 6), ""), ((8, 3, 4), "0")])
+def test_a_convolution_costs_what_is_multiplied(sizes, window):
+    """Against a count over a padded convolution, and a matmul with a batch dim, written as the compiler does."""
+    rows, inputs, outputs = sizes
+    if not window:
+        text, dims = "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", ((2, rows, inputs), (3, inputs, outputs))
+        out, expected = (2, rows, outputs), 2 * 2 * inputs * outputs * (3 * rows - 2)
+    else:  # batch of 8 as a window of 8 that is reversed and overlaps in one place at a time
+        text = "window={size=8 stride=7 lhs_dilate=8}, dim_labels=b0f_0io->b0f"
+        dims, out = ((2, rows, inputs), (rows, inputs, outputs)), (2, rows, outputs)
+        expected = 2 * 2 * rows * inputs * outputs
+
+    def array(name, dims):
+        buffer = hlo.Buffer("f32", dims, 0, True)
+        return hlo.Instruction(name, "parameter", (buffer,), (), "", False)
+
+    computation = {"l": array("l", dims[0]), "r": array("r", dims[1])}
+    convolution = hlo.Instruction("c", "convolution", (hlo.Buffer("f32", out, 0, True),), ("l", "r"), text, True)
+    assert hlo.matmul_flops(convolution, computation) == expected
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("v5e:3x3", "one of v5e:1x1, v5e:2x2"),
+        ("v9:2x2", "a chip of ['h100', 'h200', 'v4', 'v5e', 'v5p', 'v6e']"),
+        ("v5e", "one of v5e:1x1"),
+        ("h200:16", "N = 1 to 8"),
+    ],
+)
+def test_an_unknown_topology_gets_the_list_of_those_known(text, said):
+    with pytest.raises(InputError) as error:
+        planning.read_topology(text)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_what_does_not_divide_is_said_before_anything_is_compiled(monkeypatch):
+    monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
+    slice_ = planning.read_topology("v5e:4x4")
+    with pytest.raises(InputError, match="must multiply to 16 devices"):
+        planning.plan_run(make_run(train__batch_size=16), slice_, read_mesh("--mesh", "fsdp=4"))
+    with pytest.raises(InputError, match=r"train\.batch_size"):
+        planning.plan_run(make_run(train__batch_size=8), slice_, read_mesh("--mesh", "fsdp=16"))
+    with pytest.raises(InputError, match=r"train\.batch_size"):
+        planning.plan_run(make_run(train__batch_size=3, train__train_length=17), slice_)
+
+
+def test_without_libtpu_one_line_says_what_to_type(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(planning.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(planning.sys, "prefix", "/nowhere")
+    with pytest.raises(InputError, match="make tpu-aot"):
+        planning.find_libtpu()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "length", "topology"),
+    [(8, 16, "v5e:2x4"), (8, 512, "v5e:8x8"), (256, 64, "v5e:8x8"), (64, 16, "h200:8")],
+)
+def test_meshes_that_are_tried_divide(batch_size, length, topology):
+    run = make_run(train__batch_size=batch_size, train__train_length=length, model__width=64, model__vocab_size=256)
+    hardware = planning.read_topology(topology)
+    found = planning.candidates(run, hardware)
+    assert 1 <= len({mesh.asked() for mesh in found}) == len(found) <= 4
+    for mesh in found:
+        run.check_mesh(planning.planned_mesh(mesh, hardware.num_chips))
+
+
+def test_gpus_are_planned_by_formula_and_say_so():
+    run = make_run(model__width=64, model__vocab_size=256)
+    hardware = planning.read_topology("h200:8")
+    plans = planning.plan_run(run, hardware, read_mesh("--mesh", "fsdp=4,tensor=2"), step_time=1.0)
+    (plan,) = plans
+    assert plan.fits
+    assert plan.by_formula
+    assert plan.mfu_at_step_time < plan.mfu < 1
+    _, params = model_structure(run.model)
+    on_chip = plan.held_bytes["parameters"]
+    total = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert total / 8 < on_chip < total / 2  # some are whole on every chip
+    assert 2 * on_chip <= plan.held_bytes["moments"] < 2 * on_chip + 16  # and the optimizer's two counters
+    text = planning.report(run, hardware, plans)
+    assert "BY FORMULA" in text
+
+    def needs(run):
+        return planning.plan_run(run, hardware, read_mesh("--mesh", "fsdp=8"))[0].peak_bytes
+
+    assert needs(make_run(train__train_length=1 << 14)) > needs(make_run())
+
+
+def test_the_command_line_writes_what_it_prints(tmp_path):
+    command = [sys.executable, "-m", "dape_jax.planning", "--config=configs/paper.py:125m,bias=kerple,processor=dape"]
+    options = ["--topology=h100:8", "--step_time=0.5", f"--output={tmp_path}"]
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == (tmp_path / "plan.md").read_text()
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert record["plans"][record["best"]]["fits"]
+
+
+# ---- the real compiler
+
+
+@pytest.fixture
+def libtpu() -> Path:
+    try:
+        return planning.find_libtpu()
+    except InputError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_libtpu_knows_the_slices_of_the_table(libtpu):
+    code = """
+import sys
+from jax.experimental import topologies
+for name in sys.argv[1:]:
+    chips = topologies.get_topology_desc(platform="tpu", topology_name=name, **(
+        {"chip_config_name": "megacore"} if name.startswith("v4") else {})).devices
+    print(name, len(chips), chips[0].device_kind, sep=";")
+"""
+    names = [f"{chip}:{shape}" for chip, shapes in planning.TOPOLOGIES.items() for shape in shapes]
+    env = {"TPU_LIBRARY_PATH": str(libtpu), "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env |= {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, check=True)
+    rows = [line.split(";") for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == names
+    for name, num_chips, kind in rows:
+        hardware = planning.read_topology(name)
+        assert int(num_chips) == hardware.num_chips
+        assert flops.chip_of(kind) is hardware.chip
+
+
+@pytest.mark.slow
+def test_a_step_is_compiled_for_a_slice_that_is_not_there(libtpu):
+    """With accumulation, whose sums over chips stand in a loop: the compiler has failed on such."""
+    changes = {"model__width": 256, "model__num_heads": 4, "model__dtype": "bfloat16", "model__vocab_size": 512}
+    changes |= {"train__train_length": 64, "train__batch_size": 8, "model__num_layers": 3, "model__remat": "full"}
+    run = make_run(train__accumulation_steps=2, **changes)
+    hardware = planning.read_topology("v5e:2x2")
+    (plan,) = planning.plan_run(run, hardware, read_mesh("--mesh", "fsdp=4"))
+    assert plan.fits
+    assert plan.loops.count(6) >= 2  # layers in each part, forward and backward
+    np.testing.assert_allclose(plan.matmul_flops, plan.executed_flops, rtol=0.1)
+    assert plan.collectives
+    assert plan.peak_bytes > plan.held_bytes["parameters"] + plan.held_bytes["moments"]
+    assert plan.mfu < 1
+
+    too_much = {"train__batch_size": 1 << 16, "train__unembedded_at_once": 1 << 30}
+    (plan,) = planning.plan_run(make_run(**changes | too_much), hardware, read_mesh("--mesh", "fsdp=4"))
+    assert not plan.fits
+    assert "exceeds available HBM" in plan.reason
