@@ -68,7 +68,7 @@ def main(_: list[str]) -> None:
         rotary=tuple(ROTARY.value or ()),
         protocol=PROTOCOL.value or "",
         by_position=bool(BY_POSITION.value),
-        mesh=read_mesh("--mesh", MESH.value) if MESH.value else None,
+        mesh=None if MESH.value is None else read_mesh("--mesh", MESH.value),
         output=Path(OUTPUT.value) if OUTPUT.value else None,
     )
     print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")

@@ -32,7 +32,7 @@ OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSO
 PARTS = ("next batch", "place batch", "call step")
 
 
-def main(_: list[str]) -> None:
+def main(_arguments: list[str]) -> None:
     model = read_model(
         {
             "num_layers": 12,
@@ -51,7 +51,7 @@ def main(_: list[str]) -> None:
     )
     config = OptimizerConfig(1e-3, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0)
     optimizer, mesh = make_optimizer(config, 1000), make_mesh(MeshConfig(1, -1, 1, 1))
-    graphdef, _ = model_structure(model)
+    graphdef, _params = model_structure(model)
     state = init_state(model, optimizer, 0, mesh)
     step = make_train_step(graphdef, optimizer, shardings_of(state))
     milliseconds: dict[str, list[float]] = {part: [] for part in PARTS}

@@ -24,8 +24,8 @@ The vocabulary is GPT-NeoX's as the official code pads it (vocab=50304; vocab=25
 perplexities are per byte and not comparable with the paper's). The tokenizer is that of the prepared corpus.
 
 Differs: bfloat16 where the paper has float16 (--config.model.dtype=float16, with a dynamic loss scale); the right edge
-of the convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of
-2.7b and 6.7b, which the paper does not give, are GPT-3's.
+of the convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates
+of 2.7b and 6.7b, which the paper does not give, are GPT-3's.
 
 Several devices: `docs/running.md`; what fits on which slice: `docs/planning.md`.
 """

@@ -7,6 +7,7 @@ configures; its fields have no defaults here, so that a config file says everyth
 import dataclasses
 import json
 import math
+import typing
 from typing import Any
 
 import jax
@@ -162,6 +163,11 @@ def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
 def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
     """Make the dataclass of a section whose fields are all given."""
     _check_fields(cls, section, spec)
+    for name, kind in typing.get_type_hints(cls).items():
+        allowed = typing.get_args(kind) or (kind,)  # of a union its parts
+        if typing.get_origin(kind) is not tuple:  # whose elements its own dataclass checks
+            is_right = isinstance(spec[name], (*allowed, int) if float in allowed else allowed)
+            require(is_right, f"{section}.{name}", spec[name], " or ".join(of.__name__ for of in allowed))
     # A config that was saved as JSON has lists where it had tuples.
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()})
 
@@ -229,8 +235,9 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     return values
 
 
-# What decides how a run is computed and stored, and not what comes out of it (but for rounding): a run may be resumed
-# with other values. The text itself is known by its digest, wherever it lies; `evaluation` is not read in training.
+# What decides how a run is computed and stored, and not what comes out of it (but for rounding), and what it does about
+# steps that go wrong: a run may be resumed with other values. The text is known by its digest, wherever it lies;
+# `evaluation` is not read in training.
 HOW = (
     "mesh",
     "model.attention",
@@ -241,6 +248,8 @@ HOW = (
     "train.unembedded_at_once",
     "train.checkpoint_every",
     "train.keep_latest",
+    "train.skip_at_most",
+    "train.spike_nats",
     "evaluation",
 )
 

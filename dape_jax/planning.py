@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,7 @@ def in_process(request: Request, libtpu: Path) -> dict[str, Any]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, context, _redirect, (log.name,)) as pool:
+        with concurrent.futures.ProcessPoolExecutor(1, context, _begin, (log.name,)) as pool:
             try:
                 outcome = pool.submit(compile_program, request).result()
             except concurrent.futures.process.BrokenProcessPool:
@@ -262,8 +263,12 @@ def in_process(request: Request, libtpu: Path) -> dict[str, Any]:
         return outcome | {"num_full_rematerializations": log.read().count("Involuntary full rematerialization")}
 
 
-def _redirect(log: str) -> None:
+def _begin(log: str) -> None:
+    """Begin a process that compiles: its messages go to a file, and it ends with the one that it works for."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def find_libtpu() -> Path:

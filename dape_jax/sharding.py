@@ -84,13 +84,13 @@ def read_mesh(field: str, text: str) -> MeshConfig:
     Raises:
         InputError: an axis that does not exist, or a size that is no number.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    given: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
-        is_number = size.removeprefix("-").isascii() and size.removeprefix("-").isdigit()
-        require(axis in AXES and is_number, field, text, f"axis=size,axis=size with the axes {list(AXES)}")
-        sizes[axis] = int(size)
-    return MeshConfig(**sizes)
+        is_size = size.removeprefix("-").isascii() and size.removeprefix("-").isdigit() and axis not in given
+        require(axis in AXES and is_size, field, text, f"axis=size,axis=size with the axes {list(AXES)}, each once")
+        given[axis] = int(size)
+    return MeshConfig(**dict.fromkeys(AXES, 1) | given)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

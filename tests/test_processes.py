@@ -56,11 +56,11 @@ def test_flags_that_make_no_set_of_processes_are_named(monkeypatch, tmp_path, fl
     assert "\n" not in str(error.value)
 
 
-def test_half_an_environment_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1234")
-    with pytest.raises(InputError, match=r"JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags"):
-        with joined(None, None, None, tmp_path):
-            pass
+def test_half_an_environment_is_named(tmp_path):
+    code = "from pathlib import Path; from dape_jax.processes import joined; joined(*[None] * 3, Path()).__enter__()"
+    environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert re.search(r"InputError: JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags", done.stderr), done.stderr
 
 
 ALONE = """

@@ -371,6 +371,8 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monk
         ("fsdp=0", ["mesh.fsdp", "0", "positive"]),
         ("fsdp=-1,data=-1", ["mesh", "-1", "one axis"]),
         ("fsdp=two", ["fsdp=two", "axis=size"]),
+        ("fsdp=2,fsdp=4", ["fsdp=2,fsdp=4", "each once"]),
+        ("", ["--mesh = ''", "axis=size"]),
     ],
 )
 def test_bad_meshes_are_named(text, words):

@@ -1,5 +1,6 @@
 """Training: exact resumption, refusal of other configs, sharding, schedule, and what is kept."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -366,5 +367,58 @@ def test_damaged_tokens_are_found_before_training(root, tmp_path):
 def test_a_damaged_config_file_is_named(root, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{")
-    with pytest.raises(InputError, match=r"config\.json is not JSON"):
+    with pytest.raises(InputError, match=r"config\.json cannot be read as JSON"):
         loop.train(tiny.spec(root), tmp_path / "run")
+
+
+def test_checkpoints_of_an_unknown_config_are_not_gone_on_from(root, tmp_path):
+    workdir = tmp_path / "run"
+    loop.train(tiny.spec(root, train__num_steps=2), workdir)
+    config = (workdir / "config.json").read_bytes()
+    (workdir / "config.json").unlink()
+    with pytest.raises(InputError, match=r"has checkpoints, and no config\.json"):
+        loop.train(tiny.spec(root, train__num_steps=4, optimizer__learning_rate=0.5), workdir)
+    assert not (workdir / "config.json").exists()
+    (workdir / "config.json").write_bytes(config)
+    loop.train(tiny.spec(root, train__num_steps=2), workdir)
+
+
+def test_a_run_goes_on_with_what_only_decides_how(root, tmp_path):
+    """Another mesh, accumulation, remat and driver: the same windows and, to rounding, the same parameters."""
+    spec = tiny.spec(root, optimizer__learning_rate=1e-3)
+    loop.train(spec, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_at(patch, 10)
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(spec, tmp_path / "parts")
+    changed = tiny.spec(root, optimizer__learning_rate=1e-3, train__accumulation_steps=2, train__keep_latest=1)
+    changed["mesh"] = {"data": 2, "fsdp": 2, "context": 2, "tensor": 1}
+    changed["model"] |= {"remat": "full", "attention": {"name": "blockwise", "block_size": 4, "num_buckets": 2}}
+    changed["evaluation"]["last_tokens"] = 8
+    loop.train(changed, tmp_path / "parts")
+    whole, parts = saved_arrays(tmp_path / "whole", 6), saved_arrays(tmp_path / "parts", 6)
+    assert whole["data"] == parts["data"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(whole["params"]):
+        if path[-1].key == "output_bias_H":  # its gradient is 0 in truth, and Adam makes steps of the rounding
+            continue
+        found = functools.reduce(lambda tree, key: tree[key.key], path, parts["params"])
+        np.testing.assert_allclose(found, leaf, atol=2e-4)
+
+
+def test_mfu_is_logged_where_the_device_is_known(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "mfu", lambda flops_per_second, kind, number: 0.5)
+    loop.train(tiny.spec(root, train__num_steps=2), tmp_path / "run")
+    assert "MFU 50.0%" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_scalars_and_not_the_run(root, tmp_path, monkeypatch, caplog):
+    class Full(loop.EventsWriter):
+        def write_event(self, event):
+            if event.step:
+                raise OSError(28, "No space left on device")
+            return super().write_event(event)
+
+    monkeypatch.setattr(loop, "EventsWriter", Full)
+    loop.train(tiny.spec(root, train__num_steps=4), tmp_path / "run")
+    assert caplog.text.count("TensorBoard's scalars are no longer written") == 1
+    assert (tmp_path / "run" / "checkpoints" / "4").exists()

@@ -165,6 +165,8 @@ def evaluate(
         models = [scored_for_delta(model) for model in models]
     if by_position:
         models = [scored_by_position(model) for model in models]
+    for model in models:
+        check_lengths(model)
     for field in ("lengths", "last_tokens", "max_windows"):
         values = [getattr(model.run.evaluation, field) for model in models]
         require(len(set(values)) == 1, f"evaluation.{field}", values, f"the same for all; give --{field}")
@@ -244,7 +246,7 @@ def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshC
         mesh: of the devices; None spreads sequences over all of them, and parameters as far as the width divides.
 
     Raises:
-        InputError: no such checkpoint, or a model or a length that does not divide over the mesh.
+        InputError: no such checkpoint, or a model that does not divide over the mesh.
     """
     number, saved = checkpoint.restore_config(workdir, step)
     spec: dict[str, Any] = saved["config"]
@@ -253,13 +255,17 @@ def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshC
     if mesh is None:
         fsdp = math.gcd(jax.device_count(), run.model.width)
         return Trained(workdir, number, run, saved["data_digest"], MeshConfig(data=-1, fsdp=fsdp, context=1, tensor=1))
-    made = make_mesh(mesh)
-    run.check_model_mesh(made)
-    for length in run.evaluation.lengths:
-        check_mesh(made, {"T": ("evaluation.lengths", length)})
-        scored, context = min(run.evaluation.last_tokens, length), made.shape["context"]
-        require(scored % context == 0, "evaluation.last_tokens", scored, f"a multiple of mesh.context = {context}")
+    run.check_model_mesh(make_mesh(mesh))
     return Trained(workdir, number, run, saved["data_digest"], mesh)
+
+
+def check_lengths(trained: Trained) -> None:
+    """Raise `InputError` unless every length, and what is scored of it, divides over the devices that share a text."""
+    mesh, evaluation = make_mesh(trained.mesh), trained.run.evaluation
+    for length in evaluation.lengths:
+        check_mesh(mesh, {"T": ("evaluation.lengths", length)})
+        scored, context = min(evaluation.last_tokens, length), mesh.shape["context"]
+        require(scored % context == 0, "evaluation.last_tokens", scored, f"a multiple of mesh.context = {context}")
 
 
 def held_out_corpus(trained: Trained, data: str | None) -> Corpus:

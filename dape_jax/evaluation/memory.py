@@ -9,6 +9,7 @@ devices of a CPU share what the operating system can still give and the control 
 
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from jax.stages import Compiled, Wrapped
 from tqdm import tqdm
 
 from dape_jax.errors import InputError
-from dape_jax.sharding import activation_spec
+from dape_jax.sharding import ROW_AXES, activation_spec
 from dape_jax.transformer import Params
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ def compile_programs(
         program = compile_at(length)
         if program is None or not fits(program):
             needed = "more than the compiler can place" if program is None else f"{program.num_bytes / GIB:.2f} GiB"
-            largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths)
+            parts = math.prod(mesh.shape[axis] for axis in ROW_AXES)
+            largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths, parts)
             raise InputError(
                 f"evaluation.lengths = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB "
                 f"are free, for {step_at(length)[1]} sequences at once; {largest}"
@@ -117,12 +119,15 @@ def _compile(step: Wrapped, params: Params, batch: dict[str, Any], mesh: Mesh) -
             return None
 
 
-def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequence[int]) -> str:
-    """Halve a length that does not fit until it does, then see whether one that was asked for lies between."""
-    half = length // 2
+def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequence[int], parts: int) -> str:
+    """Halve a length that does not fit until it does, then see whether one that was asked for lies between.
+
+    Only lengths that divide into the parts that devices take of a text are tried.
+    """
+    half = length // 2 // parts * parts
     while half and not fits(half):
         logger.info("length %s does not fit either", f"{half:,}")
-        half //= 2
+        half = half // 2 // parts * parts
     if not half:
         return "no length fits"
     for asked in sorted(lengths, reverse=True):

@@ -282,7 +282,6 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
         mesh = make_mesh(config.mesh)
         optimizer = make_optimizer(config.optimizer, config.train.num_steps)
         state = init_state(config.model, optimizer, config.train.seed, mesh)
-        del params
         if steps[index] is None:
             graphdef, _ = model_structure(config.model)
             accumulation_steps = config.train.accumulation_steps

@@ -15,6 +15,7 @@ from an older step moves it to `damaged/`, where it is in the way of nothing.
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -44,6 +45,8 @@ from dape_jax.transformer import Params
 
 CONFIG_FILE = "config.json"
 LOCK_FILE = "run.lock"
+NOT_EVALUATED = ("opt_state", "health", "data")  # items that an evaluator does not read
+_PASSING = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)  # faults of a machine
 HASHED_BYTES = 2**18  # at the end of every file; behind the arrays of a large one stands an index
 _DELETED = "deleted"  # directory beside the steps, for those on their way out
 
@@ -425,7 +428,7 @@ def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str,
     whole: dict[str, dict[str, Any]] = {}
     for name in names if which in ("newest", "best") else [which]:
         try:
-            _check_files(workdir, name)
+            _check_files(workdir, name, but=NOT_EVALUATED)
             restored = _read(workdir, name, config=ocp.args.JsonRestore())
         except _DamagedError as error:
             if name == which:
@@ -458,6 +461,11 @@ class _DamagedError(Exception):
     """A step is not what was saved; the text says what is wrong, and where."""
 
 
+def has_steps(workdir: Path) -> bool:
+    """Whether any step was saved, whole or not."""
+    return bool(_step_names(workdir))
+
+
 def _step_names(workdir: Path) -> list[str]:
     """Names of what stands where steps do, the newest first; unfinished saves have other names."""
     if not _directory(workdir).is_dir():
@@ -466,8 +474,13 @@ def _step_names(workdir: Path) -> list[str]:
     return sorted(names, key=lambda name: (int(name), name), reverse=True)
 
 
-def _check_files(workdir: Path, name: str) -> None:
+def _check_files(workdir: Path, name: str, but: tuple[str, ...] = ()) -> None:
     """Compare a step's files with its checksums, on the first process; and read what Orbax would trip over.
+
+    Args:
+        workdir: of the run.
+        name: of the step.
+        but: items that are not read, and may be gone.
 
     Raises:
         _DamagedError: on every process.
@@ -475,7 +488,8 @@ def _check_files(workdir: Path, name: str) -> None:
     fault = None
     if jax.process_index() == 0:
         step = _directory(workdir) / name
-        fault = "is no directory" if not step.is_dir() else _file_fault(step, _read_checksums(workdir, name))
+        files = {name: of for name, of in _read_checksums(workdir, name).items() if name.split("/")[0] not in but}
+        fault = "is no directory" if not step.is_dir() else _file_fault(step, files)
         if fault is None:
             try:
                 _read_metrics(workdir, name)
@@ -544,8 +558,13 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
     """
     step = _directory(workdir) / name
     restored, fault = {}, None
+    me = jax.process_index()
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        # Each process for itself: one that fails would leave the others waiting in Orbax.
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process_{me}"
+        )
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
             args = ocp.args.Composite(**items, digests=ocp.args.JsonRestore())
             restored = dict(reader.restore(step, args=args).items())
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
@@ -553,7 +572,13 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
     except Exception as error:  # Orbax and TensorStore raise what they please, and the first of them knows best
         while error.__cause__ is not None:
             error = error.__cause__
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        number = error.errno if isinstance(error, OSError) else int(code[1]) if code else None
+        if number in _PASSING:
+            raise InputError(f"{step}: cannot be read now: {os.strerror(number)}") from error
         fault = f"{step}: cannot be read: {' '.join(str(error).split())[:300]}"
+        if me > 0:  # the first process, which warns of it, knows only that it is so
+            logger.warning("process %d: %s", me, fault)
     if fault := _agreed(fault):
         raise _DamagedError(fault)
     saved = restored.pop("digests")
@@ -610,8 +635,8 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
         return None
     try:
         config = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"workdir = {str(workdir)!r}: {file} is not JSON ({error})") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"workdir = {str(workdir)!r}: {file} cannot be read as JSON ({error})") from error
     require(
         isinstance(config, dict) and set(config) >= {"config", "data_digest"},
         "workdir",

@@ -1,5 +1,6 @@
 """The training loop: config and workdir in, checkpoints out. Next: `evaluation/perplexity.py`."""
 
+import contextlib
 import json
 import logging
 import math
@@ -12,7 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tqdm import tqdm
 
 from dape_jax.config import HOW, RunConfig, differences, resolved
@@ -162,6 +165,13 @@ def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer
     """Make a workdir that of a run, or see that it is."""
     saved = checkpoint.read_config(workdir)
     if saved is None:
+        require(
+            not checkpoint.has_steps(workdir),
+            "workdir",
+            str(workdir),
+            f"has checkpoints, and no {checkpoint.CONFIG_FILE} that says what they are of; put it back (every one has a "
+            "copy: config/metadata), or take another",
+        )
         save_tokenizer(tokenizer, workdir)  # first: a run that has its config has its tokenizer
         checkpoint.write_config(workdir, record)
     else:
@@ -204,9 +214,19 @@ class Scalars:
         self.is_first = jax.process_index() == 0
         # On resuming, what was recorded of steps that will be taken again is dropped.
         if (skipped := workdir / SKIPPED_FILE).exists() and self.is_first:
-            kept = [line for line in skipped.read_text().splitlines() if json.loads(line)["step"] <= start]
-            skipped.write_text("".join(f"{line}\n" for line in kept))
-        self.writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=start + 1, write_to_disk=self.is_first)
+            whole = [
+                line for line in skipped.read_text().splitlines() if line.endswith("}")
+            ]  # a kill may tear the last
+            partial = skipped.with_suffix(".tmp")
+            partial.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= start))
+            partial.replace(skipped)
+        # Written event by event: SummaryWriter's thread, when it dies of a full disk, leaves the run waiting for ever.
+        self.events: EventsWriter | None = None
+        self.events_failed = False
+        if self.is_first:
+            (workdir / "tensorboard").mkdir(exist_ok=True)
+            self.events = EventsWriter(str(workdir / "tensorboard" / "events"))
+            self.write(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
         self.bar = tqdm(
             total=run.train.num_steps,
             initial=start,
@@ -224,7 +244,26 @@ class Scalars:
 
     def __exit__(self, *exception: object) -> None:
         self.bar.close()
-        self.writer.close()
+        if self.events is not None:
+            with contextlib.suppress(OSError):  # a full disk, which was said before
+                self.events.close()
+
+    def write(self, event: Event) -> None:
+        """Append to TensorBoard's events; where that fails, training goes on without them, and says so once."""
+        if self.events is None or self.events_failed:
+            return
+        event.wall_time = time.time()
+        try:
+            self.events.write_event(event)
+            self.events.flush()
+        except OSError as error:
+            logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, error)
+            self.events_failed = True
+
+    def write_scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write TensorBoard scalars by their names."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self.write(Event(step=step, summary=Summary(value=scalars)))
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Take a step's metrics and report the step before it."""
@@ -256,8 +295,7 @@ class Scalars:
         if share is not None:
             values |= {"mfu": share}
             speed += f", MFU {share:.1%}"
-        for name, value in values.items():
-            self.writer.add_scalar(f"train/{name}", value, step)
+        self.write_scalars(step, {f"train/{name}": value for name, value in values.items()})
         self.bar.set_postfix_str(f"loss {values['loss_nats']:.3f}, {speed}{self.validation_text}", refresh=False)
         self.bar.update()
 
@@ -280,14 +318,17 @@ class Scalars:
         logger.warning("step %d: skipped (%s): %s", step, reason, what)
         # As strings where JSON has no number.
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        with (self.workdir / SKIPPED_FILE).open("a") as file:
-            file.write(json.dumps({"step": step, "reason": reason} | numbers) + "\n")
+        try:
+            with (self.workdir / SKIPPED_FILE).open("a") as file:
+                file.write(json.dumps({"step": step, "reason": reason} | numbers) + "\n")
+        except OSError as error:
+            logger.warning("%s: cannot be written to: %s", self.workdir / SKIPPED_FILE, error)
 
     def add_validation(self, step: int, validation_nats: float) -> None:
         """Report a validation."""
         if not math.isfinite(validation_nats):
             raise NonFiniteError(f"step {step}: validation_nats = {validation_nats}; checkpoints up to here are kept")
-        self.writer.add_scalar("validation/loss_nats", validation_nats, step)
+        self.write_scalars(step, {"validation/loss_nats": validation_nats})
         self.validation_text = f", validation {validation_nats:.3f}"
         self.bar.set_postfix_str(self.bar.postfix.split(", validation")[0] + self.validation_text)
         self.fetched_at = time.monotonic()

@@ -136,9 +136,9 @@ def nll_of_features(
         model: whose unembedding it is.
         features_BTD: from `Decoder.features`.
         targets_BT: of the same positions.
-        unembedded_at_once: tokens on each device whose logits are held at once. With more tokens than that their logits
-            are computed in parts, and again in the backward pass, so that memory does not grow with length times
-            vocabulary. The numbers are the same.
+        unembedded_at_once: tokens on each device whose logits are held at once (one position of every sequence at
+            least). With more tokens than that their logits are computed in parts, and again in the backward pass, so
+            that memory does not grow with length times vocabulary. The numbers are the same.
     """
     dtype = model.config.compute_dtype
     features_BTD, weight_DV = features_BTD.astype(dtype), model.unembedding_DV.astype(dtype)
