@@ -169,8 +169,8 @@ def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer
             not checkpoint.has_steps(workdir),
             "workdir",
             str(workdir),
-            f"has checkpoints, and no {checkpoint.CONFIG_FILE} that says what they are of; put it back (every one has a "
-            "copy: config/metadata), or take another",
+            f"has checkpoints, and no {checkpoint.CONFIG_FILE} that says what they are of; put it back (each of "
+            "them has a copy, config/metadata), or take another",
         )
         save_tokenizer(tokenizer, workdir)  # first: a run that has its config has its tokenizer
         checkpoint.write_config(workdir, record)
