@@ -346,6 +346,19 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     assert one.wait() == [0], one.texts()
     assert_same_result(tmp_path / "two_one", one_process)
 
+    # A step of which one process alone cannot decode its part is left out by both.
+    workdir = tmp_path / "two_damaged"
+    shutil.copytree(tmp_path / "two", workdir)
+    shutil.rmtree(workdir / "checksums")
+    for file in (workdir / "checkpoints" / "8" / "params" / "ocdbt.process_1" / "d").iterdir():
+        file.write_bytes(bytes(byte ^ 0x55 if place % 7 == 3 else byte for place, byte in enumerate(file.read_bytes())))
+    two = Run(root, workdir, 2, *EIGHT_STEPS, *new)
+    assert two.wait() == [0, 0], two.texts()
+    assert (workdir / "damaged" / "8").is_dir()
+    assert "step 8 is left out" in two.texts()[0]
+    assert "process 1: " in two.texts()[1]
+    assert_same_result(workdir, one_process)
+
 
 @pytest.mark.slow
 def test_two_processes_go_on_where_one_has_been_with_the_text_split_over_both(root, tmp_path, one_process):

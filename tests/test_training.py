@@ -165,7 +165,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
         assert manager.metrics(2) == {"validation_nats": 1.0}
 
 
-@pytest.mark.parametrize(("mesh", "accumulation"), [((8, 1), 2), ((2, 4), 1), ((2, 4), 2)])
+@pytest.mark.parametrize(("mesh", "accumulation"), [pytest.param((8, 1), 2, marks=pytest.mark.slow), ((2, 4), 2)])
 def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumulation):
     """Three steps: losses and parameters, on any mesh, in any number of parts.
 
@@ -343,6 +343,7 @@ def test_checkpoints_of_an_unknown_config_are_not_gone_on_from(root, tmp_path):
     loop.train(tiny.spec(root, train__num_steps=2), workdir)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_what_only_decides_how(root, tmp_path):
     """Another mesh, accumulation, remat and driver: the same windows and, to rounding, the same parameters."""
     spec = tiny.spec(root, optimizer__learning_rate=1e-3)
