@@ -113,15 +113,27 @@ def shardings_of(state: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
-def nll(logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def nll(
+    logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"], vocab_axis: str | tuple[()] = ()
+) -> Float[Array, "B T"]:
     """Negative log-likelihood of every target, in nats, float32.
 
     The target's logit is picked by comparing, not by indexing: where the vocabulary is split over devices, each then
     looks at its own part alone.
+
+    Args:
+        logits_BTV: of the whole vocabulary, or of this device's part of it.
+        targets_BT: counted from the first of that part.
+        vocab_axis: mesh axis that splits the vocabulary, inside a `shard_map`.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
+    largest_BT = jax.lax.stop_gradient(logits_BTV).max(axis=-1)
+    largest_BT = jax.lax.pmax(largest_BT, vocab_axis) if vocab_axis else largest_BT
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
+    total_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
+    target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
+    total_BT, target_BT = jax.lax.psum((total_BT, target_BT), vocab_axis) if vocab_axis else (total_BT, target_BT)
+    return largest_BT + jnp.log(total_BT) - target_BT
 
 
 def nll_of_features(
@@ -164,13 +176,7 @@ def _nll_on_device(
 
     def nll_of_parts(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
         logits_BTV = jnp.einsum("BTD,DV->BTV", features_BTD, weight_DV, preferred_element_type=jnp.float32)
-        largest_BT = jax.lax.stop_gradient(logits_BTV).max(axis=-1)
-        largest_BT = jax.lax.pmax(largest_BT, vocab_axis) if vocab_axis else largest_BT
-        is_target_BTV = ids_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
-        total_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
-        target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
-        total_BT, target_BT = jax.lax.psum((total_BT, target_BT), vocab_axis)
-        return largest_BT + jnp.log(total_BT) - target_BT
+        return nll(logits_BTV, ids_BT, vocab_axis)
 
     batch, length, _ = features_BTD.shape
     if batch * length <= at_once:
