@@ -1,6 +1,7 @@
 """What dying machines, bad disks and a second run do to a run: nothing is lost, and nothing wrong goes unseen."""
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -27,6 +28,18 @@ from dape_jax.training import checkpoint, loop
 from dape_jax.training.step import TrainState
 
 ROOT = Path(__file__).parent.parent
+
+# Orbax leaves the other reads of a damaged step to fail with nobody to hear them.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_hashes():
+    """So short that the arrays' files are longer however Orbax spreads the devices' parts over files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "HASHED_BYTES", 2**12)
+        yield
+    gc.collect()  # the futures below complain when they are collected: here, not in another file's tests
 
 
 def small_state(seed: int) -> TrainState:
@@ -72,8 +85,10 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 
 def array_data(step: Path) -> Path:
-    """The file that holds most of a step's parameters."""
-    return max((step / "params").rglob("*"), key=lambda file: file.stat().st_size)
+    """The file that holds most of a step's parameters; its beginning has no checksum, only a digest of the array."""
+    found = max((step / "params").rglob("*"), key=lambda file: file.stat().st_size)
+    assert found.stat().st_size > 2 * checkpoint.HASHED_BYTES
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +160,6 @@ def test_a_step_comes_back_on_any_mesh(saved, mesh):
 
 
 # The error that is raised is not the only one of Orbax's coroutines that failed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_flipped_byte_is_detected_in_every_file_and_named(workdir):
     for step in (1, 2):
         shutil.rmtree(workdir / "checkpoints" / str(step))
@@ -160,7 +174,8 @@ def test_a_flipped_byte_is_detected_in_every_file_and_named(workdir):
             flip(step / name, place, int(draw.integers(8)))
             with pytest.raises(InputError, match="none of its checkpoints is whole") as error:
                 checkpoint.restore_newest(workdir, target)
-            named = name in str(error.value) or (step / name == array_data(step) and "up_DF" in str(error.value))
+            array = name.startswith("params/") and len(content) > checkpoint.HASHED_BYTES
+            named = name in str(error.value) or (array and "up_DF" in str(error.value))
             assert named, (name, place, str(error.value))
             (step / name).write_bytes(content)
     found = checkpoint.restore_newest(workdir, target)
@@ -168,7 +183,6 @@ def test_a_flipped_byte_is_detected_in_every_file_and_named(workdir):
     assert found[0] == 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_without_checksums_nothing_wrong_is_restored(workdir):
     """Of files that a restore reads, a flip is an error, or (in what no array is made from) without effect."""
     shutil.rmtree(workdir / "checksums")
@@ -252,7 +266,6 @@ def read_as_an_evaluator(workdir: Path, which: str) -> tuple[int, dict]:
 DAMAGES = [damage_data, truncate, lose_file, lose_item, spoil_metrics, replace_by_another, empty, put_a_file_there]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("with_checksums", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
 def test_a_damaged_step_is_left_out_moved_aside_and_kept(workdir, caplog, damage, with_checksums):
