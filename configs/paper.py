@@ -34,7 +34,7 @@ from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 from dape_jax.errors import require
-from dape_jax.transformer import SIZES
+from dape_jax.transformer import GPT_NEOX, SIZES
 
 LEARNING_RATES = {"125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 
@@ -58,6 +58,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
         **SIZES[size],
         num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
         vocab_size=choice["vocab"],
+        num_outputs=config_dict.placeholder(int),  # as vocab_size
+        **GPT_NEOX,
         **choose_method(choice, choice["train_length"]),
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=128, num_buckets=4),

@@ -15,6 +15,7 @@ processor=none|dape, kernel=1|3|5|..., channels=C; any field below can be set to
 from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
+from dape_jax.transformer import GPT_NEOX
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
@@ -27,6 +28,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_heads=4,
         num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
         vocab_size=257,  # 256 bytes and the end of a document
+        num_outputs=config_dict.placeholder(int),  # as vocab_size
+        **GPT_NEOX,
         **choose_method(choice, train_length=64, length_scale=0.5),
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64

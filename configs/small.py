@@ -20,6 +20,7 @@ from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 from dape_jax.errors import require
+from dape_jax.transformer import GPT_NEOX
 
 SIZES = {
     "xs": dict(num_layers=3, width=96, num_heads=4),
@@ -42,6 +43,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
         **SIZES[size],
         num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
         vocab_size=257,  # 256 bytes and the end of a document
+        num_outputs=config_dict.placeholder(int),  # as vocab_size
+        **GPT_NEOX,
         **choose_method(choice, train_length, length_scale=0.25),
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),

@@ -66,7 +66,7 @@ from dape_jax.processors import (
     dape,
     key_convolution,
 )
-from dape_jax.transformer import Cache, Decoder, TransformerConfig, make_cache
+from dape_jax.transformer import Cache, Transformer, TransformerConfig, make_cache
 
 __all__ = [  # noqa: RUF022
     # In reading order. Attention over any block of query rows.
@@ -129,7 +129,7 @@ __all__ = [  # noqa: RUF022
     "Processor",
     # The paper's model.
     "TransformerConfig",
-    "Decoder",
+    "Transformer",
     "Cache",
     "make_cache",
     # What bad input raises.

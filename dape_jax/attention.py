@@ -40,9 +40,11 @@ def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, wi
     q 2   x x x . .        (to either side where attention is not causal)
     q 3   . x x x .
     q 4   . . x x x
+
+    Where attention is not causal, a key with a negative position is padding, and no query sees it.
     """
     distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
-    mask_TS = distance_TS >= 0 if causal else jnp.ones_like(distance_TS, bool)
+    mask_TS = distance_TS >= 0 if causal else jnp.broadcast_to(k_pos_S[None, :] >= 0, distance_TS.shape)
     return mask_TS if window is None else mask_TS & (jnp.abs(distance_TS) < window)
 
 
@@ -115,7 +117,8 @@ def attend(
             any case, and so has what the processor mixes.
         v_BSGK: values.
         q_pos_T: positions of the queries, in any order.
-        k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours.
+        k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours. If
+            not causal, those of padding at the end are negative.
         bias: position bias, or contextual encoding; None for none.
         processor: what is done to the scores; None for scores + bias.
         causal: a query sees no key after it; if False, distances are |i - j| and the processor's mask lets all through.
@@ -324,9 +327,10 @@ def attend_on_mesh(
     *,
     bias: Bias | ContextualBias | None = None,
     processor: Processor | None = None,
+    causal: bool = True,
     window: int | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Causal self-attention, each device of `context` and `tensor` taking its share of the query rows, with all heads.
+    """Self-attention, each device of `context` and `tensor` taking its share of the query rows, with all heads.
 
     Before and after, a device of context c has the rows that `sharding.deal_rows` gave it, and one of tensor t some
     heads of them. In between it has every n-th row, n = c t, from its own place on, with all heads, and all keys and
@@ -349,7 +353,8 @@ def attend_on_mesh(
     num_context, num_tensor = sizes["context"], sizes["tensor"]
     n = num_context * num_tensor
     if math.prod(sizes.values()) == 1:
-        return attention(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, bias=bias, processor=processor, window=window)
+        options = {"bias": bias, "processor": processor, "causal": causal, "window": window}
+        return attention(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, **options)
 
     leaves, structure = jax.tree.flatten((bias, processor))  # of which some may be no arrays: functions, for one
 
@@ -370,7 +375,7 @@ def attend_on_mesh(
         place = jax.lax.axis_index("tensor") * num_context + jax.lax.axis_index("context")
         q_pos_T = k_pos_S.reshape(-1, n)[:, place]
         out = attention.for_every_nth_row(n)(
-            q, all_of(k), all_of(v), q_pos_T, k_pos_S, bias=bias, processor=processor, window=window
+            q, all_of(k), all_of(v), q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
         )
         out = jax.lax.all_to_all(out[:, :, None], "tensor", split_axis=3, concat_axis=2, tiled=True)
         return out.reshape(batch, rows, heads, head_dim)

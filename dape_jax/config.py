@@ -22,6 +22,7 @@ from dape_jax.evaluation.perplexity import EvaluationConfig
 from dape_jax.positions import ROTARY
 from dape_jax.processors import PROCESSORS
 from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
+from dape_jax.tasks.tapes import AccuracyConfig, TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 from dape_jax.transformer import TransformerConfig
 
@@ -40,7 +41,7 @@ class TrainConfig:
 
     Args:
         seed: of the parameters.
-        train_length: T, in tokens.
+        train_length: T, in tokens; of a task the longest input, in symbols.
         batch_size: sequences in a step, over all devices and accumulation parts.
         accumulation_steps: parts in which a step's gradient is computed.
         unembedded_at_once: tokens on each device whose logits are held at once.
@@ -100,15 +101,13 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """One section for each room."""
+class _Run:
+    """The sections that every run has, one for each room."""
 
     model: TransformerConfig
-    data: DataConfig
     optimizer: OptimizerConfig
     train: TrainConfig
     mesh: MeshConfig
-    evaluation: EvaluationConfig
 
     def __post_init__(self):
         fraction, num_steps = self.optimizer.warmup_fraction, self.train.num_steps
@@ -119,37 +118,104 @@ class RunConfig:
             f"must leave a step of train.num_steps = {num_steps} after the warm-up",
         )
 
-    def check_mesh(self, mesh: Mesh) -> None:
-        """Raise `InputError` unless batch, text and model divide over a mesh."""
-        self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
-        check_mesh(mesh, {"T": ("train.train_length", self.train.train_length)})
-        self.check_model_mesh(mesh)
-
     def check_model_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless the model divides over a mesh."""
         model = self.model
         sizes = {"D": ("model.width", model.width)}
         sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
         check_mesh(
-            mesh, sizes | {"V": ("model.vocab_size", model.vocab_size), "F": ("4 x model.width", 4 * model.width)}
+            mesh, sizes | {"V": ("model.num_outputs", model.num_outputs), "F": ("4 x model.width", 4 * model.width)}
         )
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise `InputError` unless batch, sequences and model divide over a mesh."""
+        self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+        check_mesh(mesh, {"T": self.sequence})
+        self.check_model_mesh(mesh)
+
+    @property
+    def sequence(self) -> tuple[str, int]:
+        """What every sequence's length is a multiple of: the field that says so, and the number."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig(_Run):
+    """A language model on a corpus."""
+
+    data: DataConfig
+    evaluation: EvaluationConfig
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.model.causal, "model.causal", self.model.causal, "True for a language model")
+        require(
+            self.model.num_outputs == self.model.vocab_size,
+            "model.num_outputs",
+            self.model.num_outputs,
+            f"as model.vocab_size = {self.model.vocab_size} in a language model",
+        )
+
+    @property
+    def sequence(self) -> tuple[str, int]:
+        """See `_Run`."""
+        return "train.train_length", self.train.train_length
 
     @classmethod
     def from_dict(cls, spec: dict[str, Any]) -> "RunConfig":
         """Read and check a config file's dict.
 
         Raises:
-            InputError: a section or field that is unknown, missing or out of range.
+            InputError: a section or field that is unknown, missing or out of range; or a run on a task.
         """
-        _check_fields(cls, "config", spec)
-        return cls(
-            model=read_model(spec["model"]),
-            data=read_section(DataConfig, "data", spec["data"]),
-            optimizer=read_section(OptimizerConfig, "optimizer", spec["optimizer"]),
-            train=read_section(TrainConfig, "train", spec["train"]),
-            mesh=read_section(MeshConfig, "mesh", spec["mesh"]),
-            evaluation=read_section(EvaluationConfig, "evaluation", spec["evaluation"]),
-        )
+        if is_task(spec):
+            raise InputError(f"data.task = {spec['data']['task']!r}: a run on a task, and this is for language models")
+        return cls(**_read_sections(cls, spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRunConfig(_Run):
+    """A model on an algorithmic task."""
+
+    data: TaskConfig
+    evaluation: AccuracyConfig
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field in ("vocab_size", "num_outputs"):
+            value, expected = getattr(self.model, field), getattr(self.data, field)
+            require(value == expected, f"model.{field}", value, f"{expected} for {self.data.task}")
+        self.data.check_length("train.train_length", self.train.train_length)
+        self.data.check_length("evaluation.lengths", max(self.evaluation.lengths))
+
+    @property
+    def sequence(self) -> tuple[str, int]:
+        """See `_Run`."""
+        return "data.pad_to", self.data.pad_to
+
+    @classmethod
+    def from_dict(cls, spec: dict[str, Any]) -> "TaskRunConfig":
+        """See `RunConfig.from_dict`."""
+        return cls(**_read_sections(cls, spec))
+
+
+def is_task(spec: dict[str, Any]) -> bool:
+    """Whether a config file's dict is of a run on a task."""
+    return "data" in spec and "task" in spec["data"]
+
+
+def read_run(spec: dict[str, Any]) -> RunConfig | TaskRunConfig:
+    """Read and check a config file's dict; see `RunConfig.from_dict`."""
+    return TaskRunConfig.from_dict(spec) if is_task(spec) else RunConfig.from_dict(spec)
+
+
+def _read_sections(cls: type, spec: dict[str, Any]) -> dict[str, Any]:
+    _check_fields(cls, "config", spec)
+    kinds = typing.get_type_hints(cls)
+    return {
+        name: read_model(section) if name == "model" else read_section(kinds[name], name, section)
+        for name, section in spec.items()
+    }
 
 
 def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
@@ -184,14 +250,17 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
 
 
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
-    """Read the `model` section. The dtype "auto" is that of the platform; num_kv_heads None is num_heads."""
+    """Read the `model` section. The dtype "auto" is that of the platform; num_kv_heads None is num_heads, and
+    num_outputs None is vocab_size.
+    """
     _check_fields(TransformerConfig, "model", spec)
     chosen = {field: read_choice(f"model.{field}", table, spec[field]) for field, table in CHOICES.items()}
     dtype = spec["dtype"]
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    num_kv_heads = spec["num_heads"] if spec["num_kv_heads"] is None else spec["num_kv_heads"]
-    return TransformerConfig(**{**spec, **chosen, "dtype": dtype, "num_kv_heads": num_kv_heads})
+    same = {"num_kv_heads": "num_heads", "num_outputs": "vocab_size"}
+    sizes = {field: spec[other] if spec[field] is None else spec[field] for field, other in same.items()}
+    return TransformerConfig(**{**spec, **chosen, **sizes, "dtype": dtype})
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
@@ -208,7 +277,7 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
     return {"name": name} | dataclasses.asdict(read_choice(f"model.{field}", CHOICES[field], {"name": name} | options))
 
 
-def resolved(run: RunConfig) -> dict[str, Any]:
+def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
     """A run's whole config as JSON, every option in it: what is saved, and what `RunConfig.from_dict` reads again."""
     spec = dataclasses.asdict(run)
     for field, table in CHOICES.items():

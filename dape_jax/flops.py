@@ -104,7 +104,7 @@ def _flops(
     return Flops(
         projections=passes.projections * L * tokens * 2 * D * (2 * H * K + 2 * G * K),
         mlp=(passes.up + passes.down) * L * tokens * 2 * D * 4 * D,
-        unembedding=passes.unembedding * tokens * 2 * D * config.vocab_size,
+        unembedding=passes.unembedding * tokens * 2 * D * config.num_outputs,
         attention=(passes.scores + passes.values) * L * pairs * batch_size * 2 * H * K,
         processor=passes.processor * L * pairs * (pair.of_scores * batch_size + pair.of_bias * num_bias_batches),
     )

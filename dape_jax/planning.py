@@ -479,7 +479,7 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
         "layer inputs": L * tokens * D * 4,
         "kept of layers": L * kept,
         "one layer": 2 * 2 * 12 * D * D // sizes["tensor"] + of_scores * min(block, num_rows),
-        "logits": min(tokens, train.unembedded_at_once) * model.vocab_size * 8 // sizes["tensor"],
+        "logits": min(tokens, train.unembedded_at_once) * model.num_outputs * 8 // sizes["tensor"],
     }
     peak, shards = sum(held.values()), sizes["fsdp"]
     received = num_params * 2 * (3 if model.remat == "none" else 4) * train.accumulation_steps * (shards - 1) // shards

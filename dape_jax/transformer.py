@@ -1,10 +1,13 @@
-"""The paper's decoder: embeddings -> blocks -> logits, in GPT-NeoX's form.
+"""The paper's models: embeddings -> blocks -> logits.
 
 In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
 
+The language models are GPT-NeoX's decoder, `GPT_NEOX`: blocks x + attention(norm(x)) then x + mlp(norm(x)), biases
+everywhere, untied embeddings, no dropout. The algorithmic tasks have `ENCODER`: attention to both sides, and blocks
+norm(x + attention(x)) then norm(x + mlp(x)). They are one model with other options.
+
 `extend` is the same model on some rows against a `Cache` of keys and values: what generation calls.
 
-Pre-LayerNorm blocks, x + attention(norm(x)) then x + mlp(norm(x)); biases everywhere; untied embeddings; no dropout.
 The layers are one module with stacked parameters, run by a scan, so that compile time does not grow with depth.
 
 Parameters are float32 and named after the shape legend; matmuls run in the compute dtype; norms, scores and logits are
@@ -12,6 +15,7 @@ float32.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -36,6 +40,31 @@ SIZES = {
     "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
 }
 
+# The form of the paper's language models, and of the encoder of its algorithmic tasks (Deletang et al. 2023).
+GPT_NEOX = {
+    "causal": True,
+    "norm_first": True,
+    "activation": "gelu",
+    "dropout": 0.0,
+    "projection_bias": True,
+    "scale_embedding": False,
+    "output_bias": False,
+    "initializer": "gpt_neox",
+}
+ENCODER = {
+    "causal": False,
+    "norm_first": False,
+    "activation": "relu",
+    "dropout": 0.1,
+    "projection_bias": False,
+    "scale_embedding": True,
+    "output_bias": True,
+    "initializer": "fan_in",
+}
+
+ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
+INITIALIZERS = ("gpt_neox", "fan_in")
+
 # What the backward pass keeps of a block: everything; the results of matmuls without a batch dim (not the scores);
 # nothing but the block's input.
 REMAT = {
@@ -59,11 +88,21 @@ class TransformerConfig:
         width: D.
         num_heads: H; divides the width.
         num_kv_heads: G, heads of keys and values; divides H. H, or fewer for grouped-query attention.
-        vocab_size: V.
+        vocab_size: tokens that the embedding has a row for.
+        num_outputs: V, tokens that the logits are of; the vocabulary's size in a language model.
         rotary: what rotates queries and keys.
         bias: position bias.
         processor: what is done to the scores.
+        causal: a token sees none after it; if False, all on both sides.
         window: a token sees itself and so many tokens less one before it; None for all (sliding-window attention).
+        norm_first: blocks x + f(norm(x)), and a norm after the last one; if False, norm(x + f(x)).
+        activation: of the MLP, a key of `ACTIVATIONS` ("gelu" is the exact one).
+        dropout: share of what attention and MLP add to the residual stream that training sets to 0.
+        projection_bias: whether the projections of attention have biases.
+        scale_embedding: whether embeddings are multiplied with sqrt(D).
+        output_bias: whether the logits have a bias.
+        initializer: "gpt_neox", normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for what ends a branch; or
+            "fan_in", 1 / sqrt(fan in) cut off at two of them, and 0.02 for the embedding.
         attention: `Dense` or `Blockwise`; how it is computed, not what.
         remat: what the backward pass keeps of a block, a key of `REMAT`.
         dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
@@ -74,16 +113,25 @@ class TransformerConfig:
     num_heads: int
     num_kv_heads: int
     vocab_size: int
+    num_outputs: int
     rotary: NoRotary | Rope
     bias: BiasConfig
     processor: ProcessorConfig
+    causal: bool
     window: int | None
+    norm_first: bool
+    activation: str
+    dropout: float
+    projection_bias: bool
+    scale_embedding: bool
+    output_bias: bool
+    initializer: str
     attention: Attention
     remat: str
     dtype: str
 
     def __post_init__(self):
-        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "vocab_size"):
+        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "vocab_size", "num_outputs"):
             require(getattr(self, field) > 0, f"model.{field}", getattr(self, field), "a positive number")
         require(
             self.width % self.num_heads == 0,
@@ -101,6 +149,17 @@ class TransformerConfig:
         if isinstance(self.rotary, Rope):
             require(self.head_dim % 2 == 0, "model.width / model.num_heads", self.head_dim, "even for rotary embedding")
             self.rotary.frequencies(self.head_dim)  # a variant may refuse a head dim
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "from 0 to below 1")
+        for field, allowed in (("activation", ACTIVATIONS), ("initializer", INITIALIZERS)):
+            require(
+                getattr(self, field) in allowed, f"model.{field}", getattr(self, field), f"one of {sorted(allowed)}"
+            )
+        require(
+            self.causal or not self.bias.causal_only,
+            "model.causal",
+            self.causal,
+            f"True for {type(self.bias).__name__}, which counts the keys between a key and a later query",
+        )
         require(self.remat in REMAT, "model.remat", self.remat, f"one of {sorted(REMAT)}")
         require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {list(DTYPES)}")
 
@@ -113,6 +172,16 @@ class TransformerConfig:
     def compute_dtype(self) -> jnp.dtype:
         """The dtype of the matmuls."""
         return jnp.dtype(self.dtype)
+
+
+def initializer(config: TransformerConfig, fan_in: int, *, ends_branch: bool = False) -> nnx.Initializer:
+    """Of a weight; see `TransformerConfig`."""
+    if config.initializer == "fan_in":
+        return nnx.initializers.truncated_normal(1 / math.sqrt(fan_in))
+    width = config.width
+    return nnx.initializers.normal(
+        2 / (config.num_layers * math.sqrt(width)) if ends_branch else math.sqrt(2 / (5 * width))
+    )
 
 
 def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
@@ -143,6 +212,7 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
     Raises:
         InputError: a row's result would change when keys are appended, so that a cache could not be right.
     """
+    require(config.causal, "model.causal", config.causal, "True: a model that reads both sides cannot generate")
     if reason := config.processor.why_not_cached:
         raise InputError(f"{reason}: this model cannot generate")
     shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
@@ -154,22 +224,24 @@ class SelfAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, H, G, K = config.width, config.num_heads, config.num_kv_heads, config.head_dim
-        normal = nnx.initializers.normal(math.sqrt(2 / (5 * D)))
-        output_normal = nnx.initializers.normal(2 / (config.num_layers * math.sqrt(D)))
+        normal = initializer(config, D)
         self.query_DHK = nnx.Param(normal(rngs.params(), (D, H, K)))
         self.key_DGK = nnx.Param(normal(rngs.params(), (D, G, K)))
         self.value_DGK = nnx.Param(normal(rngs.params(), (D, G, K)))
-        self.output_HKD = nnx.Param(output_normal(rngs.params(), (H, K, D)))
-        self.query_bias_HK = nnx.Param(jnp.zeros((H, K)))
-        self.key_bias_GK = nnx.Param(jnp.zeros((G, K)))
-        self.value_bias_GK = nnx.Param(jnp.zeros((G, K)))
-        self.output_bias_D = nnx.Param(jnp.zeros((D,)))
+        self.output_HKD = nnx.Param(initializer(config, D, ends_branch=True)(rngs.params(), (H, K, D)))
+
+        def bias(*shape: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros(shape)) if config.projection_bias else None
+
+        self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = bias(H, K), bias(G, K), bias(G, K)
+        self.output_bias_D = bias(D)
         # Of their own stream, so that all other parameters are the same for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
         has_bias = config.bias.shared_by_layers or self.bias is not None
         self.processor = config.processor.build(H, has_bias=has_bias, dtype=config.compute_dtype, rngs=score_rngs)
         self.rotary = config.rotary
+        self.causal = config.causal
         self.window = config.window
         self.attention = config.attention
         self.dtype = config.compute_dtype
@@ -179,9 +251,9 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
         """Queries, keys and values, rotated where positions are rotary."""
 
-        def project(weight_DHK: nnx.Param, bias_HK: nnx.Param) -> Float[Array, "B T H K"]:
+        def project(weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B T H K"]:
             y_BTHK = matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
-            return y_BTHK + bias_HK[None, None].astype(self.dtype)
+            return y_BTHK if bias_HK is None else y_BTHK + bias_HK[None, None].astype(self.dtype)
 
         q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
         k_BTGK = self.rotary(project(self.key_DGK, self.key_bias_GK), pos_T)
@@ -195,11 +267,12 @@ class SelfAttention(nnx.Module):
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Attend every position to itself and those before it, in `x_BTD` or in the cache, and write to the cache."""
+        """Attend every position to those that it sees, in `x_BTD` or in the cache, and write to the cache."""
         q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
         options = {
             "bias": shared_bias if self.bias is None else self.bias,
             "processor": self.processor,
+            "causal": self.causal,
             "window": self.window,
         }
         if cache is None:
@@ -215,38 +288,41 @@ class SelfAttention(nnx.Module):
                 q_BTHK, k_BSGK, v_BSGK, pos_T, jnp.arange(k_BSGK.shape[1]), **options
             )
         out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
-        return out_BTD + self.output_bias_D[None, None].astype(self.dtype), cache
+        if self.output_bias_D is not None:
+            out_BTD += self.output_bias_D[None, None].astype(self.dtype)
+        return out_BTD, cache
 
 
 class MLP(nnx.Module):
-    """Two layers with GELU (the exact one) between, F = 4 D."""
+    """Two layers with the activation between, F = 4 D."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, F = config.width, 4 * config.width
-        normal = nnx.initializers.normal(math.sqrt(2 / (5 * D)))
-        output_normal = nnx.initializers.normal(2 / (config.num_layers * math.sqrt(D)))
-        self.up_DF = nnx.Param(normal(rngs.params(), (D, F)))
+        self.up_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F)))
         self.up_bias_F = nnx.Param(jnp.zeros((F,)))
-        self.down_FD = nnx.Param(output_normal(rngs.params(), (F, D)))
+        self.down_FD = nnx.Param(initializer(config, F, ends_branch=True)(rngs.params(), (F, D)))
         self.down_bias_D = nnx.Param(jnp.zeros((D,)))
+        self.activation = ACTIVATIONS[config.activation]
         self.dtype = config.compute_dtype
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """down(gelu(up(x)))."""
+        """down(activation(up(x)))."""
         h_BTF = matmul("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype))
-        h_BTF = nnx.gelu(h_BTF + self.up_bias_F[None, None].astype(self.dtype), approximate=False)
+        h_BTF = self.activation(h_BTF + self.up_bias_F[None, None].astype(self.dtype))
         y_BTD = matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
         return y_BTD + self.down_bias_D[None, None].astype(self.dtype)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Attention, then the MLP, each adding to the residual stream: x + f(norm(x)), or norm(x + f(x))."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.attention_norm = layer_norm(config.width, rngs)
         self.attention = SelfAttention(config, rngs=rngs)
         self.mlp_norm = layer_norm(config.width, rngs)
         self.mlp = MLP(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+        self.norm_first = config.norm_first
         self.dtype = config.compute_dtype
 
     def __call__(
@@ -256,20 +332,32 @@ class Block(nnx.Module):
         shared_bias: Bias | ContextualBias | None,
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
+        dropout_key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """One layer of the residual stream, which is float32."""
-        normed_BTD = self.attention_norm(x_BTD).astype(self.dtype)
-        attended_BTD, cache = self.attention(normed_BTD, pos_T, shared_bias, cache, layer)
-        x_BTD += attended_BTD.astype(x_BTD.dtype)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD).astype(self.dtype)).astype(x_BTD.dtype), cache
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+
+        def read(norm: nnx.LayerNorm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+            return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
+
+        def add(
+            norm: nnx.LayerNorm, x_BTD: Float[Array, "B T D"], update_BTD: Float[Array, "B T D"], key: Array | None
+        ) -> Float[Array, "B T D"]:
+            x_BTD += self.dropout(update_BTD, deterministic=key is None, rngs=key).astype(x_BTD.dtype)
+            return x_BTD if self.norm_first else norm(x_BTD)
+
+        attended_BTD, cache = self.attention(read(self.attention_norm, x_BTD), pos_T, shared_bias, cache, layer)
+        x_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
+        return add(self.mlp_norm, x_BTD, self.mlp(read(self.mlp_norm, x_BTD)), keys[1]), cache
 
 
-class Decoder(nnx.Module):
-    """The language model."""
+class Transformer(nnx.Module):
+    """The paper's decoder, or the encoder of its algorithmic tasks."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        normal = nnx.initializers.normal(math.sqrt(2 / (5 * config.width)))
-        self.embedding_VD = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width)))
+        D, V = config.width, config.num_outputs
+        of_table = nnx.initializers.truncated_normal(0.02) if config.initializer == "fan_in" else initializer(config, D)
+        self.embedding_VD = nnx.Param(of_table(rngs.params(), (config.vocab_size, D)))
         score_rngs = nnx.Rngs(rngs.params())  # see `SelfAttention`
         self.shared_bias = (
             config.bias.build(config.num_heads, config.head_dim, score_rngs) if config.bias.shared_by_layers else None
@@ -281,22 +369,45 @@ class Decoder(nnx.Module):
             return Block(config, rngs=rngs)
 
         self.layers = make_layers(rngs)
-        self.norm = layer_norm(config.width, rngs)
-        self.unembedding_DV = nnx.Param(normal(rngs.params(), (config.width, config.vocab_size)))
+        self.norm = layer_norm(D, rngs) if config.norm_first else None
+        self.unembedding_DV = nnx.Param(initializer(config, D)(rngs.params(), (D, V)))
+        self.output_bias_V = nnx.Param(jnp.zeros((V,))) if config.output_bias else None
         self.config = config
 
-    def features(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T D"]:
-        """Everything but the unembedding; positions 0..T-1 unless given."""
-        pos_T = deal_rows(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
-        x_BTD = look_up(self.embedding_VD[...], deal_rows(tokens_BT, 1))
+    def features(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        pos_T: Int[Array, "T"] | None = None,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Everything but the unembedding.
 
-        def layer(x_BTD: Float[Array, "B T D"], block: Block) -> tuple[Float[Array, "B T D"], None]:
-            return place(block(x_BTD, pos_T, self.shared_bias)[0], "BTD"), None
+        Args:
+            tokens_BT: the tokens.
+            pos_T: their positions, increasing; 0..T-1 if None. Where attention is not causal, a negative position is
+                that of padding, which no other token sees; causal attention has its padding after all tokens.
+            dropout_key: of the random numbers that dropout draws; None for none.
+        """
+        pos_T = deal_rows(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
+        x_BTD = self._scaled(look_up(self.embedding_VD[...], deal_rows(tokens_BT, 1)))
+
+        def layer(
+            x_BTD: Float[Array, "B T D"], block_and_key: tuple[Block, Array | None]
+        ) -> tuple[Float[Array, "B T D"], None]:
+            block, key = block_and_key
+            return place(block(x_BTD, pos_T, self.shared_bias, dropout_key=key)[0], "BTD"), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
-        x_BTD, _ = jax.lax.scan(layer, x_BTD, self.layers)
-        return place(collect_rows(self.norm(x_BTD), 1), "BTD")
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_layers)
+        x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, keys))
+        return place(collect_rows(self._normed(x_BTD), 1), "BTD")
+
+    def _scaled(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x_BTD * math.sqrt(self.config.width) if self.config.scale_embedding else x_BTD
+
+    def _normed(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return x_BTD if self.norm is None else self.norm(x_BTD)
 
     def extend(
         self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"], cache: Cache
@@ -311,7 +422,7 @@ class Decoder(nnx.Module):
             cache: from `make_cache`, or from an earlier call. Columns from a query's position on are overwritten before
                 they are read.
         """
-        x_BTD = self.embedding_VD[...][tokens_BT]
+        x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
 
         def layer(
             carry: tuple[Float[Array, "B T D"], Cache], block_and_number: tuple[Block, Int[Array, ""]]
@@ -323,15 +434,16 @@ class Decoder(nnx.Module):
 
         numbers = jnp.arange(self.config.num_layers)
         (x_BTD, cache), _ = jax.lax.scan(layer, (x_BTD, cache), (self.layers, numbers))
-        return self.norm(x_BTD), cache
+        return self._normed(x_BTD), cache
 
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Float32 logits of the features of any positions."""
         dtype = self.config.compute_dtype
-        return matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), jnp.float32)
+        logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), jnp.float32)
+        return logits_BTV if self.output_bias_V is None else logits_BTV + self.output_bias_V[None, None]
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
-        """Logits of the next token at every position."""
+        """Logits at every position: of the next token, in a language model."""
         return self.logits(self.features(tokens_BT, pos_T))
 
 
@@ -348,6 +460,6 @@ def parameter_counts(params: Params) -> dict[str, int]:
 
 def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
     """The model's static structure, and its parameters' shapes and dtypes; nothing is allocated."""
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     return graphdef, nnx.to_pure_dict(params)

@@ -65,7 +65,8 @@ say("start-up")
 from dape_jax.training import checkpoint, loop
 make_train_step = loop.make_train_step
 loop.make_train_step = lambda *args, **kwargs: observed(make_train_step(*args, **kwargs), "step")
-loop.mean_validation_nll = observed(loop.mean_validation_nll, "validation")
+make_validation = loop.make_validation
+loop.make_validation = lambda *args, **kwargs: observed(make_validation(*args, **kwargs), "validation")
 checkpoint.save = observed(checkpoint.save, "save")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -22,7 +22,7 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation import attention_maps as module
 from dape_jax.evaluation.attention_maps import attention_maps, layer_maps
 from dape_jax.training import loop
-from dape_jax.transformer import Block, Decoder, TransformerConfig, model_structure
+from dape_jax.transformer import Block, Transformer, TransformerConfig, model_structure
 
 MODULE = ("-m", "dape_jax.evaluation.attention_maps")
 LENGTH = 77
@@ -64,11 +64,11 @@ def config_of(root: Path, changes: dict) -> TransformerConfig:
     return dataclasses.replace(config, attention=Blockwise(block_size=16))
 
 
-def layer_of(model: Decoder, layer: int) -> Block:
+def layer_of(model: Transformer, layer: int) -> Block:
     return jax.tree.map(lambda stacked: stacked[layer], model.layers)
 
 
-def model_and_input(root: Path, case: str) -> tuple[Decoder, jax.Array]:
+def model_and_input(root: Path, case: str) -> tuple[Transformer, jax.Array]:
     """A model none of whose parameters is at 0, and what goes into one of its layers."""
     graphdef, abstract = model_structure(config_of(root, CASES[case]))
     draw = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def model_and_input(root: Path, case: str) -> tuple[Decoder, jax.Array]:
     return nnx.merge(graphdef, params), jnp.asarray(draw.normal(size=(1, LENGTH, 16)), jnp.float32)
 
 
-def dense_maps(model: Decoder, x_BTD: jax.Array) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def dense_maps(model: Transformer, x_BTD: jax.Array) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """All pairs of layer 1 at once, from the definition; which of them are visible; and the values, for all heads."""
     block, pos_T = layer_of(model, 1), jnp.arange(x_BTD.shape[1])
     attention = block.attention

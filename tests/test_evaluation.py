@@ -529,9 +529,9 @@ def test_no_more_than_a_chunk_of_logits_is_held(root):
     """By position at a large vocabulary, where [T, V] logits would be most of the memory."""
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     length, vocab_size = 8192, 20_000
-    found = predicted_bytes(compiled_at(run, length, length, vocab_size=vocab_size))
+    found = predicted_bytes(compiled_at(run, length, length, vocab_size=vocab_size, num_outputs=vocab_size))
     assert found < length * vocab_size * 4 / 2
-    small = predicted_bytes(compiled_at(run, 1024, 1024, vocab_size=vocab_size))
+    small = predicted_bytes(compiled_at(run, 1024, 1024, vocab_size=vocab_size, num_outputs=vocab_size))
     assert small > 1024 * vocab_size * 4  # a chunk of them is there, and counted
 
 

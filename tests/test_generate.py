@@ -43,7 +43,7 @@ from dape_jax.processors import DapeConfig
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import loop
 from dape_jax.training.checkpoint import restore_config, restore_params
-from dape_jax.transformer import Decoder, Params, TransformerConfig, model_structure
+from dape_jax.transformer import Transformer, Params, TransformerConfig, model_structure
 
 GREEDY = Sampling(temperature=0.0)
 BIAS_OPTIONS = {
@@ -85,7 +85,7 @@ def make_config(bias: str, processor: str, rotary: str = "none", **changes) -> T
 
 def random_params(config: TransformerConfig, seed: int = 0) -> Params:
     """Initial parameters, all moved: what starts at zero could hide a mistake."""
-    params = nnx.to_pure_dict(nnx.split(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
+    params = nnx.to_pure_dict(nnx.split(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     moved = [x + 0.2 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]

@@ -311,7 +311,7 @@ def test_models_that_cannot_generate_are_scored_as_they_are(trained, model, chan
 @pytest.mark.slow
 def test_no_array_of_length_times_vocabulary(trained):
     """Four times the length takes little more memory where nearly all of it is logits."""
-    config = dataclasses.replace(trained.run.model, vocab_size=50_000, attention=Blockwise(16))
+    config = dataclasses.replace(trained.run.model, vocab_size=50_000, num_outputs=50_000, attention=Blockwise(16))
     _, params = model_structure(config)
 
     def temporary_bytes(length: int) -> int:

@@ -26,7 +26,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.transformer import Params, model_structure
+from dape_jax.transformer import GPT_NEOX, Params, model_structure
 
 LENGTH = 12
 NUM_TOKENS = 16  # drawn uniformly; one more opens every text
@@ -36,6 +36,8 @@ MODEL = {
     "num_heads": 16,  # the next token reaches a row as one number for each head
     "num_kv_heads": 16,
     "vocab_size": NUM_TOKENS + 1,
+    "num_outputs": None,
+    **GPT_NEOX,
     "rotary": {"name": "none"},
     "bias": {"name": "kerple"},  # weight on near columns, the ones that the leak reaches, from the start
     "processor": {"name": "dape", "kernel_width": 3, "channels": 32},

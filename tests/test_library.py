@@ -37,7 +37,7 @@ STABLE = {
     *("NoRotary", "Rope", "PositionInterpolation", "NtkAware", "Yarn"),
     *("BIASES", "CONTEXTUAL", "PROCESSORS", "ROTARY", "IMPLEMENTATIONS"),
     *("Bias", "ContextualBias", "Processor"),
-    *("TransformerConfig", "Decoder", "Cache", "make_cache"),
+    *("TransformerConfig", "Transformer", "Cache", "make_cache"),
     "InputError",
 }
 ARGUMENTS = {  # as inspect names them; those after a * are given by name

@@ -22,7 +22,7 @@ from dape_jax.processors import PROCESSORS
 from dape_jax.transformer import (
     REMAT,
     SIZES,
-    Decoder,
+    Transformer,
     TransformerConfig,
     make_cache,
     model_structure,
@@ -42,8 +42,8 @@ def make_config(**changes) -> TransformerConfig:
     return read_model(SPEC["model"] | {"vocab_size": 11} | changes)
 
 
-def make_model(**changes) -> Decoder:
-    return Decoder(make_config(**changes), rngs=nnx.Rngs(0))
+def make_model(**changes) -> Transformer:
+    return Transformer(make_config(**changes), rngs=nnx.Rngs(0))
 
 
 def tokens(batch: int, length: int) -> jax.Array:
@@ -119,7 +119,7 @@ def test_a_shared_bias_is_one_module_and_others_are_one_for_each_layer():
 @pytest.mark.parametrize(("size", "expected"), [("125m", 162e6), ("350m", 405e6), ("2.7b", 2.78e9), ("6.7b", 6.86e9)])
 def test_sizes_are_the_papers(size, expected):
     """GPT-NeoX's count at its vocabulary of 50,304: 12 L D^2 + 2 V D, and vectors."""
-    config = dataclasses.replace(read_model(SPEC["model"] | SIZES[size]), vocab_size=50_304)
+    config = dataclasses.replace(read_model(SPEC["model"] | SIZES[size]), vocab_size=50_304, num_outputs=50_304)
     num = count(model_structure(config)[1])
     D, L = config.width, config.num_layers
     assert num == pytest.approx(12 * L * D**2 + 2 * 50_304 * D, rel=0.01)
@@ -252,7 +252,7 @@ def test_the_bias_that_the_readme_adds():
     exec(code.split("BIASES =")[0], names)
     bias = names["InverseConfig"]().build(2, 8, None)
     np.testing.assert_allclose(bias(jnp.array([3]), jnp.arange(4))[1, 0], [1 / 4, 1 / 3, 1 / 2, 1])
-    model = Decoder(dataclasses.replace(make_config(), bias=names["InverseConfig"]()), rngs=nnx.Rngs(0))
+    model = Transformer(dataclasses.replace(make_config(), bias=names["InverseConfig"]()), rngs=nnx.Rngs(0))
     assert np.isfinite(model(tokens(2, 9))).all()
 
 

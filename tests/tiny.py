@@ -5,6 +5,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from dape_jax.transformer import GPT_NEOX
+
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
 
 SPEC = {
@@ -14,6 +16,8 @@ SPEC = {
         "num_heads": 2,
         "num_kv_heads": None,
         "vocab_size": 257,
+        "num_outputs": None,
+        **GPT_NEOX,
         "rotary": {"name": "none"},
         "bias": {"name": "kerple"},
         "processor": {"name": "dape", "kernel_width": 3, "channels": 4, "edge": "prefix"},

@@ -49,7 +49,7 @@ from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import read_trained, restore
 from dape_jax.provenance import provenance
 from dape_jax.sharding import BATCH
-from dape_jax.transformer import Cache, Decoder, Params, TransformerConfig, make_cache, model_structure
+from dape_jax.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 
 # Rows that the prefill reads at once. Caches are a multiple of it long: prompts of many lengths share a program.
 CHUNK = 64
@@ -106,7 +106,7 @@ def sample(logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], sampling: Sa
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
 
 
-def decoding_model(config: TransformerConfig, params: Params) -> Decoder:
+def decoding_model(config: TransformerConfig, params: Params) -> Transformer:
     """The model as it is run here: chunks of rows are small, so attention takes all of a chunk's at once."""
     graphdef, _ = model_structure(dataclasses.replace(config, attention=Dense(), remat="none"))
     return nnx.merge(graphdef, params)
@@ -122,9 +122,9 @@ def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
 
 
 def extend(
-    model: Decoder, tokens_BT: Int[Array, "B T"], first: Int[Array, "*B"], caches: Cache
+    model: Transformer, tokens_BT: Int[Array, "B T"], first: Int[Array, "*B"], caches: Cache
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """`Decoder.extend` of every sequence.
+    """`Transformer.extend` of every sequence.
 
     Args:
         model: the model.

@@ -5,30 +5,37 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tqdm import tqdm
 
-from dape_jax.config import HOW, RunConfig, differences, resolved
-from dape_jax.data.batches import train_batches, validation_batches
-from dape_jax.data.store import Corpus, DataConfig, load_corpus
+from dape_jax.config import HOW, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
 from dape_jax.flops import mfu, model_flops_per_token
 from dape_jax.processes import Stopping, first, require_same
-from dape_jax.sharding import batch_part, make_mesh, put_batch
+from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
-from dape_jax.training.step import abstract_state, init_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.source import Batch, open_source
+from dape_jax.training.step import (
+    abstract_state,
+    init_state,
+    make_nll_step,
+    make_sums_step,
+    make_train_step,
+    shardings_of,
+)
 from dape_jax.transformer import Params, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
@@ -56,7 +63,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         NonFiniteError: the loss is not finite; the checkpoints before it are kept.
     """
     # ---- what is asked for, checked
-    run = RunConfig.from_dict(spec)
+    run = read_run(spec)
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
     config = resolved(run)
@@ -68,32 +75,8 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     graphdef, abstract = model_structure(run.model)  # what a method refuses is refused here, before anything is written
 
     # ---- data
-    corpus = first(lambda: load_verified(run.data))
-    require(
-        corpus.train.sidecar.vocab_size <= run.model.vocab_size,
-        "model.vocab_size",
-        run.model.vocab_size,
-        f"at least the tokenizer's {corpus.train.sidecar.vocab_size}",
-    )
-    part, num_parts = batch_part(mesh)
-    batches = train_batches(
-        corpus.train,
-        train_length=run.train.train_length,
-        global_batch_size=run.train.batch_size,
-        seed=run.data.seed,
-        shard_index=part,
-        num_shards=num_parts,
-    )
-    held_out = [
-        {name: np.split(rows, num_parts)[part] for name, rows in batch.items()}
-        for batch in validation_batches(
-            corpus.validation,
-            length=run.train.train_length,
-            batch_size=run.train.batch_size,
-            num_batches=run.train.validation_batches,
-        )
-    ]
-    record = {"config": config, "data_digest": corpus.digest}
+    source = open_source(run, mesh)
+    record = {"config": config, "data_digest": source.digest}
 
     # ---- model and optimizer
     optimizer = make_optimizer(run.optimizer, run.train.num_steps)
@@ -105,8 +88,9 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         accumulation_steps=run.train.accumulation_steps,
         unembedded_at_once=run.train.unembedded_at_once,
         spike_nats=run.train.spike_nats,
+        seed=run.train.seed,
     )
-    nll_step = make_nll_step(graphdef, run.train.train_length)
+    validate = make_validation(run, graphdef, source.held_out, mesh)
     logger.info(
         "{total:,} parameters, {bias:,} of them in position biases and {processor:,} in score convolutions; %s".format(
             **parameter_counts(abstract)
@@ -116,10 +100,10 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
 
     with jax.set_mesh(mesh), checkpoint.sole_run(workdir):
         # ---- start, or go on where the newest whole checkpoint stands
-        first(lambda: write_or_compare(workdir, record, corpus.train.tokenizer))
+        first(lambda: write_or_compare(workdir, record, source.tokenizer))
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
-            batches.set_state(data_state)
+            source.batches.set_state(data_state)
         else:
             start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh)
         if start == run.train.num_steps:
@@ -136,32 +120,25 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
             Scalars(workdir, run, start) as scalars,
         ):
             for step in range(start + 1, run.train.num_steps + 1):
-                state, metrics = train_step(state, put_batch(next(batches), mesh))
-                scalars.add(step, metrics)
+                batch = next(source.batches)
+                state, metrics = train_step(state, put_batch(batch, mesh))
+                scalars.add(step, metrics, num_tokens(batch) * run.train.batch_size)
                 last, stop = step == run.train.num_steps, stopping.after(step)
                 validation_nats = None
                 if last or step % run.train.validate_every == 0:
                     scalars.flush()
-                    validation_nats = mean_validation_nll(nll_step, state.params, held_out, mesh)
-                    scalars.add_validation(step, validation_nats)
+                    validation = validate(state.params)
+                    validation_nats = validation["loss_nats"]
+                    scalars.add_validation(step, validation)
                 if last or stop or step % run.train.checkpoint_every == 0:
                     scalars.flush()  # no state is saved whose loss has not been looked at
-                    checkpoint.save(manager, step, state, batches.get_state(), record, validation_nats)
+                    checkpoint.save(manager, step, state, source.batches.get_state(), record, validation_nats)
                 if stop and not last:
                     manager.wait_until_finished()
                     raise StoppedError(f"stopped by SIGTERM after step {step}, saved; the same command goes on")
 
 
-def load_verified(config: DataConfig) -> Corpus:
-    """The corpus, whose every byte process 0 has read and compared with its digest."""
-    corpus = load_corpus(config)
-    if jax.process_index() == 0:
-        corpus.train.verify()
-        corpus.validation.verify()
-    return corpus
-
-
-def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer) -> None:
+def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
     """Make a workdir that of a run, or see that it is."""
     saved = checkpoint.read_config(workdir)
     if saved is None:
@@ -172,7 +149,8 @@ def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer
             f"has checkpoints, and no {checkpoint.CONFIG_FILE} that says what they are of; put it back (each of "
             "them has a copy, config/metadata), or take another",
         )
-        save_tokenizer(tokenizer, workdir)  # first: a run that has its config has its tokenizer
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, workdir)  # first: a run that has its config has its tokenizer
         checkpoint.write_config(workdir, record)
     else:
         refuse_other_config(workdir, saved["config"], record["config"])
@@ -191,10 +169,30 @@ def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any
         )
 
 
-def mean_validation_nll(nll_step: Any, params: Params, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh) -> float:
-    """Mean nll of the held-out batches, in nats per token."""
-    nlls = [nll_step(params, put_batch(batch, mesh)) for batch in batches]
-    return float(sum(float(nll.sum()) for nll in nlls) / sum(nll.size for nll in nlls))
+def num_tokens(batch: Batch) -> int:
+    """Of one of a batch's sequences, padding not counted."""
+    return int((batch["positions"][0] >= 0).sum()) if "positions" in batch else batch["inputs"].shape[1]
+
+
+def make_validation(
+    run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, held_out: list[Batch], mesh: Mesh
+) -> Callable[[Params], dict[str, float]]:
+    """Make `validate(params)`: the mean loss of the held-out batches, in nats, and of a task the accuracy."""
+
+    def of_corpus(params: Params) -> dict[str, float]:
+        nlls = [nll_step(params, put_batch(batch, mesh)) for batch in held_out]
+        return {"loss_nats": float(sum(float(nll.sum()) for nll in nlls) / sum(nll.size for nll in nlls))}
+
+    def of_task(params: Params) -> dict[str, float]:
+        sums = [sums_step(params, put_batch(batch, mesh)) for batch in held_out]
+        nats, weight, right, counted = np.sum(jax.device_get(sums), axis=0)
+        return {"loss_nats": float(nats / weight), "accuracy": float(right / counted)}
+
+    if isinstance(run, TaskRunConfig):
+        sums_step = make_sums_step(graphdef)
+        return of_task
+    nll_step = make_nll_step(graphdef, run.train.train_length)
+    return of_corpus
 
 
 class Scalars:
@@ -203,14 +201,18 @@ class Scalars:
     A step's metrics are fetched when the next has been dispatched, so that fetching never leaves the device idle.
     """
 
-    def __init__(self, workdir: Path, run: RunConfig, start: int):
+    def __init__(self, workdir: Path, run: RunConfig | TaskRunConfig, start: int):
         # All at once, here: a computation on the device at every step would wait for the step that it runs.
         self.learning_rates = np.asarray(
             make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(run.train.num_steps))
         )
         self.workdir, self.skip_at_most = workdir, run.train.skip_at_most
-        self.step_tokens = run.train.batch_size * run.train.train_length
-        self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
+        # Those of a task's tapes differ from step to step.
+        self.token_flops = (
+            model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
+            if isinstance(run, RunConfig)
+            else None
+        )
         self.is_first = jax.process_index() == 0
         # On resuming, what was recorded of steps that will be taken again is dropped.
         if (skipped := workdir / SKIPPED_FILE).exists() and self.is_first:
@@ -235,7 +237,7 @@ class Scalars:
             mininterval=1.0,
             disable=not self.is_first,
         )
-        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.pending: tuple[int, dict[str, jax.Array], int] | None = None
         self.fetched_at = time.monotonic()
         self.validation_text = ""
 
@@ -265,10 +267,10 @@ class Scalars:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self.write(Event(step=step, summary=Summary(value=scalars)))
 
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Take a step's metrics and report the step before it."""
+    def add(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
+        """Take a step's metrics and the number of its tokens, and report the step before it."""
         self.flush()
-        self.pending = (step, metrics)
+        self.pending = (step, metrics, tokens)
 
     def flush(self) -> None:
         """Fetch and report the metrics taken last.
@@ -278,7 +280,7 @@ class Scalars:
         """
         if self.pending is None:
             return
-        step, metrics = self.pending
+        step, metrics, tokens = self.pending
         self.pending = None
         values = {name: float(value) for name, value in metrics.items()}
         num_applied, applied = int(values.pop("num_applied")), bool(values.pop("applied"))
@@ -286,12 +288,14 @@ class Scalars:
         if not applied:
             self.add_skipped(step, values, is_bad, bad_in_a_row)
         now = time.monotonic()
-        tokens_per_second = self.step_tokens / (now - self.fetched_at)
+        tokens_per_second = tokens / (now - self.fetched_at)
         self.fetched_at = now
         learning_rate = float(self.learning_rates[max(num_applied - 1, 0)])  # a skipped step does not move the schedule
         values |= {"learning_rate": learning_rate, "tokens_per_second": tokens_per_second}
         speed = f"{tokens_per_second:,.0f} tokens/s"
-        share = mfu(tokens_per_second * self.token_flops, jax.devices()[0].device_kind, jax.device_count())
+        share = None
+        if self.token_flops is not None:
+            share = mfu(tokens_per_second * self.token_flops, jax.devices()[0].device_kind, jax.device_count())
         if share is not None:
             values |= {"mfu": share}
             speed += f", MFU {share:.1%}"
@@ -324,11 +328,14 @@ class Scalars:
         except OSError as error:
             logger.warning("%s: cannot be written to: %s", self.workdir / SKIPPED_FILE, error)
 
-    def add_validation(self, step: int, validation_nats: float) -> None:
+    def add_validation(self, step: int, validation: dict[str, float]) -> None:
         """Report a validation."""
-        if not math.isfinite(validation_nats):
-            raise NonFiniteError(f"step {step}: validation_nats = {validation_nats}; checkpoints up to here are kept")
-        self.write_scalars(step, {"validation/loss_nats": validation_nats})
-        self.validation_text = f", validation {validation_nats:.3f}"
+        loss = validation["loss_nats"]
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {step}: validation_nats = {loss}; checkpoints up to here are kept")
+        self.write_scalars(step, {f"validation/{name}": value for name, value in validation.items()})
+        self.validation_text = f", validation {loss:.3f}"
+        if "accuracy" in validation:
+            self.validation_text += f", accuracy {validation['accuracy']:.1%}"
         self.bar.set_postfix_str(self.bar.postfix.split(", validation")[0] + self.validation_text)
         self.fetched_at = time.monotonic()

@@ -17,7 +17,7 @@ class OptimizerConfig:
     Args:
         learning_rate: at the peak.
         warmup_fraction: of all steps, linear from 0.
-        final_fraction: of the peak, where the cosine ends.
+        final_fraction: of the peak, where the cosine ends; 1 for a constant rate.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         epsilon: added to the root of the second moment.
@@ -39,8 +39,9 @@ class OptimizerConfig:
             require(
                 0 < getattr(self, field) < math.inf, f"optimizer.{field}", getattr(self, field), "a positive number"
             )
-        for field in ("warmup_fraction", "final_fraction", "beta1", "beta2"):
+        for field in ("warmup_fraction", "beta1", "beta2"):
             require(0 <= getattr(self, field) < 1, f"optimizer.{field}", getattr(self, field), "from 0 to below 1")
+        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "from 0 to 1")
         require(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "0 or more")
 
 

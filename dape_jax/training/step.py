@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.sharding import activation_spec, in_mesh, parameter_shardings, parameter_spec, replicated
-from dape_jax.transformer import Decoder, Params, TransformerConfig, model_structure
+from dape_jax.transformer import Params, Transformer, TransformerConfig, model_structure
 
 # Dynamic loss scaling, for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
 # halves at an overflow, and doubles after so many steps without one (GPT-NeoX's window).
@@ -57,7 +57,7 @@ def init_params(config: TransformerConfig, seed: int, mesh: Mesh) -> Params:
 
 
 def _fresh_params(config: TransformerConfig, seed: int) -> Params:
-    return nnx.to_pure_dict(nnx.state(Decoder(config, rngs=nnx.Rngs(seed)), nnx.Param))
+    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param))
 
 
 def abstract_state(config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
@@ -137,7 +137,7 @@ def nll(
 
 
 def nll_of_features(
-    model: Decoder, features_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], unembedded_at_once: int
+    model: Transformer, features_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], unembedded_at_once: int
 ) -> Float[Array, "B T"]:
     """Negative log-likelihood of every target from what comes before the unembedding, in nats, float32.
 
@@ -146,7 +146,7 @@ def nll_of_features(
 
     Args:
         model: whose unembedding it is.
-        features_BTD: from `Decoder.features`.
+        features_BTD: from `Transformer.features`.
         targets_BT: of the same positions.
         unembedded_at_once: tokens on each device whose logits are held at once (one position of every sequence at
             least). With more tokens than that their logits are computed in parts, and again in the backward pass, so
@@ -154,29 +154,36 @@ def nll_of_features(
     """
     dtype = model.config.compute_dtype
     features_BTD, weight_DV = features_BTD.astype(dtype), model.unembedding_DV.astype(dtype)
+    bias_V = None if model.output_bias_V is None else model.output_bias_V[...]
     if not in_mesh():
-        return _nll_on_device(features_BTD, weight_DV, targets_BT, unembedded_at_once)
+        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT, unembedded_at_once)
 
-    def on_device(features_BTD: Array, weight_DV: Array, targets_BT: Array) -> Array:
+    def on_device(features_BTD: Array, weight_DV: Array, bias_V: Array | None, targets_BT: Array) -> Array:
         first_id = jax.lax.axis_index("tensor") * weight_DV.shape[1]
         weight_DV = jax.lax.all_gather(weight_DV, "fsdp", axis=0, tiled=True)
-        return _nll_on_device(features_BTD, weight_DV, targets_BT - first_id, unembedded_at_once, "tensor")
+        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT - first_id, unembedded_at_once, "tensor")
 
+    of_weight = parameter_spec("unembedding_DV", 2)
     return jax.shard_map(
         on_device,
-        in_specs=(activation_spec("BTD"), parameter_spec("unembedding_DV", 2), activation_spec("BT")),
+        in_specs=(activation_spec("BTD"), of_weight, PartitionSpec(of_weight[1]), activation_spec("BT")),
         out_specs=activation_spec("BT"),
-    )(features_BTD, weight_DV, targets_BT)
+    )(features_BTD, weight_DV, bias_V, targets_BT)
 
 
 def _nll_on_device(
-    features_BTD: Array, weight_DV: Array, ids_BT: Array, at_once: int, vocab_axis: str | tuple[()] = ()
+    features_BTD: Array,
+    weight_DV: Array,
+    bias_V: Array | None,
+    ids_BT: Array,
+    at_once: int,
+    vocab_axis: str | tuple[()] = (),
 ) -> Array:
     """See `nll_of_features`; targets are counted from the first of this device's part of the vocabulary."""
 
     def nll_of_parts(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
         logits_BTV = jnp.einsum("BTD,DV->BTV", features_BTD, weight_DV, preferred_element_type=jnp.float32)
-        return nll(logits_BTV, ids_BT, vocab_axis)
+        return nll(logits_BTV if bias_V is None else logits_BTV + bias_V[None, None], ids_BT, vocab_axis)
 
     batch, length, _ = features_BTD.shape
     if batch * length <= at_once:
@@ -201,6 +208,7 @@ def make_train_step(
     accumulation_steps: int = 1,
     unembedded_at_once: int = 8192,
     spike_nats: float | None = None,
+    seed: int = 0,
 ) -> Wrapped:
     """Make `step(state, batch) -> (state, metrics)`, jitted; the state given is consumed.
 
@@ -219,18 +227,26 @@ def make_train_step(
         accumulation_steps: parts in which the gradient is computed.
         unembedded_at_once: see `nll_of_features`.
         spike_nats: see above; None for never.
+        seed: of dropout, with the number of the step.
 
     Returns:
-        The step. Its metrics, as device arrays: `loss_nats` per token, the `gradient_norm` before clipping, whether the
+        The step. Where a batch has `weights` beside `inputs` and `targets`, the loss is their mean; where it has
+        `positions`, those of its first row are what its inputs stand at. The metrics, as device arrays: `loss_nats` per
+        token, the `gradient_norm` before clipping, whether the
         step was `applied` and whether it was `bad`, `num_applied` and `skipped` in all and `bad_in_a_row`; in float16
         the `loss_scale`.
     """
 
-    def part(params: Params, batch: dict[str, Array], scale: Float[Array, ""] | None) -> tuple[Array, Params]:
+    def part(
+        params: Params, batch: dict[str, Array], scale: Float[Array, ""] | None, number: Int[Array, ""]
+    ) -> tuple[Array, Params]:
         def loss_of(params: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
             model = nnx.merge(graphdef, params)
-            features_BTD = model.features(batch["inputs"])
-            loss = nll_of_features(model, features_BTD, batch["targets"], unembedded_at_once).mean()
+            key = None if model.config.dropout == 0 else jax.random.fold_in(jax.random.key(seed), number)
+            features_BTD = model.features(batch["inputs"], positions_of(batch), key)
+            nll_BT = nll_of_features(model, features_BTD, batch["targets"], unembedded_at_once)
+            weights_BT = batch["weights"] if "weights" in batch else None
+            loss = jnp.average(nll_BT, weights=weights_BT)
             return (loss if scale is None else loss * scale), loss
 
         gradients, loss = jax.grad(loss_of, has_aux=True)(params)
@@ -238,19 +254,23 @@ def make_train_step(
 
     def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         health = state.health
+        first_number = (health.applied + health.skipped) * accumulation_steps
         if accumulation_steps == 1:
-            loss, gradients = part(state.params, batch, health.loss_scale)
+            loss, gradients = part(state.params, batch, health.loss_scale, first_number)
         else:
             # Part i takes every accumulation_steps-th row, so that it is spread over the devices as the batch is.
             parts = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
 
-            def add(total: tuple[Array, Params], batch: dict[str, Array]) -> tuple[tuple[Array, Params], None]:
+            def add(
+                total: tuple[Array, Params], batch_and_number: tuple[dict[str, Array], Int[Array, ""]]
+            ) -> tuple[tuple[Array, Params], None]:
                 # Without the barrier, libtpu 0.0.51 tries to move the sum over devices out of the loop, and crashes.
-                found = jax.lax.optimization_barrier(part(state.params, batch, health.loss_scale))
+                batch, number = batch_and_number
+                found = jax.lax.optimization_barrier(part(state.params, batch, health.loss_scale, number))
                 return jax.tree.map(jnp.add, total, found), None
 
             zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-            total, _ = jax.lax.scan(add, zero, parts)
+            total, _ = jax.lax.scan(add, zero, (parts, first_number + jnp.arange(accumulation_steps)))
             loss, gradients = jax.tree.map(lambda x: x / accumulation_steps, total)
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = jax.tree.map(jnp.add, state.params, updates)
@@ -297,6 +317,11 @@ def _next_health(
     )
 
 
+def positions_of(batch: dict[str, Array]) -> Int[Array, "T"] | None:
+    """Positions of a batch's inputs, the same for all of its rows; None for 0..T-1."""
+    return batch["positions"][0] if "positions" in batch else None
+
+
 def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 1024) -> Wrapped:
     """Make `step(params, batch) -> nll_BT` of the last `last_tokens` targets of every row, jitted.
 
@@ -307,5 +332,23 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: 
         model = nnx.merge(graphdef, params)
         features_BTD = model.features(batch["inputs"])[:, -last_tokens:]
         return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], unembedded_at_once)
+
+    return jax.jit(step)
+
+
+def make_sums_step(graphdef: nnx.GraphDef) -> Wrapped:
+    """Make `step(params, batch, dropout_key=None) -> sums` over tapes of a task, jitted.
+
+    The sums, a float32 vector: of the loss in nats, of its weights, of right answers and of those that count. Without a
+    key there is no dropout.
+    """
+
+    def step(params: Params, batch: dict[str, Array], dropout_key: Array | None = None) -> Float[Array, "4"]:
+        model = nnx.merge(graphdef, params)
+        logits_BTV = model.logits(model.features(batch["inputs"], positions_of(batch), dropout_key))
+        is_right_BT = logits_BTV.argmax(axis=-1) == batch["targets"]
+        nll_BT, weights_BT, counted_BT = nll(logits_BTV, batch["targets"]), batch["weights"], batch["counted"]
+        sums = (nll_BT * weights_BT, weights_BT, is_right_BT & counted_BT, counted_BT)
+        return jnp.stack([of.sum(dtype=jnp.float32) for of in sums])
 
     return jax.jit(step)

@@ -1,0 +1,106 @@
+r"""The tasks of the Chomsky hierarchy (the paper's table 6): trained on inputs of 1 to 40 symbols, tested on up to 500.
+
+    python train.py --config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3 \
+        --workdir=runs/che/missing_duplicate_string/dape1x3-kerple
+    python eval.py --workdir=runs/che/missing_duplicate_string/dape1x3-kerple
+
+Argument: task=NAME, one of
+
+    regular            even_pairs modular_arithmetic parity_check cycle_navigation
+    context-free       stack_manipulation reverse_string modular_arithmetic_brackets solve_equation
+    context-sensitive  duplicate_string missing_duplicate_string odds_first binary_addition binary_multiplication
+                       compute_sqrt bucket_sort
+
+and any of
+
+    rotary=none|rope  bias=nope|alibi|kerple|fire|transformer_xl|..  processor=none|dape  kernel=W  channels=C
+    positions=M         drawn at random from M (randomized positional encodings); 0 for 0, 1, 2, ..
+    causal=1            a decoder; 0 for the paper's encoder
+    num_steps=N  learning_rate=R  seed=S
+
+The paper trains 200,000 steps, a day or two of one small GPU. What two CPU cores learn in a quarter of an hour is in
+`results/README.md`.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
+from dape_jax.errors import require
+from dape_jax.tasks import TASKS
+from dape_jax.tasks.tapes import TaskConfig
+from dape_jax.transformer import ENCODER
+
+TRAIN_LENGTH, TEST_LENGTH = 40, 500
+NUM_PROGRAMS = 5  # that serve the lengths of training; tapes are filled up to the next one's
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """The recipe."""
+    more = dict(task="", positions=0, causal=0, num_steps=200_000, learning_rate=1e-3, seed=0)
+    choice = parse_argument(argument, **METHOD_ARGUMENTS, **more)
+    require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"one of {list(TASKS)}")
+
+    task = TaskConfig(
+        task=choice["task"],
+        computation_steps=0,
+        pad_to=1,
+        max_position=choice["positions"] or None,
+        seed=choice["seed"],
+    )
+    config = ConfigDict()
+    config.model = dict(
+        num_layers=5,
+        width=64,
+        num_heads=8,
+        num_kv_heads=config_dict.placeholder(int),  # as num_heads
+        vocab_size=task.vocab_size,
+        num_outputs=task.num_outputs,
+        **ENCODER | dict(causal=bool(choice["causal"])),
+        **choose_method(choice, TRAIN_LENGTH, length_scale=TRAIN_LENGTH / 512),
+        window=config_dict.placeholder(int),  # all keys
+        attention=choose("attention", "dense"),
+        remat="none",
+        dtype="float32",
+    )
+    config.data = dict(
+        task=task.task,
+        computation_steps=task.computation_steps,
+        pad_to=-(-task.tape_length(TRAIN_LENGTH) // NUM_PROGRAMS),
+        max_position=config_dict.placeholder(int) if task.max_position is None else task.max_position,
+        seed=task.seed,
+    )
+    config.optimizer = dict(
+        learning_rate=choice["learning_rate"],
+        warmup_fraction=0.0,
+        final_fraction=1.0,  # constant
+        beta1=0.9,
+        beta2=0.999,
+        epsilon=1e-8,
+        weight_decay=0.0,
+        clip_norm=1.0,
+    )
+    config.train = dict(
+        seed=choice["seed"],
+        train_length=TRAIN_LENGTH,  # the longest input; every batch has one length, uniform in 1..40
+        batch_size=128,
+        accumulation_steps=1,
+        unembedded_at_once=65_536,
+        num_steps=choice["num_steps"],
+        validate_every=500,
+        validation_batches=8,
+        checkpoint_every=500,
+        keep_latest=2,
+        skip_at_most=0,  # stop at the first step whose loss is not finite
+        spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
+    )
+    config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
+    config.evaluation = dict(
+        lengths=tuple(range(1, TEST_LENGTH + 1)),
+        num_sequences=512,
+        batch_tokens=16_384,
+        pad_to=64,
+        dropout=False,
+        blockwise_from=128,
+        block_size=32,
+    )
+    return config

@@ -1,0 +1,189 @@
+"""The deterministic context-free tasks: a stack solves them.
+
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
+functions and a line in `CONTEXT_FREE` at the foot. Next: `context_sensitive.py`.
+"""
+
+from functools import partial
+
+import numpy as np
+from jaxtyping import Int32
+
+from dape_jax.tasks.regular import BITS, DIGITS, MINUS, MODULUS, PLUS, TIMES, Targets, strings
+from dape_jax.tasks.task import Symbols, Task
+
+END = 2  # of a target of bits
+POP, PUSH_0 = 2, 3
+OPEN, CLOSE = 8, 9
+# Of an equation, whose brackets are 7 and 8 since it has no multiplication.
+UNKNOWN, EQUALS = 9, 10
+
+
+# ---- stack manipulation
+
+
+def sample_stack_manipulation(rng: np.random.Generator, num: int, length: int) -> Symbols:
+    """A stack of 1 to N - 1 bits from the bottom up, then actions; a stack alone if N is 1."""
+    symbols_BN = strings(2, rng, num, length)
+    if length == 1:
+        return symbols_BN
+    height_B = rng.integers(1, length, num)
+    actions_BN = POP + strings(3, rng, num, length)
+    return np.where(np.arange(length) < height_B[:, None], symbols_BN, actions_BN)
+
+
+def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
+    """What the stack holds at the end, from the top down, then END, then 0s. Popping an empty stack does nothing.
+
+    The bits that it begins with are pushed, too. Without a bottom, it would be as high as pushes exceed pops; every pop
+    that finds it empty lifts all that follows by one. What lies at a height is what was pushed there last.
+    """
+    B, N = inputs_BN.shape
+    pops_BN = inputs_BN == POP
+    unbounded_BN = np.cumsum(np.where(pops_BN, -1, 1), axis=1)
+    height_BN = unbounded_BN - np.minimum(np.minimum.accumulate(unbounded_BN, axis=1), 0)
+    rows, times = np.nonzero(~pops_BN)
+    stack_BN = np.zeros((B, N), np.int32)
+    stack_BN[rows, height_BN[rows, times] - 1] = inputs_BN[rows, times] % PUSH_0  # the last of several stays
+    below_BM = height_BN[:, -1:] - 1 - np.arange(N + 1)
+    bits_BM = np.take_along_axis(stack_BN, np.maximum(below_BM, 0), axis=1)
+    return np.where(below_BM >= 0, bits_BM, np.where(below_BM == -1, END, 0)).astype(np.int32)
+
+
+# ---- reverse string
+
+
+def solve_reverse_string(inputs_BN: Symbols) -> Targets:
+    """The input from its end."""
+    return inputs_BN[:, ::-1].copy()
+
+
+# ---- modular arithmetic with brackets, and equations
+
+
+def expressions(rng: np.random.Generator, num: int, length: int, num_operators: int) -> Symbols:
+    """Draw expressions in which every operation has its brackets.
+
+        length       1  2   3    4     n of 5 or more
+        expression   d  -d  (d)  (-d)  (left operator right), left of 1 to n - 4 symbols, the others right
+
+    Digits, operators and lengths are uniform. A length fixes where an expression's brackets and its parts lie, so those
+    of one depth are written at once, in all rows: as many steps as the deepest has levels.
+
+    Args:
+        rng: where the draw comes from.
+        num: rows.
+        length: of each.
+        num_operators: 3 for + - *, 2 for + -.
+    """
+    symbols = np.empty(num * length, np.int32)  # row after row
+    start, size = np.arange(num) * length, np.full(num, length)
+    while len(start):
+        bracketed = size >= 3
+        symbols[start[bracketed]] = OPEN
+        symbols[(start + size - 1)[bracketed]] = CLOSE
+        single, negative = size <= 4, (size == 2) | (size == 4)
+        digit = start + size // 2
+        symbols[digit[single]] = rng.integers(0, MODULUS, single.sum())
+        symbols[digit[negative] - 1] = MINUS
+        start, size = start[~single], size[~single]
+        left = rng.integers(1, size - 3)
+        symbols[start + 1 + left] = rng.integers(PLUS, PLUS + num_operators, len(start))
+        start, size = np.concatenate([start + 1, start + 2 + left]), np.concatenate([left, size - 3 - left])
+    return symbols.reshape(num, length)
+
+
+def values(expressions_BN: Symbols) -> Int32[np.ndarray, "B"]:
+    """What the expressions of `expressions` come to, modulo `MODULUS`.
+
+    A digit is a value. Signs go first, then brackets around one value, then, as often as there are any, the innermost
+    (value operator value) of all rows at once, each written as its value; one value is left of each row.
+    """
+    ends_value_BN = (expressions_BN < PLUS) | (expressions_BN == CLOSE)
+    sign_BN = expressions_BN == MINUS
+    sign_BN[:, 1:] &= ~ends_value_BN[:, :-1]
+    symbols, sign = expressions_BN.flatten(), np.flatnonzero(sign_BN)
+    symbols[sign + 1] = -symbols[sign + 1] % MODULUS
+    symbols = np.delete(symbols, sign)
+    (start,) = np.nonzero((symbols[:-2] == OPEN) & (symbols[2:] == CLOSE))
+    symbols = np.delete(symbols, np.concatenate([start, start + 2]))
+    # Nothing else in brackets is shorter, so these five symbols are one pair of them and what it encloses.
+    while len(start := np.flatnonzero((symbols[:-4] == OPEN) & (symbols[4:] == CLOSE))):
+        left, operator, right = symbols[start + 1], symbols[start + 2], symbols[start + 3]
+        added = left + np.where(operator == MINUS, -right, right)
+        symbols[start] = np.where(operator == TIMES, left * right, added) % MODULUS
+        symbols = np.delete(symbols, (start[:, None] + np.arange(1, 5)).ravel())
+    return symbols
+
+
+def sample_modular_arithmetic_brackets(rng: np.random.Generator, num: int, length: int) -> Symbols:
+    """Expressions with + - and *."""
+    return expressions(rng, num, length, 3)
+
+
+def solve_modular_arithmetic_brackets(inputs_BN: Symbols) -> Targets:
+    """The value."""
+    return values(inputs_BN)[:, None]
+
+
+def sample_solve_equation(rng: np.random.Generator, num: int, length: int) -> Symbols:
+    """An expression with + and -, one of its digits unknown, an equals sign and its value; all 0 if N < 3.
+
+    Unknown is the first digit from a uniformly drawn place on, going round.
+    """
+    if length < 3:
+        return np.zeros((num, length), np.int32)
+    expressions_BL = expressions(rng, num, length - 2, 2)
+    values_B = values(expressions_BL)
+    rows, L = np.arange(num), length - 2
+    places_BL = (rng.integers(0, L, (num, 1)) + np.arange(L)) % L
+    first_B = np.take_along_axis(expressions_BL < PLUS, places_BL, axis=1).argmax(axis=1)
+    equations_BN = np.empty((num, length), np.int32)
+    equations_BN[:, :-2] = expressions_BL - (expressions_BL > TIMES)
+    equations_BN[rows, places_BL[rows, first_B]] = UNKNOWN
+    equations_BN[:, -2], equations_BN[:, -1] = EQUALS, values_B
+    return equations_BN
+
+
+def solve_solve_equation(inputs_BN: Symbols) -> Targets:
+    """The unknown digit. It is added or subtracted once: its value for 0 and for 1 say which, and how much is left."""
+    B, N = inputs_BN.shape
+    if N < 3:
+        return np.zeros((B, 1), np.int32)
+    sides_BL = inputs_BN[:, :-2]
+    with_0_B, with_1_B = (
+        values(np.where(sides_BL == UNKNOWN, np.int32(digit), sides_BL + (sides_BL > MINUS))) for digit in (0, 1)
+    )
+    return ((inputs_BN[:, -1] - with_0_B) * (with_1_B - with_0_B) % MODULUS)[:, None]
+
+
+CONTEXT_FREE = {
+    "stack_manipulation": Task(
+        "context-free",
+        (*BITS, "POP", "PUSH 0", "PUSH 1"),
+        (*BITS, "END"),
+        lambda length: length + 1,
+        sample_stack_manipulation,
+        solve_stack_manipulation,
+        end=END,
+    ),
+    "reverse_string": Task(
+        "context-free", BITS, BITS, lambda length: length, partial(strings, 2), solve_reverse_string
+    ),
+    "modular_arithmetic_brackets": Task(
+        "context-free",
+        (*DIGITS, "+", "-", "*", "(", ")", "x"),  # the reference's unknown, which never occurs
+        DIGITS,
+        lambda _: 1,
+        sample_modular_arithmetic_brackets,
+        solve_modular_arithmetic_brackets,
+    ),
+    "solve_equation": Task(
+        "context-free",
+        (*DIGITS, "+", "-", "(", ")", "x", "="),
+        DIGITS,
+        lambda _: 1,
+        sample_solve_equation,
+        solve_solve_equation,
+    ),
+}

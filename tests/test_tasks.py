@@ -1,0 +1,334 @@
+"""The tasks: golden examples, what samplers may write and how often, and answers found another way."""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dape_jax.tasks import TASKS
+
+FOLDERS = [Path(__file__).parent / "golden" / "che"]
+if "DAPE_GOLDEN_DIR" in os.environ:
+    FOLDERS.append(Path(os.environ["DAPE_GOLDEN_DIR"]) / "che")
+NOT_TASKS = {"full_inputs", "protocol", "sampler_stats"}
+LEVELS = {"regular": "regular", "dcf": "context-free", "cs": "context-sensitive"}
+
+FIVE = {"modular_arithmetic", "cycle_navigation", "modular_arithmetic_brackets", "solve_equation", "bucket_sort"}
+# Inputs as texts, a character for each symbol: the tasks' own symbols, but for the stack's (- is POP, a and b push).
+CHARACTERS = {name: "".join(task.input_symbols) for name, task in TASKS.items()} | {
+    "cycle_navigation": "012",
+    "stack_manipulation": "01-ab",
+}
+NUMBER = "[01]*1[01]*"
+# What a sampler may write. Expressions, and words with a missing symbol, have `is_input` look into them.
+FORMS = {
+    "even_pairs": "[01]+",
+    "modular_arithmetic": "[0-4]([-+*][0-4])*",
+    "parity_check": "[01]+",
+    "cycle_navigation": "[012]+",
+    "stack_manipulation": "[01]|[01]+[-ab]+",
+    "reverse_string": "[01]+",
+    "modular_arithmetic_brackets": "[-+*()0-4]+",
+    "solve_equation": "00?|[-+()0-4]*x[-+()0-4]*=[0-4]",
+    "duplicate_string": "[01]+",
+    "missing_duplicate_string": "1|[01]*[?][01]*_?",
+    "odds_first": "[01]+",
+    "binary_addition": rf"0|00|01|10|{NUMBER}[+]{NUMBER}",
+    "binary_multiplication": rf"0|00|01|10|{NUMBER}[*]{NUMBER}",
+    "compute_sqrt": NUMBER,
+    "bucket_sort": "[0-4]+",
+}
+LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 500))
+SEEDS = st.integers(0, 2**32)
+
+
+def files() -> list[Path]:
+    """Every task's file in every folder."""
+    return [file for folder in FOLDERS for file in sorted(folder.glob("*.json")) if file.stem not in NOT_TASKS]
+
+
+def name(file: Path) -> str:
+    return f"{file.parents[1].name}-{file.stem}"
+
+
+def draw(task: str, num: int, length: int, seed: int = 0) -> np.ndarray:
+    return TASKS[task].sample(np.random.default_rng(seed), num, length)
+
+
+def texts(task: str, inputs_BN: np.ndarray) -> list[str]:
+    return ["".join(CHARACTERS[task][symbol] for symbol in row) for row in inputs_BN.tolist()]
+
+
+def symbols(task: str, *inputs: str) -> np.ndarray:
+    return np.array([[CHARACTERS[task].index(c) for c in text] for text in inputs], np.int32)
+
+
+# ---- golden
+
+
+def test_golden_che_has_every_task():
+    assert {file.stem for file in files()} == TASKS.keys() == CHARACTERS.keys() == FORMS.keys() == ANSWERS.keys()
+
+
+@pytest.mark.parametrize("file", files(), ids=name)
+def test_golden_che_examples(file):
+    golden = json.loads(file.read_text())
+    task = TASKS[golden["task"]]
+    assert golden["task"] == file.stem
+    assert task.level == LEVELS[golden["level"]]
+    assert (len(task.input_symbols), len(task.output_symbols)) == (golden["input_size"], golden["output_size"])
+    assert golden["output_length_at"] == {n: task.output_length(int(n)) for n in golden["output_length_at"]}
+    assert (task.end is not None) == golden["has_accuracy_mask"]
+    assert len(golden["examples"]) == golden["n_examples"] > 0
+    for example in golden["examples"]:
+        targets_BM = task.solve(np.array([example["input"]], np.int32))
+        assert targets_BM.tolist() == [example["target"]], example
+        assert task.counted(targets_BM).tolist() == [example.get("mask", [1] * len(example["target"]))]
+        assert draw(golden["task"], 1, example["length"]).shape == (1, len(example["input"]))
+
+
+def termination(inputs_BN: np.ndarray, targets_BM: np.ndarray, num: int) -> np.ndarray:
+    assert num == 1
+    return (targets_BM == 2).argmax(axis=1)[:, None]
+
+
+# What the reference counts, for each sample, and the decimals that it gives. The operator and the missing symbol are 2.
+MEASURES: dict[str, tuple[Callable[[np.ndarray, np.ndarray, int], np.ndarray], int]] = {
+    "input_symbol_frequency": (lambda inputs, _, num: (inputs[..., None] == np.arange(num)).mean(axis=1), 4),
+    "target_symbol_frequency": (lambda _, targets, num: (targets[..., None] == np.arange(num)).mean(axis=1), 4),
+    "target_class_frequency": (lambda _, targets, num: (targets[..., None] == np.arange(num)).mean(axis=1), 4),
+    "mean_termination_index": (termination, 3),
+    "missing_position_frequency": (lambda inputs, *_: inputs == 2, 4),
+    "operator_position_frequency": (lambda inputs, *_: inputs == 2, 4),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
+def test_golden_che_sampler(folder, task):
+    """Frequencies as far from the reference's as chance explains: 4 standard errors of the difference of two means.
+
+    The symbols of one sample hang together, so a sample counts once, by its mean; variances are our samples'.
+    """
+    num = 20_000
+    for golden in json.loads((folder / "sampler_stats.json").read_text())[task]:
+        inputs_BN = draw(task, num, golden["length"], seed=golden["length"])
+        targets_BM = TASKS[task].solve(inputs_BN)
+        assert inputs_BN.shape[1] == golden["actual_input_length"]
+        found = golden.keys() - {"length", "n_samples", "actual_input_length"}
+        assert len(found) >= 2
+        for key in found:
+            measure, decimals = MEASURES[key]
+            expected_X = np.atleast_1d(golden[key])
+            values_BX = measure(inputs_BN, targets_BM, len(expected_X))
+            error_X = values_BX.std(axis=0) * (1 / golden["n_samples"] + 1 / num) ** 0.5
+            off_X = np.abs(values_BX.mean(axis=0) - expected_X) - 0.5 * 10.0**-decimals
+            assert (off_X <= 4 * error_X + 1e-9).all(), (golden["length"], key, off_X, error_X)
+
+
+def test_unknown_digit():
+    """The first digit from a uniformly drawn place on: of (1+2), the first for places 4, 0 and 1, else the second."""
+    num = 20_000
+    inputs_BN = draw("solve_equation", num, 7)
+    share_2 = (inputs_BN[:, 1:4:2] == CHARACTERS["solve_equation"].index("x")).mean(axis=0)
+    np.testing.assert_allclose(share_2, [3 / 5, 2 / 5], atol=4 * (0.6 * 0.4 / num) ** 0.5)
+
+
+# ---- inputs
+
+
+def is_input(task: str, text: str) -> bool:
+    """Whether a text is what the task says of its inputs, found with regular expressions."""
+    match = re.fullmatch(FORMS[task], text)
+    if match is None:
+        return False
+    if task == "missing_duplicate_string" and text != "1":
+        half = len(text) // 2
+        word = text.rstrip("_").replace("?", ANSWERS[task](text)[0])
+        return len(word) == 2 * half and word[:half] == word[half:] and ("_" in text) == (len(text) % 2 == 1)
+    if task == "modular_arithmetic_brackets" or (task == "solve_equation" and "=" in text):
+        value = re.sub("(?<![0-4x)])-[0-4x]|[0-4x]", "v", text.split("=")[0])
+        value = re.sub("[(]v[)]", "v", value)  # of one digit alone
+        while (smaller := re.sub("[(]v[-+*]v[)]", "v", value)) != value:
+            value = smaller
+        return value == "v"
+    return True
+
+
+@pytest.mark.parametrize("task", TASKS)
+@settings(max_examples=50, deadline=None)
+@given(length=LENGTHS, seed=SEEDS)
+def test_samples_are_inputs(task, length, seed):
+    inputs_BN = draw(task, 3, length, seed)
+    assert inputs_BN.dtype == np.int32
+    assert inputs_BN.shape == (3, length - (task == "modular_arithmetic" and length % 2 == 0))
+    assert ((inputs_BN >= 0) & (inputs_BN < len(TASKS[task].input_symbols))).all()
+    assert all(is_input(task, text) for text in texts(task, inputs_BN)), texts(task, inputs_BN)
+    np.testing.assert_array_equal(inputs_BN, draw(task, 3, length, seed))
+    if length >= 40:
+        assert (draw(task, 3, length, seed + 1) != inputs_BN).any()
+
+
+def test_is_input_refuses():
+    """The check above can fail."""
+    refused = {
+        "modular_arithmetic": ["1+", "+1", "1_2", "12"],
+        "stack_manipulation": ["-0", "01-0", "00", "-"],
+        "modular_arithmetic_brackets": ["x", "1+2", "(1+2", "((1+2))", "(1+2+3)", "(--1)", "-(1+2)", "(12)"],
+        "solve_equation": ["0=0", "x", "x+1=0", "(x+x)=0", "(x*1)=0", "x=x", "(x+(1))"],
+        "missing_duplicate_string": ["0", "?", "??", "0?_0", "01?0", "?1_1", "01?", "_?", "0?1_"],
+        "binary_addition": ["11", "1+0", "+1", "1+1+1", "0+1"],
+        "binary_multiplication": ["11", "1*0", "1+1", "00*1"],
+        "compute_sqrt": ["0", "000"],
+        "even_pairs": ["", "02"],
+    }
+    for task, wrong in refused.items():
+        for text in wrong:
+            assert not is_input(task, text), (task, text)
+
+
+# ---- answers
+
+
+def stack_from_top(text: str) -> str:
+    stack = []
+    for action in text:
+        if action != "-":
+            stack.append({"a": "0", "b": "1"}.get(action, action))
+        elif stack:
+            stack.pop()
+    return "".join(reversed(stack))
+
+
+def little_endian(number: int) -> str:
+    return bin(number)[:1:-1]
+
+
+def ended(text: str, length: int) -> str:
+    return text + "2" + "0" * (length - len(text) - 1)
+
+
+def missing(text: str) -> str:
+    """In two equal words the number of 1s is even; no place is needed."""
+    return str(text.count("1") % 2)
+
+
+def unknown(text: str) -> str:
+    """The one digit that makes both sides equal."""
+    if "=" not in text:
+        return "0"
+    left, right = text.split("=")
+    (digit,) = (digit for digit in "01234" if eval(left.replace("x", digit)) % 5 == int(right))
+    return digit
+
+
+def root(text: str) -> str:
+    """Digit by digit: the largest number whose square is not above."""
+    found = 0
+    for bit in reversed(range((len(text) + 1) // 2)):
+        found += 2**bit * ((found + 2**bit) ** 2 <= int(text, 2))
+    return f"{found:0{(len(text) + 1) // 2}b}"
+
+
+def added(text: str) -> str:
+    return ended(little_endian(sum(int(number[::-1], 2) for number in text.split("+"))), len(text) + 1)
+
+
+def multiplied(text: str) -> str:
+    if len(text) < 3:
+        return {1: "2", 2: "02"}[len(text)]
+    a, b = (int(number[::-1], 2) for number in text.split("*"))
+    return ended(little_endian(a * b), len(text))
+
+
+# A text's answer, as text of its symbols' numbers.
+ANSWERS: dict[str, Callable[[str], str]] = {
+    "even_pairs": lambda text: str(sum(a != b for a, b in itertools.pairwise(text)) % 2),
+    "modular_arithmetic": lambda text: str(eval(text) % 5),
+    "parity_check": lambda text: str(text.count("1") % 2),
+    "cycle_navigation": lambda text: str((text.count("2") - text.count("0")) % 5),
+    "stack_manipulation": lambda text: ended(stack_from_top(text), len(text) + 1),
+    "reverse_string": lambda text: "".join(reversed(text)),
+    "modular_arithmetic_brackets": lambda text: str(eval(text) % 5),
+    "solve_equation": unknown,
+    "duplicate_string": lambda text: text * 2,
+    "missing_duplicate_string": missing,
+    "odds_first": lambda text: text[1::2] + text[::2],
+    "binary_addition": added,
+    "binary_multiplication": multiplied,
+    "compute_sqrt": root,
+    "bucket_sort": lambda text: "".join(sorted(text)),
+}
+
+
+def check_answers(task: str, inputs_BN: np.ndarray) -> None:
+    before_BN = inputs_BN.copy()
+    targets_BM = TASKS[task].solve(inputs_BN)
+    assert targets_BM.dtype == np.int32
+    assert targets_BM.shape == (len(inputs_BN), TASKS[task].output_length(inputs_BN.shape[1]))
+    assert ((targets_BM >= 0) & (targets_BM < len(TASKS[task].output_symbols))).all()
+    np.testing.assert_array_equal(inputs_BN, before_BN)
+    for text, target in zip(texts(task, inputs_BN), targets_BM.tolist(), strict=True):
+        assert "".join(map(str, target)) == ANSWERS[task](text), text
+
+
+@pytest.mark.parametrize("task", TASKS)
+@settings(max_examples=50, deadline=None)
+@given(length=LENGTHS, seed=SEEDS)
+def test_answers(task, length, seed):
+    check_answers(task, draw(task, 3, length, seed))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_at_every_length(task):
+    for length in range(1, 501):
+        inputs_BN = draw(task, 2, length)
+        assert all(is_input(task, text) for text in texts(task, inputs_BN))
+        check_answers(task, inputs_BN)
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs"),
+    [
+        ("modular_arithmetic", ["*".join("3" * 250), "-".join("4" * 250), "2" + "*2" * 248 + "-0"]),
+        ("stack_manipulation", ["1" + "-" * 499, "0" * 250 + "-" * 250, "1" * 499 + "b", "0--b-" * 100]),
+        # As deep as 497 and 500 symbols can be, on either side, and products that do not vanish.
+        ("modular_arithmetic_brackets", ["(" * 124 + "3" + "*3)" * 124, "(2-" * 124 + "4" + ")" * 124]),
+        ("solve_equation", ["(" * 124 + "x" + "-1)" * 124 + "=2", "(2-" * 124 + "-x" + ")" * 124 + "=4"]),
+        ("binary_addition", ["1" * 498 + "+1", "1+" + "1" * 498, "1" * 249 + "+" + "1" * 250]),
+        ("binary_multiplication", ["1" * 498 + "*1", "1*" + "1" * 498, "1" * 249 + "*" + "1" * 250]),
+        ("compute_sqrt", ["1" * 500, f"{(2**250 - 1) ** 2:b}", f"{(2**250 - 1) ** 2 - 1:b}", f"{1:0500b}"]),
+    ],
+)
+def test_answers_at_the_extremes(task, inputs):
+    """What random inputs hardly ever are: carries and products that do not end, empty stacks, roots of squares."""
+    for text in inputs:
+        assert len(text) >= 495
+        check_answers(task, symbols(task, text))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_permutation_invariant(task):
+    """Inputs of the same symbols in another order have the same answer in the tasks that say so, not in others."""
+    inputs_BN = draw(task, 3000, 7)
+    targets_BM = TASKS[task].solve(inputs_BN)
+    answers: dict[bytes, set[bytes]] = {}
+    for given_N, target_M in zip(np.sort(inputs_BN, axis=1), targets_BM, strict=True):
+        answers.setdefault(given_N.tobytes(), set()).add(target_M.tobytes())
+    assert len(answers) < len(np.unique(inputs_BN, axis=0)) / 2  # so that there are orders to compare
+    if task == "missing_duplicate_string":  # a count of 1s would do, see `missing`; but other orders are no inputs
+        assert not TASKS[task].permutation_invariant
+        return
+    assert (max(map(len, answers.values())) == 1) == TASKS[task].permutation_invariant
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_random_accuracy(task):
+    assert TASKS[task].random_accuracy == (1 / 5 if task in FIVE else 1 / 2)
