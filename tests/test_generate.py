@@ -43,7 +43,7 @@ from dape_jax.processors import DapeConfig
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import loop
 from dape_jax.training.checkpoint import restore_config, restore_params
-from dape_jax.transformer import Transformer, Params, TransformerConfig, model_structure
+from dape_jax.transformer import Params, Transformer, TransformerConfig, model_structure
 
 GREEDY = Sampling(temperature=0.0)
 BIAS_OPTIONS = {
