@@ -97,10 +97,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.evaluation = dict(
         lengths=tuple(range(1, TEST_LENGTH + 1)),
         num_sequences=512,
-        batch_tokens=16_384,
-        pad_to=64,
+        batch_tokens=4096,  # small batches and blocks stay in a CPU's cache: half the time of ones of four times the size
+        pad_to=32,
         dropout=False,
-        blockwise_from=128,
-        block_size=32,
+        blockwise_from=64,
+        block_size=16,
     )
     return config

@@ -10,11 +10,13 @@ same letters, and the parameters of the model are named the same way, which is w
     G  heads of keys and values         R  H / G, query heads that share one
     M  hidden width of FIRE's MLP       N  buckets of T5's bias         P  positions of CoPE's table
     I, O  channels in and out of a convolution                          J  its columns out: keys, and some beside them
+    In `tasks/`: N symbols of an input, M of its target
 
 `axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
 stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
 
-Reading order: positions, biases, contextual, processors, attention, transformer, sharding, data, training, evaluation.
+Reading order: positions, biases, contextual, processors, attention, transformer, sharding, data, tasks, training,
+evaluation.
 
 What stands below is for use in other programs, and stable: `docs/library.md`.
 """

@@ -41,10 +41,13 @@ def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, wi
     q 3   . x x x .
     q 4   . . x x x
 
-    Where attention is not causal, a key with a negative position is padding, and no query sees it.
+    A key with a negative position is padding, and no query sees it.
     """
     distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
-    mask_TS = distance_TS >= 0 if causal else jnp.broadcast_to(k_pos_S[None, :] >= 0, distance_TS.shape)
+    if causal:  # as unsigned numbers, negative positions come after all others: one comparison, not two
+        mask_TS = k_pos_S.astype(jnp.uint32)[None, :] <= q_pos_T.astype(jnp.uint32)[:, None]
+    else:
+        mask_TS = jnp.broadcast_to(k_pos_S[None, :] >= 0, distance_TS.shape)
     return mask_TS if window is None else mask_TS & (jnp.abs(distance_TS) < window)
 
 
@@ -117,8 +120,8 @@ def attend(
             any case, and so has what the processor mixes.
         v_BSGK: values.
         q_pos_T: positions of the queries, in any order.
-        k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours. If
-            not causal, those of padding at the end are negative.
+        k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours.
+            Those of padding at the end are negative.
         bias: position bias, or contextual encoding; None for none.
         processor: what is done to the scores; None for scores + bias.
         causal: a query sees no key after it; if False, distances are |i - j| and the processor's mask lets all through.

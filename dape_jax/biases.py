@@ -37,13 +37,9 @@ class Bias(Protocol):
 
 @runtime_checkable
 class BiasConfig(Protocol):
-    """What `transformer.py` knows of a bias: how it is made.
-
-    `shared_by_layers`: one module serves all layers. `causal_only`: it has no meaning for keys after the query.
-    """
+    """What `transformer.py` knows of a bias: whether one module serves all layers, and how it is made."""
 
     shared_by_layers: ClassVar[bool]
-    causal_only: ClassVar[bool]
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Bias | None:
         """Make the module; None where there is no bias at all."""
@@ -65,7 +61,6 @@ class NopeConfig:
     """No position bias: NoPE, or rotary embedding alone."""
 
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> None:
         """Return None: attention then adds nothing, and DAPE reads the scores alone."""
@@ -111,7 +106,6 @@ class AlibiConfig:
     """ALiBi, any number of heads."""
 
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Alibi:
         """Make the module."""
@@ -179,7 +173,6 @@ class KerpleConfig:
     """Kerple, logarithmic variant."""
 
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
         """Make the module."""
@@ -191,7 +184,6 @@ class KerplePowerConfig:
     """Kerple, power variant."""
 
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
         """Make the module."""
@@ -250,7 +242,6 @@ class SandwichConfig:
 
     position_dim: int = 128
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def __post_init__(self):
         require(
@@ -332,7 +323,6 @@ class T5Config:
     num_buckets: int = 32
     max_distance: int = 128
     shared_by_layers: ClassVar[bool] = True
-    causal_only: ClassVar[bool] = False
 
     def __post_init__(self):
         require(self.num_buckets >= 4, "model.bias.num_buckets", self.num_buckets, "4 or more")
@@ -445,7 +435,6 @@ class FireConfig:
     initial_c: float = 0.1
     activation: str = "relu"
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def __post_init__(self):
         require(self.threshold > 0, "model.bias.threshold", self.threshold, "a positive number of positions")

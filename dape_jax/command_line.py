@@ -2,15 +2,16 @@
 
 import logging
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags
 from absl import logging as absl_logging
 
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, printable
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, printable, require
 
 
 def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
@@ -79,6 +80,23 @@ def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
         return flag.value.to_dict()
     except OSError as error:
         raise _unreadable(error) from error
+
+
+def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
+    """The whole numbers that a flag lists: `7`, or `1-40` for all of 1 to 40, or `40-500/20` for every 20th from 40 on.
+
+    Raises:
+        InputError: an item of another form.
+    """
+    numbers: list[int] = []
+    for item in items:
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,8}))?)?", item, re.ASCII)
+        allowed = "whole numbers, parted by commas; first-last or first-last/step for many"
+        require(match is not None, field, list(items), allowed)
+        assert match is not None
+        first, last, step = match.groups()
+        numbers.extend(range(int(first), int(last or first) + 1, int(step or 1)))
+    return tuple(numbers)
 
 
 def _unreadable(error: OSError) -> InputError:

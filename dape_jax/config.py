@@ -187,6 +187,9 @@ class TaskRunConfig(_Run):
             require(value == expected, f"model.{field}", value, f"{expected} for {self.data.task}")
         self.data.check_length("train.train_length", self.train.train_length)
         self.data.check_length("evaluation.lengths", max(self.evaluation.lengths))
+        changes = self.model.processor.why_not_cached
+        for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
+            require(changes is None or pad_to == 1, field, pad_to, f"1, since padding is appended, and {changes}")
 
     @property
     def sequence(self) -> tuple[str, int]:

@@ -135,7 +135,6 @@ class CopeConfig:
 
     num_positions: int = 64
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = True
 
     def __post_init__(self):
         require(self.num_positions > 0, "model.bias.num_positions", self.num_positions, "a positive number")
@@ -246,7 +245,6 @@ class TransformerXLConfig:
     """Transformer-XL's relative positions."""
 
     shared_by_layers: ClassVar[bool] = False
-    causal_only: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> TransformerXL:
         """Make the module.

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from dape_jax import command_line
 from dape_jax.attention import Blockwise
-from dape_jax.config import RunConfig, resolved
+from dape_jax.config import RunConfig, is_task, resolved
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
@@ -101,7 +101,7 @@ def read_run(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
         spec["model"]["dtype"] = "bfloat16"
-    if not spec["data"]["path"]:
+    if not is_task(spec) and not spec["data"]["path"]:
         spec["data"]["path"] = STDLIB
     if batch_size is not None:
         spec["train"]["batch_size"] = batch_size

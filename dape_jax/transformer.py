@@ -154,12 +154,6 @@ class TransformerConfig:
             require(
                 getattr(self, field) in allowed, f"model.{field}", getattr(self, field), f"one of {sorted(allowed)}"
             )
-        require(
-            self.causal or not self.bias.causal_only,
-            "model.causal",
-            self.causal,
-            f"True for {type(self.bias).__name__}, which counts the keys between a key and a later query",
-        )
         require(self.remat in REMAT, "model.remat", self.remat, f"one of {sorted(REMAT)}")
         require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {list(DTYPES)}")
 
@@ -384,8 +378,8 @@ class Transformer(nnx.Module):
 
         Args:
             tokens_BT: the tokens.
-            pos_T: their positions, increasing; 0..T-1 if None. Where attention is not causal, a negative position is
-                that of padding, which no other token sees; causal attention has its padding after all tokens.
+            pos_T: their positions, increasing; 0..T-1 if None. A negative position is that of padding, at the end,
+                which no other token sees.
             dropout_key: of the random numbers that dropout draws; None for none.
         """
         pos_T = deal_rows(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)

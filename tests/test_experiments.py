@@ -12,40 +12,69 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dape_jax.config import RunConfig
+from dape_jax.config import RunConfig, TaskRunConfig
+from dape_jax.config import read_run as read_config
 from dape_jax.errors import InputError
 from dape_jax.experiments import catalogue, report, run
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Cell, Claim, Experiment, Less, Preset
-from dape_jax.experiments.run import config_of, run_experiment, runs_of
+from dape_jax.experiments.catalogue import (
+    EXPERIMENTS,
+    METHODS,
+    PRESETS,
+    Cell,
+    Claim,
+    Experiment,
+    Less,
+    Preset,
+    Score,
+    TaskPreset,
+)
+from dape_jax.experiments.run import Run, TaskRun, TextRun, config_of, run_experiment, runs_of
+from dape_jax.tasks import TASKS
 from dape_jax.transformer import model_structure
 
-RUNNABLE = [name for name, experiment in EXPERIMENTS.items() if not experiment.missing]
+
+def runs_with_one_seed(name: str, preset: str) -> list[Run]:
+    """Of an experiment, on a text or on all of its tasks."""
+    experiment = EXPERIMENTS[name]
+    return list(
+        runs_of(
+            experiment,
+            PRESETS[preset],
+            seeds=(0,),
+            data="" if experiment.tasks else "some/text",
+            tasks=experiment.tasks,
+        )
+    )
 
 
 # ---- the catalogue
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_has_a_valid_config_of_its_own(name: str, preset: str):
-    runs = runs_of(EXPERIMENTS[name], PRESETS[preset], (0,), "some/text")
+    runs = runs_with_one_seed(name, preset)
     assert len({item.name for item in runs}) == len(runs) > 0
-    configs = [RunConfig.from_dict(config_of(item, PRESETS[preset])) for item in runs]
+    configs = [read_config(config_of(item)) for item in runs]
     assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
     for item, config in zip(runs, configs, strict=True):
         assert (config.train.train_length, config.train.seed, config.data.seed) == (item.train_length, 0, 0)
-        assert config.data.path == "some/text"
-        if PRESETS[preset].length_divisor > 1:
-            model_structure(config.model)
+        assert item.lengths == tuple(sorted(set(item.lengths)))
+        if isinstance(item, TaskRun):
+            assert isinstance(config, TaskRunConfig)
+            assert config.data.task == item.task
+            assert min(item.lengths) <= item.train_length < max(item.lengths)  # both means have something to say
+        else:
+            assert isinstance(config, RunConfig)
+            assert config.data.path == "some/text"
+    if PRESETS[preset].length_divisor > 1:
+        for model in {json.dumps(str(config.model)): config.model for config in configs}.values():
+            model_structure(model)
 
 
 def test_the_paper_preset_has_the_published_settings():
-    (item,) = [
-        item
-        for item in runs_of(EXPERIMENTS["table5"], PRESETS["paper"], (0,), "books3")
-        if item.method == "dape1x3-kerple"
-    ]
-    config, table8 = RunConfig.from_dict(config_of(item, PRESETS["paper"])), catalogue.paper_tables()["table8"]["125m"]
+    (item,) = [item for item in runs_with_one_seed("table5", "paper") if item.method == "dape1x3-kerple"]
+    config, table8 = RunConfig.from_dict(config_of(item)), catalogue.paper_tables()["table8"]["125m"]
     assert table8["batch"] == "32 x 8 GPUs"
     assert config.train.batch_size == 32 * 8
     assert config.train.train_length == table8["train_length"]
@@ -59,28 +88,50 @@ def test_the_paper_preset_has_the_published_settings():
     assert item.lengths == (512, 1024, 2048, 4096, 8192)
 
 
+def test_the_paper_preset_has_the_published_settings_of_the_tasks():
+    runs = [item for item in runs_with_one_seed("table6", "paper") if isinstance(item, TaskRun)]
+    printed = catalogue.paper_tables()["table6"]
+    of_paper = {(method, row["task"]) for method in printed["methods"] for row in printed["tasks"]}
+    assert {(item.method, item.task) for item in runs if item.task != "binary_multiplication"} == of_paper
+    assert {item.task for item in runs} == set(TASKS)
+    for row in printed["tasks"]:
+        task = TASKS[row["task"]]
+        assert (task.permutation_invariant, task.random_accuracy) == (
+            row["permutation_invariant"],
+            row["random_accuracy"],
+        )
+    for item in runs[:11]:
+        config = TaskRunConfig.from_dict(config_of(item))
+        assert (config.train.num_steps, config.train.train_length, config.train.batch_size) == (200_000, 40, 128)
+        assert config.evaluation.num_sequences == 512
+        assert item.lengths[-460:] == tuple(range(41, 501))
+
+
 def test_the_same_tokens_in_a_step_at_every_train_length_where_the_paper_has_it_so():
-    for preset in PRESETS.values():
-        configs = [
-            RunConfig.from_dict(config_of(item, preset)) for item in runs_of(EXPERIMENTS["fig3"], preset, (0,), "text")
-        ]
+    for preset in PRESETS:
+        configs = [RunConfig.from_dict(config_of(item)) for item in runs_with_one_seed("fig3", preset)]
         tokens = {config.train.batch_size * config.train.train_length for config in configs}
         assert len({config.train.train_length for config in configs}) == 6
         assert len(tokens) == 1
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_claims_compare_what_is_run(name: str):
     experiment = EXPERIMENTS[name]
+    runs = runs_with_one_seed(name, "paper")
     measured = {
         Cell(item.method, item.paper_train_length, length, item.paper_size)
-        for item in runs_of(experiment, PRESETS["paper"], (0,), "text")
+        for item in runs
+        if isinstance(item, TextRun)
         for length in item.lengths
         if not (experiment.measure == "delta" and length == item.paper_train_length)
     }
-    cells = {side for claim in experiment.claims for less in claim.comparisons for side in (less.low, less.high)}
-    assert {cell for cell in cells if isinstance(cell, Cell)} <= measured
+    scored = {(item.method, item.task) for item in runs if isinstance(item, TaskRun)}
+    sides = {side for claim in experiment.claims for less in claim.comparisons for side in (less.low, less.high)}
+    assert {side for side in sides if isinstance(side, Cell)} <= measured
+    assert {(m, side.task) for side in sides if isinstance(side, Score) for m in side.methods} <= scored
     assert all(claim.comparisons for claim in experiment.claims)
+    assert all(0 < claim.at_least < len(claim.comparisons) for claim in experiment.claims if claim.at_least is not None)
 
 
 def test_every_method_is_used():
@@ -91,6 +142,8 @@ def test_every_method_is_used():
 def test_the_papers_claims_hold_of_the_papers_figures(dataset: str):
     checked = 0
     for name, experiment in EXPERIMENTS.items():
+        if experiment.tasks:
+            continue
         look = report.looker(report.paper_group(name, dataset))
         for claim in experiment.claims:
             printed = tuple(
@@ -102,6 +155,14 @@ def test_the_papers_claims_hold_of_the_papers_figures(dataset: str):
             assert judgement.holding == judgement.comparisons, judgement
             checked += len(printed)
     assert checked > 80
+
+
+def test_the_papers_claims_hold_of_the_papers_table_of_tasks():
+    look = report.looker(report.paper_task_group("table6"))
+    judged = [report.judge(claim, look, min_seeds=1) for claim in EXPERIMENTS["table6"].claims]
+    assert {judgement.verdict for judgement in judged} == {"holds"}, judged
+    # Where the paper counts, its figures give its count.
+    assert [(item.holding, item.comparisons) for item in judged if "of 11" in item.claim] == [(8, 11), (6, 11)]
 
 
 def test_the_papers_figures_stand_only_beside_runs_with_their_tokens_in_a_step():
@@ -174,6 +235,33 @@ def test_seeds_are_compared_with_themselves_and_missing_ones_are_not_made_up():
     assert report.judge(claim, lambda cell: {0: values[cell][0]}).verdict == "not tested"
 
 
+@settings(max_examples=100, deadline=None)
+@given(margins=st.lists(st.integers(-9, 9).filter(bool), min_size=1, max_size=8, unique=True), data=st.data())
+def test_a_claim_of_a_number_holds_if_so_many_comparisons_do(margins: list[int], data: st.DataObject):
+    at_least = data.draw(st.integers(1, len(margins)))
+    comparisons = tuple(Less(Cell("a", margin, 1), 100.0) for margin in margins)
+    judgement = report.judge(
+        Claim("", comparisons, at_least), lambda cell: dict.fromkeys((0, 1), 100.0 - cell.train_length)
+    )
+    holding = sum(margin > 0 for margin in margins)
+    assert (judgement.holding, judgement.verdict) == (holding, "holds" if holding >= at_least else "does not hold")
+    assert f"T{sorted(margins, reverse=True)[at_least - 1]} at" in judgement.weakest  # that which decides
+    every = report.judge(Claim("", comparisons), lambda cell: dict.fromkeys((0, 1), 100.0 - cell.train_length))
+    assert every.verdict == ("holds" if holding == len(margins) else "does not hold")
+
+
+def test_the_best_of_some_methods_is_that_of_each_seed_if_all_have_it():
+    series = [
+        report.TaskSeries(method, "parity_check", {}, {}, beyond)
+        for method, beyond in (("rope", {0: 1.0, 1: 2.0}), ("kerple", {0: 3.0, 1: 1.0, 2: 9.0}))
+    ]
+    look = report.looker(report.TaskGroup("table6", "small", "", {}, series))
+    assert look(Score(("kerple",), "parity_check")) == {0: 3.0, 1: 1.0, 2: 9.0}
+    assert look(Score(("rope", "kerple"), "parity_check")) == {0: 3.0, 1: 2.0}
+    assert look(Score(("rope", "fire"), "parity_check")) == {}
+    assert look(Score(("rope",), "even_pairs")) == {}
+
+
 # ---- running
 
 CLAIM = Claim("b is within ten times a", (Less(Cell("b", 16, 32), Cell("a", 16, 32), 10.0),))
@@ -189,6 +277,22 @@ def get_config(argument):
     return ConfigDict(spec)
 """
 
+TASK_CLAIM = Claim("b is better than a", (Less(Score(("a",), "even_pairs"), Score(("b",), "even_pairs")),))
+TASK_RECIPE = """
+import importlib.util
+from pathlib import Path
+
+def get_config(argument):
+    task, bias, num_steps, seed = argument.split(",")
+    spec = importlib.util.spec_from_file_location("che", CHE)
+    che = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(che)
+    config = che.get_config(f"{task},bias={bias},{num_steps},{seed}")
+    config.model.update(num_layers=1, width=16, num_heads=2)
+    config.train.update(train_length=4, batch_size=8, validation_batches=1)
+    return config
+""".replace("CHE", repr(str(run.CONFIGS / "che.py")))
+
 
 @pytest.fixture
 def small_world(tmp_path: Path, monkeypatch) -> dict[str, Path]:
@@ -197,17 +301,24 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, Path]:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(RECIPE.replace("SPEC", repr(json.dumps(spec))))
     monkeypatch.setattr(run, "CONFIGS", tmp_path / "configs")
-    monkeypatch.setitem(PRESETS, "tiny", Preset("tiny.py", {"125m": "xs"}, 1, None, (0, 1), str(tmp_path / "text")))
+    (tmp_path / "configs" / "tasks.py").write_text(TASK_RECIPE)
+    on_tasks = TaskPreset("tasks.py", ("even_pairs", "reverse_string"), ("a", "b"), 2, (3, 4, 5, 7), 8)
+    preset = Preset("tiny.py", {"125m": "xs"}, 1, None, (0, 1), str(tmp_path / "text"), on_tasks)
+    monkeypatch.setitem(PRESETS, "tiny", preset)
     for method, bias in (("a", "kerple"), ("b", "alibi"), ("c", "nope")):
         monkeypatch.setitem(METHODS, method, bias)
     monkeypatch.setattr(run, "lengths_from", lambda length: (length, 2 * length))
     for name, methods in (("one", ("a", "b")), ("two", ("b", "c"))):
         monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (CLAIM,)))
+    on_tasks = Experiment(
+        "title", "source", ("a", "b", "c"), (4,), (TASK_CLAIM,), tasks=tuple(TASKS), measure="accuracy"
+    )
+    monkeypatch.setitem(EXPERIMENTS, "tasks", on_tasks)
     return {"results": tmp_path / "results", "workdirs": tmp_path / "workdirs"}
 
 
-def run_tiny(name: str, world: dict[str, Path], seeds: tuple[int, ...] = ()) -> list[Path]:
-    return run_experiment(name, "tiny", data="", seeds=seeds, **world)
+def run_tiny(name: str, world: dict[str, Path], seeds: tuple[int, ...] = (), tasks: tuple[str, ...] = ()) -> list[Path]:
+    return run_experiment(name, "tiny", data="", seeds=seeds, tasks=tasks, **world)
 
 
 @pytest.fixture
@@ -217,8 +328,14 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
 
     def train(config, workdir):
         models.append((config["model"]["bias"]["name"], config["train"]["seed"]))
+        if "task" in config["data"]:
+            models[-1] += (config["data"]["task"],)
 
     def measure(experiment, item, workdir):
+        if experiment.measure == "accuracy":
+            reached = 0.5 + 0.25 * (item.method == "b")
+            of_lengths = [(length, reached + item.seed / 8 - length / 100) for length in item.lengths]
+            return {"lengths": [{"length": length, "accuracy": accuracy} for length, accuracy in of_lengths]}
         return {"lengths": [{"length": length, "perplexity": length + item.seed / 8} for length in item.lengths]}
 
     monkeypatch.setattr(run, "train", train)
@@ -325,6 +442,85 @@ def test_what_no_report_can_be_made_of_is_named(small_world, trained):
     )
 
 
+def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
+    files = run_tiny("tasks", small_world, (0,))
+    models = [(bias, 0, task) for task in ("even_pairs", "reverse_string") for bias in ("kerple", "alibi")]
+    assert trained == models
+    assert files[1] == small_world["results"] / "tasks" / "tiny" / "b-even_pairs-seed0.json"
+    before = [file.read_bytes() for file in files]
+    run_tiny("tasks", small_world)
+    assert trained == models + [(bias, 1, task) for bias, _, task in models]
+    assert run_tiny("tasks", small_world, (1,), ("reverse_string", "even_pairs"))
+    assert len(trained) == 8
+    assert [file.read_bytes() for file in files] == before
+    content = json.loads(before[1])
+    assert {field: content[field] for field in ("method", "task", "train_length", "seed", "measure")} == {
+        "method": "b",
+        "task": "even_pairs",
+        "train_length": 4,
+        "seed": 0,
+        "measure": "accuracy",
+    }
+    assert "--config.evaluation.num_sequences=8" in content["train_command"]
+    assert content["config"]["evaluation"]["num_sequences"] == 8
+
+    # Another task than the preset's, without the methods that it leaves out.
+    (file, _) = run_tiny("tasks", small_world, (0,), ("bucket_sort",))
+    assert file.name == "a-bucket_sort-seed0.json"
+    assert trained[8:] == [("kerple", 0, "bucket_sort"), ("alibi", 0, "bucket_sort")]
+
+    readme = report.write(small_world["results"]).read_text()
+    assert "| [tasks](#tasks) tiny | b is better than a | **holds** | 1 of 1 | a on even_pairs: 50.25" in readme
+    # Lengths 5 and 7 are beyond training, 3 and 4 within; seeds differ by 12.5.
+    assert "| even_pairs | regular | 50 | 50.25 ± 6.25 | 75.25 ± 6.25 |" in readme
+    assert "| even_pairs | regular | 50 | 52.75 ± 6.25 | 77.75 ± 6.25 |" in readme
+    assert "| bucket_sort | context-sensitive | 20 | 44.00 | 69.00 |" in readme
+    assert "mean over 2 lengths, 5 to 7; 2 steps on lengths 1 to 4, 8 sequences of each length, seeds 0, 1" in readme
+    assert (small_world["results"] / "tasks" / "tiny.png").stat().st_size > 10_000
+    described = json.loads((small_world["results"] / "report.json").read_bytes())
+    (series,) = [
+        series
+        for series in described["tasks"]["tiny"]["series"]
+        if (series["method"], series["task"]) == ("b", "reverse_string")
+    ]
+    assert series["beyond"] == {"0": pytest.approx(69), "1": pytest.approx(81.5)}
+    assert series["values"]["1"]["7"] == pytest.approx(80.5)
+
+    # What is damaged, or of another config, is named.
+    file = files[0].with_name("a-even_pairs-seed1.json")
+    good = json.loads(file.read_bytes())
+    for changes in (
+        {"task": 1},
+        {"task": "even_pairs", "lengths": [{"length": 3}]},
+        {"lengths": 1},
+        {"data": "other strings"},
+        {"config": good["config"] | {"optimizer": {}}},
+    ):
+        file.write_text(json.dumps(good | changes))
+        with pytest.raises(InputError, match=r"a-even_pairs-seed1\.json") as error:
+            report.write(small_world["results"])
+        assert "\n" not in str(error.value)
+    file.write_text(json.dumps(good | {"data": "other strings"}))
+    with pytest.raises(InputError, match="another config or text"):
+        run_tiny("tasks", small_world, (0,))  # whose runs would stand beside it
+    assert len(trained) == 10
+
+
+def test_accuracy_is_measured(small_world, monkeypatch):
+    tiny_tasks = dataclasses.replace(PRESETS["tiny"].on_tasks, methods=("b",))
+    monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], on_tasks=tiny_tasks))
+    (file,) = run_tiny("tasks", small_world, (0,), ("even_pairs",))
+    (written,) = small_world["workdirs"].glob("*/accuracy.json")
+    (result,) = json.loads(written.read_bytes())["runs"]
+    assert json.loads(file.read_bytes())["lengths"] == result["lengths"]
+    assert [item["length"] for item in result["lengths"]] == [3, 4, 5, 7]
+    assert {item["num_sequences"] for item in result["lengths"]} == {8}
+    (group,) = report.read(small_world["results"])
+    (series,) = group.series
+    assert series.beyond == {0: pytest.approx(100 * result["score"])}  # one definition of the score
+    assert series.within == {0: pytest.approx(100 * result["trained"])}
+
+
 def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     monkeypatch.setattr(run, "TIMED_TURNS", 2)
     for name, measure, methods in (
@@ -357,7 +553,10 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     ("changes", "words"),
     [
         ({"name": "fig99"}, ["experiment", "fig99", "fig2"]),
-        ({"name": "table6"}, ["table6", "algorithmic tasks"]),
+        ({"name": "table6", "tasks": ("even_pears",)}, ["--tasks", "even_pears", "even_pairs"]),
+        ({"name": "table6", "tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "each once"]),
+        ({"name": "table6", "data": "stdlib"}, ["--data", "stdlib", "own strings"]),
+        ({"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
         ({"preset_name": "huge"}, ["--preset", "huge", "small"]),
         ({"preset_name": "paper"}, ["--data", "paper"]),
         ({"seeds": (1, 1)}, ["--seeds", "each once"]),
@@ -365,7 +564,7 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     ],
 )
 def test_bad_input_is_named(small_world, changes: dict, words: list[str]):
-    arguments = {"name": "fig2", "preset_name": "small", "data": "", "seeds": ()} | small_world | changes
+    arguments = {"name": "fig2", "preset_name": "small", "data": "", "seeds": (), "tasks": ()} | small_world | changes
     if changes.get("preset_name") == "tiny":
         arguments["name"] = "one"
     with pytest.raises(InputError) as error:
@@ -392,6 +591,9 @@ def test_a_report_on_nothing_or_on_something_else_is_refused(tmp_path: Path):
         (["list"], 0, ["fig1", "table9", "appendixE"]),
         (["show", "fig6"], 0, ["--config.model.processor.leak=True", "below 1.1"]),
         (["show", "fig2", "--preset=paper"], 0, ["configs/paper.py:125m,bias=kerple", "8192"]),
+        (["show", "table6"], 0, ["configs/che.py:task=even_pairs,bias=kerple,processor=dape,kernel=3", "8 of 11"]),
+        (["show", "table6", "--preset=paper", "--tasks=odds_first"], 0, ["11 runs", "evaluated at 1 to 500"]),
+        (["show", "table6", "--tasks=odds"], 2, ["error: --tasks = 'odds'", "odds_first"]),
         (["show", "fig7"], 2, ["error: experiment = 'fig7'"]),
         ([], 2, ["error: command", "list"]),
         (["run"], 2, ["error: run", "fig2"]),

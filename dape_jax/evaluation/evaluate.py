@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float64
 
-from dape_jax.config import RunConfig
+from dape_jax.config import RunConfig, TaskRunConfig, is_task
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
@@ -218,22 +218,42 @@ def by_position_result(run: Evaluated, nll_of_lengths: NllOfLengths, windows: li
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class Saved:
     """What a checkpoint says of itself, the evaluation's flags put in.
 
     Args:
         workdir: where it lies.
         step: its number.
         run: the config it was trained with.
-        data_digest: of the corpus it was trained on.
+        data_digest: of the corpus, or of the task's strings, that it was trained on.
         mesh: over this machine's devices, whatever the run had.
     """
 
     workdir: Path
     step: int
-    run: RunConfig
+    run: RunConfig | TaskRunConfig
     data_digest: str
     mesh: MeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained(Saved):
+    """Of a language model."""
+
+    run: RunConfig
+
+
+def are_tasks(workdirs: list[Path], step: str) -> bool:
+    """Whether checkpoints are of runs on tasks; see `read_trained`.
+
+    Raises:
+        InputError: there is no such checkpoint, or some are and others are not.
+    """
+    kinds = {str(workdir): is_task(checkpoint.restore_config(workdir, step)[1]["config"]) for workdir in workdirs}
+    tasks = [workdir for workdir, kind in kinds.items() if kind]
+    allowed = f"all runs on tasks or all of language models; {tasks} are on tasks"
+    require(len(tasks) in (0, len(kinds)), "workdir", list(kinds), allowed)
+    return bool(tasks)
 
 
 def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshConfig | None = None) -> Trained:
@@ -249,14 +269,17 @@ def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshC
         InputError: no such checkpoint, or a model that does not divide over the mesh.
     """
     number, saved = checkpoint.restore_config(workdir, step)
-    spec: dict[str, Any] = saved["config"]
-    spec["evaluation"] |= replaced
-    run = RunConfig.from_dict(spec)
+    saved["config"]["evaluation"] |= replaced
+    run = RunConfig.from_dict(saved["config"])
+    return Trained(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
+
+
+def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshConfig:
+    """The mesh that a model is evaluated on; see `read_trained`."""
     if mesh is None:
-        fsdp = math.gcd(jax.device_count(), run.model.width)
-        return Trained(workdir, number, run, saved["data_digest"], MeshConfig(data=-1, fsdp=fsdp, context=1, tensor=1))
+        return MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
     run.check_model_mesh(make_mesh(mesh))
-    return Trained(workdir, number, run, saved["data_digest"], mesh)
+    return mesh
 
 
 def check_lengths(trained: Trained) -> None:
@@ -315,7 +338,7 @@ def _scored(trained: Trained, lengths: tuple[int, ...], last_tokens: int) -> Tra
     return dataclasses.replace(trained, run=dataclasses.replace(trained.run, evaluation=evaluation))
 
 
-def abstract_params(trained: Trained) -> tuple[Mesh, Params]:
+def abstract_params(trained: Saved) -> tuple[Mesh, Params]:
     """The mesh over all devices, and the shapes and places of a checkpoint's parameters there; nothing is read."""
     mesh = make_mesh(trained.mesh)
     _, abstract = model_structure(trained.run.model)
@@ -327,7 +350,7 @@ def abstract_params(trained: Trained) -> tuple[Mesh, Params]:
     return mesh, placed
 
 
-def restore(trained: Trained) -> tuple[Mesh, Params]:
+def restore(trained: Saved) -> tuple[Mesh, Params]:
     """The parameters of a checkpoint, spread over all devices, and the mesh that they live on."""
     mesh, abstract = abstract_params(trained)
     return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)

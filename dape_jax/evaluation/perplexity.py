@@ -31,6 +31,7 @@ from dape_jax.errors import require
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.positions import Rope, stretched
 from dape_jax.sharding import BATCH_AXES, put_batch
+from dape_jax.tasks.tapes import AccuracyConfig
 from dape_jax.training.step import make_nll_step
 from dape_jax.transformer import Params, TransformerConfig, model_structure
 
@@ -266,7 +267,7 @@ def model_at(
     return config
 
 
-def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig, mesh: Mesh) -> int:
+def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig | AccuracyConfig, mesh: Mesh) -> int:
     """Sequences in a batch: as many as `batch_tokens` holds, and one at least for each part that devices make of it."""
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // parts) * parts

@@ -1,8 +1,8 @@
 """What the paper's figures and tables compare, as data. Next: `run.py`, which runs them, and `report.py`, which judges.
 
-An experiment is methods x sizes x train lengths, the quantity that is measured, and the claims that the paper makes of
-it. Lengths and sizes are the paper's here; a preset says what stands for them. To add an experiment, add an entry to
-`EXPERIMENTS`; to add a method, a line to `METHODS`.
+An experiment is methods x sizes x train lengths on a text, or methods x algorithmic tasks; the quantity that is
+measured; and the claims that the paper makes of it. Lengths and sizes are the paper's here; a preset says what stands
+for them. To add an experiment, add an entry to `EXPERIMENTS`; to add a method, a line to `METHODS`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from importlib import resources
 from typing import Any
 
 from dape_jax.errors import require
+from dape_jax.tasks import TASKS
 
 # The argument of a config file that makes the method; names as in the paper's tables.
 METHODS = {
@@ -41,16 +42,38 @@ METHODS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class TaskPreset:
+    """What stands for the paper's settings on the algorithmic tasks.
+
+    Args:
+        recipe: file under `configs/`.
+        tasks: those that are run unless others are asked for.
+        methods: of the experiment's.
+        num_steps: of the training.
+        lengths: of the evaluation, in symbols.
+        num_sequences: of each length.
+    """
+
+    recipe: str
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    num_steps: int
+    lengths: tuple[int, ...]
+    num_sequences: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Preset:
     """What stands for the paper's settings.
 
     Args:
-        recipe: file under `configs/`.
+        recipe: file under `configs/`, of models on a text.
         sizes: from the paper's sizes to the recipe's.
         length_divisor: the paper's lengths are divided by it.
         batch: sequences of a step; None for the recipe's own, which keeps the tokens of a step.
         seeds: of the runs, unless others are asked for.
         data: default of `--data`; "" for none.
+        on_tasks: what stands for the settings on the algorithmic tasks.
     """
 
     recipe: str
@@ -59,7 +82,14 @@ class Preset:
     batch: int | None
     seeds: tuple[int, ...]
     data: str
+    on_tasks: TaskPreset
 
+
+# The paper's table 6, in its order.
+_TABLE6 = (
+    *("rope", "transformer-xl", "alibi", "kerple", "fire"),
+    *(f"{processor}-{bias}" for processor in ("dape1x1", "dape1x3") for bias in ("alibi", "kerple", "fire")),
+)
 
 PRESETS = {
     "small": Preset(
@@ -69,6 +99,15 @@ PRESETS = {
         batch=None,
         seeds=(0, 1),
         data="stdlib",
+        on_tasks=TaskPreset(
+            recipe="che.py",
+            tasks=("even_pairs", "missing_duplicate_string"),
+            methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
+            num_steps=1500,
+            # Evenly spread over 1..40 and over 41..500, odd and even in turn.
+            lengths=(*range(1, 41, 13), *range(41, 501, 51)),
+            num_sequences=64,
+        ),
     ),
     "paper": Preset(
         recipe="paper.py",
@@ -77,6 +116,14 @@ PRESETS = {
         batch=256,
         seeds=(0,),
         data="",
+        on_tasks=TaskPreset(
+            recipe="che.py",
+            tasks=tuple(TASKS),
+            methods=_TABLE6,
+            num_steps=200_000,
+            lengths=tuple(range(1, 501)),
+            num_sequences=512,
+        ),
     ),
 }
 
@@ -92,20 +139,29 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
+class Score:
+    """One figure: what the best of some methods reaches on a task, the mean accuracy over lengths beyond training."""
+
+    methods: tuple[str, ...]
+    task: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Less:
     """low < factor * high, as a claim about two figures, or about one and a constant."""
 
-    low: Cell | float
-    high: Cell | float
+    low: Cell | Score | float
+    high: Cell | Score | float
     factor: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper, and the comparisons that all have to hold if it does."""
+    """A sentence of the paper, and the comparisons that have to hold if it does: all, or at least so many."""
 
     text: str
     comparisons: tuple[Less, ...]
+    at_least: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +172,16 @@ class Experiment:
         title: what it compares.
         source: where the paper has it.
         methods: keys of `METHODS`.
-        train_lengths: the paper's, in tokens.
+        train_lengths: the paper's, in tokens; one, in symbols, on tasks.
         claims: what the paper says of it.
-        sizes: the paper's.
+        sizes: the paper's; that of the models on tasks is their recipe's.
+        tasks: keys of `TASKS`, for each of which every method has a model of its own; none for models on a text.
         skipped: (method, train length) that the paper does not have.
         overrides: fields of the config that differ from the recipe's.
-        measure: "perplexity"; "delta", appendix A's; or "step_ms", milliseconds of a training step.
+        measure: "perplexity"; "delta", appendix A's; "step_ms", milliseconds of a training step; or "accuracy", on
+            tasks.
         step_tokens: tokens of a step at every train length, where the paper keeps them equal.
         step_batch: sequences of a step, for a measurement of time.
-        missing: why it cannot be run here, if it cannot.
     """
 
     title: str
@@ -133,17 +190,23 @@ class Experiment:
     train_lengths: tuple[int, ...]
     claims: tuple[Claim, ...]
     sizes: tuple[str, ...] = ("125m",)
+    tasks: tuple[str, ...] = ()
     skipped: tuple[tuple[str, int], ...] = ()
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
     measure: str = "perplexity"
     step_tokens: int | None = None
     step_batch: int | None = None
-    missing: str = ""
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
     """Evaluation lengths of the paper: the train length and its doublings."""
     return tuple(train_length * 2**n for n in range(20) if train_length * 2**n <= longest)
+
+
+def spelt(lengths: tuple[int, ...]) -> str:
+    """Increasing lengths for a reader: the first and the last if there are no gaps between, or all of them."""
+    first, last = lengths[0], lengths[-1]
+    return f"{first} to {last}" if len(lengths) == last - first + 1 > 2 else ", ".join(map(str, lengths))
 
 
 def _at(length: int | None, train_length: int) -> tuple[int, ...]:
@@ -178,11 +241,18 @@ def within(low: str, others: tuple[str, ...], train_lengths: tuple[int, ...], si
     )
 
 
+def outscores(high: tuple[str, ...], low: tuple[str, ...], tasks: tuple[str, ...]) -> tuple[Less, ...]:
+    """The best of some methods is better than the best of others, on each task."""
+    return tuple(Less(Score(low, task), Score(high, task)) for task in tasks)
+
+
 _BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "cope")
 _FIG2 = (*_BASELINES, "dape1x1-kerple", "dape1x3-kerple")
 _TABLE2 = ("nope", "rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
 _KERNELS = ("kerple", "dape1x1-kerple", "dape1x3-kerple", "dape1x5-kerple", "dape1x7-kerple")
 _ADDITIVE = ("alibi", "kerple", "fire")
+_PRINTED_TASKS = tuple(task for task in TASKS if task != "binary_multiplication")  # which table 6 is without
+_ORDERED_TASKS = tuple(task for task in _PRINTED_TASKS if not TASKS[task].permutation_invariant)
 _SAME_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 
 
@@ -436,12 +506,50 @@ EXPERIMENTS = {
         claims=_larger_kernels(512),
     ),
     "table6": Experiment(
-        title="accuracy on the tasks of the Chomsky hierarchy",
+        title="accuracy on the tasks of the Chomsky hierarchy, beyond the lengths of training",
         source="table 6, appendix G, section 4.8",
-        methods=(),
+        methods=_TABLE6,
         train_lengths=(40,),
-        claims=(Claim("DAPE1x3-Kerple is better than Kerple on 8 of 11 permutation-variant tasks", ()),),
-        missing="it needs the algorithmic tasks, which are not in this version",
+        tasks=tuple(TASKS),
+        measure="accuracy",
+        claims=(
+            Claim(
+                "DAPE1x3-Kerple is better than Kerple on 8 of 11 permutation-variant tasks",
+                outscores(("dape1x3-kerple",), ("kerple",), _ORDERED_TASKS),
+                at_least=8,
+            ),
+            Claim(
+                "DAPE1x3-Kerple is better than Kerple on even pairs and on missing duplicate, two of the eight",
+                outscores(("dape1x3-kerple",), ("kerple",), ("even_pairs", "missing_duplicate_string")),
+            ),
+            Claim(
+                "DAPE1x3-FIRE is better than FIRE on 6 of 11 permutation-variant tasks",
+                outscores(("dape1x3-fire",), ("fire",), _ORDERED_TASKS),
+                at_least=6,
+            ),
+            Claim(
+                "on missing duplicate, DAPE1x3-Kerple is better than DAPE-Kerple (1x1)",
+                outscores(("dape1x3-kerple",), ("dape1x1-kerple",), ("missing_duplicate_string",)),
+            ),
+            Claim(
+                "on stack manipulation, DAPE-Kerple (1x1) is better than DAPE1x3-Kerple",
+                outscores(("dape1x1-kerple",), ("dape1x3-kerple",), ("stack_manipulation",)),
+            ),
+            Claim(
+                "on most tasks, the best of all methods is one with DAPE (1x1 or 1x3)",
+                outscores(_TABLE6[5:], _TABLE6[:5], _PRINTED_TASKS),
+                at_least=len(_PRINTED_TASKS) // 2 + 1,
+            ),
+            Claim(
+                "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE",
+                tuple(
+                    less
+                    for bias in _ADDITIVE
+                    for less in outscores((f"dape1x1-{bias}", f"dape1x3-{bias}"), (bias,), _PRINTED_TASKS)
+                ),
+                at_least=len(_ADDITIVE) * len(_PRINTED_TASKS) // 2 + 1,
+            ),
+        ),
     ),
     "table7": Experiment(
         title="time of a training step",

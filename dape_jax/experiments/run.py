@@ -2,6 +2,7 @@
 
     runs/experiments/<16 hex digits>/                       workdir of a model, named by its config and its text
     results/fig2/small-stdlib/kerple-xs-T32-seed0.json      what was measured of it
+    results/table6/small/kerple-even_pairs-seed0.json       or, on a task, which needs no text
 
 A file in results/ is written whole, when its run has finished, and is never written again (but for times that a kill
 left without those they were measured beside). A model or a measurement that another experiment has finished is taken
@@ -19,21 +20,24 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dape_jax.config import RunConfig, resolved
+from dape_jax.config import RunConfig, TaskRunConfig, resolved
+from dape_jax.config import read_run as read_config
 from dape_jax.data.build import read_json, write_json
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import InputError, require
+from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.evaluate import evaluate
-from dape_jax.experiments.catalogue import METHODS, PRESETS, Experiment, Preset, find, lengths_from
+from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, Preset, find, lengths_from
 from dape_jax.provenance import provenance
 from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
@@ -46,11 +50,13 @@ TIMED_TURNS, TIMED_STEPS = 4, 5  # of each method, and steps of a turn
 
 # What every run's file has, besides its figures.
 FIELDS = {
-    **dict.fromkeys(("key", "data", "method", "paper_size", "size", "measure", "commit", "device"), str),
-    **dict.fromkeys(("paper_train_length", "train_length", "seed", "num_devices", "num_cpus"), int),
+    **dict.fromkeys(("key", "data", "method", "measure", "commit", "device"), str),
+    **dict.fromkeys(("train_length", "seed", "num_devices", "num_cpus"), int),
     **dict.fromkeys(("versions", "config"), dict),
     "wall_seconds": float,
 }
+TEXT_FIELDS = {"paper_size": str, "size": str, "paper_train_length": int}
+TASK_FIELDS = {"task": str}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,68 +65,176 @@ class Run:
 
     Args:
         method: a key of `METHODS`.
-        paper_size: the size in the paper that it stands for.
-        paper_train_length: the train length in the paper that it stands for.
-        size: of the recipe.
-        train_length: T, in tokens.
+        train_length: T, in tokens; of a task the longest input, in symbols.
         lengths: of the evaluation.
-        seed: of the parameters and of the order of the text.
+        seed: of the parameters, and of the order of the text or the strings of the task.
+        recipe: file under `configs/`.
         argument: of the recipe.
         overrides: fields of its config that are set besides.
     """
 
     method: str
-    paper_size: str
-    paper_train_length: int
-    size: str
     train_length: int
     lengths: tuple[int, ...]
     seed: int
+    recipe: str
     argument: str
     overrides: dict[str, Any]
 
     @property
     def name(self) -> str:
         """Of its file."""
-        return f"{self.method}-{self.size}-T{self.train_length}-seed{self.seed}"
+        return f"{self.model}-seed{self.seed}"
+
+    @property
+    def model(self) -> str:
+        """What the runs with other seeds are other runs of."""
+        raise NotImplementedError
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What its file says of it."""
+        raise NotImplementedError
 
 
-def runs_of(experiment: Experiment, preset: Preset, seeds: tuple[int, ...], data: str = "") -> list[Run]:
-    """What an experiment trains under a preset, seed by seed."""
+@dataclasses.dataclass(frozen=True)
+class TextRun(Run):
+    """A model of an experiment on a text.
+
+    Args:
+        paper_size: the size in the paper that it stands for.
+        paper_train_length: the train length in the paper that it stands for.
+        size: of the recipe.
+    """
+
+    paper_size: str
+    paper_train_length: int
+    size: str
+
+    @property
+    def model(self) -> str:
+        """See `Run`."""
+        return f"{self.method}-{self.size}-T{self.train_length}"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `Run`."""
+        fields = ("method", "paper_size", "paper_train_length", "size", "train_length", "seed")
+        return {field: getattr(self, field) for field in fields}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRun(Run):
+    """A model of an experiment on the algorithmic tasks.
+
+    Args:
+        task: a key of `TASKS`.
+    """
+
+    task: str
+
+    @property
+    def model(self) -> str:
+        """See `Run`."""
+        return f"{self.method}-{self.task}"
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """See `Run`."""
+        return {field: getattr(self, field) for field in ("method", "task", "train_length", "seed")}
+
+
+def runs_of(
+    experiment: Experiment, preset: Preset, *, seeds: tuple[int, ...], data: str, tasks: tuple[str, ...]
+) -> Sequence[Run]:
+    """What an experiment trains under a preset, seed by seed.
+
+    Args:
+        experiment: of the catalogue.
+        preset: what stands for the paper's settings.
+        seeds: one run of every model for each; empty for the preset's.
+        data: the text; "" for the preset's own, if it has one.
+        tasks: of an experiment on tasks; empty for the preset's.
+
+    Raises:
+        InputError: seeds or tasks that are given twice, tasks that the experiment does not have, or data that it does
+            not read.
+    """
+    require(len(set(seeds)) == len(seeds), "--seeds", seeds, "each once")
+    require(len(set(tasks)) == len(tasks), "--tasks", tasks, "each once")
+    seeds = seeds or preset.seeds
+    if experiment.tasks:
+        require(data == "", "--data", data, "for experiments on a text; the tasks draw their own strings")
+        for task in tasks:
+            require(task in experiment.tasks, "--tasks", task, f"one or more of {list(experiment.tasks)}")
+        return _task_runs(experiment, preset, seeds, tasks or preset.on_tasks.tasks)
+    require(not tasks, "--tasks", tasks, "for experiments on tasks; this one is on a text")
+    return _text_runs(experiment, preset, seeds, data or preset.data)
+
+
+def _text_runs(experiment: Experiment, preset: Preset, seeds: tuple[int, ...], data: str) -> list[TextRun]:
     runs = []
-    for seed in seeds:
-        for paper_size in experiment.sizes:
-            for paper_length in experiment.train_lengths:
-                for method in experiment.methods:
-                    if (method, paper_length) in experiment.skipped:
-                        continue
-                    size = preset.sizes[paper_size]
-                    train_length = paper_length // preset.length_divisor
-                    batch = preset.batch
-                    if batch is not None and experiment.step_tokens is not None:
-                        batch = experiment.step_tokens // paper_length
-                    if experiment.step_batch is not None:
-                        batch = experiment.step_batch
-                    argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
-                    if batch is not None:
-                        argument += f",batch={batch}"
-                    # Every model of an experiment is evaluated from the shortest of its train lengths on.
-                    shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
-                    lengths = tuple(length // preset.length_divisor for length in lengths_from(shortest))
-                    overrides = experiment.overrides | ({"data.path": data} if data else {})
-                    runs.append(
-                        Run(method, paper_size, paper_length, size, train_length, lengths, seed, argument, overrides)
-                    )
+    for seed, paper_size, paper_length, method in itertools.product(
+        seeds, experiment.sizes, experiment.train_lengths, experiment.methods
+    ):
+        if (method, paper_length) in experiment.skipped:
+            continue
+        size = preset.sizes[paper_size]
+        train_length = paper_length // preset.length_divisor
+        batch = preset.batch
+        if batch is not None and experiment.step_tokens is not None:
+            batch = experiment.step_tokens // paper_length
+        if experiment.step_batch is not None:
+            batch = experiment.step_batch
+        argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
+        if batch is not None:
+            argument += f",batch={batch}"
+        # Every model of an experiment is evaluated from the shortest of its train lengths on.
+        shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
+        run = TextRun(
+            method=method,
+            train_length=train_length,
+            lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest)),
+            seed=seed,
+            recipe=preset.recipe,
+            argument=argument,
+            overrides=experiment.overrides | ({"data.path": data} if data else {}),
+            paper_size=paper_size,
+            paper_train_length=paper_length,
+            size=size,
+        )
+        runs.append(run)
     return runs
 
 
-def config_of(run: Run, preset: Preset) -> dict[str, Any]:
+def _task_runs(experiment: Experiment, preset: Preset, seeds: tuple[int, ...], tasks: tuple[str, ...]) -> list[TaskRun]:
+    settings = preset.on_tasks
+    (train_length,) = experiment.train_lengths
+    return [
+        TaskRun(
+            method=method,
+            train_length=train_length,
+            lengths=settings.lengths,
+            seed=seed,
+            recipe=settings.recipe,
+            argument=f"task={task},{METHODS[method]},num_steps={settings.num_steps},seed={seed}",
+            overrides=experiment.overrides | {"evaluation.num_sequences": settings.num_sequences},
+            task=task,
+        )
+        for seed in seeds
+        for task in tasks
+        for method in experiment.methods
+        if method in settings.methods
+    ]
+
+
+def config_of(run: Run) -> dict[str, Any]:
     """The nested dict of a run's config, as `train.py` would read it.
 
     Raises:
         InputError: the recipes are not beside the package.
     """
-    file = CONFIGS / preset.recipe
+    file = CONFIGS / run.recipe
     spec = importlib.util.spec_from_file_location(f"configs.{file.stem}", file)
     if spec is None or spec.loader is None or not file.exists():
         raise InputError(f"preset: {file} is not there; experiments run in a clone, with its configs/")
@@ -137,14 +251,21 @@ def config_of(run: Run, preset: Preset) -> dict[str, Any]:
     return config
 
 
-def train_command(run: Run, preset: Preset) -> str:
+def train_command(run: Run) -> str:
     """The command that trains a run by hand."""
     flags = [f"--config.{field}={value}" for field, value in run.overrides.items()]
-    return " ".join(["python train.py", f"--config=configs/{preset.recipe}:{run.argument}", *flags])
+    return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
 def run_experiment(
-    name: str, preset_name: str, *, data: str, seeds: tuple[int, ...], results: Path, workdirs: Path
+    name: str,
+    preset_name: str,
+    *,
+    data: str,
+    seeds: tuple[int, ...],
+    tasks: tuple[str, ...],
+    results: Path,
+    workdirs: Path,
 ) -> list[Path]:
     """Run what is not finished yet of an experiment.
 
@@ -153,6 +274,7 @@ def run_experiment(
         preset_name: "small" or "paper".
         data: the text, as in `--config.data.path`; "" for the preset's own.
         seeds: one run of every model for each; empty for the preset's.
+        tasks: of an experiment on tasks; empty for the preset's.
         results: directory that the measurements go to.
         workdirs: directory that the models go to.
 
@@ -165,27 +287,32 @@ def run_experiment(
     experiment = find(name)
     require(preset_name in PRESETS, "--preset", preset_name, f"one of {list(PRESETS)}")
     preset = PRESETS[preset_name]
-    require(not experiment.missing, "experiment", name, f"cannot be run: {experiment.missing}")
-    data = data or preset.data
-    require(data != "", "--data", data, f"the text to train on; the preset {preset_name!r} has none of its own")
-    require(len(set(seeds)) == len(seeds), "--seeds", seeds, "each once")
-    runs = runs_of(experiment, preset, seeds or preset.seeds, data)
-    configs = [config_of(run, preset) for run in runs]
-    checked = [RunConfig.from_dict(config) for config in configs]
+    runs = runs_of(experiment, preset, seeds=seeds, data=data, tasks=tasks)
+    require(
+        bool(experiment.tasks or data or preset.data),
+        "--data",
+        data,
+        f"the text to train on; the preset {preset_name!r} has none of its own",
+    )
+    configs = [config_of(run) for run in runs]
+    checked = [read_config(config) for config in configs]
     for config in checked:
         model_structure(config.model)
-    data_digest = load_corpus(checked[0].data).digest
-    directory = results / name / f"{preset_name}-{data_name(checked[0].data)}"
+    digests = data_digests(checked)
+    directory = results / name / "-".join([preset_name, *data_names(checked)])
     keys = [
-        _digest([resolved(config), data_digest, experiment.measure, run.lengths])
-        for config, run in zip(checked, runs, strict=True)
+        _digest([resolved(config), digest, experiment.measure, run.lengths])
+        for config, digest, run in zip(checked, digests, runs, strict=True)
     ]
     files = [directory / f"{run.name}.json" for run in runs]
-    finished = {read_run(file)["key"]: file for file in sorted(results.glob("*/*-*/*-seed*.json"))}
+    others = [file for other in EXPERIMENTS for file in sorted((results / other).glob("*/*-seed*.json"))]
+    finished = {read_result(file)["key"]: file for file in others}
     expected = dict(zip(files, keys, strict=True))
+    data_of = {run.model: digest for run, digest in zip(runs, digests, strict=True)}
     for file in sorted(directory.glob("*-seed*.json")):  # of other seeds too, which the report puts beside these
-        found = read_run(file)
-        same = found["data"] == data_digest and (file not in expected or found["key"] == expected[file])
+        found, model = read_result(file), file.name.rpartition("-seed")[0]
+        same = model not in data_of or found["data"] == data_of[model]
+        same &= file not in expected or found["key"] == expected[file]
         require(same, str(file), found["key"], "holds a run with another config or text; give another --results")
     for directory_of, flag in ((directory, "--results"), (workdirs, "--workdirs")):
         try:
@@ -195,10 +322,9 @@ def run_experiment(
 
     def finish(index: int, measured: dict[str, Any], seconds: float) -> None:
         run = runs[index]
-        about = {field: getattr(run, field) for field in ("method", "paper_size", "paper_train_length", "size")}
-        about |= {"train_length": run.train_length, "seed": run.seed, "measure": experiment.measure}
-        about |= {"train_command": train_command(run, preset), "wall_seconds": round(seconds, 1)}
-        content = {"key": keys[index], "data": data_digest, **about, **measured, **provenance("flax", "optax")}
+        about = run.about | {"measure": experiment.measure}
+        about |= {"train_command": train_command(run), "wall_seconds": round(seconds, 1)}
+        content = {"key": keys[index], "data": digests[index], **about, **measured, **provenance("flax", "optax")}
         write_json(files[index], content | {"config": resolved(checked[index])})
 
     with _alone("--results", directory), _alone("--workdirs", workdirs):
@@ -208,16 +334,18 @@ def run_experiment(
                 continue
             if key in finished:
                 logger.info("%s: the same run as %s", file.name, finished[key])
-                write_json(file, read_run(finished[key]))
+                write_json(file, read_result(finished[key]))
             else:
                 todo.append(index)
         logger.info("%s: %d runs, %d of them finished", name, len(runs), len(runs) - len(todo))
         if experiment.measure == "step_ms":
-            for size, seed in dict.fromkeys((run.size, run.seed) for run in runs):
-                together = [index for index, run in enumerate(runs) if (run.size, run.seed) == (size, seed)]
+            timed = {index: config for index, config in enumerate(checked) if isinstance(config, RunConfig)}
+            sizes = [(run.about["size"], run.seed) for run in runs]
+            for size in dict.fromkeys(sizes):
+                together = [index for index in timed if sizes[index] == size]
                 if set(together) & set(todo):  # compared side by side, so all of them or none
                     started = time.monotonic()
-                    times = step_milliseconds([checked[index] for index in together])
+                    times = step_milliseconds([timed[index] for index in together])
                     seconds_each = (time.monotonic() - started) / len(together)
                     for index, measured in zip(together, times, strict=True):
                         finish(index, measured, seconds_each)
@@ -226,20 +354,21 @@ def run_experiment(
             run = runs[index]
             logger.info("%s: run %d of %d: %s", name, number, len(todo), run.name)
             started = time.monotonic()
-            workdir = workdirs / _digest([resolved(checked[index]), data_digest])[:16]
+            workdir = workdirs / _digest([resolved(checked[index]), digests[index]])[:16]
             train(configs[index], workdir)
             finish(index, measure(experiment, run, workdir), time.monotonic() - started)
     return files
 
 
-def read_run(file: Path) -> dict[str, Any]:
+def read_result(file: Path) -> dict[str, Any]:
     """What `run_experiment` wrote of a run.
 
     Raises:
         InputError: it cannot be read, or is no run's.
     """
     run = read_json(file)
-    wrong = [field for field, kind in FIELDS.items() if field not in run or not isinstance(run[field], kind)]
+    fields = FIELDS | (TASK_FIELDS if "task" in run else TEXT_FIELDS)
+    wrong = [field for field, kind in fields.items() if field not in run or not isinstance(run[field], kind)]
     require(not wrong, str(file), wrong, "fields that every run has")
     return run
 
@@ -265,6 +394,10 @@ def _alone(flag: str, directory: Path) -> Iterator[None]:
 
 def measure(experiment: Experiment, run: Run, workdir: Path) -> dict[str, Any]:
     """What the evaluator says of a trained model at the experiment's lengths, under its protocol."""
+    if experiment.measure == "accuracy":
+        written = evaluate_tasks([workdir], lengths=run.lengths, output=workdir)
+        (result,) = json.loads((written.directory / "accuracy.json").read_bytes())["runs"]
+        return {"lengths": result["lengths"]}
     written = evaluate([workdir], lengths=run.lengths, protocol=experiment.measure, output=workdir)
     name = "delta.json" if experiment.measure == "delta" else "lengths.json"
     (result,) = json.loads((written.directory / name).read_bytes())["runs"]
@@ -305,10 +438,23 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
     return results
 
 
-def data_name(config: DataConfig) -> str:
-    """What a text is called in results/: the last part of its path."""
-    name = Path(os.path.expanduser(config.path)).name
-    return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name) or "text"
+def data_digests(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
+    """Of what each run reads, whatever its seed: its text, or the strings that its task draws."""
+    unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
+    digests = {
+        data: load_corpus(data).digest if isinstance(data, DataConfig) else tapes.digest(data)
+        for data in dict.fromkeys(unseeded)
+    }
+    return [digests[data] for data in unseeded]
+
+
+def data_names(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
+    """What the runs' texts are called in results/: the last part of their path. Tasks have none."""
+    paths = dict.fromkeys(config.data.path for config in configs if isinstance(config, RunConfig))
+    names = [Path(os.path.expanduser(path)).name for path in paths]
+    return [
+        "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name) or "text" for name in names
+    ]
 
 
 def _digest(value: Any) -> str:

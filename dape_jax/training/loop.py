@@ -72,7 +72,9 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     if saved is not None:
         refuse_other_config(workdir, saved["config"], config)
 
-    graphdef, abstract = model_structure(run.model)  # what a method refuses is refused here, before anything is written
+    # What a method refuses is refused here, before anything is written: to be made, or to be called.
+    graphdef, abstract = model_structure(run.model)
+    jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(jnp.zeros((1, 1), jnp.int32)), abstract)
 
     # ---- data
     source = open_source(run, mesh)
