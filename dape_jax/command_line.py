@@ -94,8 +94,9 @@ def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
         allowed = "whole numbers, parted by commas; first-last or first-last/step for many"
         require(match is not None, field, list(items), allowed)
         assert match is not None
-        first, last, step = match.groups()
-        numbers.extend(range(int(first), int(last or first) + 1, int(step or 1)))
+        first, last, step = (int(number or 0) for number in match.groups())
+        require(match[2] is None or first <= last, field, list(items), f"{item} would be no numbers")
+        numbers.extend(range(first, max(first, last) + 1, step or 1))
     return tuple(numbers)
 
 

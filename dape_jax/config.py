@@ -123,9 +123,9 @@ class _Run:
         model = self.model
         sizes = {"D": ("model.width", model.width)}
         sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
-        check_mesh(
-            mesh, sizes | {"V": ("model.num_outputs", model.num_outputs), "F": ("4 x model.width", 4 * model.width)}
-        )
+        sizes |= {"F": ("4 x model.width", 4 * model.width)}
+        for field in ("vocab_size", "num_outputs"):
+            check_mesh(mesh, sizes | {"V": (f"model.{field}", getattr(model, field))})
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless batch, sequences and model divide over a mesh."""
@@ -307,7 +307,8 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     return values
 
 
-# What decides how a run is computed and stored, and not what comes out of it (but for rounding), and what it does about
+# What decides how a run is computed and stored, and not what comes out of it (but for rounding, and for which random
+# numbers dropout draws, where mesh.context or accumulation lays them out in another way), and what it does about
 # steps that go wrong: a run may be resumed with other values. The text is known by its digest, wherever it lies;
 # `evaluation` is not read in training.
 HOW = (

@@ -409,7 +409,7 @@ def test_meshes_are_read():
         ({"fsdp": 8}, {"width": 12}, ["model.width = 12", "mesh.fsdp = 8"]),
         ({"tensor": 8}, {}, ["model.num_heads = 2", "mesh.tensor = 8"]),
         ({"tensor": 2, "data": 4}, {"num_kv_heads": 1}, ["model.num_kv_heads = 1", "mesh.tensor = 2"]),
-        ({"tensor": 2, "data": 4}, {"vocab_size": 257}, ["model.num_outputs = 257", "mesh.tensor = 2"]),
+        ({"tensor": 2, "data": 4}, {"vocab_size": 257}, ["model.vocab_size = 257", "mesh.tensor = 2"]),
         ({"context": 8}, {}, ["train.train_length = 12", "mesh.context x mesh.tensor = 8"]),
         ({"data": 4, "context": 2}, {}, ["train.batch_size = 6", "4"]),
     ],

@@ -1,0 +1,809 @@
+"""The algorithmic tasks end to end: golden tapes, losses and protocol, the encoder, training, accuracy by length."""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+import scipy.stats
+import tiny
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Array
+from test_command_lines import run as run_command
+from test_training import interrupt_at, saved_arrays
+
+from dape_jax import command_line
+from dape_jax.attention import Dense
+from dape_jax.biases import BIASES
+from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
+from dape_jax.contextual import CONTEXTUAL
+from dape_jax.errors import InputError
+from dape_jax.evaluation import accuracy
+from dape_jax.evaluation.accuracy import (
+    TrainedOnTask,
+    columns,
+    compile_tapes,
+    evaluate_tasks,
+    read_trained_on_task,
+    summarise,
+    tape_batches,
+)
+from dape_jax.evaluation.evaluate import are_tasks, read_trained, restore
+from dape_jax.evaluation.report import Written
+from dape_jax.sharding import MeshConfig, make_mesh, put_batch
+from dape_jax.tasks import TASKS
+from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
+from dape_jax.training import checkpoint, loop
+from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.step import init_params, init_state, make_sums_step, make_train_step, nll, shardings_of
+from dape_jax.transformer import ENCODER, Block, Transformer, model_structure
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = [Path(__file__).parent / "golden" / "che"]
+if "DAPE_GOLDEN_DIR" in os.environ:
+    FOLDERS.append(Path(os.environ["DAPE_GOLDEN_DIR"]) / "che")
+get_config = runpy.run_path(str(ROOT / "configs" / "che.py"))["get_config"]
+in_every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
+
+TINY = {
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2},
+    "data": {"pad_to": 16},  # one program
+    "train": {"train_length": 5, "batch_size": 8, "num_steps": 4, "validate_every": 2, "validation_batches": 2}
+    | {"checkpoint_every": 2},
+    "evaluation": {"lengths": (2, 5, 6, 20), "num_sequences": 12, "batch_tokens": 128, "pad_to": 8, "block_size": 8}
+    | {"blockwise_from": 16},
+}
+
+
+def spec(argument: str, **changes: Any) -> dict[str, Any]:
+    """A recipe of configs/che.py made small; changes are dotted, with __ for the dot."""
+    result = get_config(argument).to_dict()
+    for section, values in TINY.items():
+        result[section] |= values
+    for name, value in changes.items():
+        section, field = name.split("__")
+        result[section][field] = value
+    return result
+
+
+def task_config(task: str, *, pad_to: int = 1, computation_steps: int = 0, max_position: int | None = None):
+    return TaskConfig(task, computation_steps, pad_to, max_position, 0)
+
+
+def to_jax(batch: dict[str, np.ndarray]) -> dict[str, Array]:
+    return jax.tree.map(jnp.asarray, batch)
+
+
+# ---- golden
+
+
+@in_every_folder
+def test_golden_che_tapes(folder):
+    golden = json.loads((folder / "full_inputs.json").read_text())
+    assert golden.keys() == TASKS.keys()
+    for task, examples in golden.items():
+        assert len(examples) >= 3
+        for example in examples:
+            config = task_config(task, computation_steps=example["computation_steps_mult"])
+            assert config.vocab_size == example["full_input_size"]
+            inputs_BN = np.array([example["input"]], np.int32)
+            targets_BM = config.of.solve(inputs_BN)
+            for pad_to in (1, 8):
+                tape = make_tapes(config, inputs_BN, targets_BM, np.random.default_rng(0), pad_to=pad_to)
+                length = len(example["full_input"])
+                assert tape["inputs"].shape[1] == -(-length // pad_to) * pad_to
+                assert tape["inputs"][0, :length].tolist() == example["full_input"]
+                start, stop = example["output_positions"]
+                np.testing.assert_array_equal(np.flatnonzero(tape["weights"][0]), np.arange(start, stop))
+                np.testing.assert_array_equal(tape["targets"][0, start:stop], targets_BM[0])
+                expected = [*range(length), *[-1] * (tape["inputs"].shape[1] - length)]
+                assert tape["positions"][0].tolist() == expected
+
+
+@in_every_folder
+@pytest.mark.parametrize("task", TASKS)
+def test_golden_che_loss_and_accuracy(folder, task):
+    """Given logits at the outputs, and nonsense everywhere else."""
+    with np.load(folder / "loss_accuracy.npz") as arrays:
+        logits, target, mask, loss, right_share = (
+            arrays[f"{task}.{name}"] for name in ("logits", "target", "mask", "loss", "accuracy")
+        )
+    targets_BM = target.reshape(len(target), -1).astype(np.int32)
+    outputs = TASKS[task].output_length
+    length = next(n for n in range(2, 100) if outputs(n) == targets_BM.shape[1])
+    config = task_config(task, pad_to=8)
+    inputs_BN = config.of.sample(np.random.default_rng(0), len(targets_BM), length)
+    tapes = make_tapes(config, inputs_BN, targets_BM, np.random.default_rng(0))
+    is_output_BT = tapes["weights"] > 0
+    np.testing.assert_array_equal(tapes["counted"][is_output_BT], mask.astype(bool).ravel())
+    logits_BTV = np.random.default_rng(1).normal(size=(*is_output_BT.shape, config.num_outputs))
+    logits_BTV[is_output_BT] = logits.reshape(-1, config.num_outputs)
+    nll_BT = nll(jnp.asarray(logits_BTV, jnp.float32), jnp.asarray(tapes["targets"]))
+    assert float(jnp.average(nll_BT, weights=jnp.asarray(tapes["weights"]))) == pytest.approx(float(loss), abs=1e-6)
+    right_BT = (logits_BTV.argmax(axis=-1) == tapes["targets"]) & tapes["counted"]
+    found = summarise(length, right_BT.sum(axis=1), tapes["counted"].sum(axis=1))
+    assert found.accuracy == pytest.approx(float(right_share), abs=1e-6)
+    # And as validation computes them, from the model's own logits.
+    sums = [nll_BT * tapes["weights"], tapes["weights"], right_BT, tapes["counted"]]
+    nats, weight, right, counted = (float(np.sum(of)) for of in sums)
+    assert (nats / weight, right / counted) == pytest.approx((float(loss), float(right_share)), abs=1e-6)
+
+
+@in_every_folder
+def test_golden_che_protocol(folder):
+    """The config's constants are the reference's, but for the number of steps (the paper's, 200,000)."""
+    golden = json.loads((folder / "protocol.json").read_text())
+    config = get_config("task=even_pairs")
+    model, reference = config.model, golden["model_transformer_encoder"]
+    assert {field: model[field] for field in ENCODER} == ENCODER
+    assert (model.num_layers, model.num_heads) == (reference["num_layers"], reference["num_heads"])
+    assert model.width == reference["embedding_dim"] == reference["num_heads"] * reference["head_dim"]
+    assert 4 * model.width == reference["ffn_width"]
+    assert (model.activation, model.dropout) == (reference["activation"], reference["dropout"])
+    assert config.train.batch_size == golden["batch_size"]
+    assert config.train.train_length == golden["max_train_length_N"]
+    assert config.train.num_steps == 200_000
+    optimizer, expected = config.optimizer, golden["optimizer"]
+    assert expected["name"] == "adam"
+    assert expected["schedule"] == "constant"
+    assert (optimizer.warmup_fraction, optimizer.final_fraction) == (0, 1)
+    for ours, theirs in {
+        "learning_rate": "learning_rate",
+        "clip_norm": "clip_by_global_norm",
+        "weight_decay": "weight_decay",
+        "beta1": "b1",
+        "beta2": "b2",
+        "epsilon": "eps",
+    }.items():
+        assert optimizer[ours] == expected[theirs], ours
+    assert config.evaluation.num_sequences == golden["evaluation"]["sequences_per_length"]
+    assert config.evaluation.lengths == tuple(range(1, 501))
+    assert config.data.computation_steps == golden["input_construction"]["computation_steps_mult_default"]
+    # The reference's score begins one length later than the paper's, which begins above the train length.
+    assert golden["score"]["first_length_included"] == config.train.train_length + 2
+
+
+# ---- the encoder
+
+
+PROCESSORS = {
+    "plain": choose("processor", "none"),
+    "dape1x1": choose("processor", "dape", kernel_width=1, channels=4),
+    "dape1x3": choose("processor", "dape", kernel_width=3, channels=4),
+}
+TWO_SIDED = [name for name in BIASES | CONTEXTUAL if name != "cope"]
+
+
+def encoder(bias: str, processor: str, **options: Any) -> Transformer:
+    """Two layers; its embedding has the size of other weights, so that inputs matter from the start."""
+    given = {"num_layers": 2, "width": 16, "num_heads": 2, "num_kv_heads": None, "vocab_size": 12, "num_outputs": 3}
+    given |= ENCODER | {"initializer": "gpt_neox", "window": None, "remat": "none", "dtype": "float32"}
+    given |= {"rotary": choose("rotary", "none"), "bias": choose("bias", bias), "processor": PROCESSORS[processor]}
+    return Transformer(read_model(given | {"attention": choose("attention", "dense")} | options), rngs=nnx.Rngs(1))
+
+
+def reached(model: Transformer, place: int) -> np.ndarray:
+    """Of which tokens an output's loss has a gradient; every token is another, so rows of the embedding are tokens."""
+    graphdef, params = nnx.split(model, nnx.Param)
+    params = nnx.to_pure_dict(params)
+
+    @jax.jit
+    @jax.grad
+    def gradient(embedding_VD):
+        logits_BTV = nnx.merge(graphdef, params | {"embedding_VD": embedding_VD})(jnp.arange(12)[None])
+        return nll(logits_BTV, jnp.zeros((1, 12), int))[0, place]
+
+    return np.abs(gradient(params["embedding_VD"])).max(axis=1) > 0
+
+
+@pytest.mark.parametrize(
+    ("bias", "processor"), [("kerple", "dape1x3"), pytest.param("transformer_xl", "dape1x1", marks=pytest.mark.slow)]
+)
+def test_encoder_is_bidirectional_and_its_causal_form_is_not(bias, processor):
+    place = 5
+    assert reached(encoder(bias, processor), place).all()
+    np.testing.assert_array_equal(reached(encoder(bias, processor, causal=True), place), np.arange(12) <= place)
+
+
+# A kind of bias, a processor and a direction each; all biases with all processors are left to the slow tests.
+QUICK = [
+    (False, "kerple", "dape1x3"),
+    (True, "transformer_xl", "plain"),
+]
+SLOW = [(False, *case) for case in itertools.product(TWO_SIDED, PROCESSORS) if (False, *case) not in QUICK]
+SLOW += [(True, "cope", "dape1x1"), (True, "nope", "plain"), (True, "kerple", "dape1x3")]
+
+
+@pytest.mark.parametrize(
+    ("causal", "bias", "processor"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_padding_changes_nothing_and_blockwise_is_dense(causal, bias, processor):
+    """Logits at real positions; and with DAPE 1x3 the gradients of all parameters."""
+    rng = np.random.default_rng(0)
+    tokens_BT, padding = jnp.asarray(rng.integers(0, 12, (2, 10))), 5
+    padded_BT = jnp.pad(tokens_BT, ((0, 0), (0, padding)), constant_values=11)
+    dense = encoder(bias, processor, causal=causal)
+    blocks = encoder(bias, processor, causal=causal, attention=choose("attention", "blockwise", block_size=4))
+    graphdef_of_dense, graphdef_of_blocks = (nnx.split(model, nnx.Param)[0] for model in (dense, blocks))
+    params = nnx.to_pure_dict(nnx.state(dense, nnx.Param))
+
+    def loss(params, graphdef, tokens_BT, pos_T):
+        logits_BTV = nnx.merge(graphdef, params)(tokens_BT, pos_T)[:, :10]
+        return nll(logits_BTV, tokens_BT[:, :10] % 3)[:, 3:].mean(), logits_BTV
+
+    of_parameters = jax.grad(loss, has_aux=True) if processor == "dape1x3" else loss
+
+    @jax.jit
+    def all_ways(params, pos_T):
+        padded_pos_T = jnp.pad(pos_T, (0, padding), constant_values=-1)
+        return [
+            of_parameters(params, graphdef_of_dense, tokens_BT, pos_T),
+            loss(params, graphdef_of_dense, padded_BT, padded_pos_T)[1],
+            of_parameters(params, graphdef_of_blocks, padded_BT, padded_pos_T),
+        ]
+
+    for pos_T in (np.arange(10), np.sort(rng.choice(100, 10, replace=False))):  # from 0 on, and drawn at random
+        (expected, logits_BTV), padded_BTV, (found, in_blocks_BTV) = all_ways(params, jnp.asarray(pos_T))
+        assert np.ptp(logits_BTV) > 0.1
+        assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 1e-3
+        np.testing.assert_allclose(padded_BTV, logits_BTV, atol=1e-5)
+        np.testing.assert_allclose(in_blocks_BTV, logits_BTV, atol=1e-5)
+        chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{"edge": "listing"}, {"leak": True}])
+def test_a_processor_that_padding_would_change_is_refused(option):
+    given = spec("task=even_pairs,bias=kerple,processor=dape")
+    given["model"]["processor"] |= option
+    with pytest.raises(InputError, match=rf"data.pad_to = 16: 1, .*{next(iter(option))}"):
+        TaskRunConfig.from_dict(given)
+    given["data"]["pad_to"] = 1
+    with pytest.raises(InputError, match=r"evaluation.pad_to = 8: 1, "):
+        TaskRunConfig.from_dict(given)
+    given["evaluation"]["pad_to"] = 1
+    TaskRunConfig.from_dict(given)
+
+
+# ---- dropout
+
+
+def test_dropout_keeps_the_expectation():
+    """What attention adds to the residual stream is 0 or scaled up, and its mean is as without."""
+    config = dataclasses.replace(encoder("nope", "plain").config, norm_first=True, dropout=0.25)
+    block = Block(config, rngs=nnx.Rngs(0))
+    block.mlp.down_FD[...] = jnp.zeros((64, 16))  # so that the block is linear in what is dropped
+    graphdef, params = nnx.split(block, nnx.Param)
+    x_BTD = jax.random.normal(jax.random.key(0), (1, 5, 16))
+
+    def added_by(params, key):
+        return nnx.merge(graphdef, params)(x_BTD, jnp.arange(5), None, dropout_key=key)[0] - x_BTD
+
+    keys = jax.random.split(jax.random.key(1), 4000)
+    added, dropped = added_by(params, None), jax.jit(jax.vmap(added_by, in_axes=(None, 0)))(params, keys)
+    is_zero = np.isclose(dropped, 0, atol=1e-6)
+    np.testing.assert_allclose(dropped, np.where(is_zero, 0, np.broadcast_to(added / 0.75, dropped.shape)), atol=1e-5)
+    error = np.abs(added) * (0.25 / 0.75 / len(keys)) ** 0.5
+    assert (np.abs(dropped.mean(axis=0) - added) <= 5 * error + 1e-6).all()
+
+
+def make_loss(run: TaskRunConfig, seed: int) -> Callable[[int], float]:
+    """Loss of a training step, always on the same parameters and batch, by the number of steps before it."""
+    mesh = make_mesh(run.mesh, jax.devices()[:1])
+    optimizer = make_optimizer(run.optimizer, 10)
+    state = init_state(run.model, optimizer, 0, mesh)
+    step = make_train_step(model_structure(run.model)[0], optimizer, shardings_of(state), seed=seed)
+    batch = put_batch(draw_tapes(run.data, TRAINING, 0, 8, length=5), mesh)
+
+    def loss(num_earlier: int) -> float:
+        health = state.health._replace(applied=jnp.asarray(num_earlier))
+        with jax.set_mesh(mesh):
+            consumed = jax.tree.map(jnp.copy, state._replace(health=health))
+            return float(step(consumed, batch)[1]["loss_nats"])
+
+    return loss
+
+
+def test_dropout_is_of_seed_and_step():
+    run = TaskRunConfig.from_dict(spec("task=reverse_string"))
+    loss, of_another_seed = make_loss(run, 0), make_loss(run, 1)
+    assert loss(0) == loss(0)
+    mesh = make_mesh(run.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        batch = put_batch(draw_tapes(run.data, TRAINING, 0, 8, length=5), mesh)
+        sums = make_sums_step(model_structure(run.model)[0])(init_params(run.model, 0, mesh), batch)
+    without = float(sums[0] / sums[1])
+    losses = [loss(0), loss(1), of_another_seed(0), of_another_seed(1)]
+    assert len({*losses, without}) == 5
+    np.testing.assert_allclose(losses, without, rtol=0.2)
+
+
+# ---- training
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("che")
+
+
+@pytest.fixture(scope="module")
+def runs(root) -> list[Path]:
+    """A trained run, and its copy under another name."""
+    loop.train(spec("task=reverse_string,bias=kerple,processor=dape"), root / "dape")
+    shutil.copytree(root / "dape", root / "other")
+    return [root / "dape", root / "other"]
+
+
+@pytest.fixture(scope="module")
+def random(root) -> Path:
+    """A causal run with random positions on a task with an END."""
+    loop.train(spec("task=binary_addition,rotary=rope,causal=1,positions=80"), root / "random")
+    return root / "random"
+
+
+def test_a_run_with_dropout_is_resumed_exactly(runs, root, tmp_path, monkeypatch):
+    """Parameters, optimizer and data position after 4 steps, whether or not the run died after 2."""
+    given = spec("task=reverse_string,bias=kerple,processor=dape")
+    assert given["model"]["dropout"] > 0
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 6)  # 2 steps, 2 batches of validation, 1 step
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(given, tmp_path / "parts")
+    assert not (tmp_path / "parts" / "checkpoints" / "4").exists()
+    loop.train(given, tmp_path / "parts")
+    chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), saved_arrays(root / "dape", 4))
+    before, after = saved_arrays(root / "dape", 2), saved_arrays(root / "dape", 4)
+    assert not np.array_equal(before["params"]["unembedding_DV"], after["params"]["unembedding_DV"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [2, 4])
+def test_devices_that_share_a_tape_train_the_same(context):
+    """Loss and gradient of a step of all devices, and accuracy, as those of one. (Dropout would draw others.)"""
+    argument = "task=duplicate_string,bias=kerple,processor=dape,positions=80"
+    run = TaskRunConfig.from_dict(spec(argument, model__dropout=0.0))
+    graphdef, _ = model_structure(run.model)
+    optimizer = make_optimizer(run.optimizer, 10)
+    batch = draw_tapes(run.data, TRAINING, 0, 8, length=4)
+    assert batch["inputs"].shape[1] == 16
+    found = []
+    for sizes, devices in (((1, 1, 1, 1), 1), ((1, 8 // context, context, 1), 8)):
+        mesh = make_mesh(MeshConfig(*sizes), jax.devices()[:devices])
+        state = init_state(run.model, optimizer, 0, mesh)
+        with jax.set_mesh(mesh):
+            placed = put_batch(batch, mesh)
+            sums = make_sums_step(graphdef)(state.params, placed)  # of validation
+            state, metrics = make_train_step(graphdef, optimizer, shardings_of(state))(state, placed)
+        found.append(jax.device_get((metrics["loss_nats"], sums, state.opt_state)))
+    chex.assert_trees_all_close(found[0], found[1], atol=2e-5, rtol=1e-5)
+
+
+# ---- accuracy by length
+
+
+def written(directory: Path) -> list[dict[str, Any]]:
+    return json.loads((directory / "accuracy.json").read_text())["runs"]
+
+
+def one_by_one(workdir: Path, length: int, num: int) -> tuple[int, int]:
+    """Right and counted symbols, sequence by sequence, dense, without padding, on one device."""
+    trained = read_trained_on_task(workdir, "newest", {})
+    _, params = restore(trained)
+    config = dataclasses.replace(trained.run.model, attention=Dense())
+    model = nnx.merge(model_structure(config)[0], jax.device_put(params, jax.devices()[0]))
+    answer = jax.jit(lambda tokens, pos: model(tokens, pos).argmax(axis=-1))
+    right = counted = 0
+    program = {"batch_size": 8, "padded": 96}
+    for batch, num_real in tape_batches(trained.run.data, length, num_sequences=num, **program):
+        for row in range(num_real):
+            inputs_T, targets_T, positions_T, counted_T = (
+                batch[name][row][batch["positions"][row] >= 0] for name in ("inputs", "targets", "positions", "counted")
+            )
+            answers_T = np.asarray(answer(jnp.asarray(inputs_T)[None], jnp.asarray(positions_T)))[0]
+            right += int(((answers_T == targets_T) & counted_T).sum())
+            counted += int(counted_T.sum())
+    return right, counted
+
+
+def check_plain_loop(workdir: Path, num_sequences: int, output: Path) -> None:
+    evaluate_tasks([workdir], lengths=(3, 20), num_sequences=num_sequences, output=output)
+    (run,) = written(output)
+    for length, result in zip((3, 20), run["lengths"], strict=True):
+        right, counted = one_by_one(workdir, length, num_sequences)
+        assert (result["length"], result["num_symbols"]) == (length, counted)
+        assert result["num_sequences"] == num_sequences
+        assert result["accuracy"] == pytest.approx(right / counted)
+
+
+def test_accuracy_is_that_of_a_plain_loop(runs, root, tmp_path):
+    """Padding, batches (of 8, the second filled up), blocks of rows (at length 20) and devices change nothing."""
+    check_plain_loop(root / "dape", 11, tmp_path)
+
+
+@pytest.mark.slow
+def test_accuracy_with_random_positions_is_that_of_a_plain_loop(random, tmp_path):
+    """One batch, whose positions are the loop's, too."""
+    check_plain_loop(random, 8, tmp_path)
+
+
+def test_every_model_is_asked_the_same_strings(runs, root):
+    """Whatever its seed, whatever the batch, whatever its positions; others at another length."""
+    asked = {}
+    for seed, batch_size, padded, max_position in ((0, 5, 48, None), (7, 12, 64, None), (3, 4, 48, 100)):
+        config = TaskConfig("reverse_string", 0, 8, max_position, seed)
+        rows = []
+        options = {"num_sequences": 12, "batch_size": batch_size, "padded": padded}
+        batches = list(tape_batches(config, 20, **options))
+        for batch, num_real in batches:
+            assert batch["inputs"].shape == (batch_size, padded)
+            rows.extend(batch["inputs"][:num_real, :20].tolist())
+        asked[seed] = rows
+        if max_position is not None:  # drawn anew for every batch, and the same in it
+            drawn = [tuple(row) for batch, _ in batches for row in batch["positions"]]
+            assert len(set(drawn)) == len(batches) == 3
+    assert asked[0] == asked[7] == asked[3]
+    assert len({tuple(row) for row in asked[0]}) == 12
+    batch, _ = next(tape_batches(task_config("reverse_string"), 19, num_sequences=12, batch_size=12, padded=48))
+    assert batch["inputs"][:, :19].tolist() != [row[:19] for row in asked[0]]
+
+
+def check_table(report: Written, header: list[str]) -> list[dict[str, Any]]:
+    """The table shows what the JSON says; gives the latter."""
+    found = written(report.directory)
+    caption, _, head, *rows = report.table.splitlines()
+    assert head.split() == header
+    for row, run in zip(rows, found, strict=True):
+        accuracies = [result["accuracy"] for result in run["lengths"]]
+        shown = [f"{100 * share:.2f}" for share in (run["trained"], run["score"], *accuracies)]
+        assert row.split() == [run["name"], *([run["task"]] if "task" in header else []), *shown]
+    assert (report.directory / "accuracy.txt").read_text() == report.table + "\n"
+    assert (report.directory / "accuracy.md").read_text().startswith(caption)
+    return found
+
+
+def test_what_an_evaluation_leaves_behind(runs, root, tmp_path):
+    """Means are of the lengths that they say; equal models have equal results, to the bit."""
+    report = evaluate_tasks([root / "dape", root / "other"], output=tmp_path)
+    found = check_table(report, ["<=", "5", ">", "5", "2", "5", "6", "20"])
+    assert "<= 5: mean over 2 lengths; > 5, the score: mean over 2 lengths, 6 to 20." in report.table
+    assert "right in 50.00 (reverse_string)" in report.table
+    assert found[0]["lengths"] == found[1]["lengths"]
+    assert [run["name"] for run in found] == ["dape", "other"]
+    for run in found:
+        assert (run["task"], run["step"], run["train_length"], run["dropout"]) == ("reverse_string", 4, 5, False)
+        assert run["random_accuracy"] == 0.5
+        at = {result["length"]: result["accuracy"] for result in run["lengths"]}
+        assert list(at) == [2, 5, 6, 20]
+        assert run["trained"] == pytest.approx((at[2] + at[5]) / 2)
+        assert run["score"] == pytest.approx((at[6] + at[20]) / 2)
+        assert run["reference_score"] == pytest.approx(at[20])  # without the first length above the train length
+        for result in run["lengths"]:
+            assert result["low"] < result["accuracy"] < result["high"]
+            assert (result["num_sequences"], result["num_symbols"]) == (12, 12 * result["length"])
+
+
+@pytest.mark.slow
+def test_several_tasks_have_a_column_and_panels(runs, random, root, tmp_path):
+    pictures = []
+    for workdirs in ([root / "dape"], [root / "dape", random]):
+        report = evaluate_tasks(workdirs, lengths=(2, 20), output=tmp_path / str(len(workdirs)))
+        found = check_table(report, [*(["task"] if len(workdirs) > 1 else []), "<=", "5", ">", "5", "2", "20"])
+        pictures.append(matplotlib.image.imread(tmp_path / str(len(workdirs)) / "accuracy.png"))
+    assert [run["task"] for run in found] == ["reverse_string", "binary_addition"]
+    assert "right in 50.00 (reverse_string, binary_addition)" in report.table
+    assert pictures[1].shape[1] > pictures[0].shape[1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "means"), [((2, 5), ("trained",)), ((6,), ("score",)), ((5, 7), ("trained", "score"))]
+)
+def test_means_of_no_lengths_are_none(runs, root, tmp_path, lengths, means):
+    report = evaluate_tasks([root / "dape"], lengths=lengths, num_sequences=4, output=tmp_path)
+    (run,) = written(tmp_path)
+    assert {field for field in ("trained", "score") if run[field] is not None} == set(means)
+    assert (run["reference_score"] is None) == (7 not in lengths)
+    assert report.table.splitlines()[3].split().count("-") == 2 - len(means)
+
+
+def test_dropout_can_stay_on(runs, root, tmp_path):
+    for name, dropout in (("off", False), ("on", True), ("again", True)):
+        evaluate_tasks([root / "dape"], dropout=dropout, lengths=(20,), output=tmp_path / name)
+    off, on, again = (written(tmp_path / name) for name in ("off", "on", "again"))
+    assert on[0]["lengths"] == again[0]["lengths"]
+    assert on[0]["lengths"] != off[0]["lengths"]
+    assert on[0]["dropout"]
+    assert "dropout on" in (tmp_path / "on" / "accuracy.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["dape", pytest.param("random", marks=pytest.mark.slow)])
+def test_devices_that_share_a_tape_answer_the_same(request, runs, root, tmp_path, name):
+    """One batch, so that random positions are the same, too."""
+    workdir = request.getfixturevalue("random") if name == "random" else root / "dape"
+    mesh = MeshConfig(data=2, fsdp=2, context=2, tensor=1)
+    evaluate_tasks([workdir], lengths=(20,), num_sequences=4, mesh=mesh, output=tmp_path / "context")
+    evaluate_tasks([workdir], lengths=(20,), num_sequences=4, output=tmp_path / "rows")
+    assert written(tmp_path / "context") == written(tmp_path / "rows")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.floats(0, 1)), min_size=1, max_size=50))
+def test_interval_holds_the_accuracy(rows):
+    counted_B = np.array([counted for counted, _ in rows])
+    right_B = np.array([round(counted * share) for counted, share in rows])
+    found = summarise(5, right_B, counted_B)
+    assert found.accuracy == right_B.sum() / counted_B.sum()
+    assert (found.num_symbols, found.num_sequences) == (counted_B.sum(), len(rows))
+    assert 0 <= found.low <= found.accuracy + 1e-12
+    assert found.accuracy - 1e-12 <= found.high <= 1
+    assert found.high - found.low > 1e-4
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=200))
+def test_interval_of_one_symbol_each_is_wilsons(rights):
+    found = summarise(5, np.array(rights, int), np.ones(len(rights), int))
+    wilson = scipy.stats.binomtest(sum(rights), len(rights)).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.2, 0.4])
+def test_interval_covers_what_it_says(spread):
+    """Of 400 evaluations of sequences whose symbols hang together, 95 % have the true accuracy in their interval."""
+    rng, hits = np.random.default_rng(0), 0
+    for _ in range(400):
+        share_B = np.where(rng.random(64) < 0.5, 0.5 - spread, 0.5 + spread)
+        counted_B = rng.integers(5, 30, 64)
+        found = summarise(5, rng.binomial(counted_B, share_B), counted_B)
+        hits += found.low <= 0.5 <= found.high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sets(st.integers(1, 500), min_size=1))
+def test_columns_are_lengths_that_were_evaluated(lengths):
+    found = columns(sorted(lengths))
+    assert set(found) <= lengths
+    assert found == sorted(set(found))
+    assert min(len(lengths), 4) <= len(found) <= 8
+    if lengths >= {100, 200, 300, 400, 500}:
+        assert {100, 200, 300, 400, 500} <= set(found)
+
+
+def test_the_longest_tapes_need_little_memory():
+    """A thousand symbols of output behind 500 of input, with DAPE, as the compiler predicts it."""
+    run = TaskRunConfig.from_dict(get_config("task=duplicate_string,bias=kerple,processor=dape").to_dict())
+    run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, lengths=(500,)))
+    trained = TrainedOnTask(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1))
+    (program,) = compile_tapes(trained).values()
+    assert program.length == 1504
+    assert program.num_bytes * jax.device_count() < 2**30
+
+
+# ---- bad input
+
+
+def check_refused(words: str, argument: str, **changes: Any) -> None:
+    with pytest.raises(InputError, match=words):
+        TaskRunConfig.from_dict(spec(argument, **changes))
+
+
+def test_bad_configs_are_named():
+    with pytest.raises(InputError, match=r"config argument = 'task=odd_pairs': one of .*'even_pairs'"):
+        get_config("task=odd_pairs")
+    with pytest.raises(InputError, match=r"config argument = 'task=': one of"):
+        get_config()
+    fine = "task=even_pairs,bias=kerple"
+    TaskRunConfig.from_dict(spec(fine))
+    check_refused("data.task = 'odd_pairs': one of", fine, data__task="odd_pairs")
+    check_refused("train.train_length = 0: a positive number", fine, train__train_length=0)
+    check_refused(r"evaluation.lengths = \(0, 4\)", fine, evaluation__lengths=(0, 4))
+    check_refused("evaluation.lengths = .*increasing", fine, evaluation__lengths=(4, 2))
+    check_refused("evaluation.num_sequences = 0", fine, evaluation__num_sequences=0)
+    check_refused("model.vocab_size = 4: 3 for even_pairs", fine, model__vocab_size=4)
+    check_refused("model.num_outputs = 3: 2 for even_pairs", fine, model__num_outputs=3)
+    few = "task=duplicate_string,positions=14"
+    check_refused("data.max_position = 14: at least 15, .* train.train_length = 5", few)
+    many = "task=duplicate_string,positions=59"
+    check_refused("data.max_position = 59: at least 60, .* evaluation.lengths = 20", many)
+    TaskRunConfig.from_dict(spec("task=duplicate_string,positions=60"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train__batch_size": 12}, "train.batch_size = 12: a multiple of 8 devices"),
+        ({"mesh__context": 2, "data__pad_to": 7}, "data.pad_to = 7: a multiple of mesh.context"),
+    ],
+)
+def test_what_does_not_divide_is_named_before_the_work(tmp_path, changes, words):
+    with pytest.raises(InputError, match=words):
+        loop.train(spec("task=even_pairs", **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_bias_that_is_causal_alone_is_named_before_the_work(tmp_path):
+    with pytest.raises(InputError, match=r"model.bias = 'cope': .*causal attention only"):
+        loop.train(spec("task=even_pairs,bias=cope"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        ([], {}, "workdir = .*one workdir or more"),
+        (["dape"], {"lengths": (0,)}, r"evaluation.lengths = \(0,\): positive numbers"),
+        (["dape"], {"lengths": (6, 3)}, "evaluation.lengths = .*increasing"),
+        (["dape"], {"num_sequences": 0}, "evaluation.num_sequences = 0: a positive number"),
+        (["dape"], {"step": "3"}, "step = '3': one of"),
+        (["dape", "dape"], {}, "workdir = .*different names on each task"),
+        (["dape"], {"mesh": MeshConfig(1, 1, 8, 1), "lengths": (3,)}, None),
+        (["dape"], {"mesh": MeshConfig(1, 1, 4, 2)}, "model.vocab_size = 3: a multiple of mesh.tensor = 2"),
+        (["dape"], {"mesh": MeshConfig(1, 1, 16, 1)}, "mesh = 'context=16': must multiply to 8 devices"),
+        (["dape"], {"mesh": MeshConfig(4, 1, 1, 1)}, "mesh = 'data=4': must multiply to 8 devices"),
+        (["nowhere"], {}, "workdir = .*nowhere"),
+    ],
+)
+def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, monkeypatch, names, options, words):
+    def no_device_work(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(accuracy, "restore", no_device_work)
+    with pytest.raises(AssertionError if words is None else InputError, match=words):
+        evaluate_tasks([root / name for name in names], **options, output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_that_cannot_be_written_is_named(runs, root, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"output = .*cannot be written to"):
+        evaluate_tasks([root / "dape"], output=tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "words"),
+    [
+        ("evaluation", "lengths", (2, 6), r"evaluation.lengths = .*give --lengths"),
+        ("evaluation", "num_sequences", 4, r"evaluation.num_sequences = \[12, 4\]: .*give --num_sequences"),
+        ("evaluation", "dropout", True, r"evaluation.dropout = .*give --dropout"),
+        ("train", "train_length", 6, r"train.train_length = \[5, 6\]: the same for all"),
+    ],
+)
+def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypatch, section, field, value, words):
+    def read(workdir: Path, *_: Any) -> TrainedOnTask:
+        trained = read_trained_on_task(workdir, "newest", {})
+        if workdir.name == "dape":
+            return trained
+        other = dataclasses.replace(getattr(trained.run, section), **{field: value})
+        return dataclasses.replace(trained, run=dataclasses.replace(trained.run, **{section: other}))
+
+    monkeypatch.setattr(accuracy, "read_trained_on_task", read)
+    with pytest.raises(InputError, match=words):
+        evaluate_tasks([root / "dape", root / "other"], output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_is_named(runs, root, tmp_path):
+    """The newest is left out for the one before it; asked for by its number, it is refused."""
+    shutil.copytree(root / "dape", tmp_path / "run")
+    files = (tmp_path / "run" / "checkpoints" / "4" / "params").rglob("*")
+    largest = max((file for file in files if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(InputError, match=r"step = '4': "):
+        evaluate_tasks([tmp_path / "run"], step="4")
+    assert not (tmp_path / "run" / "accuracy.json").exists()
+
+
+def test_language_models_and_tasks_do_not_mix(runs, root, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"data.task = 'reverse_string': a run on a task"):
+        read_trained(root / "dape", "newest", {})
+    with pytest.raises(InputError, match=r"data.task = 'even_pairs': a run on a task"):
+        RunConfig.from_dict(spec("task=even_pairs"))
+    specs = {"text": tiny.SPEC, "dape": spec("task=even_pairs"), "other": spec("task=parity_check")}
+    monkeypatch.setattr(checkpoint, "restore_config", lambda workdir, _: (4, {"config": specs[workdir.name]}))
+    assert are_tasks([root / "dape", root / "other"], "newest")
+    assert not are_tasks([tmp_path / "text"], "newest")
+    with pytest.raises(InputError, match=r"workdir = .*all runs on tasks or all of language models; .*dape"):
+        are_tasks([root / "dape", tmp_path / "text"], "newest")
+
+
+# ---- the command lines
+
+
+@given(st.integers(0, 400), st.integers(0, 400), st.integers(1, 60))
+def test_numbers_of_a_flag(first, last, step):
+    items = [f"{first}-{last}/{step}", f"{first}-{last}", str(step)]
+    if first <= last:
+        expected = (*range(first, last + 1, step), *range(first, last + 1), step)
+        assert command_line.read_numbers("--lengths", items) == expected
+        return
+    for item in items[:2]:
+        with pytest.raises(InputError, match=rf"--lengths = .*: {item} would be no numbers"):
+            command_line.read_numbers("--lengths", [item])
+
+
+@pytest.mark.parametrize("item", ["", "x", "-3", "1-", "1-5/0", "1/2", "1.5", "1:5", "²", "1-5-9", " 1", "1" * 10])
+def test_what_is_no_number_is_named(item):
+    with pytest.raises(InputError, match=r"--lengths = \['4', .*\]: whole numbers, parted by commas"):
+        command_line.read_numbers("--lengths", ["4", item])
+
+
+@pytest.mark.slow
+def test_train_and_evaluate_from_the_command_line(runs, root, tmp_path):
+    workdir = tmp_path / "mine"
+    train = [
+        "train.py",
+        "--config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3,num_steps=2",
+        "--config.model.num_layers=1",
+        "--config.train.batch_size=8",
+        "--config.train.checkpoint_every=2",
+        "--config.train.validate_every=2",
+        f"--workdir={workdir}",
+    ]
+    result = run_command(*train)
+    assert result.returncode == 0, result.stderr
+    assert "accuracy" in result.stderr
+    result = run_command("eval.py", f"--workdir={workdir}", "--lengths=2-10/4,60", "--num_sequences=5", "--dropout")
+    assert result.returncode == 0, result.stderr
+    assert "the score: mean over 1 lengths, 60 to 60" in result.stdout
+    (run,) = written(workdir)
+    assert [found["length"] for found in run["lengths"]] == [2, 6, 10, 60]
+    assert run["dropout"]
+    for argument, words in (
+        ("--last_tokens=5", "--last_tokens = 5: only for language models"),
+        ("--lengths=9-3", "--lengths = ['9-3']: 9-3 would be no numbers"),
+    ):
+        result = run_command("eval.py", f"--workdir={workdir}", argument)
+        assert result.returncode == 2, result.stdout
+        assert f"error: {words}" in result.stderr
+        assert "Traceback" not in result.stderr
+    loop.train(tiny.spec(tmp_path, model__num_layers=1, train__num_steps=2), tmp_path / "text_run")
+    result = run_command("eval.py", f"--workdir={tmp_path}/text_run", "--num_sequences=3")
+    assert result.returncode == 2
+    assert "error: --num_sequences = 3: only for runs on tasks" in result.stderr
+
+
+# ---- docs
+
+
+def test_docs_list_every_task():
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([\w-]+) \| (\d+) \| (\d+) \| ([^|]+) \|", (ROOT / "docs" / "che.md").read_text(), re.M
+    )
+    found = {}
+    for name, level, num_inputs, num_outputs, formula in rows:
+        lengths = [eval(formula.strip().strip("`"), {"N": n, "ceil": math.ceil}) for n in (1, 2, 7, 40)]
+        found[name] = (level, int(num_inputs), int(num_outputs), lengths)
+    expected = {
+        name: (
+            task.level,
+            len(task.input_symbols),
+            len(task.output_symbols),
+            [task.output_length(n) for n in (1, 2, 7, 40)],
+        )
+        for name, task in TASKS.items()
+    }
+    assert found == expected
+    assert list(found) == list(TASKS)
+
+
+def test_config_file_lists_every_task():
+    text = (ROOT / "configs" / "che.py").read_text()
+    listed = re.findall(r"\w+", text[text.index("task=NAME") : text.index("and any of")])
+    assert [name for name in listed if name in TASKS] == list(TASKS)
