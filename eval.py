@@ -69,7 +69,7 @@ def main(_: list[str]) -> None:
     lengths = command_line.read_numbers("--lengths", LENGTHS.value or [])
     mesh = None if MESH.value is None else read_mesh("--mesh", MESH.value)
     output = Path(OUTPUT.value) if OUTPUT.value else None
-    tasks = are_tasks(workdirs, step)
+    tasks = are_tasks(workdirs)
     for flag in OF_TEXT if tasks else OF_TASKS:
         allowed = f"only for {'language models' if tasks else 'runs on tasks'}, and these are not"
         require(not flag.present, f"--{flag.name}", flag.value, allowed)

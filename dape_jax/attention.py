@@ -41,7 +41,7 @@ def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, wi
     q 3   . x x x .
     q 4   . . x x x
 
-    A key with a negative position is padding, and no query sees it.
+    A key with a negative position is padding, and no query at a position of 0 or more sees it.
     """
     distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
     if causal:  # as unsigned numbers, negative positions come after all others: one comparison, not two
@@ -119,7 +119,7 @@ def attend(
         k_BSGK: keys, of G heads; G divides H, and H/G neighbouring query heads share one. The scores have H heads in
             any case, and so has what the processor mixes.
         v_BSGK: values.
-        q_pos_T: positions of the queries, in any order.
+        q_pos_T: positions of the queries, 0 or more, in any order.
         k_pos_S: positions of the keys, increasing: neighbouring columns are what the convolution calls neighbours.
             Those of padding at the end are negative.
         bias: position bias, or contextual encoding; None for none.

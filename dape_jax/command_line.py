@@ -82,6 +82,9 @@ def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
         raise _unreadable(error) from error
 
 
+MOST_NUMBERS = 1_000_000  # that a flag may list
+
+
 def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
     """The whole numbers that a flag lists: `7`, or `1-40` for all of 1 to 40, or `40-500/20` for every 20th from 40 on.
 
@@ -96,6 +99,9 @@ def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
         assert match is not None
         first, last, step = (int(number or 0) for number in match.groups())
         require(match[2] is None or first <= last, field, list(items), f"{item} would be no numbers")
+        require(
+            (last - first) // (step or 1) < MOST_NUMBERS, field, list(items), f"{item} would be millions of numbers"
+        )
         numbers.extend(range(first, max(first, last) + 1, step or 1))
     return tuple(numbers)
 

@@ -124,8 +124,8 @@ class _Run:
         sizes = {"D": ("model.width", model.width)}
         sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
         sizes |= {"F": ("4 x model.width", 4 * model.width)}
-        for field in ("vocab_size", "num_outputs"):
-            check_mesh(mesh, sizes | {"V": (f"model.{field}", getattr(model, field))})
+        check_mesh(mesh, sizes | {"V": ("model.vocab_size", model.vocab_size)})
+        check_mesh(mesh, {"V": ("model.num_outputs", model.num_outputs)})
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless batch, sequences and model divide over a mesh."""
@@ -185,8 +185,9 @@ class TaskRunConfig(_Run):
         for field in ("vocab_size", "num_outputs"):
             value, expected = getattr(self.model, field), getattr(self.data, field)
             require(value == expected, f"model.{field}", value, f"{expected} for {self.data.task}")
-        self.data.check_length("train.train_length", self.train.train_length)
-        self.data.check_length("evaluation.lengths", max(self.evaluation.lengths))
+        lengths = {"train.train_length": self.train.train_length, "evaluation.lengths": max(self.evaluation.lengths)}
+        for field in sorted(lengths, key=lengths.__getitem__, reverse=True):
+            self.data.check_length(field, lengths[field])
         changes = self.model.processor.why_not_cached
         for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
             require(changes is None or pad_to == 1, field, pad_to, f"1, since padding is appended, and {changes}")

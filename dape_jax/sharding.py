@@ -271,6 +271,11 @@ def batch_part(mesh: Mesh) -> tuple[int, int]:
     return part, num_parts
 
 
+def rows_of_part(batch: dict[str, np.ndarray], part: int, num_parts: int) -> dict[str, np.ndarray]:
+    """Of a whole batch the rows of one part, as `batch_part` counts them."""
+    return {name: np.split(rows, num_parts)[part] for name, rows in batch.items()}
+
+
 def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's part of a batch -> global arrays, rows split over the batch's axes and the text over `context`.
 

@@ -1,7 +1,6 @@
 """The algorithmic tasks end to end: golden tapes, losses and protocol, the encoder, training, accuracy by length."""
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -220,12 +219,14 @@ def test_encoder_is_bidirectional_and_its_causal_form_is_not(bias, processor):
     np.testing.assert_array_equal(reached(encoder(bias, processor, causal=True), place), np.arange(12) <= place)
 
 
-# A kind of bias, a processor and a direction each; all biases with all processors are left to the slow tests.
+# A kind of bias, a processor and a direction each; the slow tests have every bias, with DAPE 1x3 and so with gradients,
+# and with what is less by turns.
 QUICK = [
     (False, "kerple", "dape1x3"),
     (True, "transformer_xl", "plain"),
 ]
-SLOW = [(False, *case) for case in itertools.product(TWO_SIDED, PROCESSORS) if (False, *case) not in QUICK]
+SLOW = [(False, bias, "dape1x3") for bias in TWO_SIDED if bias != "kerple"]
+SLOW += [(False, bias, ("plain", "dape1x1")[i % 2]) for i, bias in enumerate(TWO_SIDED)]
 SLOW += [(True, "cope", "dape1x1"), (True, "nope", "plain"), (True, "kerple", "dape1x3")]
 
 
@@ -356,6 +357,7 @@ def random(root) -> Path:
     return root / "random"
 
 
+@pytest.mark.slow
 def test_a_run_with_dropout_is_resumed_exactly(runs, root, tmp_path, monkeypatch):
     """Parameters, optimizer and data position after 4 steps, whether or not the run died after 2."""
     given = spec("task=reverse_string,bias=kerple,processor=dape")
@@ -372,8 +374,7 @@ def test_a_run_with_dropout_is_resumed_exactly(runs, root, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", [2, 4])
-def test_devices_that_share_a_tape_train_the_same(context):
+def test_devices_that_share_a_tape_train_the_same():
     """Loss and gradient of a step of all devices, and accuracy, as those of one. (Dropout would draw others.)"""
     argument = "task=duplicate_string,bias=kerple,processor=dape,positions=80"
     run = TaskRunConfig.from_dict(spec(argument, model__dropout=0.0))
@@ -382,7 +383,7 @@ def test_devices_that_share_a_tape_train_the_same(context):
     batch = draw_tapes(run.data, TRAINING, 0, 8, length=4)
     assert batch["inputs"].shape[1] == 16
     found = []
-    for sizes, devices in (((1, 1, 1, 1), 1), ((1, 8 // context, context, 1), 8)):
+    for sizes, devices in (((1, 1, 1, 1), 1), ((1, 2, 4, 1), 8)):
         mesh = make_mesh(MeshConfig(*sizes), jax.devices()[:devices])
         state = init_state(run.model, optimizer, 0, mesh)
         with jax.set_mesh(mesh):
@@ -530,7 +531,8 @@ def test_dropout_can_stay_on(runs, root, tmp_path):
     assert "dropout on" in (tmp_path / "on" / "accuracy.txt").read_text()
 
 
-@pytest.mark.parametrize("name", ["dape", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dape", "random"])
 def test_devices_that_share_a_tape_answer_the_same(request, runs, root, tmp_path, name):
     """One batch, so that random positions are the same, too."""
     workdir = request.getfixturevalue("random") if name == "random" else root / "dape"
@@ -617,7 +619,8 @@ def test_bad_configs_are_named():
     check_refused("model.vocab_size = 4: 3 for even_pairs", fine, model__vocab_size=4)
     check_refused("model.num_outputs = 3: 2 for even_pairs", fine, model__num_outputs=3)
     few = "task=duplicate_string,positions=14"
-    check_refused("data.max_position = 14: at least 15, .* train.train_length = 5", few)
+    shorter = {"evaluation__lengths": (2, 4)}
+    check_refused("data.max_position = 14: at least 15, .* train.train_length = 5", few, **shorter)
     many = "task=duplicate_string,positions=59"
     check_refused("data.max_position = 59: at least 60, .* evaluation.lengths = 20", many)
     TaskRunConfig.from_dict(spec("task=duplicate_string,positions=60"))
@@ -717,10 +720,10 @@ def test_language_models_and_tasks_do_not_mix(runs, root, tmp_path, monkeypatch)
         RunConfig.from_dict(spec("task=even_pairs"))
     specs = {"text": tiny.SPEC, "dape": spec("task=even_pairs"), "other": spec("task=parity_check")}
     monkeypatch.setattr(checkpoint, "restore_config", lambda workdir, _: (4, {"config": specs[workdir.name]}))
-    assert are_tasks([root / "dape", root / "other"], "newest")
-    assert not are_tasks([tmp_path / "text"], "newest")
+    assert are_tasks([root / "dape", root / "other"])
+    assert not are_tasks([tmp_path / "text"])
     with pytest.raises(InputError, match=r"workdir = .*all runs on tasks or all of language models; .*dape"):
-        are_tasks([root / "dape", tmp_path / "text"], "newest")
+        are_tasks([root / "dape", tmp_path / "text"])
 
 
 # ---- the command lines
@@ -745,12 +748,15 @@ def test_what_is_no_number_is_named(item):
 
 
 @pytest.mark.slow
-def test_train_and_evaluate_from_the_command_line(runs, root, tmp_path):
+def test_train_and_evaluate_from_the_command_line(tmp_path):
     workdir = tmp_path / "mine"
     train = [
         "train.py",
         "--config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3,num_steps=2",
         "--config.model.num_layers=1",
+        "--config.model.width=16",
+        "--config.model.num_heads=2",
+        "--config.data.pad_to=96",  # one program
         "--config.train.batch_size=8",
         "--config.train.checkpoint_every=2",
         "--config.train.validate_every=2",
@@ -765,18 +771,11 @@ def test_train_and_evaluate_from_the_command_line(runs, root, tmp_path):
     (run,) = written(workdir)
     assert [found["length"] for found in run["lengths"]] == [2, 6, 10, 60]
     assert run["dropout"]
-    for argument, words in (
-        ("--last_tokens=5", "--last_tokens = 5: only for language models"),
-        ("--lengths=9-3", "--lengths = ['9-3']: 9-3 would be no numbers"),
-    ):
-        result = run_command("eval.py", f"--workdir={workdir}", argument)
-        assert result.returncode == 2, result.stdout
-        assert f"error: {words}" in result.stderr
-        assert "Traceback" not in result.stderr
-    loop.train(tiny.spec(tmp_path, model__num_layers=1, train__num_steps=2), tmp_path / "text_run")
-    result = run_command("eval.py", f"--workdir={tmp_path}/text_run", "--num_sequences=3")
-    assert result.returncode == 2
-    assert "error: --num_sequences = 3: only for runs on tasks" in result.stderr
+    result = run_command("eval.py", f"--workdir={workdir}", "--last_tokens=5")
+    assert result.returncode == 2, result.stdout
+    assert result.stderr.splitlines() == [
+        "error: --last_tokens = 5: only for language models, and these are not",
+    ]
 
 
 # ---- docs
@@ -807,3 +806,24 @@ def test_config_file_lists_every_task():
     text = (ROOT / "configs" / "che.py").read_text()
     listed = re.findall(r"\w+", text[text.index("task=NAME") : text.index("and any of")])
     assert [name for name in listed if name in TASKS] == list(TASKS)
+
+
+def test_an_interval_does_not_vanish_by_rounding():
+    for right, counted in ((15, 22), (1, 49)):
+        for num in (1, 3):
+            found = summarise(5, np.full(num, right), np.full(num, counted))
+            assert found.high - found.low > 0.2
+
+
+def test_a_range_of_millions_is_refused():
+    with pytest.raises(InputError, match="millions"):
+        command_line.read_numbers("--lengths", ["1-999999999"])
+
+
+def test_computation_steps_of_the_config_file():
+    run = TaskRunConfig.from_dict(get_config("task=even_pairs,computation_steps=2").to_dict())
+    assert run.model.vocab_size == 4
+    assert run.data.tape_length(40) == 121
+    assert -(-121 // run.data.pad_to) == 5
+    with pytest.raises(InputError, match="causal=2"):
+        get_config("task=even_pairs,causal=2")

@@ -518,8 +518,14 @@ def test_predicted_memory_is_linear_in_length(root):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processor", [{"name": "none"}, tiny.SPEC["model"]["processor"]], ids=["none", "dape"])
-@pytest.mark.parametrize("bias", sorted(CHOICES["bias"]))
+@pytest.mark.parametrize(
+    ("bias", "processor"),
+    [
+        *((bias, tiny.SPEC["model"]["processor"]) for bias in sorted(CHOICES["bias"])),
+        *((bias, {"name": "none"}) for bias in ("nope", "kerple", "cope", "transformer_xl")),  # one of each kind
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["name"],
+)
 def test_predicted_memory_is_linear_in_length_for_every_method(root, bias, processor):
     run = RunConfig.from_dict(tiny.spec(root, model__bias={"name": bias}, model__processor=processor))
     assert growth(run, 8192, last_tokens=16) <= 4.3
@@ -685,3 +691,6 @@ def test_every_protocol_from_the_command_line(runs):
     done = run_command("eval.py", f"--workdir={runs[0]}", "--protocol=deltas")
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: protocol = 'deltas': one of ['perplexity', 'delta']"]
+    done = run_command("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: --num_sequences = 3: only for runs on tasks, and these are not"]

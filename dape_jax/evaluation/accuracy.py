@@ -244,7 +244,8 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
         {"params": params, "number": number},
         mesh,
         batch_names=("inputs", "positions"),
-        name=f"{trained.label}, tapes",
+        name=trained.label,
+        field="tokens of a tape (evaluation.lengths, with the answer and padding)",
     )
     return {program.length: program for program in programs}
 
@@ -330,7 +331,9 @@ def summarise(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndar
         sequence count (addition, multiplication, stack manipulation), batches of short targets weigh more there.
     """
     accuracy = right_B.sum() / counted_B.sum()
-    variance = np.sum((right_B - accuracy * counted_B) ** 2) / counted_B.sum() ** 2
+    # In integers up to the division, so that what does not vary does not: rounding would make its interval vanish.
+    off_B = right_B * counted_B.sum() - right_B.sum() * counted_B
+    variance = np.sum((off_B / counted_B.sum() ** 2) ** 2)
     independent = accuracy * (1 - accuracy) / variance if variance > 0 else len(right_B)
     z = 1.959964  # 97.5 % of a normal distribution lies below
     centre = (accuracy + z**2 / (2 * independent)) / (1 + z**2 / independent)

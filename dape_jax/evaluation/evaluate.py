@@ -243,16 +243,16 @@ class Trained(Saved):
     run: RunConfig
 
 
-def are_tasks(workdirs: list[Path], step: str) -> bool:
-    """Whether checkpoints are of runs on tasks; see `read_trained`.
+def are_tasks(workdirs: list[Path]) -> bool:
+    """Whether workdirs are of runs on tasks. One that holds no run is not: what reads it will say so.
 
     Raises:
-        InputError: there is no such checkpoint, or some are and others are not.
+        InputError: some are and others are not.
     """
-    kinds = {str(workdir): is_task(checkpoint.restore_config(workdir, step)[1]["config"]) for workdir in workdirs}
-    tasks = [workdir for workdir, kind in kinds.items() if kind]
+    configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
+    tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_task(saved["config"])]
     allowed = f"all runs on tasks or all of language models; {tasks} are on tasks"
-    require(len(tasks) in (0, len(kinds)), "workdir", list(kinds), allowed)
+    require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
     return bool(tasks)
 
 

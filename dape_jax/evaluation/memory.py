@@ -55,6 +55,7 @@ def compile_programs(
     *,
     batch_names: tuple[str, ...],
     name: str,
+    field: str = "evaluation.lengths",
 ) -> list[Program]:
     """Compile a step for every length, the longest first, and refuse what does not fit into memory.
 
@@ -65,6 +66,7 @@ def compile_programs(
         mesh: where parameters and batches live.
         batch_names: of the int32[B, T] arrays that a batch consists of.
         name: of the model, for progress, log and errors.
+        field: that the lengths come from, for errors.
 
     Returns:
         One program for each length, in the order given.
@@ -92,7 +94,7 @@ def compile_programs(
             parts = math.prod(mesh.shape[axis] for axis in ROW_AXES)
             largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths, parts)
             raise InputError(
-                f"evaluation.lengths = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB "
+                f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB "
                 f"are free, for {step_at(length)[1]} sequences at once; {largest}"
             )
         if not programs:

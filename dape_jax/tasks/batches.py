@@ -9,6 +9,7 @@ import grain
 import numpy as np
 
 from dape_jax.errors import require
+from dape_jax.sharding import rows_of_part
 from dape_jax.tasks.tapes import TRAINING, VALIDATION, Batch, TaskConfig, draw_tapes
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
@@ -29,12 +30,7 @@ class _Batches(grain.sources.RandomAccessDataSource[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         batch = draw_tapes(self.config, TRAINING, int(index), self.batch_size, longest=self.longest)
-        return rows_of(batch, self.part, self.num_parts)
-
-
-def rows_of(batch: Batch, part: int, num_parts: int) -> Batch:
-    """One part of a batch's rows."""
-    return {name: np.split(rows, num_parts)[part] for name, rows in batch.items()}
+        return rows_of_part(batch, self.part, self.num_parts)
 
 
 def train_batches(

@@ -84,7 +84,7 @@ class TaskConfig:
             self.max_position is None or tape <= self.max_position,
             "data.max_position",
             self.max_position,
-            f"at least {tape}, the tape's length at {field} = {length}; or None for positions from 0 on",
+            f"at least {tape}, the tape's length at {field} = {length}; or None (positions=0) for positions from 0 on",
         )
 
 
@@ -168,7 +168,7 @@ def draw_tapes(
 
     Args:
         config: of the task.
-        purpose: what it is for: `TRAINING`, `VALIDATION` or `EVALUATION`.
+        purpose: what it is for: `TRAINING` or `VALIDATION`.
         number: of the batch.
         num: B.
         longest: the length is uniform in 1..longest.

@@ -1,7 +1,7 @@
-"""What a task of the Chomsky-hierarchy benchmark is. Next: `regular.py`, `context_free.py`, `context_sensitive.py`.
+"""What a task of the Chomsky-hierarchy benchmark is.
 
 In: a random generator and a length. Out: `inputs_BN` (symbols) and `targets_BM` (what they are answered with), int32 in
-host memory. Next: `tapes.py`, which makes a model's input of them.
+host memory. Next: `regular.py`, and the other levels' files.
 """
 
 import dataclasses

@@ -25,9 +25,10 @@ from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
 from dape_jax.flops import mfu, model_flops_per_token
 from dape_jax.processes import Stopping, first, require_same
 from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.optimizer import make_optimizer, make_schedule
-from dape_jax.training.source import Batch, open_source
+from dape_jax.training.source import open_source
 from dape_jax.training.step import (
     abstract_state,
     init_state,

@@ -4,7 +4,6 @@ import dataclasses
 
 import grain
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
@@ -13,11 +12,9 @@ from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.data.tokenizers import Tokenizer
 from dape_jax.errors import require
 from dape_jax.processes import first
-from dape_jax.sharding import batch_part
+from dape_jax.sharding import batch_part, rows_of_part
 from dape_jax.tasks import batches as of_task
-from dape_jax.tasks.tapes import digest
-
-Batch = dict[str, np.ndarray]
+from dape_jax.tasks.tapes import Batch, digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +66,7 @@ def _corpus(run: RunConfig, mesh: Mesh) -> Source:
         batch_size=run.train.batch_size,
         num_batches=run.train.validation_batches,
     )
-    mine = [of_task.rows_of(batch, part, num_parts) for batch in held_out]
+    mine = [rows_of_part(batch, part, num_parts) for batch in held_out]
     return Source(batches, mine, corpus.digest, corpus.train.tokenizer)
 
 
@@ -81,7 +78,7 @@ def _task(run: TaskRunConfig, mesh: Mesh) -> Source:
     held_out = of_task.validation_batches(
         run.data, longest=longest, batch_size=run.train.batch_size, num_batches=run.train.validation_batches
     )
-    return Source(batches, [of_task.rows_of(batch, part, num_parts) for batch in held_out], digest(run.data), None)
+    return Source(batches, [rows_of_part(batch, part, num_parts) for batch in held_out], digest(run.data), None)
 
 
 def load_verified(config: DataConfig) -> Corpus:
