@@ -166,7 +166,7 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
         np.testing.assert_allclose(nll, results[1][length], rtol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["context=8", "fsdp=2,context=4"])
+@pytest.mark.parametrize("mesh", [pytest.param("context=8", marks=pytest.mark.slow), "fsdp=2,context=4"])
 def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
     """A mesh is how, not what: the same perplexities, to rounding, dense and blockwise."""
     found, expected = (
@@ -271,6 +271,7 @@ def test_an_output_that_cannot_be_written_is_named_before_the_work(runs, tmp_pat
         evaluate(runs, output=tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path):
     """A row for each way; at the train length all are what was trained, beyond it all are different."""
     rope = {"name": "rope", "base": 10_000.0}

@@ -59,10 +59,11 @@ def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
     """f(x[:t]) = f(x)[:t], whatever follows t, at four times the length and more."""
     model = make_model(bias={"name": bias}, processor={"name": processor}, rotary={"name": rotary})
     x = tokens(2, 40)
-    whole = jax.jit(lambda model, x: model(x))(model, x)
+    step = jax.jit(lambda model, x: model(x))
+    whole = step(model, x)
     chex.assert_shape(whole, (2, 40, 11))
-    np.testing.assert_allclose(model(x[:, :9]), whole[:, :9], atol=1e-4)
-    changed = jax.jit(lambda model, x: model(x))(model, x.at[:, 9:].set((x[:, 9:] + 1) % 11))
+    np.testing.assert_allclose(step(model, x[:, :9]), whole[:, :9], atol=1e-4)
+    changed = step(model, x.at[:, 9:].set((x[:, 9:] + 1) % 11))
     np.testing.assert_array_equal(changed[:, :9], whole[:, :9])
     assert np.abs(changed[:, 9:] - whole[:, 9:]).max() > 1e-3
 
@@ -85,26 +86,35 @@ def test_trained_short_runs_sixteen_times_longer(bias, processor):
         logits = nnx.merge(graphdef, params)(x[:, :-1])
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), x[:, 1:, None], axis=-1).mean()
 
-    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens(2, 9))
+    step = jax.jit(jax.value_and_grad(loss))
+    value, grads = step(params, tokens(2, 9))
     chex.assert_tree_all_finite(grads)
     trained = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    assert loss(trained, tokens(2, 9)) < value
+    assert step(trained, tokens(2, 9))[0] < value
     long = jax.jit(loss)(trained, tokens(2, 16 * 8 + 1))
     assert np.isfinite(long)
     assert long < 2 * np.log(11)
 
 
-@pytest.mark.parametrize("remat", REMAT)
-@pytest.mark.parametrize("attention", [{"name": "dense"}, {"name": "blockwise", "block_size": 4, "num_buckets": 2}])
+@pytest.mark.parametrize(
+    ("remat", "attention"),
+    [
+        (remat, attention)
+        for remat in REMAT
+        for attention in ({"name": "dense"}, {"name": "blockwise", "block_size": 4, "num_buckets": 2})
+        if (remat, attention["name"]) != ("none", "dense")  # what the others are compared with
+    ],
+)
 def test_remat_and_attention_change_no_number(remat, attention):
     x = tokens(2, 11)
 
+    @jax.jit
+    @nnx.value_and_grad
     def value_and_grad(model):
-        return nnx.value_and_grad(lambda model: jax.nn.log_softmax(model(x))[..., 0].mean())(model)
+        return jax.nn.log_softmax(model(x))[..., 0].mean()
 
-    expected = value_and_grad(make_model())
     found = value_and_grad(make_model(remat=remat, attention=attention))
-    chex.assert_trees_all_close(found, expected, atol=1e-6)
+    chex.assert_trees_all_close(found, value_and_grad(make_model(remat="none", attention={"name": "dense"})), atol=1e-6)
 
 
 def test_a_shared_bias_is_one_module_and_others_are_one_for_each_layer():
