@@ -19,7 +19,7 @@ and any of
     causal=1            a decoder; 0 for the paper's encoder
     num_steps=N  learning_rate=R  seed=S
 
-The paper trains 200,000 steps. What 1,500 steps on two CPU cores learn, in a quarter of an hour, is in `docs/che.md`.
+The paper trains 200,000 steps. What 1,500 steps on two CPU cores learn, in a quarter of an hour, is in README.md.
 """
 
 from ml_collections import ConfigDict, config_dict
