@@ -356,7 +356,7 @@ def run_experiment(
             started = time.monotonic()
             workdir = workdirs / _digest([resolved(checked[index]), digests[index]])[:16]
             train(configs[index], workdir)
-            finish(index, measure(experiment, run, workdir), time.monotonic() - started)
+            finish(index, measure(experiment, run, checked[index], workdir), time.monotonic() - started)
     return files
 
 
@@ -392,10 +392,12 @@ def _alone(flag: str, directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def measure(experiment: Experiment, run: Run, workdir: Path) -> dict[str, Any]:
+def measure(experiment: Experiment, run: Run, config: RunConfig | TaskRunConfig, workdir: Path) -> dict[str, Any]:
     """What the evaluator says of a trained model at the experiment's lengths, under its protocol."""
-    if experiment.measure == "accuracy":
-        written = evaluate_tasks([workdir], lengths=run.lengths, output=workdir)
+    if isinstance(config, TaskRunConfig):
+        # As many as are asked for now: the model may have been trained when the config said another number.
+        num_sequences = config.evaluation.num_sequences
+        written = evaluate_tasks([workdir], lengths=run.lengths, num_sequences=num_sequences, output=workdir)
         (result,) = json.loads((written.directory / "accuracy.json").read_bytes())["runs"]
         return {"lengths": result["lengths"]}
     written = evaluate([workdir], lengths=run.lengths, protocol=experiment.measure, output=workdir)
