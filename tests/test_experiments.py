@@ -331,7 +331,7 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
         if "task" in config["data"]:
             models[-1] += (config["data"]["task"],)
 
-    def measure(experiment, item, workdir):
+    def measure(experiment, item, config, workdir):
         if experiment.measure == "accuracy":
             reached = 0.5 + 0.25 * (item.method == "b")
             of_lengths = [(length, reached + item.seed / 8 - length / 100) for length in item.lengths]
@@ -392,12 +392,12 @@ def test_finished_runs_are_reused_and_a_killed_experiment_goes_on(small_world, t
 def test_two_processes_do_not_write_the_same(small_world, trained, monkeypatch):
     said = []
 
-    def measure(experiment, item, workdir, real=run.measure):
+    def measure(experiment, item, config, workdir, real=run.measure):
         for name, changes in (("one", {"workdirs": small_world["workdirs"] / "other"}), ("two", {})):
             with pytest.raises(InputError, match="another process is at work") as error:
                 run_tiny(name, small_world | changes)
             said.append(str(error.value).split()[0])
-        return real(experiment, item, workdir)
+        return real(experiment, item, config, workdir)
 
     with monkeypatch.context() as patch:
         patch.setattr(run, "measure", measure)
