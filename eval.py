@@ -65,37 +65,29 @@ def main(_: list[str]) -> None:
     """Flags, then one call."""
     require_alone()
     require(all(WORKDIR.value or [""]), "--workdir", WORKDIR.value, "directories, parted by commas")
-    workdirs, step = [Path(workdir) for workdir in WORKDIR.value or ()], STEP.value or "newest"
-    lengths = command_line.read_numbers("--lengths", LENGTHS.value or [])
-    mesh = None if MESH.value is None else read_mesh("--mesh", MESH.value)
-    output = Path(OUTPUT.value) if OUTPUT.value else None
+    workdirs = [Path(workdir) for workdir in WORKDIR.value or ()]
+    shared = {
+        "step": STEP.value or "newest",
+        "lengths": command_line.read_numbers("--lengths", LENGTHS.value or []),
+        "mesh": None if MESH.value is None else read_mesh("--mesh", MESH.value),
+        "output": Path(OUTPUT.value) if OUTPUT.value else None,
+    }
     tasks = are_tasks(workdirs)
     for flag in OF_TEXT if tasks else OF_TASKS:
         allowed = f"only for {'language models' if tasks else 'runs on tasks'}, and these are not"
         require(not flag.present, f"--{flag.name}", flag.value, allowed)
     if tasks:
-        report = evaluate_tasks(
-            workdirs,
-            step=step,
-            lengths=lengths,
-            num_sequences=NUM_SEQUENCES.value,
-            dropout=DROPOUT.value,
-            mesh=mesh,
-            output=output,
-        )
+        report = evaluate_tasks(workdirs, num_sequences=NUM_SEQUENCES.value, dropout=DROPOUT.value, **shared)
     else:
         report = evaluate(
             workdirs,
-            step=step,
-            lengths=lengths,
             last_tokens=LAST_TOKENS.value,
             max_windows=MAX_WINDOWS.value,
             data=DATA.value,
             rotary=tuple(ROTARY.value or ()),
             protocol=PROTOCOL.value or "",
             by_position=bool(BY_POSITION.value),
-            mesh=mesh,
-            output=output,
+            **shared,
         )
     print(f"\n{report.table}\n\nresults: {report.directory}\npicture: {report.picture}")
 

@@ -337,15 +337,13 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: 
 
 
 def make_sums_step(graphdef: nnx.GraphDef) -> Wrapped:
-    """Make `step(params, batch, dropout_key=None) -> sums` over tapes of a task, jitted.
+    """Make `step(params, batch) -> sums` over tapes of a task, jitted.
 
-    The sums, a float32 vector: of the loss in nats, of its weights, of right answers and of those that count. Without a
-    key there is no dropout.
+    The sums, a float32 vector: of the loss in nats, of its weights, of right answers and of those that count.
     """
 
-    def step(params: Params, batch: dict[str, Array], dropout_key: Array | None = None) -> Float[Array, "4"]:
-        model = nnx.merge(graphdef, params)
-        logits_BTV = model.logits(model.features(batch["inputs"], positions_of(batch), dropout_key))
+    def step(params: Params, batch: dict[str, Array]) -> Float[Array, "4"]:
+        logits_BTV = nnx.merge(graphdef, params)(batch["inputs"], positions_of(batch))
         is_right_BT = logits_BTV.argmax(axis=-1) == batch["targets"]
         nll_BT, weights_BT, counted_BT = nll(logits_BTV, batch["targets"]), batch["weights"], batch["counted"]
         sums = (nll_BT * weights_BT, weights_BT, is_right_BT & counted_BT, counted_BT)
