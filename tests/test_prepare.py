@@ -570,7 +570,8 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_digest(tmp_path: Path):
             break
         with pytest.raises(InputError):
             load_corpus(DataConfig(str(tmp_path / "out.partial"), None, str(tmp_path / "cache"), 0.1, 0))
-        positions.append(build.read_record(tmp_path / "out.partial").position.offset)
+        position = build.read_record(tmp_path / "out.partial").position
+        positions.append((position.file, position.offset))
     assert kills > 1
     assert positions == sorted(positions)
     last = start(tmp_path, source, tmp_path / "out", "--workers=1")
