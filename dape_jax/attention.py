@@ -15,6 +15,7 @@ attention).
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -27,8 +28,12 @@ from jaxtyping import Array, Bool, Float, Int
 from dape_jax.biases import Bias
 from dape_jax.contextual import ContextualBias, products
 from dape_jax.errors import require
+from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
 from dape_jax.processors import Plain, Processor
-from dape_jax.sharding import AXES, activation_spec, axis_sizes, collect_rows
+from dape_jax.sharding import AXES, activation_spec, axis_sizes, collect_rows, device_platform
+
+
+logger = logging.getLogger(__name__)
 
 
 def visible(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], causal: bool, window: int | None) -> Bool[Array, "T S"]:
@@ -321,6 +326,213 @@ class Blockwise:
         return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
 
 
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """A kernel that holds no scores (`kernels/`, `docs/kernel.md`): memory grows with T, and traffic little more.
+
+    For DAPE over a bias that is a function of the distance, on a TPU or a GPU; anything else is refused with the
+    reason. Positions are those of neighbouring tokens: each key stands one after the one before it, and so do rows (or
+    n after, for every n-th row). Where they turn out not to, all values are NaN.
+
+    Args:
+        platform: whose kernel, "tpu" or "gpu"; None for that of the devices. On a CPU a kernel is interpreted, which
+            shows what it computes and not how fast.
+    """
+
+    platform: str | None = None
+
+    def __post_init__(self):
+        require(
+            self.platform is None or self.platform in KERNELS,
+            "model.attention.platform",
+            self.platform,
+            f"one of {tuple(KERNELS)}, or None",
+        )
+
+    def for_any_rows(self) -> Blockwise:
+        """Blocks of rows: a few rows against a cache are no work for this kernel."""
+        return Blockwise()
+
+    def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
+        """The same with rows that are n columns apart."""
+        return functools.partial(self._attend, apart=n)
+
+    def __call__(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        q_pos_T: Int[Array, "T"],
+        k_pos_S: Int[Array, "S"],
+        *,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """See `attend`.
+
+        Raises:
+            NotImplementedError: there is no kernel for this; the reason stands in it.
+        """
+        return self._attend(
+            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
+        )
+
+    def _attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        q_pos_T: Int[Array, "T"],
+        k_pos_S: Int[Array, "S"],
+        *,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        apart: int = 1,
+    ) -> Float[Array, "B T H K"]:
+        check(q_BTHK, k_BSGK, window)
+        devices = device_platform()
+        return attend_fused(
+            q_BTHK,
+            k_BSGK,
+            v_BSGK,
+            q_pos_T,
+            k_pos_S,
+            bias=bias,
+            processor=processor,
+            causal=causal,
+            window=window,
+            apart=apart,
+            platform=self.platform or devices,
+            interpret=self.platform is not None and devices == "cpu",
+        )
+
+
+class Blocks(NamedTuple):
+    """What `Blockwise` is given."""
+
+    block_size: int
+    num_buckets: int
+
+
+# By platform, from measurements and compiled programs: docs/kernel.md, "Without a kernel".
+BLOCKS = {"cpu": Blocks(32, 4), "gpu": Blocks(128, 4), "tpu": Blocks(128, 1)}
+FUSED_ON = ("tpu",)  # The kernel for GPUs has never been timed on one: ask for it by name, `Fused`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """The driver that suits platform and length, chosen for each call and logged when it is first chosen.
+
+        fused      on a TPU, where there is a kernel for this bias and processor
+        dense      where all rows are one block
+        blockwise  elsewhere
+
+    Args:
+        block_size: of `Blockwise`; None for what suits the platform.
+        num_buckets: of `Blockwise`; None for what suits the platform.
+    """
+
+    block_size: int | None = None
+    num_buckets: int | None = None
+
+    def __post_init__(self):
+        self.blockwise("cpu")  # to check the fields
+
+    def blockwise(self, platform: str) -> Blockwise:
+        """`Blockwise` as it suits a platform, where this does not say otherwise."""
+        given, best = Blocks(self.block_size, self.num_buckets), BLOCKS.get(platform, BLOCKS["gpu"])
+        return Blockwise(*(of_platform if own is None else own for own, of_platform in zip(given, best, strict=True)))
+
+    def choose(
+        self,
+        *,
+        num_rows: int,
+        num_heads: int,
+        head_dim: int,
+        bias: Bias | ContextualBias | None,
+        processor: Processor | None,
+        causal: bool,
+        platform: str,
+    ) -> Dense | Blockwise | Fused:
+        """The driver for a call; arguments as those of `kernels.why_not_fused`."""
+        blockwise = self.blockwise(platform)
+        if num_rows <= blockwise.block_size:
+            driver, why = Dense(), "all rows are one block"
+        else:
+            why = why_not_fused(
+                bias, processor, num_heads=num_heads, head_dim=head_dim, causal=causal, platform=platform
+            )
+            if why is None and platform not in FUSED_ON:
+                why = f"the kernel for the platform {platform!r} is used where it is asked for by name"
+            driver = Fused() if why is None else blockwise
+        _log_choice(f"{driver}" + (f": {why}" if why else ""))
+        return driver
+
+    def for_any_rows(self) -> Blockwise:
+        """`Blockwise` for any rows."""
+        return self.blockwise(device_platform()).for_any_rows()
+
+    def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
+        """The same of the driver that is chosen."""
+        return functools.partial(self._attend, apart=n)
+
+    def __call__(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        q_pos_T: Int[Array, "T"],
+        k_pos_S: Int[Array, "S"],
+        *,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+    ) -> Float[Array, "B T H K"]:
+        """See `attend`; positions as `Fused` and `Blockwise` have them."""
+        return self._attend(
+            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
+        )
+
+    def _attend(
+        self,
+        q_BTHK: Float[Array, "B T H K"],
+        k_BSGK: Float[Array, "B S G K"],
+        v_BSGK: Float[Array, "B S G K"],
+        q_pos_T: Int[Array, "T"],
+        k_pos_S: Int[Array, "S"],
+        *,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        apart: int = 1,
+    ) -> Float[Array, "B T H K"]:
+        num_rows, num_heads, head_dim = q_BTHK.shape[1:]
+        driver = self.choose(
+            num_rows=num_rows,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            bias=bias,
+            processor=processor,
+            causal=causal,
+            platform=device_platform(),
+        )
+        return driver.for_every_nth_row(apart)(
+            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
+        )
+
+
+@functools.cache
+def _log_choice(choice: str) -> None:
+    """Once in a process, however many layers and programs choose alike."""
+    logger.info("attention: %s", choice)
+
+
 def attend_on_mesh(
     attention: Attention,
     q_BTHK: Float[Array, "B T H K"],
@@ -391,4 +603,4 @@ def attend_on_mesh(
     )([x for x in leaves if isinstance(x, jax.Array)], collect_rows(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
 
 
-IMPLEMENTATIONS = {"dense": Dense, "blockwise": Blockwise}
+IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused}

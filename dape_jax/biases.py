@@ -26,7 +26,11 @@ from dape_jax.errors import require
 
 @runtime_checkable
 class Bias(Protocol):
-    """What `attention.py` and the processors know of a bias."""
+    """What `attention.py` and the processors know of a bias.
+
+    One that is a function of query position - key position alone may say so, `of_distance = True`: the fused kernels
+    take it then. It is called with any positions, one key among them.
+    """
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
@@ -90,6 +94,8 @@ def alibi(
 
 class Alibi(nnx.Module):
     """ALiBi: no parameters."""
+
+    of_distance = True
 
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
@@ -156,6 +162,8 @@ def kerple_power(
 class Kerple(nnx.Module):
     """Kerple: p ~ U(0, 2), a ~ U(0, 1), one pair for each head; logarithmic or power kernel."""
 
+    of_distance = True
+
     def __init__(self, num_heads: int, kernel: Callable[..., Float[Array, "H T S"]] = kerple, *, rngs: nnx.Rngs):
         self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
         self.a_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=1.0))
@@ -220,6 +228,8 @@ def sandwich(
 
 class Sandwich(nnx.Module):
     """Sandwich: no parameters."""
+
+    of_distance = True
 
     def __init__(self, num_heads: int, position_dim: int):
         self.num_heads = num_heads
@@ -303,6 +313,8 @@ def t5(
 
 class T5(nnx.Module):
     """T5's relative position bias, table Xavier normal."""
+
+    of_distance = True
 
     def __init__(self, num_heads: int, head_dim: int, num_buckets: int, max_distance: int, *, rngs: nnx.Rngs):
         self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (num_buckets, num_heads)))

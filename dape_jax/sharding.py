@@ -148,6 +148,12 @@ def in_mesh() -> bool:
     return set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
+def device_platform() -> str:
+    """Platform of the devices in the mesh of `jax.set_mesh`, "cpu" for one, which need not be here; else of JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def axis_sizes() -> dict[str, int]:
     """Sizes of the axes in the mesh of `jax.set_mesh`; all 1 where there is none, or another than ours."""
     return dict(jax.sharding.get_abstract_mesh().shape) if in_mesh() else dict.fromkeys(AXES, 1)

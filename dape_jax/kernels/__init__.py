@@ -1,0 +1,117 @@
+"""The fused operator: `attention.attend` without a score in memory, for a bias that is a function of the distance.
+
+In: what `attend` is given. Out: the same values and gradients, or `NotImplementedError` with the reason. Next:
+`attention.py`, whose `Fused` and `Auto` call it.
+
+`tables.py` turns bias and processor into what a kernel reads: the kernels of the two convolutions, and what the bias
+gives as functions of the distance. `tpu.py` and `gpu.py` are a kernel each. `docs/kernel.md` explains how they work.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dape_jax.kernels import gpu, tpu
+from dape_jax.kernels.tables import make_operator
+from dape_jax.processors import Dape
+
+KERNELS = {"tpu": tpu.attend, "gpu": gpu.attend}
+MAX_HEADS = MAX_CHANNELS = 64
+MAX_HEAD_DIM = 128
+MAX_WIDTH = 7
+
+
+def why_not_fused(
+    bias: Any, processor: Any, *, num_heads: int, head_dim: int, causal: bool = True, platform: str
+) -> str | None:
+    """Why there is no kernel for this attention; None if there is one.
+
+    Args:
+        bias: position bias or contextual encoding; None for none.
+        processor: what is done to the scores; None for nothing.
+        num_heads: H.
+        head_dim: K.
+        causal: whether a query sees no key after it.
+        platform: of the devices: "tpu", "gpu" or "cpu".
+    """
+    if platform not in KERNELS:
+        return f"the devices are of the platform {platform!r}, and the kernels for {' and '.join(KERNELS)}"
+    if not isinstance(processor, Dape):
+        return "the kernels are those of DAPE; other attention has its own (jax.nn.dot_product_attention)"
+    config = processor.config
+    limits = {
+        "H": (num_heads, MAX_HEADS),
+        "K": (head_dim, MAX_HEAD_DIM),
+        "C": (config.channels, MAX_CHANNELS),
+        "W": (config.kernel_width, MAX_WIDTH),
+    }
+    for name, (value, limit) in limits.items():
+        if value > limit:
+            return f"{name} = {value}; the kernels take up to {limit}"
+    if not causal:
+        return "causal = False; the kernels skip what lies after a query"
+    if config.leak:
+        return "leak = True; the kernels mask before they convolve"
+    if config.edge != "prefix" and config.kernel_width > 1 and config.alignment == "centered":
+        return f"edge = {config.edge!r}; the kernels have the edge 'prefix', where rows do not depend on their number"
+    if bias is not None and not getattr(bias, "of_distance", False):
+        return (
+            f"{type(bias).__name__} is no function of the distance alone, so that what the first convolution makes of it"
+            " is no table over distances but as large as all scores"
+        )
+    return None
+
+
+def attend_fused(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
+    q_pos_T: Int[Array, "T"],
+    k_pos_S: Int[Array, "S"],
+    *,
+    bias: Any = None,
+    processor: Any = None,
+    causal: bool = True,
+    window: int | None = None,
+    apart: int = 1,
+    platform: str,
+    interpret: Any = False,
+) -> Float[Array, "B T H K"]:
+    """`attention.attend`, by a kernel.
+
+    Args:
+        q_BTHK: see `attend`.
+        k_BSGK: see `attend`.
+        v_BSGK: see `attend`.
+        q_pos_T: positions of the queries, each `apart` after the one before it.
+        k_pos_S: positions of the keys, each one after the one before it. Where positions turn out to be others, which
+            is known when the program runs, all values are NaN.
+        bias: see `attend`; a function of the distance.
+        processor: see `attend`; a `Dape`.
+        causal: see `attend`; True.
+        window: see `attend`.
+        apart: columns from one row to the next.
+        platform: whose kernel.
+        interpret: run it in Pallas' interpreter, slowly, on whatever device: True, or how in detail.
+
+    Raises:
+        NotImplementedError: there is no kernel for this; the reason stands in it.
+    """
+    num_heads, head_dim = q_BTHK.shape[2:]
+    reason = why_not_fused(bias, processor, num_heads=num_heads, head_dim=head_dim, causal=causal, platform=platform)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    first = (q_pos_T[0] - k_pos_S[0]).astype(jnp.int32)  # the column at which the first row stands
+    operator = make_operator(
+        bias,
+        processor,
+        num_heads=num_heads,
+        num_rows=q_BTHK.shape[1],
+        num_keys=k_BSGK.shape[1],
+        first=first,
+        apart=apart,
+        window=window,
+        valid=jnp.all(jnp.diff(q_pos_T) == apart) & jnp.all(jnp.diff(k_pos_S) == 1),
+    )
+    return KERNELS[platform](q_BTHK, k_BSGK, v_BSGK, first, operator, apart=apart, window=window, interpret=interpret)
