@@ -114,4 +114,14 @@ def attend_fused(
         window=window,
         valid=jnp.all(jnp.diff(q_pos_T) == apart) & jnp.all(jnp.diff(k_pos_S) == 1),
     )
-    return KERNELS[platform](q_BTHK, k_BSGK, v_BSGK, first, operator, apart=apart, window=window, interpret=interpret)
+    return KERNELS[platform](
+        q_BTHK,
+        k_BSGK,
+        v_BSGK,
+        first,
+        operator,
+        dtype=processor.dtype or jnp.dtype(jnp.float32),
+        apart=apart,
+        window=window,
+        interpret=interpret,
+    )
