@@ -783,12 +783,14 @@ def _call(
     every = frozenset().union(*varies)
     arrays = [jax.lax.pcast(x, tuple(every - own), to="varying") for x, own in zip(arrays, varies, strict=True)]
     axes = jax.typeof(arrays[0]).manual_axis_type
+    # Pallas' usual interpreter is quick, but not made for the inside of a `shard_map`.
+    interpret = pltpu.InterpretParams() if t.interpret is True and every else t.interpret
     in_specs, out_specs = [spec for _, spec in inputs], [spec for *_, spec in outputs]
     return pl.pallas_call(
         functools.partial(kernel, t=t),
         grid_spec=pltpu.PrefetchScalarGridSpec(1, grid, in_specs, out_specs, scratch),
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype, _ in outputs],
-        interpret=t.interpret,
+        interpret=interpret,
         **options,
     )(*arrays)
 
