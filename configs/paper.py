@@ -9,7 +9,7 @@ Argument: 125m|350m|2.7b|6.7b first, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
-    train_length=T  batch=B  accumulation=A  num_steps=N  vocab=V  seed=S
+    train_length=T  batch=B  accumulation=A  num_steps=N  vocab=V  seed=S  attention=auto|dense|blockwise|fused
 
 All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
 
@@ -51,6 +51,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         accumulation=1,
         num_steps=50_000,
         vocab=50_304,
+        attention="auto",
         seed=0,
     )
     config = ConfigDict()
@@ -62,7 +63,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         **GPT_NEOX,
         **choose_method(choice, choice["train_length"]),
         window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
-        attention=choose("attention", "blockwise", block_size=128, num_buckets=4),
+        attention=choose("attention", choice["attention"]),
         remat="full",
         dtype="auto",
     )

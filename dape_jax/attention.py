@@ -32,7 +32,6 @@ from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
 from dape_jax.processors import Plain, Processor
 from dape_jax.sharding import AXES, activation_spec, axis_sizes, collect_rows, device_platform
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -444,30 +443,31 @@ class Auto:
 
     def blockwise(self, platform: str) -> Blockwise:
         """`Blockwise` as it suits a platform, where this does not say otherwise."""
-        given, best = Blocks(self.block_size, self.num_buckets), BLOCKS.get(platform, BLOCKS["gpu"])
-        return Blockwise(*(of_platform if own is None else own for own, of_platform in zip(given, best, strict=True)))
+        best = BLOCKS.get(platform, BLOCKS["gpu"])
+        block_size = best.block_size if self.block_size is None else self.block_size
+        return Blockwise(block_size, best.num_buckets if self.num_buckets is None else self.num_buckets)
 
     def choose(
         self,
+        q_BTHK: jax.ShapeDtypeStruct | Array,
+        k_BSGK: jax.ShapeDtypeStruct | Array,
         *,
-        num_rows: int,
-        num_heads: int,
-        head_dim: int,
-        bias: Bias | ContextualBias | None,
-        processor: Processor | None,
-        causal: bool,
+        bias: Bias | ContextualBias | None = None,
+        processor: Processor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        apart: int = 1,
         platform: str,
     ) -> Dense | Blockwise | Fused:
-        """The driver for a call; arguments as those of `kernels.why_not_fused`."""
+        """The driver for a call, of which shapes and dtypes are enough; see `kernels.why_not_fused`."""
         blockwise = self.blockwise(platform)
-        if num_rows <= blockwise.block_size:
+        if q_BTHK.shape[1] <= blockwise.block_size:
             driver, why = Dense(), "all rows are one block"
         else:
-            why = why_not_fused(
-                bias, processor, num_heads=num_heads, head_dim=head_dim, causal=causal, platform=platform
-            )
+            options = {"causal": causal, "window": window, "apart": apart, "platform": platform}
+            why = why_not_fused(q_BTHK, k_BSGK, bias=bias, processor=processor, **options)
             if why is None and platform not in FUSED_ON:
-                why = f"the kernel for the platform {platform!r} is used where it is asked for by name"
+                why = f"the kernel for the platform {platform!r} has to be asked for by name"
             driver = Fused() if why is None else blockwise
         _log_choice(f"{driver}" + (f": {why}" if why else ""))
         return driver
@@ -512,19 +512,9 @@ class Auto:
         window: int | None = None,
         apart: int = 1,
     ) -> Float[Array, "B T H K"]:
-        num_rows, num_heads, head_dim = q_BTHK.shape[1:]
-        driver = self.choose(
-            num_rows=num_rows,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            bias=bias,
-            processor=processor,
-            causal=causal,
-            platform=device_platform(),
-        )
-        return driver.for_every_nth_row(apart)(
-            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
-        )
+        options = {"bias": bias, "processor": processor, "causal": causal, "window": window}
+        driver = self.choose(q_BTHK, k_BSGK, **options, apart=apart, platform=device_platform())
+        return driver.for_every_nth_row(apart)(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, **options)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from ml_collections import config_dict
 
 from dape_jax.attention import IMPLEMENTATIONS
 from dape_jax.biases import BIASES
@@ -278,7 +279,14 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
     Raises:
         InputError: an unknown name or option.
     """
-    return {"name": name} | dataclasses.asdict(read_choice(f"model.{field}", CHOICES[field], {"name": name} | options))
+    choice = read_choice(f"model.{field}", CHOICES[field], {"name": name} | options)
+    # What is None by default gets its type, so that a flag can set it.
+    open_fields = {
+        option.name: config_dict.placeholder(typing.get_args(option.type)[0])
+        for option in dataclasses.fields(choice)
+        if getattr(choice, option.name) is None
+    }
+    return {"name": name} | dataclasses.asdict(choice) | open_fields
 
 
 def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ Not counted: embedding lookups, norms, softmax, activations, the optimizer, and 
 import dataclasses
 import itertools
 
-from dape_jax.attention import Attention, Blockwise
+from dape_jax.attention import Attention, Blockwise, Fused
 from dape_jax.biases import NopeConfig
 from dape_jax.contextual import CONTEXTUAL
 from dape_jax.transformer import TransformerConfig
@@ -123,11 +123,11 @@ def executed_flops(
     """FLOPs of a training step's program over all devices: with recomputation, and masked pairs that are computed too.
 
     Recomputed in the backward pass are: a layer's forward pass but for its last matmul (remat "full"), or what of it is
-    no matmul with a weight (remat "dots"); the scores of a block (`Blockwise`, besides); the logits, where they are
-    computed in parts.
+    no matmul with a weight (remat "dots"); the scores of a block (`Blockwise` and `Fused`, besides); the logits, where
+    they are computed in parts.
 
     Args:
-        config: the model.
+        config: the model; its `attention` one that does not choose: see `transformer.attention_of`.
         length: T, in tokens.
         batch_size: sequences.
         row_parts: devices that a text's query rows are split over: mesh.context x mesh.tensor.
@@ -137,7 +137,7 @@ def executed_flops(
         chunked_unembedding: whether the logits are computed in parts.
     """
     full, again = config.remat == "full", config.remat != "none"
-    in_block = isinstance(config.attention, Blockwise)
+    in_block = isinstance(config.attention, Blockwise | Fused)
     passes = Passes(
         projections=3 + full,
         up=3 + full,
@@ -154,9 +154,14 @@ def executed_flops(
 def pairs_computed(attention: Attention, length: int, window: int | None, apart: int = 1) -> int:
     """Pairs of a query and a key that a driver computes on a device that has every `apart`-th row of a text.
 
-    `Dense` computes all; `Blockwise` in each of its runs of blocks those up to the run's last row, or up to the window.
+    `Dense` computes all; `Blockwise` in each of its runs of blocks those up to the run's last row, or up to the window;
+    `Fused` in each of its blocks those up to the block's last row, or up to the window, and not counted here, those that
+    neighbouring windows share.
     """
     num_rows = length // apart
+    if isinstance(attention, Fused):
+        block = min(FUSED_BLOCK, num_rows)
+        attention = Blockwise(block, num_buckets=max(2, -(-num_rows // block)))
     if not isinstance(attention, Blockwise):
         return num_rows * length
     block = min(attention.block_size, num_rows)
@@ -192,6 +197,7 @@ class Chip:
     source: str
 
 
+FUSED_BLOCK = 128  # rows in a block of the kernel for TPUs, where its memory allows
 GIB = 2**30
 TPU_PAGES = "Google Cloud documentation, system architecture of TPU"
 GPU_SHEET = "NVIDIA data sheet,"

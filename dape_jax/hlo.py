@@ -1,6 +1,10 @@
 """What a compiled program does in one run, read from its text: collectives, matmul FLOPs, memory traffic, buffers.
 
-In: the text of a compiled and scheduled TPU program (`jax.stages.Compiled.as_text`). Out: `Work`. Next: `planning.py`.
+In: the text of a compiled and scheduled program (`jax.stages.Compiled.as_text`). Out: `Work`. Next: `planning.py`.
+
+It is made for TPUs, where the compiler makes a convolution of every matmul. On CPU and GPU matmuls may be dots, and on
+GPU calls of libraries too. What a kernel of our own does inside is not in the text: of it, operands and results count
+as traffic, and nothing as FLOPs.
 
 The compiler's own `cost_analysis` counts the body of a loop once, and the layers are a loop. Here every body counts as
 often as it runs: the number is the constant that the loop's condition compares its counter with. Loops in this project
@@ -17,7 +21,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -162,11 +166,16 @@ def read_work(text: str, num_largest: int = 8) -> Work:
                 written = sum(buffer.num_bytes for buffer in instruction.results if buffer.in_hbm)
                 found[key] = (place.times, *_received(instruction, kind, place.computation), written)
             continue
-        if instruction.opcode == "convolution":
+        if instruction.opcode in ("convolution", "dot") or _is_library_matmul(instruction):
             flops += place.times * matmul_flops(instruction, program[place.computation])
         if place.is_fused or instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             continue
-        hbm_bytes += place.times * _traffic(instruction, program, program[place.computation])
+        kernel = _of_kernel(instruction)
+        if kernel is None:
+            hbm_bytes += place.times * _traffic(instruction, program, program[place.computation])
+        else:
+            flops += place.times * kernel.flops
+            hbm_bytes += place.times * kernel.hbm_bytes
         for buffer in instruction.results:
             if buffer.in_hbm:
                 made.setdefault(str(buffer), (buffer.num_bytes, instruction.source))
@@ -266,8 +275,29 @@ def _group_size(text: str) -> int:
     return len(groups[1].split(",")) if groups else 1
 
 
+class OfKernel(NamedTuple):
+    """What a kernel of ours says of itself (`pl.CostEstimate`)."""
+
+    flops: int
+    hbm_bytes: int
+
+
+def _of_kernel(instruction: Instruction) -> OfKernel | None:
+    """What a call of a kernel does inside; None for anything else."""
+    if instruction.opcode != "custom-call" or "tpu_custom_call" not in instruction.text:
+        return None
+    said = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', instruction.text))
+    return OfKernel(int(said["flops"]), int(said["bytes_accessed"])) if len(said) == 2 else None
+
+
+def _is_library_matmul(instruction: Instruction) -> bool:
+    """Whether it calls a library of GPUs for a matmul, or for a convolution whose result is the larger side."""
+    called = re.search(r'custom_call_target="(__cublas\$|__cudnn\$conv\w*Forward)', instruction.text)
+    return instruction.opcode == "custom-call" and called is not None
+
+
 def matmul_flops(instruction: Instruction, computation: dict[str, Instruction]) -> int:
-    """FLOPs of a convolution, which is what the compiler makes of every matmul, 2 for a multiply-add.
+    """FLOPs of a matmul or a convolution, which is what a TPU's compiler makes of every matmul, 2 for a multiply-add.
 
     Where its window stands on padding, or between the elements of a spread-out operand, nothing is multiplied: this is
     how a batch dim of a matmul looks.
@@ -275,7 +305,10 @@ def matmul_flops(instruction: Instruction, computation: dict[str, Instruction]) 
     left, right = (computation[name].results[0].dims for name in instruction.operands[:2])
     out = instruction.results[0].dims
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
-    assert labels is not None
+    if labels is None:
+        summed = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([0-9,"]*)', instruction.text)
+        assert summed is not None
+        return 2 * math.prod(out) * math.prod(left[int(dim)] for dim in re.findall(r"\d+", summed[1]))
     of_left, of_right, of_out = labels.groups()
     window = re.search(r"window=\{([^}]*)\}", instruction.text)
     options = dict(item.split("=") for item in window[1].split()) if window else {}

@@ -46,7 +46,7 @@ from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import TrainState, abstract_state, make_nll_step, make_train_step, shardings_of
-from dape_jax.transformer import model_structure
+from dape_jax.transformer import attention_of, model_structure
 
 # Slices that can be had; tests ask libtpu for each. (It compiles for others too, as 32x16, which no pod has.)
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -201,12 +201,13 @@ def compile_program(request: Request) -> dict[str, Any]:
     held = {"arguments": stats.argument_size_in_bytes, "temporary": stats.temp_size_in_bytes}
     held |= {"results beside them": stats.output_size_in_bytes - stats.alias_size_in_bytes}
     held |= {"program": stats.generated_code_size_in_bytes}
+    text = compiled.as_text() or ""
     return {
         "fits": True,
         "compile_seconds": time.monotonic() - started,
         "peak_bytes": stats.peak_memory_in_bytes,
         "held_bytes": held,
-        "work": dataclasses.asdict(read_work(compiled.as_text() or "")),
+        "work": dataclasses.asdict(read_work(text)),
     }
 
 
@@ -395,7 +396,7 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
             sum(collective["num_bytes"] for collective in work["collectives"]),
         )
     if request.eval_length is None:
-        outcome["executed_flops"] = executed_of(run, mesh) // hardware.num_chips
+        outcome["executed_flops"] = executed_of(run, mesh, "tpu" if hardware.is_tpu else "gpu") // hardware.num_chips
     times = outcome["roofline_seconds"]
     binds = max(times, key=lambda name: times[name])
     peak = needed.total / (hardware.num_chips * hardware.chip.peak_flops)
@@ -414,16 +415,18 @@ def roofline(chip: Chip, flops: int, hbm_bytes: int, link_bytes: int) -> dict[st
     }
 
 
-def executed_of(run: RunConfig, mesh: Mesh) -> int:
-    """`executed_flops` of a run's train step, over all chips."""
+def executed_of(run: RunConfig, mesh: Mesh, platform: str) -> int:
+    """`executed_flops` of a run's train step, over all chips, of the platform "tpu" or "gpu"."""
     sizes, train = dict(mesh.shape), run.train
     batch_parts, tokens = math.prod(sizes[axis] for axis in BATCH_AXES), train.batch_size * train.train_length
     tokens_at_once = tokens // (batch_parts * sizes["context"] * train.accumulation_steps)
+    row_parts = sizes["context"] * sizes["tensor"]
+    attention = attention_of(run.model, train.train_length, platform, row_parts)
     return executed_flops(
-        run.model,
+        dataclasses.replace(run.model, attention=attention),
         train.train_length,
         train.batch_size,
-        row_parts=sizes["context"] * sizes["tensor"],
+        row_parts=row_parts,
         batch_parts=batch_parts,
         accumulation_steps=train.accumulation_steps,
         chunked_unembedding=tokens_at_once > train.unembedded_at_once,
@@ -466,7 +469,8 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
 
     channels = model.processor.channels if isinstance(model.processor, DapeConfig) else 0
     num_rows = train.train_length // (sizes["context"] * sizes["tensor"])
-    block = model.attention.block_size if isinstance(model.attention, Blockwise) else num_rows
+    attention = attention_of(model, train.train_length, "gpu", sizes["context"] * sizes["tensor"])
+    block = attention.block_size if isinstance(attention, Blockwise) else num_rows
     of_scores = rows * train.train_length * 4 * (3 * H + 2 * channels)
     kept = 0
     if model.remat != "full":
@@ -492,7 +496,7 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
         "held_bytes": held,
         "roofline_seconds": roofline(
             hardware.chip,
-            executed_of(run, mesh) // hardware.num_chips,
+            executed_of(run, mesh, "gpu") // hardware.num_chips,
             2 * (state["parameters"] + state["moments"]) + 3 * state["parameters"],
             received,
         ),

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.attention import Attention, attend_on_mesh
+from dape_jax.attention import Attention, Auto, attend_on_mesh
 from dape_jax.biases import Bias, BiasConfig
 from dape_jax.contextual import ContextualBias
 from dape_jax.errors import InputError, require
 from dape_jax.positions import NoRotary, Rope
-from dape_jax.processors import ProcessorConfig
+from dape_jax.processors import Processor, ProcessorConfig
 from dape_jax.sharding import collect_rows, deal_rows, look_up, matmul, place
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
@@ -103,7 +103,7 @@ class TransformerConfig:
         output_bias: whether the logits have a bias.
         initializer: "gpt_neox", normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for what ends a branch; or
             "fan_in", 1 / sqrt(fan in) cut off at two of them, and 0.02 for the embedding.
-        attention: `Dense` or `Blockwise`; how it is computed, not what.
+        attention: one of `IMPLEMENTATIONS`; how it is computed, not what.
         remat: what the backward pass keeps of a block, a key of `REMAT`.
         dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
     """
@@ -439,6 +439,32 @@ class Transformer(nnx.Module):
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
         """Logits at every position: of the next token, in a language model."""
         return self.logits(self.features(tokens_BT, pos_T))
+
+
+def attention_of(config: TransformerConfig, length: int, platform: str, apart: int = 1) -> Attention:
+    """The driver of a model's self-attention in a text of so many tokens: what `Auto` chooses, or the one it has.
+
+    Args:
+        config: the model.
+        length: T, in tokens.
+        platform: of the devices.
+        apart: devices that rows are split over: mesh.context x mesh.tensor.
+    """
+    if not isinstance(config.attention, Auto):
+        return config.attention
+    H, K = config.num_heads, config.head_dim
+
+    def make() -> tuple[Bias | ContextualBias | None, Processor]:
+        bias = config.bias.build(H, K, nnx.Rngs(0))
+        return bias, config.processor.build(H, has_bias=bias is not None, dtype=config.compute_dtype, rngs=nnx.Rngs(0))
+
+    bias, processor = nnx.eval_shape(make)
+    q_BTHK, k_BSGK = (
+        jax.ShapeDtypeStruct((1, rows, heads, K), config.compute_dtype)
+        for rows, heads in ((length // apart, H), (length, config.num_kv_heads))
+    )
+    options = {"causal": config.causal, "window": config.window, "apart": apart, "platform": platform}
+    return config.attention.choose(q_BTHK, k_BSGK, bias=bias, processor=processor, **options)
 
 
 def parameter_counts(params: Params) -> dict[str, int]:

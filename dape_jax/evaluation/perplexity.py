@@ -25,7 +25,7 @@ from jax.stages import Wrapped
 from jaxtyping import Float64
 from tqdm import tqdm
 
-from dape_jax.attention import Blockwise, Dense
+from dape_jax.attention import Auto, Dense
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation.memory import Program, compile_programs
@@ -45,8 +45,8 @@ class EvaluationConfig:
         last_tokens: scored tokens at the end of a sequence; at N below it, all N, and so fewer than elsewhere.
         max_windows: windows that are scored at most; see `choose_windows`.
         batch_tokens: tokens processed at once; a batch holds as many sequences as fit, and one at least.
-        blockwise_from: from this length on attention is blockwise, so that memory is linear in length.
-        block_size: rows of a block then.
+        blockwise_from: from this length on attention is fused or blockwise, so that memory is linear in length.
+        block_size: rows of a block where it is blockwise.
     """
 
     lengths: tuple[int, ...]
@@ -260,8 +260,8 @@ def model_at(
     config: TransformerConfig, length: int, evaluation: EvaluationConfig, rotary: str, train_length: int
 ) -> TransformerConfig:
     """The same model with the attention that suits the length, and its rotary embedding stretched if asked for."""
-    blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
-    config = dataclasses.replace(config, attention=blockwise if length >= evaluation.blockwise_from else Dense())
+    linear = Auto(block_size=evaluation.block_size, num_buckets=4)
+    config = dataclasses.replace(config, attention=linear if length >= evaluation.blockwise_from else Dense())
     if isinstance(config.rotary, Rope):
         config = dataclasses.replace(config, rotary=stretched(config.rotary, rotary, length, train_length))
     return config

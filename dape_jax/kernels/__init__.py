@@ -9,57 +9,73 @@ gives as functions of the distance. `tpu.py` and `gpu.py` are a kernel each. `do
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels import gpu, tpu
-from dape_jax.kernels.tables import make_operator
+from dape_jax.kernels.tables import left_pad, make_operator
 from dape_jax.processors import Dape
 
 KERNELS = {"tpu": tpu.attend, "gpu": gpu.attend}
+DTYPES = (jnp.float32, jnp.bfloat16)
 MAX_HEADS = MAX_CHANNELS = 64
 MAX_HEAD_DIM = 128
 MAX_WIDTH = 7
 
 
 def why_not_fused(
-    bias: Any, processor: Any, *, num_heads: int, head_dim: int, causal: bool = True, platform: str
+    q_BTHK: jax.ShapeDtypeStruct | Array,
+    k_BSGK: jax.ShapeDtypeStruct | Array,
+    *,
+    bias: Any = None,
+    processor: Any = None,
+    causal: bool = True,
+    window: int | None = None,
+    apart: int = 1,
+    platform: str,
 ) -> str | None:
     """Why there is no kernel for this attention; None if there is one.
 
     Args:
+        q_BTHK: queries, or their shape and dtype.
+        k_BSGK: keys, or their shape and dtype.
         bias: position bias or contextual encoding; None for none.
         processor: what is done to the scores; None for nothing.
-        num_heads: H.
-        head_dim: K.
         causal: whether a query sees no key after it.
+        window: columns that a query sees; None for all.
+        apart: columns from one row to the next.
         platform: of the devices: "tpu", "gpu" or "cpu".
     """
     if platform not in KERNELS:
         return f"the devices are of the platform {platform!r}, and the kernels for {' and '.join(KERNELS)}"
     if not isinstance(processor, Dape):
-        return "the kernels are those of DAPE; other attention has its own (jax.nn.dot_product_attention)"
+        return "the kernels are those of DAPE"
     config = processor.config
     limits = {
-        "H": (num_heads, MAX_HEADS),
-        "K": (head_dim, MAX_HEAD_DIM),
+        "H": (q_BTHK.shape[2], MAX_HEADS),
+        "K": (q_BTHK.shape[3], MAX_HEAD_DIM),
         "C": (config.channels, MAX_CHANNELS),
         "W": (config.kernel_width, MAX_WIDTH),
     }
     for name, (value, limit) in limits.items():
         if value > limit:
             return f"{name} = {value}; the kernels take up to {limit}"
+    if q_BTHK.dtype not in DTYPES:
+        return f"{q_BTHK.dtype}; the kernels take {' and '.join(jnp.dtype(dtype).name for dtype in DTYPES)}"
     if not causal:
         return "causal = False; the kernels skip what lies after a query"
     if config.leak:
         return "leak = True; the kernels mask before they convolve"
-    if config.edge != "prefix" and config.kernel_width > 1 and config.alignment == "centered":
+    if config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
         return f"edge = {config.edge!r}; the kernels have the edge 'prefix', where rows do not depend on their number"
     if bias is not None and not getattr(bias, "of_distance", False):
         return (
-            f"{type(bias).__name__} is no function of the distance alone, so that what the first convolution makes of it"
-            " is no table over distances but as large as all scores"
+            f"{type(bias).__name__} is no function of the distance alone: what the first convolution makes of it is as "
+            "large as the scores, and no table"
         )
+    if platform == "tpu":
+        return tpu.why_not(q_BTHK, k_BSGK, config, apart=apart, window=window)
     return None
 
 
@@ -98,15 +114,23 @@ def attend_fused(
     Raises:
         NotImplementedError: there is no kernel for this; the reason stands in it.
     """
-    num_heads, head_dim = q_BTHK.shape[2:]
-    reason = why_not_fused(bias, processor, num_heads=num_heads, head_dim=head_dim, causal=causal, platform=platform)
+    reason = why_not_fused(
+        q_BTHK,
+        k_BSGK,
+        bias=bias,
+        processor=processor,
+        causal=causal,
+        window=window,
+        apart=apart,
+        platform=platform,
+    )
     if reason is not None:
-        raise NotImplementedError(reason)
+        raise NotImplementedError(f"no fused attention for this: {reason}")
     first = (q_pos_T[0] - k_pos_S[0]).astype(jnp.int32)  # the column at which the first row stands
     operator = make_operator(
         bias,
         processor,
-        num_heads=num_heads,
+        num_heads=q_BTHK.shape[2],
         num_rows=q_BTHK.shape[1],
         num_keys=k_BSGK.shape[1],
         first=first,

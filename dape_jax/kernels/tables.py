@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.biases import Bias
-from dape_jax.processors import Dape
+from dape_jax.processors import Dape, DapeConfig
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -52,13 +52,18 @@ class Operator(NamedTuple):
 
     @property
     def pad(self) -> int:
-        """P, columns of zeros to the left of either convolution: W // 2, or W - 1 if it is causal."""
+        """P; see `left_pad`."""
         return self.left_PCT.shape[0]
 
     @property
     def ahead(self) -> int:
         """W - 1 - P: how far to its right a column reads, and the distance of column 0 of a table, but for the sign."""
         return self.width - 1 - self.pad
+
+
+def left_pad(config: DapeConfig) -> int:
+    """Columns of zeros to the left of either convolution: as many as a column reads to its left."""
+    return config.kernel_width - 1 if config.alignment == "causal" else config.kernel_width // 2
 
 
 def make_operator(
@@ -88,7 +93,7 @@ def make_operator(
     """
     config = processor.config
     width, channels = config.kernel_width, config.channels
-    pad = width - 1 if config.alignment == "causal" else width // 2
+    pad = left_pad(config)
     ahead = width - 1 - pad
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
     output_bias_H = jnp.where(valid, processor.output_bias_H[...].astype(jnp.float32), jnp.nan)

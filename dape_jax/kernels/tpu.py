@@ -1,7 +1,7 @@
 """The operator on TPUs (Pallas, Mosaic): a tile of rows with all heads, streaming the keys.
 
-In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these; no scores. The pictures
-and the reasons stand in `docs/kernel.md`; in short:
+In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these; no scores. Pictures and
+reasons are in `docs/kernel.md`; in short:
 
 Rows come in blocks, keys in windows of 128 columns, which are the lanes of a register. A result needs scores of columns
 beside it, so neighbouring windows overlap by a halo, and each owns the columns between: nothing is carried along. A
@@ -31,7 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import Operator
+from dape_jax.kernels.tables import Operator, left_pad
+from dape_jax.processors import DapeConfig
 
 LANES = 128  # of a register: the columns of a window
 GROUP = 8  # rows that are mixed at once
@@ -39,9 +40,10 @@ SLOPE = 0.01  # of the leaky ReLU
 HIDDEN_AWAY = -1e30  # a score that gives probability 0
 MIB = 2**20
 
-# Fast memory of a core, less what the compiler needs for itself, by what JAX calls the chip.
+# Fast memory of a core that a kernel may be given, by what JAX calls the chip.
 VMEM_BYTES = {"TPU v4": 15 * MIB}
 VMEM_BYTES_OF_OTHERS = 100 * MIB  # v5e, v5p, v6e
+COMPILERS_SHARE = 0.2  # for what it keeps there itself
 BLOCKS = (128, 64, 32)  # rows in a block, the first that fits
 
 
@@ -153,12 +155,12 @@ class Tiling:
         """Columns of the tables."""
         return self.origin + pl.cdiv(self.apart * self.block, LANES) * LANES + self.slab + 2 * LANES
 
-    def windows_of(self, block: Any, first: Any) -> tuple[Any, Any]:
+    def windows_of(self, block: Any, first: Any, np: Any = jnp) -> tuple[Any, Any]:
         """First and last window with a column of its own that a row of the block makes use of."""
         row = first + self.apart * self.block * block
         last = row + self.apart * (self.block - 1) + self.ahead * self.backward
         begin = 0 if self.window is None else row - self.window + 1 - self.pad * self.backward
-        return jnp.maximum(begin, 0) // self.own, jnp.minimum(last // self.own, self.num_windows - 1)
+        return np.maximum(begin, 0) // self.own, np.minimum(last // self.own, self.num_windows - 1)
 
     def blocks_of(self, window: Any, first: Any) -> tuple[Any, Any]:
         """First and last block with a row that makes use of a column of the window's own: `windows_of` turned round."""
@@ -199,26 +201,64 @@ def attend(
     Raises:
         NotImplementedError: the chip's fast memory does not hold a block of rows with its tables.
     """
-    num_rows, num_heads, head_dim = q_BTHK.shape[1:]
-    options = {
-        "num_rows": num_rows,
-        "num_keys": k_BSGK.shape[1],
-        "num_heads": num_heads,
-        "num_groups": k_BSGK.shape[2],
-        "head_dim": head_dim,
-        "width": operator.width,
-        "pad": operator.pad,
-        "num_channels": operator.hidden_CN.shape[0],
-        "apart": apart,
-        "window": window,
-        "dtype": jnp.dtype(dtype),
-        "interpret": interpret,
-    }
-    forward, backward = (
-        _tiling(functools.partial(Tiling, backward=backward, **options), q_BTHK.dtype.itemsize)
-        for backward in (False, True)
+    tilings = _tilings(
+        q_BTHK,
+        k_BSGK,
+        width=operator.width,
+        pad=operator.pad,
+        num_channels=operator.hidden_CN.shape[0],
+        dtype=jnp.dtype(dtype),
+        apart=apart,
+        window=window,
+        interpret=interpret,
     )
-    return _attend(forward, backward, q_BTHK, k_BSGK, v_BSGK, first, operator)
+    return _attend(*tilings, q_BTHK, k_BSGK, v_BSGK, first, operator)
+
+
+def why_not(q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, apart: int, window: int | None) -> str | None:
+    """Why the chip cannot run the kernel; None if it can. Arguments as `kernels.why_not_fused` has them."""
+    sizes = {"width": config.kernel_width, "pad": left_pad(config), "num_channels": config.channels}
+    options = {"dtype": q_BTHK.dtype, "apart": apart, "window": window, "interpret": False}
+    try:
+        _tilings(q_BTHK, k_BSGK, **sizes, **options)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _tilings(q_BTHK: Any, k_BSGK: Any, **options: Any) -> tuple[Tiling, Tiling]:
+    """Of the forward and of the backward pass."""
+    num_rows, num_heads, head_dim = q_BTHK.shape[1:]
+    num_keys, num_groups = k_BSGK.shape[1:3]
+    shapes = {"num_rows": num_rows, "num_keys": num_keys, "num_heads": num_heads, "num_groups": num_groups}
+    make = functools.partial(Tiling, head_dim=head_dim, **shapes, **options)
+    forward, backward = (
+        _tiling(functools.partial(make, backward=backward), q_BTHK.dtype.itemsize) for backward in (False, True)
+    )
+    return forward, backward
+
+
+def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
+    """What a call computes and moves: planning reads it out of the compiled program, which does not show it otherwise.
+
+    FLOPs are those of all tiles that are computed, the columns that windows share and those after a row among them, but
+    not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and back, in
+    lines of 128 lanes.
+    """
+    begin, end = t.windows_of(np.arange(t.num_blocks), 0, np)
+    steps = batch * int((end - begin + 1).sum())
+    pairs = steps * t.block * LANES
+    products, convolutions = (5, 6) if t.backward else (2, 2)
+    flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
+    line = pl.cdiv(t.head_dim, LANES) * LANES
+    block, window = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
+    tables = batch * (t.channels + t.heads) * t.table_columns * 4
+    if t.backward:
+        of_step = 3 * block + 2 * t.num_heads * t.block * line * 4  # q, out and its gradient; dq, read and written
+        num_bytes = steps * of_step + batch * t.num_windows * 4 * window + 2 * tables
+    else:
+        num_bytes = batch * t.num_blocks * 2 * block + steps * 2 * window + tables
+    return pl.CostEstimate(flops=flops, transcendentals=pairs * t.num_heads, bytes_accessed=num_bytes)
 
 
 def vmem_bytes(t: Tiling, itemsize: int) -> int:
@@ -235,7 +275,9 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     tables = (t.channels + t.heads) * 4
     sheared = GROUP * tables * t.slab
     if not t.backward:
-        return 5 * of_rows + of_heads * (4 + 4 * itemsize) + of_windows * 4 * itemsize + tables * t.table_columns + sheared
+        return (
+            5 * of_rows + of_heads * (4 + 4 * itemsize) + of_windows * 4 * itemsize + tables * t.table_columns + sheared
+        )
     held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_windows * (8 + 8 * itemsize)
     return held + 2 * tables * t.table_columns + 2 * sheared
 
@@ -245,16 +287,16 @@ def _tiling(make: Callable[..., Tiling], itemsize: int) -> Tiling:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     limit = VMEM_BYTES.get(kind, VMEM_BYTES_OF_OTHERS)
-    for block in BLOCKS:
-        t = make(block=block, vmem_bytes=limit)
-        needed = vmem_bytes(t, itemsize)
-        enough = block == BLOCKS[-1] or t.num_rows > block // 2
-        if needed <= 0.8 * limit and enough:
-            return t
-    raise NotImplementedError(
-        f"a block of {BLOCKS[-1]} rows takes {needed / MIB:.0f} MiB of fast memory beside the tables of {t.num_keys} keys, "
-        f"and of the {limit / MIB:.0f} MiB of {kind} the compiler needs a fifth"
-    )
+    tilings = [make(block=block, vmem_bytes=limit) for block in BLOCKS]
+    needed = [vmem_bytes(t, itemsize) for t in tilings]
+    fitting = [t for t, held in zip(tilings, needed, strict=True) if held <= (1 - COMPILERS_SHARE) * limit]
+    if not fitting:
+        raise NotImplementedError(
+            f"{BLOCKS[-1]} rows and tables for {tilings[-1].num_keys} keys take {needed[-1] / MIB:.0f} MiB of fast memory; "
+            f"{kind} has {limit / MIB:.0f} MiB, and the compiler needs {COMPILERS_SHARE:.0%} of it"
+        )
+    # No more rows than there are, up to a block of the next smaller size.
+    return next((t for t in reversed(fitting) if t.block >= t.num_rows), fitting[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -569,7 +611,9 @@ def _forward_kernel(
         total = jnp.broadcast_to(jnp.sum(sum_ref[...], 1, keepdims=True), sum_ref.shape)
         lse = (max_ref[...] + jnp.log(total)).reshape(-1, LANES, LANES)
         # Every lane of a line has the same number: 128 lines become one, each giving one lane.
-        diagonal = jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) == jax.lax.broadcasted_iota(jnp.int32, lse.shape, 2)
+        diagonal = jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) == jax.lax.broadcasted_iota(
+            jnp.int32, lse.shape, 2
+        )
         lse_ref[0, 0] = jnp.sum(jnp.where(diagonal, lse, 0.0), 1)
         sum_ref[...] = 1.0 / total
         for head, lines in enumerate(of_head):
@@ -807,7 +851,6 @@ def _call_forward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator) 
 
     of_block = pl.BlockSpec((1, t.num_heads, t.block, t.head_dim), lambda b, i, j, _: (b, 0, i, 0))
     of_window = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), window_of)
-    pairs = batch * t.num_rows * t.num_keys // 2
     out, lse = _call(
         t,
         _forward_kernel,
@@ -837,20 +880,16 @@ def _call_forward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator) 
         ],
         first,
         name="dape_forward",
-        compiler_params=_compiler_params(t, "parallel"),
-        cost_estimate=pl.CostEstimate(
-            flops=pairs * 4 * t.num_heads * (t.head_dim + t.width * t.num_channels),
-            transcendentals=pairs * t.num_heads,
-            bytes_accessed=4 * batch * rows * t.num_heads * t.head_dim * dtype.itemsize,
-        ),
+        compiler_params=_compiler_params(t),
+        cost_estimate=cost(t, batch, dtype.itemsize),
     )
     return out[:, :, : t.num_rows], lse
 
 
-def _compiler_params(t: Tiling, of_blocks: str) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", of_blocks, "arbitrary"), vmem_limit_bytes=t.vmem_bytes
-    )
+def _compiler_params(t: Tiling) -> pltpu.CompilerParams:
+    # Sequences are independent of each other, and so are blocks of rows while nothing is gathered over them.
+    order = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
+    return pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=t.vmem_bytes)
 
 
 def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator, out_BHTK, lse, dout_BTHK):
@@ -875,6 +914,7 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
     of_lse = pl.BlockSpec(
         (1, 1, lines // LANES, LANES), lambda b, j, i, first_ref: (b, block_of(j, i, first_ref), 0, 0)
     )
+
     def left_block(j, i):
         # In later windows the last block stays where it is, so that nothing is read or written again.
         return jnp.where(j == 0, i, t.num_blocks - 1)
@@ -885,7 +925,6 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
         return (batch, *shape), jnp.float32, pl.BlockSpec((1, *shape), lambda b, *_: (b, *(0,) * len(shape)))
 
     windows = (batch, t.num_windows, t.num_groups, LANES, t.head_dim)
-    pairs = batch * t.num_rows * t.num_keys // 2
     dq, dk, dv, dweight_1, dweight_2, dtable, dleft = _call(
         t,
         _backward_kernel,
@@ -926,12 +965,8 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
         first,
         name="dape_backward",
         input_output_aliases={13: 0},
-        compiler_params=_compiler_params(t, "arbitrary"),
-        cost_estimate=pl.CostEstimate(
-            flops=pairs * t.num_heads * (10 * t.head_dim + 12 * t.width * t.num_channels),
-            transcendentals=pairs * t.num_heads,
-            bytes_accessed=batch * rows * t.num_heads * t.head_dim * (4 * t.num_windows + 8 * dtype.itemsize),
-        ),
+        compiler_params=_compiler_params(t),
+        cost_estimate=cost(t, batch, dtype.itemsize),
     )
     dq_BTHK = jnp.moveaxis(dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(dtype)
     dk_BSGK, dv_BSGK = (_from_windows(t, x).astype(k_BSGK.dtype) for x in (dk, dv))
