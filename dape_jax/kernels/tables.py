@@ -96,7 +96,9 @@ def make_operator(
     pad = left_pad(config)
     ahead = width - 1 - pad
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
-    output_bias_H = jnp.where(valid, processor.output_bias_H[...].astype(jnp.float32), jnp.nan)
+    # It moves a whole row and cancels in the softmax: its gradient is 0, here exactly.
+    output_bias_H = jax.lax.stop_gradient(processor.output_bias_H[...]).astype(jnp.float32)
+    output_bias_H = jnp.where(valid, output_bias_H, jnp.nan)
     hidden_CN = jnp.broadcast_to(hidden_C[:, None], (channels, ahead + num_keys))
     added_HN = jnp.broadcast_to(output_bias_H[:, None], (num_heads, ahead + num_keys))
     left_PCT = jnp.zeros((pad, channels, num_rows), jnp.float32)

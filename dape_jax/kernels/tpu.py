@@ -11,17 +11,17 @@ In fast memory the scores stand with lines (row, head) and lanes (column). 8 row
 convolution is a matmul: its taps are copies of the group, rolled along the lanes and stacked as the contraction.
 
 What the bias gives is a function of the distance row - column. A group's rows need the table 8 times, each shifted by a
-row: a slab of it is sheared so once for a block and window. Where a group's part of the slab begins at no multiple of
+row: a slab of it, brought for a block and window, is sheared so in fast memory. Where a group's part of the slab begins at no multiple of
 128, it is not the slab that is moved but the scores, which are rolled for their taps anyway.
 
 The backward pass computes a window's probabilities anew from the saved log-sum-exp, all blocks of rows for one window
-after the other. Gradients of keys, values, kernels and tables stay in fast memory while that lasts; those of queries are
-added up in main memory.
+after the other. Gradients of keys, values and kernels stay in fast memory while that lasts; those of queries and tables
+are added up in main memory.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -155,6 +155,16 @@ class Tiling:
         """Columns of the tables."""
         return self.origin + pl.cdiv(self.apart * self.block, LANES) * LANES + self.slab + 2 * LANES
 
+    @property
+    def slab_parts(self) -> int:
+        """Parts of 128 columns in which a slab is brought, with the room before it."""
+        return (self.room + self.slab) // LANES
+
+    def step(self, block: Any, window: Any, first: Any) -> "_Step":
+        """Where a block and a window stand."""
+        row = first + self.apart * self.block * block
+        return _Step(self, row, window * self.own - self.halo[0])
+
     def windows_of(self, block: Any, first: Any, np: Any = jnp) -> tuple[Any, Any]:
         """First and last window with a column of its own that a row of the block makes use of."""
         row = first + self.apart * self.block * block
@@ -252,6 +262,49 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
     line = pl.cdiv(t.head_dim, LANES) * LANES
     block, window = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
+    slab = (t.channels + t.heads) * (t.room + t.slab) * 4
+    if t.backward:
+        # q, out and its gradient; dq, read and written; so the slab, which is read once besides.
+        of_step = 3 * block + 2 * t.num_heads * t.block * line * 4 + 3 * slab
+        num_bytes = steps * of_step + batch * t.num_windows * 4 * window
+    else:
+        num_bytes = batch * t.num_blocks * 2 * block + steps * (2 * window + slab)
+    return pl.CostEstimate(flops=flops, transcendentals=pairs * t.num_heads, bytes_accessed=num_bytes)
+
+
+def vmem_bytes(t: Tiling, itemsize: int) -> int:
+    """Fast memory that a call takes by what it holds; the compiler adds to it.
+
+    Args:
+        t: the call.
+        itemsize: bytes of a number in q, k and v.
+    """
+    line = LANES * 4
+    of_rows = t.block * t.heads * line  # scores, for one
+    of_heads = t.num_heads * t.block * LANES
+    of_windows = t.num_groups * LANES * LANES
+    slab = (t.channels + t.heads) * (t.room + t.slab) * 4
+    sheared = GROUP * (t.channels + t.heads) * t.slab * 4
+    if not t.backward:
+        return 5 * of_rows + of_heads * (4 + 4 * itemsize) + of_windows * 4 * itemsize + 2 * slab + sheared
+    held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_windows * (8 + 8 * itemsize)
+    return held + 3 * slab + 2 * sheared
+
+
+def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
+    """What a call computes and moves: planning reads it out of the compiled program, which does not show it otherwise.
+
+    FLOPs are those of all tiles that are computed, the columns that windows share and those after a row among them, but
+    not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and back, in
+    lines of 128 lanes.
+    """
+    begin, end = t.windows_of(np.arange(t.num_blocks), 0, np)
+    steps = batch * int((end - begin + 1).sum())
+    pairs = steps * t.block * LANES
+    products, convolutions = (5, 6) if t.backward else (2, 2)
+    flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
+    line = pl.cdiv(t.head_dim, LANES) * LANES
+    block, window = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
     tables = batch * (t.channels + t.heads) * t.table_columns * 4
     if t.backward:
         of_step = 3 * block + 2 * t.num_heads * t.block * line * 4  # q, out and its gradient; dq, read and written
@@ -292,7 +345,7 @@ def _tiling(make: Callable[..., Tiling], itemsize: int) -> Tiling:
     fitting = [t for t, held in zip(tilings, needed, strict=True) if held <= (1 - COMPILERS_SHARE) * limit]
     if not fitting:
         raise NotImplementedError(
-            f"{BLOCKS[-1]} rows and tables for {tilings[-1].num_keys} keys take {needed[-1] / MIB:.0f} MiB of fast memory; "
+            f"a block of {BLOCKS[-1]} rows takes {needed[-1] / MIB:.0f} MiB of fast memory; "
             f"{kind} has {limit / MIB:.0f} MiB, and the compiler needs {COMPILERS_SHARE:.0%} of it"
         )
     # No more rows than there are, up to a block of the next smaller size.
@@ -459,19 +512,17 @@ class _Step:
         return (lane >= left) & (lane < left + self.t.own)
 
 
-def _shear(step: _Step, table_ref: Any, hidden_ref: Any, added_ref: Any) -> None:
+def _shear(t: Tiling, table_refs: Sequence[Any], hidden_ref: Any, added_ref: Any) -> None:
     """Copy the slab 8 times over, for row r of a group shifted by r rows."""
-    t = step.t
-    wide = table_ref[:, pl.ds(pl.multiple_of(step.slab - t.room, LANES), t.room + t.slab)]
+    wide = jnp.concatenate([ref[...] for ref in table_refs], 1)
     for r in range(GROUP):
         shifted = _roll(wide, t.apart * r)[:, t.room :]
         hidden_ref[r * t.channels : (r + 1) * t.channels, :] = shifted[: t.channels]
         added_ref[r * t.heads : (r + 1) * t.heads, :] = shifted[t.channels :]
 
 
-def _unshear(step: _Step, dhidden_ref: Any, dadded_ref: Any, dtable_ref: Any) -> None:
-    """Add what was gathered for the slab to the tables' gradients: `_shear` transposed."""
-    t = step.t
+def _unsheared(t: Tiling, dhidden_ref: Any, dadded_ref: Any) -> Array:
+    """What was gathered for the slab, as the gradient of its part of the tables: `_shear` transposed."""
     total: Any = 0
     for r in range(GROUP):
         of_row = jnp.concatenate(
@@ -482,8 +533,7 @@ def _unshear(step: _Step, dhidden_ref: Any, dadded_ref: Any, dtable_ref: Any) ->
         )
         wide = jnp.concatenate([of_row, jnp.zeros((of_row.shape[0], t.room), jnp.float32)], 1)
         total += _roll(wide, t.room - t.apart * r)
-    columns = pl.ds(pl.multiple_of(step.slab - t.room, LANES), t.room + t.slab)
-    dtable_ref[0, :, columns] += total
+    return total
 
 
 def _look_up(sheared_ref: Any, turn: tuple[Any, Any], lane: Array) -> Array:
@@ -525,24 +575,15 @@ def _forward_kernel(
     v_ref,
     weight_1_ref,
     weight_2_ref,
-    table_ref,
     left_ref,
-    out_ref,
-    lse_ref,
-    scores_ref,
-    probs_ref,
-    decay_ref,
-    max_ref,
-    sum_ref,
-    values_ref,
-    hidden_ref,
-    added_ref,
-    *,
+    *more_refs,
     t: Tiling,
 ):
+    table_refs, (out_ref, lse_ref, *scratch_refs) = more_refs[: t.slab_parts], more_refs[t.slab_parts :]
+    scores_ref, probs_ref, decay_ref, max_ref, sum_ref, values_ref, hidden_ref, added_ref = scratch_refs
     block, window = pl.program_id(1), pl.program_id(2)
     begin, end = t.windows_of(block, first_ref[0])
-    step = _Step(t, first_ref[0] + t.apart * t.block * block, window * t.own - t.halo[0])
+    step = t.step(block, window, first_ref[0])
     needed = (window >= begin) & (window <= end)
     lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
     of_head = [pl.ds(head, t.block, stride=t.heads) for head in range(t.num_heads)]
@@ -558,7 +599,7 @@ def _forward_kernel(
 
     @pl.when(needed)
     def _():
-        _shear(step, table_ref, hidden_ref, added_ref)
+        _shear(t, table_refs, hidden_ref, added_ref)
         visible = step.visible(t.block, 1)
         for head, lines in enumerate(of_head):
             scores = _dot(q_ref[0, head], k_ref[0, 0, head // share], (1, 1)) * t.head_dim**-0.5
@@ -641,47 +682,44 @@ def _backward_kernel(
     weight_2_ref,
     transposed_1_ref,
     transposed_2_ref,
-    table_ref,
     left_ref,
-    zeros_ref,
-    dq_ref,
-    dk_ref,
-    dv_ref,
-    dweight_1_ref,
-    dweight_2_ref,
-    dtable_ref,
-    dleft_ref,
-    scores_ref,
-    dprobs_ref,
-    probs_ref,
-    dq_block_ref,
-    dk_sum_ref,
-    dv_sum_ref,
-    hidden_ref,
-    added_ref,
-    dhidden_ref,
-    dadded_ref,
-    semaphores,
-    *,
+    *more_refs,
     t: Tiling,
 ):
-    del zeros_ref  # what dq is when it begins
+    table_refs, (_, _, *more_refs) = more_refs[: t.slab_parts], more_refs[t.slab_parts :]  # two arrays of zeros
+    dq_ref, dk_ref, dv_ref, dweight_1_ref, dweight_2_ref, dtable_ref, dleft_ref, *scratch_refs = more_refs
+    scores_ref, dprobs_ref, probs_ref, dq_block_ref, dslab_ref, dk_sum_ref, dv_sum_ref, *scratch_refs = scratch_refs
+    hidden_ref, added_ref, dhidden_ref, dadded_ref, semaphores = scratch_refs
     window, block = pl.program_id(1), pl.program_id(2)
     begin, end = t.windows_of(block, first_ref[0])
-    step = _Step(t, first_ref[0] + t.apart * t.block * block, window * t.own - t.halo[0])
+    step = t.step(block, window, first_ref[0])
     needed = (window >= begin) & (window <= end)
     lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
     of_head = [pl.ds(head, t.block, stride=t.heads) for head in range(t.num_heads)]
     share = t.num_heads // t.num_groups
 
-    dq_block = dq_ref.at[pl.program_id(0), :, pl.ds(pl.multiple_of(block * t.block, t.block), t.block), :]
-    read = pltpu.make_async_copy(dq_block, dq_block_ref, semaphores.at[0])
-    write = pltpu.make_async_copy(dq_block_ref, dq_block, semaphores.at[1])
-    pl.when(needed)(read.start)
+    # Gradients that many steps add to and that are too large to stay: read, added to and written by each.
+    batch, columns = pl.program_id(0), pl.ds(pl.multiple_of(step.slab - t.room, LANES), t.room + t.slab)
+    in_main_memory = [
+        (dq_ref.at[batch, :, pl.ds(pl.multiple_of(block * t.block, t.block), t.block), :], dq_block_ref),
+        (dtable_ref.at[batch, :, columns], dslab_ref),
+    ]
+    reads, writes = (
+        [
+            pltpu.make_async_copy(*(pair if way == 0 else pair[::-1]), semaphores.at[way, i])
+            for i, pair in enumerate(in_main_memory)
+        ]
+        for way in (0, 1)
+    )
+
+    @pl.when(needed)
+    def _():
+        for read in reads:
+            read.start()
 
     @pl.when((window == 0) & (block == 0))
     def _():
-        for ref in (dweight_1_ref, dweight_2_ref, dtable_ref):
+        for ref in (dweight_1_ref, dweight_2_ref):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
         if t.heads > t.num_heads:
             scores_ref[...] = jnp.zeros(scores_ref.shape, jnp.float32)
@@ -698,7 +736,7 @@ def _backward_kernel(
 
     @pl.when(needed)
     def _():
-        _shear(step, table_ref, hidden_ref, added_ref)
+        _shear(t, table_refs, hidden_ref, added_ref)
         dhidden_ref[...] = jnp.zeros(dhidden_ref.shape, jnp.float32)
         dadded_ref[...] = jnp.zeros(dadded_ref.shape, jnp.float32)
         visible = step.visible(t.block, 1)
@@ -788,16 +826,19 @@ def _backward_kernel(
 
     @pl.when(needed)
     def _():
-        _unshear(step, dhidden_ref, dadded_ref, dtable_ref)
-        read.wait()
+        for read in reads:
+            read.wait()
+        dslab_ref[...] += _unsheared(t, dhidden_ref, dadded_ref)
         for head, lines in enumerate(of_head):
             dscores = scores_ref[lines, :].astype(q_ref.dtype)
             probs = probs_ref[lines, :].astype(q_ref.dtype)
             dq_block_ref[head] += _dot(dscores, k_ref[0, 0, head // share], (1, 0))
             dk_sum_ref[head // share] += _dot(dscores, q_ref[0, head], (0, 0))
             dv_sum_ref[head // share] += _dot(probs, dout_ref[0, head], (0, 0))
-        write.start()
-        write.wait()
+        for write in writes:
+            write.start()
+        for write in writes:
+            write.wait()
 
     @pl.when(block == t.num_blocks - 1)
     def _():
@@ -809,6 +850,20 @@ def _whole(x: Any, t: Tiling) -> pl.BlockSpec:
     """All of an array, brought once."""
     once = {} if t.interpret else {"pipeline_mode": pl.Buffered(1)}
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, **once)
+
+
+def _slabs(t: Tiling, table: Array, place: Callable[..., Any]) -> list[tuple[Array, pl.BlockSpec]]:
+    """The slab of a step in parts, one beside the other; `place` says the step's block and window."""
+
+    def part(i: int) -> pl.BlockSpec:
+        def index(b, *step):
+            first_ref = step[-1]
+            begin = t.step(*place(b, *step), first_ref[0]).slab - t.room
+            return 0, begin // LANES + i
+
+        return pl.BlockSpec((table.shape[0], LANES), index)
+
+    return [(table, part(i)) for i in range(t.slab_parts)]
 
 
 def _call(
@@ -861,8 +916,8 @@ def _call_forward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator) 
             (_by_window(t, v_BSGK), of_window),
             (weight_1, _whole(weight_1, t)),
             (weight_2, _whole(weight_2, t)),
-            (table, _whole(table, t)),
             (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, i, j, _: (i, 0, 0, 0))),
+            *_slabs(t, table, lambda b, i, j, first_ref: (i, window_of(b, i, j, first_ref)[1])),
         ],
         [
             ((batch, t.num_heads, rows, t.head_dim), dtype, of_block),
@@ -937,9 +992,10 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
             (_by_block(t, dout_BTHK), of_block),
             (lse.reshape(batch, t.num_blocks, lines // LANES, LANES), of_lse),
             *[(weight, _whole(weight, t)) for weight in weights],
-            (table, _whole(table, t)),
             (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0))),
+            *_slabs(t, table, lambda b, j, i, first_ref: (block_of(j, i, first_ref), j)),
             (jnp.zeros((batch, t.num_heads, rows, t.head_dim), jnp.float32), anywhere),
+            (jnp.zeros((batch, *table.shape), jnp.float32), anywhere),
         ],
         [
             ((batch, t.num_heads, rows, t.head_dim), jnp.float32, anywhere),
@@ -947,7 +1003,7 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
             (windows, dtype, of_window),
             of_sequence((t.channels, t.width * t.heads)),
             of_sequence((t.heads, t.width * t.channels)),
-            of_sequence(table.shape),
+            ((batch, *table.shape), jnp.float32, anywhere),
             (
                 (batch, *left.shape),
                 jnp.float32,
@@ -957,14 +1013,15 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
         [
             *[pltpu.VMEM((lines, LANES), jnp.float32)] * 3,
             pltpu.VMEM((t.num_heads, t.block, t.head_dim), jnp.float32),
+            pltpu.VMEM((t.channels + t.heads, t.room + t.slab), jnp.float32),
             *[pltpu.VMEM((t.num_groups, LANES, t.head_dim), jnp.float32)] * 2,
             *[pltpu.VMEM((GROUP * t.channels, t.slab), jnp.float32), pltpu.VMEM((GROUP * t.heads, t.slab), jnp.float32)]
             * 2,
-            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2, 2)),
         ],
         first,
         name="dape_backward",
-        input_output_aliases={13: 0},
+        input_output_aliases={12 + t.slab_parts: 0, 13 + t.slab_parts: 5},  # zeros: dq, dtable
         compiler_params=_compiler_params(t),
         cost_estimate=cost(t, batch, dtype.itemsize),
     )

@@ -1,0 +1,431 @@
+"""The fused kernels, and beside them the drivers that have none: one suite that all of them pass.
+
+What each must give is what a row by itself gives, in float64. A kernel is interpreted here, on CPU; how it compiles for
+TPUs that are not here is tested at the foot, with libtpu.
+"""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from test_golden import FLOAT32_FACTOR, build, files, heads_last, load, name
+
+from dape_jax import attention
+from dape_jax.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
+from dape_jax.biases import BIASES
+from dape_jax.contextual import CONTEXTUAL
+from dape_jax.errors import InputError
+from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
+from dape_jax.positions import Rope
+from dape_jax.processors import DapeConfig, PlainConfig
+from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
+
+DRIVERS = {
+    "dense": Dense(),
+    "blockwise": Blockwise(block_size=32, num_buckets=3),
+    **{platform: Fused(platform) for platform in KERNELS},
+}
+OF_DISTANCE = [name for name in BIASES if name != "fire"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer and its sizes, the tests' usual ones where it does not say otherwise."""
+
+    bias: str = "kerple"
+    width: int = 3
+    alignment: str = "centered"
+    inputs: str = "both"
+    residual: bool = True
+    channels: int = 5
+    heads: int = 3
+    groups: int = 3
+    head_dim: int = 8
+    batch: int = 1
+    length: int = 45  # of keys; odd, and more than a block of rows
+    apart: int = 1
+    window: int | None = None
+
+    def layer(self, dtype=jnp.float32):
+        """Bias and processor, drawn at random."""
+        rngs = nnx.Rngs(0)
+        bias = BIASES[self.bias]().build(self.heads, self.head_dim, rngs)
+        options = {"alignment": self.alignment, "inputs": self.inputs, "residual": self.residual}
+        config = DapeConfig(self.width, self.channels, **options)
+        return bias, config.build(self.heads, has_bias=bias is not None, dtype=dtype, rngs=rngs)
+
+    def arrays(self, dtype=jnp.float32):
+        """Queries, keys, values and what the gradient of the result is."""
+        rows = self.length // self.apart
+        sizes = [(rows, self.heads), (self.length, self.groups), (self.length, self.groups), (rows, self.heads)]
+        keys = jax.random.split(jax.random.key(1), 4)
+        return [
+            jax.random.normal(key, (self.batch, n, heads, self.head_dim)).astype(dtype)
+            for key, (n, heads) in zip(keys, sizes, strict=True)
+        ]
+
+    def run(self, driver):
+        """The result, and gradients of all parameters and arrays, as a compiled function of these."""
+        graphdef, params = nnx.split(self.layer())
+
+        def forward(params, q, k, v):
+            bias, processor = nnx.merge(graphdef, params)
+            dtype = jnp.promote_types(q.dtype, jnp.float32)
+            processor.dtype = None if dtype == q.dtype else q.dtype
+            pos = 3 + jnp.arange(self.length)
+            rows = pos[self.apart // 2 :: self.apart][: q.shape[1]]
+            options = {"bias": bias, "processor": processor, "window": self.window}
+            return driver.for_every_nth_row(self.apart)(q, k, v, rows, pos, **options)
+
+        @jax.jit
+        def both(params, q, k, v, dout):
+            out, pullback = jax.vjp(forward, params, q, k, v)
+            return out, pullback(dout.astype(out.dtype))
+
+        return both, nnx.to_pure_dict(params)
+
+
+class RowByRow:
+    """Every row by itself: `attend` says what that gives."""
+
+    def for_every_nth_row(self, n):
+        return self
+
+    def __call__(self, q, k, v, q_pos, k_pos, **options):
+        def row(q_and_pos):
+            q, pos = q_and_pos
+            return attend(q[:, None], k, v, pos[None], k_pos, **options)[:, 0]
+
+        return jnp.moveaxis(jax.lax.map(row, (jnp.moveaxis(q, 1, 0), q_pos)), 0, 1)
+
+
+@functools.cache
+def expected(case: Case):
+    """The truth, in float64."""
+    return in_float64(case, case.arrays())
+
+
+def in_float64(case: Case, arrays: list):
+    both, params = case.run(RowByRow())
+    with jax.enable_x64(True):
+        return jax.device_get(both(*jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, *arrays))))
+
+
+CASES = {
+    "kerple3": Case(groups=1, heads=4, batch=2),
+    "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40),
+}
+MORE = {
+    "t5-5": Case("t5", width=5, channels=32, length=140),
+    "nope7": Case("nope", width=7, head_dim=20, heads=17, groups=17, length=33),
+    "rows-of-devices": Case(apart=2, length=90),
+    "kerple1": Case(width=1, length=130),
+    "one-token": Case(length=1),
+    "two-tokens": Case(length=2, width=7),
+    "sandwich3": Case("sandwich"),
+    "kerple-power3": Case("kerple_power", length=64),
+    "equation2": Case(residual=False),
+    "of-scores": Case(inputs="scores"),
+    "of-bias": Case("alibi", inputs="bias", width=5),
+    "causal2": Case(width=2, alignment="causal"),
+    "window": Case(window=7, length=150, width=5),
+    "window-of-one": Case(window=1),
+    "three-windows-of-columns": Case("alibi", length=300, width=7, channels=16),
+    "many-heads": Case(heads=34, groups=2, channels=40, length=40),
+    "wide-heads": Case(head_dim=128, heads=2, groups=2, channels=64),
+    "rows-far-apart": Case("t5", apart=8, length=168, width=5),
+    "rows-apart-in-a-window": Case(apart=4, length=160, window=30, alignment="causal", width=3),
+}
+
+
+def each(cases: dict[str, Case], *drivers: str) -> list:
+    return [pytest.param(case, driver, id=f"{n}-{driver}") for n, case in cases.items() for driver in drivers]
+
+
+def slowly(cases: list) -> list:
+    return [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in cases]
+
+
+def assert_close(found, exact, tolerance: float) -> None:
+    """To a share of the largest number of each array, and of 1."""
+    assert jax.tree.structure(found) == jax.tree.structure(exact)
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(exact), strict=True):
+        close = {"rtol": 0, "atol": tolerance * max(1.0, float(np.abs(y).max()))}
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, **close, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("case", "driver"), each(CASES, *DRIVERS) + slowly(each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3])
+)
+def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, driver):
+    """And of them: two calls give the same bits; rows and gradients know nothing of what comes after them."""
+    both, params = case.run(DRIVERS[driver])
+    arrays = case.arrays()
+    found = jax.device_get(both(params, *arrays))
+    assert_close(found, expected(case), 3e-5 if case.bias == "sandwich" else 1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (found, jax.device_get(both(params, *arrays)))), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+    # Rows up to t, of which the last stands at column `end - 1`, see other tokens after it change.
+    t = arrays[0].shape[1] // 2
+    end = t * case.apart + case.apart // 2 + 1
+    q, k, v, dout = arrays
+    changed = [jnp.concatenate([x[:, :n], 7 + x[:, n:]], 1) for x, n in ((q, t + 1), (k, end), (v, end))]
+    before, (_, *gradients) = jax.device_get(both(params, *arrays[:3], dout.at[:, t + 1 :].set(0)))
+    after, _ = jax.device_get(both(params, *changed, dout))
+    np.testing.assert_array_equal(before[:, : t + 1], after[:, : t + 1])
+    for gradient, n in zip(gradients, (t + 1, end, end), strict=True):
+        np.testing.assert_array_equal(gradient[:, n:], 0)
+        assert case.length == 1 or case.window == 1 or np.abs(gradient[:, :n]).max() > 1e-4
+
+
+@pytest.mark.parametrize("driver", KERNELS)
+def test_a_prefix_is_enough(driver):
+    """f(x[:t]) = f(x)[:t], and a few last rows against all keys are those rows."""
+    case = Case(width=5)
+    (bias, processor), (q, k, v, _), pos = case.layer(), case.arrays(), jnp.arange(case.length)
+    run = jax.jit(functools.partial(DRIVERS[driver], bias=bias, processor=processor))
+    every = run(q, k, v, pos, pos)
+    np.testing.assert_allclose(run(q[:, :33], k[:, :33], v[:, :33], pos[:33], pos[:33]), every[:, :33], atol=2e-6)
+    np.testing.assert_allclose(run(q[:, 40:], k, v, pos[40:], pos), every[:, 40:], atol=2e-6)
+    any_rows = DRIVERS[driver].for_any_rows()(q[:, 7:9], k, v, pos[7:9], pos, bias=bias, processor=processor)
+    np.testing.assert_allclose(any_rows, every[:, 7:9], atol=2e-6)
+
+
+@pytest.mark.parametrize("driver", [*KERNELS])
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=name(file), marks=() if "kerple" in file.stem and "k3_d16" in file.stem else pytest.mark.slow)
+        for file in files("attention")
+        if "fire" not in file.stem
+    ],
+)
+def test_golden(file, driver):
+    """The reference implementation's layers, but for their last W//2 rows, where its right edge is another."""
+    data, meta = load(file)
+    params = {x.removeprefix("param."): jnp.asarray(y, jnp.float32) for x, y in data.items() if x.startswith("param.")}
+    bias, processor = build(params, meta, edge="prefix")
+    pos = jnp.arange(meta["T"])
+    q, k, v = (heads_last(jnp.asarray(data[x], jnp.float32)) for x in "qkv")
+    if meta["name"].startswith("rope"):
+        q, k = Rope()(q, pos), Rope()(k, pos)
+    out = jax.jit(functools.partial(DRIVERS[driver], bias=bias, processor=processor))(q, k, v, pos, pos)
+    rows = meta["T"] - meta["k"] // 2
+    error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
+    np.testing.assert_allclose(heads_last(out)[:, :, :rows], data["out"][:, :, :rows], rtol=0, atol=error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", KERNELS)
+def test_bfloat16_is_as_near_the_truth_as_dense_is(driver):
+    case = Case(channels=16)
+    arrays = case.arrays(jnp.bfloat16)
+    exact = jax.tree.leaves(in_float64(case, arrays))
+
+    def errors(driver):
+        both, params = case.run(driver)
+        found = jax.device_get(both(params, *arrays))
+        assert found[0].dtype == jnp.bfloat16
+        return [
+            np.linalg.norm(np.asarray(x, np.float64) - y) / (1e-3 + np.linalg.norm(y))
+            for x, y in zip(jax.tree.leaves(found), exact, strict=True)
+        ]
+
+    for ours, dense in zip(errors(DRIVERS[driver]), errors(Dense()), strict=True):
+        assert ours < max(1.5 * dense, 2e-3)
+
+
+def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(monkeypatch):
+    """With memory full of NaNs, transfers as late as they may be, and every race looked for."""
+    careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
+
+    class Careful:
+        def for_every_nth_row(self, n):
+            return functools.partial(attend_fused, platform="tpu", apart=n, interpret=careful)
+
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    case = CASES["kerple3"]
+    both, params = case.run(Careful())
+    assert_close(jax.device_get(both(params, *case.arrays())), expected(case), 1e-5)
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize("driver", KERNELS)
+def test_positions_that_do_not_neighbour_give_nan(driver):
+    """Which positions these are is known when the program runs, and a number would be a wrong one."""
+    (bias, processor), (q, k, v, _), pos = Case().layer(), Case().arrays(), jnp.arange(45)
+    run = jax.jit(functools.partial(DRIVERS[driver], bias=bias, processor=processor))
+    assert np.isfinite(run(q, k, v, 5 + pos, 5 + pos)).all()
+    assert np.isnan(run(q, k, v, 2 * pos, 2 * pos)).all()
+    assert np.isnan(run(q, k, v, pos, pos.at[-1].set(-1))).all()
+
+
+def shapes(case: Case, dtype=jnp.float32):
+    return [jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays()[:2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({}, {"platform": "cpu"}, ["'cpu'", "tpu", "gpu"]),
+        ({}, {"causal": False}, ["causal = False"]),
+        ({"heads": 65, "groups": 65}, {}, ["H = 65", "64"]),
+        ({"head_dim": 136}, {}, ["K = 136", "128"]),
+        ({"channels": 65}, {}, ["C = 65", "64"]),
+        ({"width": 9}, {}, ["W = 9", "7"]),
+    ],
+)
+def test_what_has_no_kernel_is_refused_with_the_reason(change, options, words):
+    case = dataclasses.replace(Case(), **change)
+    bias, processor = case.layer()
+    options = {"platform": "tpu", "bias": bias, "processor": processor} | options
+    reason = why_not_fused(*shapes(case), **options)
+    assert reason is not None
+    assert all(word in reason for word in words)
+    q, k, v, _ = case.arrays()
+    with pytest.raises(NotImplementedError) as error:
+        attend_fused(q, k, v, jnp.arange(45), jnp.arange(45), **options)
+    assert reason in str(error.value)
+
+
+def test_methods_without_a_kernel_are_refused():
+    bias, processor = Case().layer()
+    ask = functools.partial(why_not_fused, *shapes(Case()), platform="tpu")
+    for refused in [BIASES["fire"](), *(config() for config in CONTEXTUAL.values())]:
+        bias = refused.build(3, 8, nnx.Rngs(0))
+        assert type(bias).__name__ in ask(bias=bias, processor=processor)
+    for options, word in [({"leak": True}, "leak"), ({"edge": "listing"}, "listing")]:
+        assert word in ask(processor=DapeConfig(3, 5, **options).build(3, has_bias=False, rngs=nnx.Rngs(0)))
+    assert "DAPE" in ask(processor=PlainConfig().build(3, rngs=nnx.Rngs(0)))
+    assert "DAPE" in ask()
+    assert "float64" in why_not_fused(*shapes(Case(), np.float64), processor=processor, platform="tpu")
+    for bias in OF_DISTANCE:
+        bias, processor = Case(bias).layer()
+        assert ask(bias=bias, processor=processor) is None
+    with pytest.raises(InputError, match="model.attention.platform"):
+        Fused("abacus")
+
+
+def on(kind: str):
+    """As if the devices were others."""
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform=kind.split()[0].lower())
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
+
+
+def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
+    def choice(driver, **options):
+        options = {"bias": bias, "processor": processor} | options
+        return driver.choose(*shapes(case, jnp.bfloat16), platform=attention.device_platform(), **options)
+
+    attention._log_choice.cache_clear()
+    case = Case(length=300)
+    (bias, processor), fire = case.layer(), BIASES["fire"]().build(3, 8, nnx.Rngs(0))
+    with caplog.at_level(logging.INFO, "dape_jax"):
+        with on("TPU v5 lite"):
+            assert choice(Auto()) == choice(Auto(16, 2)) == Fused()
+            assert isinstance(choice(Auto(), bias=fire), Blockwise)
+            assert choice(Auto(512)) == Dense()
+            with pytest.raises(NotImplementedError, match="no fused attention for this"):
+                jax.eval_shape(functools.partial(Fused(), causal=False), *[jnp.zeros((1, 3, 2, 4))] * 3, *[jnp.arange(3)] * 2)
+        with on("GPU of tomorrow"):
+            assert choice(Auto(16, 2)) == Blockwise(16, 2)
+        assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])
+        assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])
+    said = [record.message for record in caplog.records]
+    assert len(said) == len(set(said)) == 5
+    assert sum("Fire is no function of the distance" in line for line in said) == 1
+
+
+def test_auto_is_the_driver_that_it_chooses():
+    for length, driver in [(20, Dense()), (45, Blockwise(*attention.BLOCKS["cpu"]))]:
+        case = Case(length=length)
+        (ours, params), (theirs, _) = case.run(Auto()), case.run(driver)
+        for x, y in zip(*(jax.tree.leaves(both(params, *case.arrays())) for both in (ours, theirs)), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
+@pytest.mark.parametrize("sizes", [(12, 64), (16, 64), (32, 80), (32, 128)])
+def test_blocks_fit_into_a_chip(kind, sizes):
+    """The largest block that does; and where none does, the reason."""
+    heads, head_dim = sizes
+    config = DapeConfig(3, 32)
+    for length in (2048, 131_072):
+        q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
+        with on(kind):
+            reason = tpu.why_not(q, q, config, apart=1, window=None)
+        if kind == "TPU v4":
+            assert (reason is None) == (heads <= 16)
+            assert reason is None or ("TPU v4" in reason and "MiB" in reason)
+        else:
+            assert reason is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 700), st.sampled_from([1, 2, 3, 5, 7]), st.booleans(), st.sampled_from([None, 1, 50, 400]),
+    st.sampled_from([1, 2, 8]), st.sampled_from(tpu.BLOCKS), st.booleans(), st.integers(0, 7),
+)  # fmt: skip
+def test_every_column_that_counts_is_some_window_s_own(length, width, causal, window, apart, block, backward, place):
+    """Windows of a block and blocks of a window are each other's, and hold every column that a row makes use of."""
+    rows, keys, place = length, length * apart, place % apart
+    pad = width - 1 if causal else width // 2
+    t = tpu.Tiling(
+        num_rows=rows, num_keys=keys, num_heads=2, num_groups=2, head_dim=8, width=width, pad=pad, num_channels=4,
+        apart=apart, window=window, block=block, backward=backward, dtype=jnp.dtype(jnp.float32),
+        vmem_bytes=0, interpret=True,
+    )  # fmt: skip
+    ahead, reach = t.ahead * backward, keys if window is None else window
+    assert t.own > 0
+    needed = set()
+    for row in range(rows):
+        column = place + apart * row
+        first = max(column - reach + 1 - pad * backward, 0)
+        for j in {first // t.own, min(column + ahead, keys + ahead - 1) // t.own}:
+            needed.add((row // block, j))
+    for i in range(t.num_blocks):
+        begin, end = t.windows_of(i, place, np)
+        assert {j for block, j in needed if block == i} <= set(range(begin, end + 1))
+        assert 0 <= begin <= end < t.num_windows
+        for j in range(begin, end + 1):
+            low, high = (int(x) for x in t.blocks_of(j, place))
+            assert low <= i <= high
+        # All that is read of the tables is there.
+        step = tpu._Step(t, place + apart * block * i, end * t.own - t.halo[0])
+        assert step.slab - t.room >= 0
+        step = tpu._Step(t, place + apart * block * i, begin * t.own - t.halo[0])
+        for j in (begin, end):
+            step = tpu._Step(t, place + apart * block * i, j * t.own - t.halo[0])
+            assert 0 <= step.slab - t.room
+            assert step.slab + t.slab <= t.table_columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 2)])
+def test_rows_over_devices_agree(sizes):
+    """Each device its share of batch and rows: dense on one device, forward and all gradients."""
+    case = Case(heads=4, groups=2, batch=4, length=80)
+
+    class OnMesh:
+        def for_every_nth_row(self, n):
+            return self
+
+        def __call__(self, q, k, v, q_pos, k_pos, **options):
+            q, k, v = (deal_rows(x, 1) for x in (q, k, v))
+            return collect_rows(attend_on_mesh(Fused("tpu"), q, k, v, deal_rows(q_pos, 0), **options), 1)
+
+    with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])):
+        both, params = case.run(OnMesh())
+        found = jax.device_get(both(params, *case.arrays()))
+    assert_close(found, expected(case), 1e-5)
