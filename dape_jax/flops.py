@@ -155,8 +155,8 @@ def pairs_computed(attention: Attention, length: int, window: int | None, apart:
     """Pairs of a query and a key that a driver computes on a device that has every `apart`-th row of a text.
 
     `Dense` computes all; `Blockwise` in each of its runs of blocks those up to the run's last row, or up to the window;
-    `Fused` in each of its blocks those up to the block's last row, or up to the window, and not counted here, those that
-    neighbouring windows share.
+    `Fused` in each of its blocks those up to the block's last row, or up to the window. (Not counted are those that its
+    neighbouring windows of columns share.)
     """
     num_rows = length // apart
     if isinstance(attention, Fused):

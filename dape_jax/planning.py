@@ -4,22 +4,14 @@ In: a config and the name of a TPU slice. Out: for each mesh that is tried a `Pl
 what holds its memory, what its chips compute and send, and the least time that a step can take.
 
 The step is compiled ahead of time by libtpu, the TPUs' own compiler, which needs no TPU. What is reported is read from
-the program that would run (`hlo.py`), except for GPUs, which are planned by formula. One compilation at a time, each in
-a process of its own, so that neither the compiler's memory nor its messages stay behind.
+the program that would run (`hlo.py`), except for GPUs, which are planned by formula. One compilation at a time: see
+`slices.py`.
 """
 
-import concurrent.futures.process
 import dataclasses
-import importlib.metadata
-import importlib.util
 import json
 import math
-import multiprocessing
-import os
-import re
 import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -39,61 +31,17 @@ from dape_jax.config import RunConfig, is_task, resolved
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
-from dape_jax.flops import CHIPS, GIB, Chip, executed_flops, forward_flops, model_flops
+from dape_jax.flops import GIB, Chip, executed_flops, forward_flops, model_flops
 from dape_jax.hlo import read_work
 from dape_jax.processors import DapeConfig
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
+from dape_jax.slices import Slice, find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import TrainState, abstract_state, make_nll_step, make_train_step, shardings_of
 from dape_jax.transformer import attention_of, model_structure
 
-# Slices that can be had; tests ask libtpu for each. (It compiles for others too, as 32x16, which no pod has.)
-FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SOLID = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
-TOPOLOGIES = {"v4": SOLID, "v5e": FLAT, "v5p": SOLID, "v6e": FLAT}
-GPUS_OF_A_SERVER = 8
 REMATS = ("none", "dots", "full")  # the one that computes least again first
-
-LIBTPU_HELP = "not installed; `make tpu-aot` installs it beside the environment, where nothing but planning sees it"
-
-
-@dataclasses.dataclass(frozen=True)
-class Slice:
-    """The hardware of a plan.
-
-    Args:
-        name: v5e:4x4, or h200:8.
-        chip: what it consists of.
-        num_chips: of them.
-    """
-
-    name: str
-    chip: Chip
-    num_chips: int
-
-    @property
-    def is_tpu(self) -> bool:
-        """Whether it is compiled for; planned by formula if not."""
-        return self.chip.name in TOPOLOGIES
-
-
-def read_topology(text: str) -> Slice:
-    """The slice that a flag names.
-
-    Raises:
-        InputError: a chip or a slice that is not known; names those that are.
-    """
-    name, _, shape = text.partition(":")
-    chips = {chip.name: chip for chip in CHIPS}
-    require(name in chips, "--topology", text, f"CHIP:SHAPE with a chip of {sorted(chips)}")
-    if name not in TOPOLOGIES:
-        allowed = [str(n) for n in range(1, GPUS_OF_A_SERVER + 1)]
-        require(shape in allowed, "--topology", text, f"{name}:N, the N = 1 to {GPUS_OF_A_SERVER} GPUs of one server")
-        return Slice(text, chips[name], int(shape))
-    known = ", ".join(f"{name}:{shape}" for shape in TOPOLOGIES[name])
-    require(shape in TOPOLOGIES[name], "--topology", text, f"one of {known}")
-    return Slice(text, chips[name], math.prod(map(int, shape.split("x"))))
 
 
 def read_run(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
@@ -195,7 +143,7 @@ def compile_program(request: Request) -> dict[str, Any]:
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            return {"fits": False, "reason": _why_not(str(error)), "compile_seconds": time.monotonic() - started}
+            return {"fits": False, "reason": why_not(str(error)), "compile_seconds": time.monotonic() - started}
     stats = compiled.memory_analysis()
     assert stats is not None
     held = {"arguments": stats.argument_size_in_bytes, "temporary": stats.temp_size_in_bytes}
@@ -237,61 +185,6 @@ def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, A
     graphdef, _ = model_structure(model_at(run.model, length, evaluation, "rope", run.train.train_length))
     batch_size = batch_size_at(length, evaluation.max_windows, evaluation, mesh)
     return make_nll_step(graphdef, min(evaluation.last_tokens, length)), (state.params, batch(batch_size, length))
-
-
-def _why_not(error: str) -> str:
-    """The compiler's own figures of a program that does not fit; or what else it stopped at."""
-    text = " ".join(error.split())
-    if "RESOURCE_EXHAUSTED" not in text and "CompileTimeHbmOom" not in text:
-        return f"the compiler failed: {text[:300]}"
-    found = re.search(r"total memory required for .*? exceeds available HBM \([^)]*\)|Used .*? of .*? hbm", text)
-    return found[0] if found else text[:300]
-
-
-def in_process(request: Request, libtpu: Path) -> dict[str, Any]:
-    """`compile_program` in a process of its own, its messages kept away but for what they say of the partitioning."""
-    # No TPU is touched, so others may use libtpu too, and nobody is asked what slice this machine is a part of.
-    os.environ.update(TPU_LIBRARY_PATH=str(libtpu), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-        context = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, context, _begin, (log.name,)) as pool:
-            try:
-                outcome = pool.submit(compile_program, request).result()
-            except concurrent.futures.process.BrokenProcessPool:
-                last = " ".join(log.read().splitlines()[-3:])
-                return {"fits": False, "reason": f"the compiler ended its process: {last[:300]}"}
-        return outcome | {"num_full_rematerializations": log.read().count("Involuntary full rematerialization")}
-
-
-def _begin(log: str) -> None:
-    """Begin a process that compiles: its messages go to a file, and it ends with the one that it works for."""
-    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def find_libtpu() -> Path:
-    """The compiler: where `TPU_LIBRARY_PATH` says, in the environment, or where `make tpu-aot` puts it.
-
-    Raises:
-        InputError: it is in none of them.
-    """
-    if path := os.environ.get("TPU_LIBRARY_PATH"):
-        require(Path(path).is_file(), "TPU_LIBRARY_PATH", path, "the file libtpu.so")
-        return Path(path)
-    spec = importlib.util.find_spec("libtpu")
-    installed = Path(spec.origin).parent if spec and spec.origin else Path(sys.prefix) / "tpu-aot" / "libtpu"
-    if not (installed / "libtpu.so").is_file():
-        raise InputError(f"libtpu: {LIBTPU_HELP}")
-    return installed / "libtpu.so"
-
-
-def libtpu_version(library: Path) -> str:
-    """The version of the compiler that a file belongs to."""
-    found = list(importlib.metadata.distributions(name="libtpu", path=[str(library.parent.parent)]))
-    return found[0].version if found else "unknown"
 
 
 # ---- what a plan says
@@ -379,7 +272,7 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
     if libtpu is None:
         outcome = estimate(run, hardware, mesh)
     else:
-        outcome = in_process(request, libtpu)
+        outcome = in_process(compile_program, request, libtpu)
         if not outcome["fits"]:
             return dataclasses.replace(plan, **outcome)
         work = outcome.pop("work")

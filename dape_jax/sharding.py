@@ -149,7 +149,7 @@ def in_mesh() -> bool:
 
 
 def device_platform() -> str:
-    """Platform of the devices in the mesh of `jax.set_mesh`, "cpu" for one, which need not be here; else of JAX's own."""
+    """Platform of the devices in the mesh of `jax.set_mesh`, which need not be here; without one, of JAX's own."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 

@@ -205,7 +205,7 @@ def test_a_prefix_is_enough(driver):
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, id=name(file), marks=() if "kerple" in file.stem and "k3_d16" in file.stem else pytest.mark.slow)
+        pytest.param(file, id=name(file), marks=() if "kerple_dapev2__B1_H4_T64" in file.stem else pytest.mark.slow)
         for file in files("attention")
         if "fire" not in file.stem
     ],
@@ -313,7 +313,7 @@ def test_methods_without_a_kernel_are_refused():
     for bias in OF_DISTANCE:
         bias, processor = Case(bias).layer()
         assert ask(bias=bias, processor=processor) is None
-    with pytest.raises(InputError, match="model.attention.platform"):
+    with pytest.raises(InputError, match="abacus"):
         Fused("abacus")
 
 
@@ -336,8 +336,6 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
             assert choice(Auto()) == choice(Auto(16, 2)) == Fused()
             assert isinstance(choice(Auto(), bias=fire), Blockwise)
             assert choice(Auto(512)) == Dense()
-            with pytest.raises(NotImplementedError, match="no fused attention for this"):
-                jax.eval_shape(functools.partial(Fused(), causal=False), *[jnp.zeros((1, 3, 2, 4))] * 3, *[jnp.arange(3)] * 2)
         with on("GPU of tomorrow"):
             assert choice(Auto(16, 2)) == Blockwise(16, 2)
         assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])

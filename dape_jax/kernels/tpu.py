@@ -1,7 +1,7 @@
 """The operator on TPUs (Pallas, Mosaic): a tile of rows with all heads, streaming the keys.
 
-In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these; no scores. Pictures and
-reasons are in `docs/kernel.md`; in short:
+In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these; no scores. Pictures,
+and why it is so, are in `docs/kernel.md`; in short:
 
 Rows come in blocks, keys in windows of 128 columns, which are the lanes of a register. A result needs scores of columns
 beside it, so neighbouring windows overlap by a halo, and each owns the columns between: nothing is carried along. A
@@ -11,8 +11,9 @@ In fast memory the scores stand with lines (row, head) and lanes (column). 8 row
 convolution is a matmul: its taps are copies of the group, rolled along the lanes and stacked as the contraction.
 
 What the bias gives is a function of the distance row - column. A group's rows need the table 8 times, each shifted by a
-row: a slab of it, brought for a block and window, is sheared so in fast memory. Where a group's part of the slab begins at no multiple of
-128, it is not the slab that is moved but the scores, which are rolled for their taps anyway.
+row: the slab of it that a block and window need is brought, and sheared so in fast memory. Where a group's part of the
+slab begins at no multiple of 128, it is not the slab that is moved but the scores, which are rolled for their taps
+anyway.
 
 The backward pass computes a window's probabilities anew from the saved log-sum-exp, all blocks of rows for one window
 after the other. Gradients of keys, values and kernels stay in fast memory while that lasts; those of queries and tables
@@ -37,7 +38,7 @@ from dape_jax.processors import DapeConfig
 LANES = 128  # of a register: the columns of a window
 GROUP = 8  # rows that are mixed at once
 SLOPE = 0.01  # of the leaky ReLU
-HIDDEN_AWAY = -1e30  # a score that gives probability 0
+AWAY = -1e30  # a score that gives probability 0
 MIB = 2**20
 
 # Fast memory of a core that a kernel may be given, by what JAX calls the chip.
@@ -225,12 +226,22 @@ def attend(
     return _attend(*tilings, q_BTHK, k_BSGK, v_BSGK, first, operator)
 
 
-def why_not(q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, apart: int, window: int | None) -> str | None:
-    """Why the chip cannot run the kernel; None if it can. Arguments as `kernels.why_not_fused` has them."""
+def tilings(
+    q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, dtype: jnp.dtype, apart: int, window: int | None
+) -> tuple[Tiling, Tiling]:
+    """How forward and backward pass are cut up; arguments as `attend` and `kernels.why_not_fused` have them.
+
+    Raises:
+        NotImplementedError: see `attend`.
+    """
     sizes = {"width": config.kernel_width, "pad": left_pad(config), "num_channels": config.channels}
-    options = {"dtype": q_BTHK.dtype, "apart": apart, "window": window, "interpret": False}
+    return _tilings(q_BTHK, k_BSGK, **sizes, dtype=dtype, apart=apart, window=window, interpret=False)
+
+
+def why_not(q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, apart: int, window: int | None) -> str | None:
+    """Why the chip cannot run the kernel; None if it can."""
     try:
-        _tilings(q_BTHK, k_BSGK, **sizes, **options)
+        tilings(q_BTHK, k_BSGK, config, dtype=q_BTHK.dtype, apart=apart, window=window)
     except NotImplementedError as error:
         return str(error)
     return None
@@ -248,15 +259,20 @@ def _tilings(q_BTHK: Any, k_BSGK: Any, **options: Any) -> tuple[Tiling, Tiling]:
     return forward, backward
 
 
+def num_steps(t: Tiling) -> int:
+    """Pairs of a block and a window that are computed in a sequence."""
+    begin, end = t.windows_of(np.arange(t.num_blocks), 0, np)
+    return int((end - begin + 1).sum())
+
+
 def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     """What a call computes and moves: planning reads it out of the compiled program, which does not show it otherwise.
 
     FLOPs are those of all tiles that are computed, the columns that windows share and those after a row among them, but
-    not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and back, in
-    lines of 128 lanes.
+    not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and takes
+    back, in lines of 128 lanes.
     """
-    begin, end = t.windows_of(np.arange(t.num_blocks), 0, np)
-    steps = batch * int((end - begin + 1).sum())
+    steps = batch * num_steps(t)
     pairs = steps * t.block * LANES
     products, convolutions = (5, 6) if t.backward else (2, 2)
     flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
@@ -289,50 +305,6 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
         return 5 * of_rows + of_heads * (4 + 4 * itemsize) + of_windows * 4 * itemsize + 2 * slab + sheared
     held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_windows * (8 + 8 * itemsize)
     return held + 3 * slab + 2 * sheared
-
-
-def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
-    """What a call computes and moves: planning reads it out of the compiled program, which does not show it otherwise.
-
-    FLOPs are those of all tiles that are computed, the columns that windows share and those after a row among them, but
-    not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and back, in
-    lines of 128 lanes.
-    """
-    begin, end = t.windows_of(np.arange(t.num_blocks), 0, np)
-    steps = batch * int((end - begin + 1).sum())
-    pairs = steps * t.block * LANES
-    products, convolutions = (5, 6) if t.backward else (2, 2)
-    flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
-    line = pl.cdiv(t.head_dim, LANES) * LANES
-    block, window = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
-    tables = batch * (t.channels + t.heads) * t.table_columns * 4
-    if t.backward:
-        of_step = 3 * block + 2 * t.num_heads * t.block * line * 4  # q, out and its gradient; dq, read and written
-        num_bytes = steps * of_step + batch * t.num_windows * 4 * window + 2 * tables
-    else:
-        num_bytes = batch * t.num_blocks * 2 * block + steps * 2 * window + tables
-    return pl.CostEstimate(flops=flops, transcendentals=pairs * t.num_heads, bytes_accessed=num_bytes)
-
-
-def vmem_bytes(t: Tiling, itemsize: int) -> int:
-    """Fast memory that a call takes by what it holds; the compiler adds to it.
-
-    Args:
-        t: the call.
-        itemsize: bytes of a number in q, k and v.
-    """
-    line = LANES * 4
-    of_rows = t.block * t.heads * line  # scores, for one
-    of_heads = t.num_heads * t.block * LANES
-    of_windows = t.num_groups * LANES * LANES
-    tables = (t.channels + t.heads) * 4
-    sheared = GROUP * tables * t.slab
-    if not t.backward:
-        return (
-            5 * of_rows + of_heads * (4 + 4 * itemsize) + of_windows * 4 * itemsize + tables * t.table_columns + sheared
-        )
-    held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_windows * (8 + 8 * itemsize)
-    return held + 2 * tables * t.table_columns + 2 * sheared
 
 
 def _tiling(make: Callable[..., Tiling], itemsize: int) -> Tiling:
@@ -368,7 +340,7 @@ def _attend_backward(forward, backward, saved, dout_BTHK):
     lse = lse.reshape(lse.shape[0], -1)[:, : forward.num_rows * forward.heads]
     lost = -lse.shape[1] % (backward.block * backward.heads)
     # Rows that fill up the last block have no probability anywhere.
-    lse = jnp.pad(lse, ((0, 0), (0, lost)), constant_values=-HIDDEN_AWAY)
+    lse = jnp.pad(lse, ((0, 0), (0, lost)), constant_values=-AWAY)
     gradients = _call_backward(backward, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse, dout_BTHK)
     dq_BTHK, dk_BSGK, dv_BSGK, doperator = gradients
     return dq_BTHK, dk_BSGK, dv_BSGK, np.zeros((), jax.dtypes.float0), doperator
@@ -435,11 +407,11 @@ def _at_once(t: Tiling, inputs: int) -> int:
 
 def _stacked(t: Tiling, kernel_WIO: Array, inputs: int, outputs: int) -> Array:
     """A convolution's kernel as [rows O, W rows I], the matrix that `_convolve` multiplies with."""
-    W, I, O = kernel_WIO.shape
+    width, given, made = kernel_WIO.shape
     rows = _at_once(t, inputs)
-    kernel = jnp.pad(kernel_WIO, ((0, 0), (0, inputs - I), (0, outputs - O))).swapaxes(1, 2)
-    diagonal = jnp.einsum("rs,WOI->WrOsI", jnp.eye(rows, dtype=kernel.dtype), kernel)
-    diagonal = diagonal.reshape(W, rows * outputs, rows * inputs)
+    kernel_WIO = jnp.pad(kernel_WIO, ((0, 0), (0, inputs - given), (0, outputs - made)))
+    diagonal = jnp.einsum("rs,WIO->WrOsI", jnp.eye(rows, dtype=kernel_WIO.dtype), kernel_WIO)
+    diagonal = diagonal.reshape(width, rows * outputs, rows * inputs)
     return jnp.concatenate(list(diagonal), 1).astype(t.dtype)
 
 
@@ -591,7 +563,7 @@ def _forward_kernel(
 
     @pl.when(window == 0)
     def _():
-        max_ref[...] = jnp.full(max_ref.shape, HIDDEN_AWAY, jnp.float32)
+        max_ref[...] = jnp.full(max_ref.shape, AWAY, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
         values_ref[...] = jnp.zeros(values_ref.shape, jnp.float32)
         if t.heads > t.num_heads:
@@ -620,7 +592,7 @@ def _forward_kernel(
         total = _roll(update, LANES - turn[1]) + of_group["scores"]
         lanes = jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
         counts = step.visible(t.lines, t.heads, group) & step.own(lanes)
-        total = jnp.where(counts, total, HIDDEN_AWAY)
+        total = jnp.where(counts, total, AWAY)
         largest = jnp.maximum(of_group["max"], jnp.max(total, 1, keepdims=True))
         decay = jnp.exp(of_group["max"] - largest)
         probs = jnp.where(counts, jnp.exp(total - largest), 0.0)
@@ -700,17 +672,10 @@ def _backward_kernel(
 
     # Gradients that many steps add to and that are too large to stay: read, added to and written by each.
     batch, columns = pl.program_id(0), pl.ds(pl.multiple_of(step.slab - t.room, LANES), t.room + t.slab)
-    in_main_memory = [
-        (dq_ref.at[batch, :, pl.ds(pl.multiple_of(block * t.block, t.block), t.block), :], dq_block_ref),
-        (dtable_ref.at[batch, :, columns], dslab_ref),
-    ]
-    reads, writes = (
-        [
-            pltpu.make_async_copy(*(pair if way == 0 else pair[::-1]), semaphores.at[way, i])
-            for i, pair in enumerate(in_main_memory)
-        ]
-        for way in (0, 1)
-    )
+    rows = pl.ds(pl.multiple_of(block * t.block, t.block), t.block)
+    pairs = [(dq_ref.at[batch, :, rows, :], dq_block_ref), (dtable_ref.at[batch, :, columns], dslab_ref)]
+    reads = [pltpu.make_async_copy(main, fast, semaphores.at[0, i]) for i, (main, fast) in enumerate(pairs)]
+    writes = [pltpu.make_async_copy(fast, main, semaphores.at[1, i]) for i, (main, fast) in enumerate(pairs)]
 
     @pl.when(needed)
     def _():
@@ -887,7 +852,9 @@ def _call(
     in_specs, out_specs = [spec for _, spec in inputs], [spec for *_, spec in outputs]
     return pl.pallas_call(
         functools.partial(kernel, t=t),
-        grid_spec=pltpu.PrefetchScalarGridSpec(1, grid, in_specs, out_specs, scratch),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+        ),
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype, _ in outputs],
         interpret=interpret,
         **options,

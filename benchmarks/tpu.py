@@ -1,0 +1,313 @@
+"""What the kernel for TPUs takes, without a TPU: compiled ahead of time, one layer for each line.
+
+    make tpu-aot
+    python -m benchmarks.tpu --topologies=v5e:2x2 --lengths=2048,4096,8192,16384,32768
+
+One layer is q, k, v -> out, without projections, Kerple and DAPE 1x3 unless flags say otherwise, in bfloat16. Written
+are a table, OUTPUT/tpu.json and OUTPUT/tpu.png. The columns:
+
+    direction     forward, or backward: forward and the gradients of everything in one program
+    temp MiB      temporary memory of the compiled program, inputs and outputs not counted
+    GB            moved between main memory and chip: blocks that the kernel's pipeline brings and takes back
+                  (`kernels.tpu.cost`), operands and results of everything else, bodies of loops as often as they run
+    bandwidth ms  the time that takes at the chip's bandwidth
+    schedule ms   the kernel's own instructions, one bundle for each cycle, as often as its loops run: an estimate that
+                  leaves out waiting for memory, and whatever is not the kernel's
+    compile s     seconds of compilation
+
+`naive` is `Dense`: what XLA makes of the layer, compiled for the same chip. Where it does not fit, the reason stands in
+the JSON. Its GB are the compiler's own count (`cost_analysis`), which is right where there are no loops.
+
+The schedule is read from the compiler's listing of its last pass, which is asked for with flags that nobody promises;
+where they are gone, the column is empty. Clocks (GHz) are no vendor's promise either: v4 1.05, v5e 1.5, v5p 1.75,
+v6e 1.64; v4 and v5p have two cores, which share sequences out.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from benchmarks.measure import define_flags, flag, from_flags
+from dape_jax import command_line
+from dape_jax.attention import Attention, Dense, Fused
+from dape_jax.biases import BIASES
+from dape_jax.errors import require
+from dape_jax.hlo import read_work
+from dape_jax.kernels import tpu
+from dape_jax.processors import DapeConfig
+from dape_jax.provenance import provenance
+from dape_jax.slices import find_libtpu, in_process, libtpu_version, read_topology, why_not
+from dape_jax.transformer import SIZES
+
+DIRECTIONS = ("forward", "backward")
+DRIVERS: dict[str, Attention] = {"fused": Fused(), "naive": Dense()}
+CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
+CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    topologies: tuple[str, ...] = flag(("v5e:2x2",), "Slices to compile for; one chip of each is used.")
+    lengths: tuple[int, ...] = flag((2048, 8192), "Sequence lengths in tokens.")
+    models: tuple[str, ...] = flag(("125m",), f"Whose heads and head widths: {', '.join(SIZES)}.")
+    directions: tuple[str, ...] = flag(DIRECTIONS, "What to compile.")
+    drivers: tuple[str, ...] = flag(("fused",), "fused, or naive for what XLA makes of it.")
+    batch: int = flag(1, "Batch size B.")
+    kernel_width: int = flag(3, "Kernel width W of DAPE.")
+    channels: int = flag(32, "Hidden channels C of DAPE.")
+    bias: str = flag("kerple", "Position bias.")
+    output: str = flag("results/tpu", "Directory of the JSON and the picture.")
+
+    def __post_init__(self):
+        for name, allowed in {"models": SIZES, "directions": DIRECTIONS, "drivers": DRIVERS}.items():
+            value = getattr(self, name)
+            require(bool(value) and set(value) <= set(allowed), f"--{name}", value, f"some of {tuple(allowed)}")
+        require(self.bias in BIASES, "--bias", self.bias, f"one of {tuple(BIASES)}")
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "lengths of 1 or more")
+        for topology in self.topologies:
+            hardware = read_topology(topology)
+            require(hardware.is_tpu, "--topologies", topology, "slices of TPUs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One line of the table."""
+
+    topology: str
+    model: str
+    length: int
+    direction: str
+    driver: str
+    settings: Settings
+
+
+def compile_layer(request: Request) -> dict[str, Any]:
+    """Compile a layer for one chip and read what it takes; in a process of its own, see `slices.in_process`."""
+    options = {"chip_config_name": "megacore"} if request.topology.startswith("v4") else {}
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=request.topology, **options).devices
+    mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
+    settings, sizes = request.settings, SIZES[request.model]
+    H, K = sizes["num_heads"], sizes["width"] // sizes["num_heads"]
+    rngs = nnx.Rngs(0)
+    bias = BIASES[settings.bias]().build(H, K, rngs)
+    config = DapeConfig(settings.kernel_width, settings.channels)
+    graphdef, params = nnx.split((bias, config.build(H, has_bias=bias is not None, dtype=jnp.bfloat16, rngs=rngs)))
+
+    def shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def forward(params, q_BTHK, k_BSHK, v_BSHK):
+        bias, processor = nnx.merge(graphdef, params)
+        pos_T = jnp.arange(request.length)
+        return DRIVERS[request.driver](q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=bias, processor=processor)
+
+    def backward(params, q_BTHK, k_BSHK, v_BSHK, dout_BTHK):
+        out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
+        return out_BTHK, pullback(dout_BTHK)
+
+    params = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
+    arrays = [shape((settings.batch, request.length, H, K), jnp.bfloat16)] * (3 + (request.direction == "backward"))
+    started = time.monotonic()
+    with jax.set_mesh(mesh):
+        try:
+            step = {"forward": forward, "backward": backward}[request.direction]
+            compiled = jax.jit(step).lower(params, *arrays).compile()
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            return {"fits": False, "reason": why_not(str(error))}
+        seconds = time.monotonic() - started
+        tilings = tpu.tilings(arrays[0], arrays[1], config, dtype=jnp.dtype(jnp.bfloat16), apart=1, window=None)
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    costs = [tpu.cost(t, settings.batch, 2) for t in tilings[: 1 + (request.direction == "backward")]]
+    try:
+        moved = read_work(compiled.as_text() or "").hbm_bytes
+    except jax.errors.JaxRuntimeError:  # of some programs for v5p and v6e the compiler cannot read its own text
+        moved = None
+    if request.driver == "naive":
+        moved = (compiled.cost_analysis() or {}).get("bytes accessed")
+    return {
+        "fits": True,
+        "temporary_mib": stats.temp_size_in_bytes / MIB,
+        "peak_mib": stats.peak_memory_in_bytes / MIB,
+        "hbm_bytes": moved,
+        "kernel_bytes": [cost.bytes_accessed for cost in costs] if request.driver == "fused" else None,
+        "kernel_flops": [cost.flops for cost in costs] if request.driver == "fused" else None,
+        "compile_s": seconds,
+        "steps": [tpu.num_steps(t) * settings.batch for t in tilings] if request.driver == "fused" else None,
+        "groups": [t.block // tpu.GROUP // t.unroll for t in tilings] if request.driver == "fused" else None,
+        "runs": [t.num_blocks * settings.batch for t in tilings[:1]]
+        + [t.num_windows * settings.batch for t in tilings[1:]]
+        if request.driver == "fused"
+        else None,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A run of bundles between two labels of the compiler's listing."""
+
+    label: str
+    num_bundles: int
+    has_matmul: bool
+
+
+def read_regions(listing: str) -> list[Region]:
+    """Cut a listing of bundles at its labels: LB begins the body of a loop, PF what a condition jumps over."""
+    regions: list[Region] = []
+    label, start, address, has_matmul = "entry", 0, 0, False
+    for line in listing.splitlines():
+        found = re.match(r"^\s*(0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:(.*)$", line)
+        if not found:
+            continue
+        address = int(found[1], 16)
+        if found[2]:
+            regions.append(Region(label, address - start, has_matmul))
+            label, start, has_matmul = found[2], address, False
+        has_matmul = has_matmul or "vmatmul" in found[3]
+    return [*regions, Region(label, address + 1 - start, has_matmul)]
+
+
+def bundles(regions: list[Region], steps: int, groups: int, runs: int) -> int:
+    """Bundles that a kernel issues.
+
+    Of two loops over groups the first is that of the first window of columns, which only some steps are; all count as
+    the second. What else multiplies matrices is in every step; the rest counts once for every block of rows (or, in the
+    backward pass, window of columns).
+    """
+    loops = [region.num_bundles for region in regions if region.label == "LB" and region.has_matmul]
+    of_step = sum(region.num_bundles for region in regions if region.label != "LB" and region.has_matmul)
+    rest = sum(region.num_bundles for region in regions if not region.has_matmul)
+    return steps * (groups * loops[-1] + of_step) + runs * rest
+
+
+def schedule_ms(folder: Path, outcome: dict[str, Any], topology: str) -> list[float] | None:
+    """Milliseconds of each pass by the compiler's listings in a folder; None if there are none."""
+    chip, times = topology.partition(":")[0], []
+    for i, (name, _) in enumerate(zip(("dape_forward", "dape_backward"), outcome["kernel_bytes"], strict=False)):
+        listings = [
+            file for file in folder.glob("*-final_bundles.txt") if name in file.name and "schedule-" not in file.name
+        ]
+        if not listings:
+            return None
+        regions = read_regions(listings[0].read_text(errors="replace"))
+        count = bundles(regions, *(outcome[field][i] for field in ("steps", "groups", "runs")))
+        times.append(1e3 * count / CLOCK_HZ[chip] / CORES[chip])
+    return times
+
+
+def measure(request: Request, libtpu: Path) -> dict[str, Any]:
+    """One line: what the compiler says, and what follows from it."""
+    chip = read_topology(request.topology).chip
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{wanted} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+        outcome = in_process(compile_layer, request, libtpu)
+        row = {"topology": request.topology, "model": request.model, "length": request.length}
+        row |= {"direction": request.direction, "driver": request.driver} | outcome
+        if not outcome["fits"]:
+            return row
+        times = schedule_ms(Path(folder), outcome, request.topology) if request.driver == "fused" else None
+    moved = outcome["hbm_bytes"] or sum(outcome["kernel_bytes"] or [0])
+    return row | {
+        "bandwidth_ms": 1e3 * moved / chip.hbm_bytes_per_second,
+        "schedule_ms": times,
+        "schedule_total_ms": None if times is None else sum(times),
+    }
+
+
+def text_table(rows: list[dict[str, Any]]) -> str:
+    """The table for a terminal."""
+    header = ["slice", "model", "length", "direction", "", "temp MiB", "GB", "bandwidth ms", "schedule ms", "compile s"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        first = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["driver"]]
+        if not row["fits"]:
+            return [*first, "does not fit", "", "", "", ""]
+        moved = row["hbm_bytes"] or sum(row["kernel_bytes"])
+        schedule = row["schedule_total_ms"]
+        return [
+            *first,
+            f"{row['temporary_mib']:,.1f}",
+            f"{moved / 1e9:.3f}",
+            f"{row['bandwidth_ms']:.2f}",
+            "-" if schedule is None else f"{schedule:.2f}",
+            f"{row['compile_s']:.0f}",
+        ]
+
+    lines = [header, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def plot(rows: list[dict[str, Any]], file: Path) -> None:
+    """Draw memory and time against length, forward and backward together."""
+    figure, (memory, times) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
+    lines: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
+    for row in rows:
+        if row["fits"] and row["direction"] == "backward":
+            lines[row["topology"].partition(":")[0], row["model"], row["driver"]].append(row)
+    for name, points in lines.items():
+        points = sorted(points, key=lambda row: row["length"])
+        lengths = [row["length"] for row in points]
+        memory.plot(lengths, [row["temporary_mib"] for row in points], marker="o", label=" ".join(name))
+        field = "schedule_total_ms" if all(row.get("schedule_total_ms") for row in points) else "bandwidth_ms"
+        style = "-" if field == "schedule_total_ms" else "--"
+        times.plot(lengths, [row[field] for row in points], style, marker="o", label=f"{' '.join(name)}, {field[:-3]}")
+    memory.set_ylabel("temporary memory (MiB)")
+    times.set_ylabel("estimated time (ms)")
+    ticks = sorted({row["length"] for row in rows})
+    for axes in (memory, times):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, [str(length) for length in ticks], rotation=30)
+        axes.set_xlabel("sequence length (tokens)")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize=7)
+    figure.suptitle("one layer, forward and backward, compiled ahead of time", fontsize=10)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def main(_: list[str]) -> None:
+    """Flags, compilations, then what is left behind."""
+    settings = from_flags(Settings)
+    libtpu = find_libtpu()
+    asked = itertools.product(
+        settings.topologies, settings.models, settings.lengths, settings.directions, settings.drivers
+    )
+    rows = []
+    with tqdm(list(asked), unit="program", desc="tpu") as bar:
+        for names in bar:
+            bar.set_postfix_str(" ".join(map(str, names)))
+            rows.append(measure(Request(*names, settings), libtpu))
+    directory = Path(settings.output)
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"rows": rows, "libtpu": libtpu_version(libtpu)} | provenance()
+    (directory / "tpu.json").write_text(json.dumps(content, indent=1) + "\n")
+    (directory / "tpu.txt").write_text(text_table(rows) + "\n")
+    plot(rows, directory / "tpu.png")
+    print(f"\n{text_table(rows)}\n\nresults: {directory}")
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
