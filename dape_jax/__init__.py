@@ -15,13 +15,13 @@ same letters, and the parameters of the model are named the same way, which is w
 `axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
 stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
 
-Reading order: positions, biases, contextual, processors, attention, transformer, sharding, data, tasks, training,
+Reading order: positions, biases, contextual, processors, attention, kernels, transformer, sharding, data, tasks, training,
 evaluation.
 
 What stands below is for use in other programs, and stable: `docs/library.md`.
 """
 
-from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Dense, Scores, attend, masked_softmax, score
+from dape_jax.attention import IMPLEMENTATIONS, Auto, Blockwise, Dense, Fused, Scores, attend, masked_softmax, score
 from dape_jax.biases import (
     BIASES,
     T5,
@@ -75,6 +75,8 @@ __all__ = [  # noqa: RUF022
     "attend",
     "Dense",
     "Blockwise",
+    "Fused",
+    "Auto",
     "score",
     "Scores",
     "masked_softmax",

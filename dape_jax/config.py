@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
-from dape_jax.attention import IMPLEMENTATIONS
+from dape_jax.attention import IMPLEMENTATIONS, Auto, Fused
 from dape_jax.biases import BIASES
 from dape_jax.contextual import CONTEXTUAL
 from dape_jax.data.store import DataConfig
@@ -189,6 +189,9 @@ class TaskRunConfig(_Run):
         lengths = {"train.train_length": self.train.train_length, "evaluation.lengths": max(self.evaluation.lengths)}
         for field in sorted(lengths, key=lengths.__getitem__, reverse=True):
             self.data.check_length(field, lengths[field])
+        neighbours = self.model.causal and isinstance(self.model.attention, Auto | Fused)
+        allowed = "dense or blockwise in a causal model: a kernel needs neighbouring positions, and these may be drawn"
+        require(not neighbours, "model.attention", self.model.attention, allowed)
         changes = self.model.processor.why_not_cached
         for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
             require(changes is None or pad_to == 1, field, pad_to, f"1, since padding is appended, and {changes}")

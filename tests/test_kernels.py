@@ -4,6 +4,7 @@ What each must give is what a row by itself gives, in float64. A kernel is inter
 TPUs that are not here is tested at the foot, with libtpu.
 """
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -11,7 +12,9 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import tiny
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,12 +25,14 @@ from test_golden import FLOAT32_FACTOR, build, files, heads_last, load, name
 from dape_jax import attention
 from dape_jax.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
 from dape_jax.biases import BIASES
+from dape_jax.config import read_model
 from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
 from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
 from dape_jax.positions import Rope
 from dape_jax.processors import DapeConfig, PlainConfig
 from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
+from dape_jax.transformer import Transformer
 
 DRIVERS = {
     "dense": Dense(),
@@ -407,6 +412,30 @@ def test_every_column_that_counts_is_some_window_s_own(length, width, causal, wi
             step = tpu._Step(t, place + apart * block * i, j * t.own - t.halo[0])
             assert 0 <= step.slab - t.room
             assert step.slab + t.slab <= t.table_columns
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", KERNELS)
+def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(driver):
+    """A language model whose layers are scanned and rematerialised: loss and gradients of all parameters."""
+    tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, 257)
+
+    def loss_and_gradients(attention):
+        spec = copy.deepcopy(tiny.SPEC["model"]) | {"remat": "full", "attention": attention}
+        config = read_model(spec)
+        model = Transformer(config, rngs=nnx.Rngs(0))
+
+        @nnx.jit
+        @nnx.value_and_grad
+        def loss(model):
+            logits = model(tokens)
+            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+        loss, gradients = loss(model)
+        return loss, nnx.to_pure_dict(gradients)
+
+    found, dense = (loss_and_gradients({"name": "fused", "platform": driver}), loss_and_gradients({"name": "dense"}))
+    assert_close(jax.device_get(found), jax.device_get(dense), 1e-6)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "library.md"
 # What other programs rely on. To take a name or an argument away, or to change the name or the shape of a parameter,
 # breaks them: whoever edits this decides to.
 STABLE = {
-    *("attend", "Dense", "Blockwise", "score", "Scores", "masked_softmax"),
+    *("attend", "Dense", "Blockwise", "Fused", "Auto", "score", "Scores", "masked_softmax"),
     *("dape", "key_convolution", "distances", "alibi", "alibi_slopes", "kerple", "kerple_power", "sandwich", "t5"),
     *("fire", "cope", "transformer_xl"),
     *("Dape", "Plain", "Alibi", "Kerple", "Sandwich", "T5", "Fire", "Cope", "TransformerXL"),
@@ -59,6 +59,8 @@ ARGUMENTS = {  # as inspect names them; those after a * are given by name
     "transformer_xl": "q_BTHK k_BSGK q_pos_T k_pos_S relative_DHK content_HK position_HK dtype",
     "make_cache": "config batch length",
     "Blockwise": "block_size num_buckets",
+    "Fused": "platform",
+    "Auto": "block_size num_buckets",
     "Scores": "scores_BHTS bias_BHTS mask_TS",
     "Cache": "k_LBSGK v_LBSGK",
     "DapeConfig": "kernel_width channels alignment edge residual leak inputs init",

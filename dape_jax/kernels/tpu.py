@@ -821,10 +821,9 @@ def _slabs(t: Tiling, table: Array, place: Callable[..., Any]) -> list[tuple[Arr
     """The slab of a step in parts, one beside the other; `place` says the step's block and window."""
 
     def part(i: int) -> pl.BlockSpec:
-        def index(b, *step):
-            first_ref = step[-1]
-            begin = t.step(*place(b, *step), first_ref[0]).slab - t.room
-            return 0, begin // LANES + i
+        def index(b, outer, inner, first_ref):
+            block, window = place(b, outer, inner, first_ref)
+            return 0, (t.step(block, window, first_ref[0]).slab - t.room) // LANES + i
 
         return pl.BlockSpec((table.shape[0], LANES), index)
 
