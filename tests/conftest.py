@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
@@ -25,3 +26,15 @@ def float64():
     """Double precision inside one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def libtpu() -> Path:
+    """The compiler for TPUs."""
+    from dape_jax.errors import InputError
+    from dape_jax.slices import find_libtpu
+
+    try:
+        return find_libtpu()
+    except InputError as error:
+        pytest.skip(str(error))

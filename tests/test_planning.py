@@ -323,14 +323,6 @@ def test_the_command_line_writes_what_it_prints(tmp_path):
 # ---- the real compiler
 
 
-@pytest.fixture
-def libtpu() -> Path:
-    try:
-        return slices.find_libtpu()
-    except InputError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.slow
 def test_libtpu_knows_the_slices_of_the_table(libtpu):
     code = """
