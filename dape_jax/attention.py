@@ -144,8 +144,9 @@ def attend(
     probs_BHTS = masked_softmax(processor(*scores), scores.mask_TS).astype(v_BSGK.dtype)
     batch, num_rows, heads, head_dim = q_BTHK.shape
     probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
-    out_BTGRK = jnp.einsum("BGRTS,BSGK->BTGRK", probs_BGRTS, v_BSGK, preferred_element_type=dtype)
-    return out_BTGRK.reshape(batch, num_rows, heads, head_dim).astype(v_BSGK.dtype)
+    out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", probs_BGRTS, v_BSGK, preferred_element_type=dtype)
+    out_BHTK = out_BGRTK.reshape(batch, heads, num_rows, head_dim).astype(v_BSGK.dtype)
+    return jnp.moveaxis(out_BHTK, 1, 2)
 
 
 def check(q_BTHK: Float[Array, "B T H K"], k_BSGK: Float[Array, "B S G K"], window: int | None) -> None:
@@ -285,10 +286,12 @@ class Blockwise:
         processor = Plain() if processor is None else processor
         block = min(self.block_size, num_rows)
         num_blocks = -(-num_rows // block)
-        # The last block is filled up with copies of the last row, which are cut off again.
+        # One head after the other, as matmuls read them: laid out so once, and not in every block. The last block is
+        # filled up with copies of the last row, which are cut off again.
+        q_BHTK, k_BGSK, v_BGSK = (jnp.moveaxis(x, 2, 1) for x in (q_BTHK, k_BSGK, v_BSGK))
         fill = (0, num_blocks * block - num_rows)
-        q_filled = jnp.pad(q_BTHK, ((0, 0), fill, (0, 0), (0, 0)), mode="edge")
-        q_blocks = jnp.moveaxis(q_filled.reshape(batch, num_blocks, block, heads, head_dim), 1, 0)
+        q_filled = jnp.pad(q_BHTK, ((0, 0), (0, 0), fill, (0, 0)), mode="edge")
+        q_blocks = jnp.moveaxis(q_filled.reshape(batch, heads, num_blocks, block, head_dim), 2, 0)
         pos_blocks = jnp.pad(q_pos_T, (fill,), mode="edge").reshape(num_blocks, block)
         first_columns = num_keys - apart * (num_rows - block * jnp.arange(num_blocks))
 
@@ -307,22 +310,25 @@ class Blockwise:
 
             def keys_of(first_column, num_read=num_read):
                 if not windowed:
-                    return k_BSGK[:, :num_read], v_BSGK[:, :num_read], k_pos_S[:num_read]
+                    return k_BGSK[:, :, :num_read], v_BGSK[:, :, :num_read], k_pos_S[:num_read]
                 begin = jnp.clip(first_column - (reach - 1) - left, 0, num_keys - num_read)
                 return tuple(
                     jax.lax.dynamic_slice_in_dim(x, begin, num_read, axis=axis)
-                    for x, axis in ((k_BSGK, 1), (v_BSGK, 1), (k_pos_S, 0))
+                    for x, axis in ((k_BGSK, 2), (v_BGSK, 2), (k_pos_S, 0))
                 )
 
             @jax.checkpoint
             def rows_of_block(q, pos, first_column, keys_of=keys_of):
                 k, v, k_pos = keys_of(first_column)
-                return attend(q, k, v, pos, k_pos, bias=bias, processor=processor, causal=causal, window=window)
+                q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
+                out = attend(q, k, v, pos, k_pos, bias=bias, processor=processor, causal=causal, window=window)
+                return jnp.moveaxis(out, 2, 1)
 
             blocks = (q_blocks[start:stop], pos_blocks[start:stop], first_columns[start:stop])
             outs.append(jax.lax.map(lambda block: rows_of_block(*block), blocks))
         out_blocks = jnp.concatenate(outs)
-        return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
+        out_BHTK = jnp.moveaxis(out_blocks, 0, 2).reshape(batch, heads, num_blocks * block, head_dim)[:, :, :num_rows]
+        return jnp.moveaxis(out_BHTK, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -418,7 +424,9 @@ class Blocks(NamedTuple):
 
 
 # By platform, from measurements and compiled programs: docs/kernel.md, "Without a kernel".
-BLOCKS = {"cpu": Blocks(32, 4), "gpu": Blocks(128, 4), "tpu": Blocks(128, 1)}
+# On a TPU one bucket, since each is a loop that takes the compiler some ten seconds; and 32 rows, so that what a block
+# holds stays in vector memory: by the compiler's cycles 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
+BLOCKS = {"cpu": Blocks(32, 4), "gpu": Blocks(128, 4), "tpu": Blocks(32, 1)}
 FUSED_ON = ("tpu",)  # The kernel for GPUs has never been timed on one: ask for it by name, `Fused`.
 
 

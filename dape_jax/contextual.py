@@ -56,8 +56,10 @@ def products(
     """Q K^T, accumulated in `dtype`. Each of the G key heads serves H / G neighbouring query heads."""
     batch, num_keys, groups, head_dim = k_BSGK.shape
     num_rows, heads = q_BTHK.shape[1:3]
-    q_BTGRK = jnp.broadcast_to(q_BTHK, (batch, *q_BTHK.shape[1:])).reshape(batch, num_rows, groups, -1, head_dim)
-    scores_BGRTS = jnp.einsum("BTGRK,BSGK->BGRTS", q_BTGRK, k_BSGK, preferred_element_type=dtype)
+    # Rows next to columns: in another order the product would have to be transposed before it is a score.
+    q_BHTK = jnp.moveaxis(jnp.broadcast_to(q_BTHK, (batch, *q_BTHK.shape[1:])), 2, 1)
+    q_BGRTK = q_BHTK.reshape(batch, groups, -1, num_rows, head_dim)
+    scores_BGRTS = jnp.einsum("BGRTK,BSGK->BGRTS", q_BGRTK, k_BSGK, preferred_element_type=dtype)
     return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
 
 

@@ -13,11 +13,11 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Dense, attend, attend_on_mesh, visible
+from dape_jax.attention import Blockwise, Dense, attend, attend_on_mesh, visible
 from dape_jax.biases import BIASES
 from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
-from dape_jax.processors import PROCESSORS, DapeConfig, PlainConfig
+from dape_jax.processors import PROCESSORS, DapeConfig, PlainConfig, key_convolution
 from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
 
 ALL_BIASES = BIASES | CONTEXTUAL
@@ -60,8 +60,9 @@ class Cached:
         return jnp.concatenate(outs, axis=1)
 
 
-SMALL = {"blockwise": Blockwise(block_size=4, num_buckets=3)}  # several blocks and buckets at the lengths used here
-IMPLEMENTED = {name: SMALL.get(name) or make() for name, make in IMPLEMENTATIONS.items()} | {"cached": Cached()}
+# Several blocks and buckets at the lengths used here. The kernels, and what chooses: `test_kernels.py`.
+PORTABLE = {"dense": Dense(), "blockwise": Blockwise(block_size=4, num_buckets=3)}
+IMPLEMENTED = PORTABLE | {"cached": Cached()}
 
 
 def fits(bias: str, processor: str, *others: str) -> bool:
@@ -382,7 +383,7 @@ def test_a_window_is_what_its_picture_shows():
 
 
 @pytest.mark.parametrize("bias", ["kerple", "cope", "transformer_xl"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_grouped_heads_are_shared_heads(bias, implementation):
     """Two key heads for six query heads: the same as each of the two written down three times, gradients summed."""
     params, run = make_layer(bias, "dape3", heads=6)
@@ -468,6 +469,55 @@ def test_blocks_leave_in_what_a_row_reads(width, options, window):
     np.testing.assert_allclose(blocks, whole, atol=2e-6)
 
 
+@pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
+def test_a_batch_is_its_sequences(bias, processor):
+    """Each for itself gives the same values; parameters that all share have the sum of the gradients of each."""
+    params, run = make_layer(bias, processor)
+    qkv = make_qkv(9, batch=3)
+    weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
+
+    @jax.jit
+    def value_and_grads(qkv, weight):
+        def loss(params, qkv):
+            out = run(params, *qkv, Blockwise(block_size=4, num_buckets=2))
+            return (out * weight).sum(), out
+
+        (of_params, of_qkv), out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+        return of_params, (of_qkv, out)
+
+    shared, own = value_and_grads(qkv, weight)
+    each = [value_and_grads([x[b : b + 1] for x in qkv], weight[b : b + 1]) for b in range(3)]
+    close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
+    chex.assert_trees_all_close(shared, jax.tree.map(lambda *x: sum(x), *(of_params for of_params, _ in each)), **close)
+    chex.assert_trees_all_close(
+        own, jax.tree.map(lambda *x: jnp.concatenate(x), *(of_own for _, of_own in each)), **close
+    )
+
+
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(1, 7), st.integers(0, 6), st.integers(0, 6), st.integers(1, 9), st.sampled_from(["float32", "bfloat16"])
+)
+def test_matmuls_and_convolution_agree(monkeypatch, width, left, right, columns, dtype):
+    """What a TPU computes with matmuls is what all others compute with a convolution, gradients too."""
+    left, right = min(left, width - 1), min(right, width - 1)
+    columns = max(columns, width)
+    x, kernel, dy = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 3, columns, 4), (width, 4, 5), (2, 3, columns + left + right - width + 1, 5)])
+    )
+    x, kernel = x.astype(dtype), kernel.astype(dtype)
+
+    def value_and_grads(platform):
+        monkeypatch.setattr("dape_jax.processors.device_platform", lambda: platform)
+        y, pullback = jax.vjp(lambda x, kernel: key_convolution(x, kernel, left, right), x, kernel)
+        return y, *pullback(dy)
+
+    found, expected = (value_and_grads(platform) for platform in ("tpu", "cpu"))
+    assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
+    chex.assert_trees_all_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5)
+
+
 @pytest.mark.parametrize("width", range(1, 12))
 @pytest.mark.parametrize("alignment", ["centered", "causal"])
 def test_what_a_column_reads(width, alignment):
@@ -532,7 +582,7 @@ def test_identity_starts_as_the_base(bias):
 
 
 @pytest.mark.parametrize("width", [1, 3, 5, 7])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", PORTABLE)
 def test_listing_edge_differs_from_prefix_edge_in_the_last_rows_alone(width, implementation):
     """The paper's listing changes its last W//2 rows when a key is appended; that is all that sets it apart."""
     half = width // 2
@@ -602,7 +652,7 @@ def test_blockwise_memory_is_linear_in_length():
 
 
 def test_a_window_bounds_what_a_block_reads():
-    """With a window, temporary memory grows by no more than the blocks of queries and of results."""
+    """With a window, temporary memory grows by queries, keys, values and results laid out in blocks, and no more."""
 
     def temporary_bytes(length, window):
         params, run = make_layer("kerple", "dape3", heads=4, head_dim=16)
@@ -611,7 +661,7 @@ def test_a_window_bounds_what_a_block_reads():
         return forward.lower(params, qkv).compile().memory_analysis().temp_size_in_bytes / (qkv[0].nbytes / length)
 
     windowed, whole = (temporary_bytes(4096, window) - temporary_bytes(2048, window) for window in (128, None))
-    assert windowed < 2.1 * 2048  # in rows of queries
+    assert windowed < 4.1 * 2048  # in rows of queries
     assert whole > 4 * windowed
 
 
