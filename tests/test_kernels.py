@@ -275,6 +275,7 @@ def test_positions_that_do_not_neighbour_give_nan(driver):
     assert np.isfinite(run(q, k, v, 5 + pos, 5 + pos)).all()
     assert np.isnan(run(q, k, v, 2 * pos, 2 * pos)).all()
     assert np.isnan(run(q, k, v, pos, pos.at[-1].set(-1))).all()
+    assert np.isnan(run(q, k, v, 1 + pos, pos)).all()
 
 
 def shapes(case: Case, dtype=jnp.float32):

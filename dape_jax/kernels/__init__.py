@@ -101,8 +101,8 @@ def attend_fused(
         k_BSGK: see `attend`.
         v_BSGK: see `attend`.
         q_pos_T: positions of the queries, each `apart` after the one before it.
-        k_pos_S: positions of the keys, each one after the one before it. Where positions turn out to be others, which
-            is known when the program runs, all values are NaN.
+        k_pos_S: positions of the keys, each one after the one before it, with those of the queries among them. Where
+            positions turn out to be others, which is known when the program runs, all values are NaN.
         bias: see `attend`; a function of the distance.
         processor: see `attend`; a `Dape`.
         causal: see `attend`; True.
@@ -127,6 +127,8 @@ def attend_fused(
     if reason is not None:
         raise NotImplementedError(f"no fused attention for this: {reason}")
     first = (q_pos_T[0] - k_pos_S[0]).astype(jnp.int32)  # the column at which the first row stands
+    neighbours = jnp.all(jnp.diff(q_pos_T) == apart) & jnp.all(jnp.diff(k_pos_S) == 1)
+    neighbours &= (first >= 0) & (q_pos_T[-1] <= k_pos_S[-1])
     operator = make_operator(
         bias,
         processor,
@@ -136,7 +138,7 @@ def attend_fused(
         first=first,
         apart=apart,
         window=window,
-        valid=jnp.all(jnp.diff(q_pos_T) == apart) & jnp.all(jnp.diff(k_pos_S) == 1),
+        valid=neighbours,
     )
     return KERNELS[platform](
         q_BTHK,

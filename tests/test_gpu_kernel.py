@@ -1,0 +1,271 @@
+"""The kernels for GPUs: interpreted, with tiles so small that there are several of everything, and lowered for CUDA."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from dape_jax.attention import attend
+from dape_jax.biases import BIASES
+from dape_jax.kernels import attend_fused, gpu
+from dape_jax.processors import DapeConfig
+
+PROCESSORS = {
+    "W1": DapeConfig(kernel_width=1, channels=5),
+    "W3": DapeConfig(kernel_width=3, channels=5),
+    "W5": DapeConfig(kernel_width=5, channels=20),
+    "W7": DapeConfig(kernel_width=7, channels=5),
+    "causal2": DapeConfig(kernel_width=2, channels=5, alignment="causal"),
+    "causal4": DapeConfig(kernel_width=4, channels=5, alignment="causal"),
+    "equation2": DapeConfig(kernel_width=3, channels=5, residual=False),
+    "of_scores": DapeConfig(kernel_width=3, channels=5, inputs="scores"),
+    "of_bias": DapeConfig(kernel_width=3, channels=5, inputs="bias"),
+}
+FUSED = functools.partial(attend_fused, platform="gpu", interpret=True)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Blocks of 16 rows and programs of 16 offsets: a few dozen rows have several of both, and several runs.
+
+    Taps are a loop where there are more than five.
+    """
+    monkeypatch.setattr(gpu, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(gpu, "LANES", 16)
+    monkeypatch.setattr(gpu, "NUM_RUNS", 2)
+    monkeypatch.setattr(gpu, "UNROLLED", 1500)
+
+
+def make_layer(bias: str, processor: DapeConfig, heads: int, dtype=jnp.float32):
+    """Parameters of a bias and a processor, and a function of them."""
+    rngs = nnx.Rngs(0)
+    built = BIASES[bias]().build(heads, 4, rngs)
+    layer = nnx.Dict(bias=built, processor=processor.build(heads, has_bias=built is not None, dtype=dtype, rngs=rngs))
+    graphdef, params = nnx.split(layer, nnx.Param)
+    # What starts at 0 would hide what is made of it.
+    params = jax.tree.map(
+        lambda p: p if p.any() else 0.3 * jax.random.normal(jax.random.key(p.size), p.shape), nnx.to_pure_dict(params)
+    )
+
+    def run(attention, params, q, k, v, q_pos, k_pos, **options):
+        layer = nnx.merge(graphdef, params)
+        return attention(q, k, v, q_pos, k_pos, bias=layer.bias, processor=layer.processor, **options)
+
+    return params, run
+
+
+def compare(
+    bias: str,
+    processor: DapeConfig,
+    *,
+    length: int,
+    heads: int = 2,
+    kv_heads=None,
+    apart: int = 1,
+    first: int = 0,
+    window=None,
+):
+    """Values and all gradients, of every `apart`-th row from `first` on, against `attend`."""
+    params, run = make_layer(bias, processor, heads)
+    k_pos = jnp.arange(length) + 3
+    q_pos = k_pos[first::apart]
+    shapes = [(2, len(q_pos), heads, 4), *[(2, length, kv_heads or heads, 4)] * 2, (2, len(q_pos), heads, 4)]
+    q, k, v, weight = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
+
+    def step(attention):
+        def loss(*args):
+            out = run(attention, *args, q_pos, k_pos, window=window)
+            return (out * weight).sum(), out
+
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v)
+        grads[0]["processor"].pop("output_bias_H")  # 0, but for rounding
+        return out, grads
+
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=1e-4),
+        step(functools.partial(FUSED, apart=apart)),
+        step(attend),
+    )
+
+
+def case(bias, processor, fast=False, **options):
+    return pytest.param(bias, PROCESSORS[processor], options, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("bias", "processor", "options"),
+    [
+        case("kerple", "W3", fast=True, length=37, heads=3),
+        case("t5", "causal2", length=30, window=9, kv_heads=1),
+        case("alibi", "W1", length=50, heads=12),
+        case("sandwich", "W3", length=70, heads=4, kv_heads=2),
+        case("kerple", "W5", length=64, window=20, heads=20),
+        case("t5", "W7", length=40, heads=12),
+        case("nope", "causal4", length=35),
+        case("kerple", "W3", length=64, apart=2, first=0),
+        case("kerple", "W3", length=66, apart=2, first=1, window=21),
+        case("alibi", "causal4", length=66, apart=3, first=2),
+        case("kerple", "equation2", length=20),
+        case("kerple", "of_scores", length=20),
+        case("kerple", "of_bias", length=20),
+    ],
+)
+def test_equal_to_attend(bias, processor, options):
+    compare(bias, processor, **options)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_equal_to_attend_for_any_sizes(small_tiles, data):
+    """Any place of the rows among the keys, as a few rows of many too."""
+    heads = data.draw(st.sampled_from([1, 2, 6, 17]))
+    length, apart = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 3))
+    compare(
+        data.draw(st.sampled_from(["nope", "kerple", "t5"])),
+        data.draw(st.sampled_from(list(PROCESSORS.values())[:6])),
+        length=length,
+        heads=heads,
+        kv_heads=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
+        apart=apart,
+        first=data.draw(st.integers(0, length - 1)),
+        window=data.draw(st.none() | st.integers(1, length)),
+    )
+
+
+def test_what_no_kernel_writes_is_not_read():
+    """The interpreter fills outputs with NaN: where a row sees no key that is what is left, and it goes no further."""
+    plan = gpu.Plan(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, apart=1, interpret=True)
+    rows, keys, taps = 16, 40, plan.together * plan.filled
+    shapes = [(2, 2, rows, keys), (taps, 16), (taps, 16), (keys + 1, 16), (keys + 1, 16), (1, rows, 16)]
+    operands = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
+    place = jnp.array([2, 0], jnp.int32)
+    out, pull = jax.vjp(lambda *operands: gpu.process(plan, place, *operands), *operands)
+    seen = np.asarray(gpu.seen(plan, *place, rows, keys))
+    assert np.isnan(out[:, :, ~seen]).all()
+    assert np.isfinite(out[:, :, seen]).all()
+
+    d_out = jax.random.normal(jax.random.key(9), out.shape)
+    grads, poisoned = pull(d_out), pull(jnp.where(seen, d_out, jnp.nan))
+    jax.tree.map(np.testing.assert_array_equal, grads, poisoned)
+    assert all(np.isfinite(grad).all() and np.abs(grad).max() > 1e-3 for grad in grads)
+    np.testing.assert_array_equal(grads[0][:, :, ~seen], 0)
+
+
+def test_positions_that_are_no_neighbours_give_nan():
+    """Not what a table over distances says: in every row, those that see no key too."""
+    params, run = make_layer("kerple", PROCESSORS["W1"], heads=2)
+    q, k, v = (jax.random.normal(jax.random.key(n), (1, 8, 2, 4)) for n in range(3))
+    pos = jnp.arange(8)
+    step = jax.jit(functools.partial(run, FUSED))
+    assert np.isfinite(step(params, q, k, v, pos, pos)).all()
+    assert np.isnan(step(params, q, k, v, pos, pos.at[0].set(4))).all()
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close_to_float32():
+    """Values and gradients are about as close as those of `attend` in bfloat16."""
+    length, heads = 40, 4
+    pos = jnp.arange(length)
+    qkv = [jax.random.normal(jax.random.key(n), (1, length, heads, 16)).astype(jnp.bfloat16) for n in range(3)]
+
+    def step(attention, dtype):
+        params, run = make_layer("kerple", PROCESSORS["W3"], heads, dtype)
+
+        def loss(*args):
+            out = run(attention, *args, pos, pos).astype(jnp.float32)
+            return (out**2).sum(), out
+
+        args = (params, *(x.astype(dtype) for x in qkv))
+        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*args)
+        grads[0]["processor"].pop("output_bias_H")  # 0, but for rounding
+        return out, grads
+
+    exact = step(attend, jnp.float32)
+
+    def errors(some):
+        return jax.tree.map(lambda x, y: np.linalg.norm(x.astype(jnp.float32) - y) / np.linalg.norm(y), some, exact)
+
+    ours, theirs = errors(step(FUSED, jnp.bfloat16)), errors(step(attend, jnp.bfloat16))
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(a, 2 * b + 2**-9), ours, theirs)
+    assert ours[0] > 1e-4, "the dtype made no difference"
+
+
+def on_mesh(attention, mesh, **options):
+    """Gradients of a loss over sequences that differ between devices, and parameters that do not; and arguments."""
+    params, run = make_layer("kerple", PROCESSORS["W3"], heads=2)
+    pos = jnp.arange(12)
+    qkv = [jax.random.normal(jax.random.key(n), (2, 12, 2, 4)) for n in range(3)]
+
+    def loss(*args):
+        return jax.lax.psum((run(attention, *args, pos, pos) ** 2).sum(), "data")
+
+    share, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
+    loss = jax.shard_map(loss, mesh=mesh, in_specs=(whole, share, share, share), out_specs=whole, **options)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))), (params, *qkv)
+
+
+def test_on_a_mesh():
+    """Gradients are summed over devices. (The interpreter knows nothing of axes that an array varies over.)"""
+    meshes = [jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in (2, 1)]
+    (step, args), (on_one, _) = (on_mesh(FUSED, mesh, check_vma=False) for mesh in meshes)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), step(*args), on_one(*args))
+
+
+def lower_for_cuda(step, *args) -> set[str]:
+    """Names of the kernels in what is handed to Triton."""
+    triton_call = jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=H200)):
+        exported = jax.export.export(step, platforms=["cuda"], disabled_checks=[triton_call])(*args)
+    return set(re.findall(r"dape_\w+_kernel", exported.mlir_module()))
+
+
+H200 = AbstractDevice("NVIDIA H200", None, "gpu")
+# JAX 0.11 announces that Pallas will lose its Triton backend.
+OUTDATED = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+ALL_KERNELS = {"dape_forward_kernel", "dape_scores_gradient_kernel", "dape_parameters_gradient_kernel"}
+
+
+@OUTDATED
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+def test_lowers_for_cuda(dtype):
+    """As far as Triton's language; what becomes of that only a GPU's compiler knows."""
+    params, run = make_layer("kerple", PROCESSORS["W3"], heads=12, dtype=dtype)
+    length = 300
+    pos = jnp.arange(length)
+    qkv = [jax.ShapeDtypeStruct((2, length, 12, 64), dtype)] * 3
+
+    def loss(*args):
+        return run(functools.partial(attend_fused, platform="gpu"), *args, pos, pos).astype(jnp.float32).sum()
+
+    assert lower_for_cuda(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))), params, *qkv) == ALL_KERNELS
+
+
+@OUTDATED
+def test_lowers_for_cuda_on_a_mesh():
+    """With a check of what varies over which axes, of layers in a scan, each computed again in the backward pass."""
+
+    def layers(q, *args, **options):
+        @jax.checkpoint
+        def layer(q, _):
+            return attend_fused(q, *args, **options, platform="gpu"), None
+
+        return jax.lax.scan(layer, q, length=2)[0]
+
+    step, args = on_mesh(layers, AbstractMesh((2,), ("data",), (AxisType.Auto,), abstract_device=H200))
+    assert lower_for_cuda(step, *args) == ALL_KERNELS
+
+
+def test_float64_is_refused(float64):
+    params, run = make_layer("nope", PROCESSORS["W1"], heads=2)
+    q = jnp.zeros((1, 4, 2, 4), jnp.float64)
+    with pytest.raises(NotImplementedError, match="float64"):
+        run(FUSED, params, q, q, q, jnp.arange(4), jnp.arange(4))
