@@ -1,381 +1,498 @@
-"""How fast is one DAPE attention layer, and how much memory does it take?
+"""How fast is one DAPE attention layer, how much memory does it take, and what does DAPE cost over plain attention?
 
     python -m benchmarks.attention --vs=torch --lengths=512,2048
+    python -m benchmarks.attention --vs=torch --lengths=512,1024,2048,4096,8192 --dtype=bfloat16 --output=results/gpu
 
-One layer is q, k, v -> out, without projections. Everything measured at one length and direction takes turns in one
-process (A B C A B C ..), so that a busy machine slows all of it, though not alike: threads that wait for each other, as
-PyTorch's do, suffer most. For a ratio to rely on, keep the machine quiet.
+The second is the measurement for a GPU. One layer is q, k, v -> out, without projections, with the heads of the paper's
+models. Everything measured at one model, length and direction takes turns in one process (A B C A B C ..), so that a
+busy machine slows all of it, though not alike: threads that wait for each other, as PyTorch's do, suffer most. For a
+ratio to rely on, keep the machine quiet.
 
-Written are a table, OUTPUT/<platform>.json and OUTPUT/<platform>.png. The columns:
+Timed are the implementations of `attention.py` (`dense` is what XLA makes of the formula); `plain jax`, causal
+attention without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN's on a GPU in bfloat16); and with `--vs=torch`,
+with the same weights and inputs, `torch eager` and `torch.compile`, the listing of the paper's appendix L
+(`listing.py`), and `plain torch`, PyTorch's `scaled_dot_product_attention`.
 
-    direction        forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
-    min, median      milliseconds of a call, over `--repeats`
-    x min, x median  minimum over torch's minimum, median over torch's median; below 1 is faster than torch
-    GFLOP/s          `layer_flops` over the minimum: the work of the layer, whatever the implementation makes of it
-    temp MiB         temporary memory of the compiled program, inputs and outputs not counted
-    compile s        seconds of compilation
+Written are a table, JSON and a picture, in OUTPUT under the platform's name. The columns:
 
-The JSON also holds `bytes_accessed_loops_once`, the compiler's count, which enters a loop's body once and so says
-little about `blockwise`; its count of FLOPs has the same flaw and is left out.
+    direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
+    min ms        of a call, over `--repeats`; the JSON has them all
+    / dense ..    time over that of dense, and peak memory over its; the same for torch eager, torch.compile, plain jax
+    peak MiB      memory of a call; see `measure.py`
+    GFLOP/s       `layer_work` over the minimum: the work of the layer, whatever the implementation makes of it
+    roofline      least time of `layer_work` on the chip over the minimum; for bfloat16 and the chips of `flops.py`
+    GFLOP, GB     matmuls, and memory traffic, of the compiled program in one run, loops as often as they run. Of a
+                  kernel of our own, what it says of itself, or is given and gives; not of PyTorch, which does not say
+    compile s     seconds of compilation
+    error         largest of those of out and of the gradients, |x - reference| / |reference| as vectors. The reference
+                  is dense, float32 at full precision, of the same inputs; for the listing with the listing's edge
 
-`--vs=torch` (CPU) times the listing of the paper's appendix L in eager PyTorch, with the same weights and inputs. That
-all outputs agree is checked with edge="listing"; what is timed is our default edge.
+What fails, for lack of memory for one, has a row without figures, and its reason above the table. Errors larger than
+rounding explains end the program with status 1, after everything is written.
 """
 
 import dataclasses
 import functools
-import json
-import os
-import time
+import gc
+import itertools
+import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
-from absl import flags
 from flax import nnx
 from jaxtyping import Array, Float
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks import listing
+from benchmarks.measure import (
+    MIB,
+    compile_program,
+    define_flags,
+    flag,
+    from_flags,
+    resident_bytes_of_call,
+    seconds_in_turns,
+    why_failed,
+)
 from dape_jax import command_line
-from dape_jax.attention import IMPLEMENTATIONS
+from dape_jax.attention import IMPLEMENTATIONS, Attention, Auto, Dense, Fused
+from dape_jax.biases import NopeConfig
 from dape_jax.config import CHOICES
 from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.flops import chip_of
+from dape_jax.kernels import KERNELS
 from dape_jax.processors import DapeConfig, PlainConfig
-from dape_jax.provenance import provenance
+from dape_jax.sharding import device_platform
+from dape_jax.transformer import SIZES
 
 DIRECTIONS = ("forward", "backward")
-DTYPES = ("float32", "bfloat16")
+# The largest errors that rounding explains: of what has a dim of tokens; and of the gradients of parameters, which are
+# sums of millions of terms of either sign. A GPU may multiply float32 with 10 bits of mantissa.
+TOLERANCES = {"float32": (5e-3, 2e-2), "bfloat16": (3e-2, 1e-1)}
 BIASES = CHOICES["bias"]
-TORCH_BIASES = ("nope", "alibi", "kerple")
-REST_S = 0.02  # between two calls: the threads of the one before go on spinning for a while
-
-
-def _flag(default: Any, text: str) -> Any:
-    """A field that `define_flags` makes a flag of."""
-    return dataclasses.field(default=default, metadata={"help": text})
+PLAIN = "plain jax"
+BASELINES = ("torch eager", "torch.compile", "dense", PLAIN)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The flags, checked."""
 
-    vs: str = _flag("", "`torch` to time the paper's listing in eager PyTorch as well.")
-    lengths: tuple[int, ...] = _flag((512,), "Sequence lengths in tokens.")
-    bias: str = _flag("kerple", f"Position bias: {', '.join(BIASES)}.")
-    kernel_width: int = _flag(3, "Kernel width W of DAPE; 0 for no DAPE.")
-    batch: int = _flag(1, "Batch size B.")
-    heads: int = _flag(12, "Heads H.")
-    head_dim: int = _flag(64, "Width K of one head.")
-    channels: int = _flag(32, "Hidden channels C of DAPE.")
-    implementations: tuple[str, ...] = _flag(tuple(IMPLEMENTATIONS), "What to time.")
-    block_size: int = _flag(32, "Rows in a block of `blockwise`.")
-    num_buckets: int = _flag(4, "Runs of rows with their own number of keys in `blockwise`.")
-    directions: tuple[str, ...] = _flag(DIRECTIONS, "What to time.")
-    repeats: int = _flag(10, "Timed calls of each.")
-    dtype: str = _flag("float32", f"Of q, k, v and the convolutions' operands: {', '.join(DTYPES)}.")
-    output: str = _flag("results/attention", "Directory of the JSON and the picture.")
+    vs: str = flag("", "`torch` to time the paper's listing, and plain attention, in PyTorch as well.")
+    models: tuple[str, ...] = flag(("125m",), f"Models whose heads the layer has: {', '.join(SIZES)}.")
+    lengths: tuple[int, ...] = flag((512,), "Sequence lengths in tokens.")
+    implementations: tuple[str, ...] = flag((), "What to time; all but `auto`, which is one of them, if not given.")
+    directions: tuple[str, ...] = flag(DIRECTIONS, "What to time.")
+    bias: str = flag("kerple", f"Position bias: {', '.join(BIASES)}.")
+    kernel_width: int = flag(3, "Kernel width W of DAPE; 0 for no DAPE.")
+    channels: int = flag(32, "Hidden channels C of DAPE.")
+    batch: int = flag(1, "Batch size B.")
+    dtype: str = flag("float32", f"Of q, k, v and the convolutions' operands: {', '.join(TOLERANCES)}.")
+    block_size: int | None = flag(None, "Rows in a block of `blockwise`; what suits the platform if not given.")
+    num_buckets: int | None = flag(None, "Runs of rows of `blockwise`; what suits the platform if not given.")
+    repeats: int = flag(10, "Timed calls of each.")
+    output: str = flag("results/attention", "Directory of the table, the JSON and the picture.")
 
     def __post_init__(self):
-        for name in ("batch", "heads", "head_dim", "channels", "block_size", "num_buckets", "repeats"):
-            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "1 or more")
+        for name in ("batch", "channels", "repeats", "block_size", "num_buckets"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--{name}", value, "1 or more")
         width = self.kernel_width
         require(width == 0 or (width > 0 and width % 2 == 1), "--kernel_width", width, "an odd width, or 0 for no DAPE")
         require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "lengths of 1 or more")
-        for name, allowed in {"implementations": IMPLEMENTATIONS, "directions": DIRECTIONS}.items():
+        for name, allowed in {"models": SIZES, "directions": DIRECTIONS, "implementations": IMPLEMENTATIONS}.items():
             value = getattr(self, name)
-            require(bool(value) and set(value) <= set(allowed), f"--{name}", value, f"some of {tuple(allowed)}")
+            is_given = bool(value) or name == "implementations"
+            require(is_given and set(value) <= set(allowed), f"--{name}", value, f"some of {tuple(allowed)}")
+        for name in ("models", "directions", "implementations", "lengths"):
+            value = getattr(self, name)
+            require(len(set(value)) == len(value), f"--{name}", value, "each once")
         require(self.bias in BIASES, "--bias", self.bias, f"one of {tuple(BIASES)}")
-        require(self.dtype in DTYPES, "--dtype", self.dtype, f"one of {DTYPES}")
+        require(self.dtype in TOLERANCES, "--dtype", self.dtype, f"one of {tuple(TOLERANCES)}")
         require(self.vs in ("", "torch"), "--vs", self.vs, "torch, or nothing")
         if self.vs:
-            require(self.bias in TORCH_BIASES, "--bias", self.bias, f"with --vs=torch, one of {TORCH_BIASES}")
-            require(self.dtype == "float32", "--dtype", self.dtype, "with --vs=torch, float32")
-            require(find_spec("torch") is not None, "--vs", self.vs, "needs PyTorch: pip install -e '.[torch]'")
+            require(self.bias in listing.BIASES, "--bias", self.bias, f"with --vs=torch, one of {listing.BIASES}")
+
+    @property
+    def process(self) -> DapeConfig | PlainConfig:
+        """What is done to scores."""
+        return DapeConfig(self.kernel_width, self.channels) if self.kernel_width else PlainConfig()
 
 
-def define_flags() -> None:
-    """One flag for each field of `Settings`."""
-    for field in dataclasses.fields(Settings):
-        default: Any = field.default
-        define: Any = {int: flags.DEFINE_integer, str: flags.DEFINE_string, tuple: flags.DEFINE_list}[type(default)]
-        define(field.name, list(map(str, default)) if isinstance(default, tuple) else default, field.metadata["help"])
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What takes turns: everything at one model, length and direction."""
 
+    settings: Settings
+    model: str
+    length: int
+    direction: str
 
-def settings_from_flags() -> Settings:
-    """Read the flags."""
-    given = flags.FLAGS.flag_values_dict()
-    lengths = given["lengths"]
-    require(all(length.isdecimal() for length in lengths), "--lengths", lengths, "whole numbers, parted by commas")
-    given["lengths"] = [int(length) for length in lengths]
-    values: dict[str, Any] = {field.name: given[field.name] for field in dataclasses.fields(Settings)}
-    for name in ("lengths", "implementations", "directions"):
-        values[name] = tuple(values[name])
-    return Settings(**values)
+    @property
+    def heads(self) -> int:
+        """H."""
+        return SIZES[self.model]["num_heads"]
+
+    @property
+    def head_dim(self) -> int:
+        """K."""
+        return SIZES[self.model]["width"] // self.heads
+
+    def inputs(self) -> list[Float[Array, "B T H K"]]:
+        """Queries, keys, values and a cotangent."""
+        shape = (self.settings.batch, self.length, self.heads, self.head_dim)
+        return [jax.random.normal(jax.random.key(i), shape, jnp.dtype(self.settings.dtype)) for i in range(4)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; the module's docstring says what the columns mean. None: not known, or not compared."""
+    """One line of the table; the module's docstring says what the columns mean. None: not known, or not compared.
 
+    Args:
+        model: whose heads.
+        length: T.
+        direction: of `DIRECTIONS`.
+        name: what was timed.
+        failed: why it could not be.
+        min_ms: of a call.
+        median_ms: of a call.
+        all_ms: of every call.
+        peak_mib: memory of a call.
+        temporary_mib: what of it is no result, by the compiler.
+        gflop_per_s: see `layer_work`.
+        roofline: share of it.
+        compiled_gflop: of the program's matmuls.
+        compiled_gbyte: of the program's memory traffic.
+        compile_s: seconds of compilation.
+        errors: of out, and of each gradient.
+        time_ratios: over each of `BASELINES` that was timed.
+        memory_ratios: the same.
+    """
+
+    model: str
     length: int
     direction: str
     name: str
-    min_ms: float
-    median_ms: float
-    gflop_per_s: float
-    min_ratio: float | None = None
-    median_ratio: float | None = None
+    failed: str | None = None
+    min_ms: float | None = None
+    median_ms: float | None = None
+    all_ms: tuple[float, ...] = ()
+    peak_mib: float | None = None
     temporary_mib: float | None = None
+    gflop_per_s: float | None = None
+    roofline: float | None = None
+    compiled_gflop: float | None = None
+    compiled_gbyte: float | None = None
     compile_s: float | None = None
-    bytes_accessed_loops_once: float | None = None
-    difference_from_torch: float | None = None
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    time_ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    memory_ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def error(self) -> float | None:
+        """The largest."""
+        return max(self.errors.values(), default=None)
 
 
 class Layer(nnx.Module):
     """What the parameters of one layer belong to: its bias and its processor."""
 
-    def __init__(self, settings: Settings, edge: str):
-        rngs = nnx.Rngs(0)
-        dape = (
-            DapeConfig(settings.kernel_width, settings.channels, edge=edge) if settings.kernel_width else PlainConfig()
-        )
-        self.bias = BIASES[settings.bias]().build(settings.heads, settings.head_dim, rngs)
-        self.processor = dape.build(settings.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
+    def __init__(self, case: Case, edge: str):
+        settings, rngs = case.settings, nnx.Rngs(0)
+        process = settings.process
+        if isinstance(process, DapeConfig):
+            process = dataclasses.replace(process, edge=edge)
+        self.bias = BIASES[settings.bias]().build(case.heads, case.head_dim, rngs)
+        self.processor = process.build(case.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
 
 
-def jax_function(settings: Settings, name: str, direction: str, edge: str = "prefix") -> tuple[Callable, nnx.State]:
-    """The function to time, (parameters, q, k, v, cotangent) -> out or (out, gradients), and the parameters."""
-    implementation = IMPLEMENTATIONS[name]
-    fields = [field.name for field in dataclasses.fields(implementation)]
-    attention = implementation(**{field: getattr(settings, field) for field in fields})
-    graphdef, params = nnx.split(Layer(settings, edge))
+def drivers(block_size: int | None, num_buckets: int | None) -> dict[str, Attention]:
+    """Every implementation as it is timed, by name; None for what suits the platform."""
+    auto = Auto(block_size, num_buckets)
+    blockwise = auto.blockwise(device_platform())
+    return {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused()}
+
+
+def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[..., dict[str, Any]], nnx.State]:
+    """The function to time, (parameters, q, k, v, cotangent) -> out and, backward, gradients; and the parameters."""
+    graphdef, params = nnx.split(Layer(case, edge))
+    of_cudnn = device_platform() == "gpu" and case.settings.dtype == "bfloat16"
 
     def forward(params, q_BTHK, k_BSHK, v_BSHK):
+        if name == PLAIN:
+            plain = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if of_cudnn else "xla")
+            return plain(q_BTHK, k_BSHK, v_BSHK, is_causal=True)
         layer = nnx.merge(graphdef, params)
         pos_T = jnp.arange(q_BTHK.shape[1])
-        return attention(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=layer.bias, processor=layer.processor)
+        driver = drivers(case.settings.block_size, case.settings.num_buckets)[name]
+        return driver(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=layer.bias, processor=layer.processor)
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, cotangent_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
-        return out_BTHK, pullback(cotangent_BTHK)
+        of_params, of_q, of_k, of_v = pullback(cotangent_BTHK)
+        results = {"out": out_BTHK, "q": of_q, "k": of_k, "v": of_v}
+        return results if name == PLAIN else results | {"parameters": of_params}
 
-    return {"forward": lambda *inputs: forward(*inputs[:-1]), "backward": backward}[direction], params
-
-
-def torch_function(settings: Settings, direction: str, arrays: list[Float[Array, "B T H K"]]) -> Callable[[], Any]:
-    """The same layer as a PyTorch user writes it after the paper's appendix L: everything at full size, eagerly.
-
-    Heads come before positions in q, k, v and out, so that PyTorch has nothing to transpose.
-    """
-    import torch  # pyright: ignore[reportMissingImports]
-
-    def tensor(x: Any) -> Any:
-        return torch.tensor(np.asarray(x))
-
-    def convolution(kernel_WIO: Any, bias_O: Any) -> Any:
-        width, inputs, outputs = kernel_WIO.shape
-        conv = torch.nn.Conv2d(inputs, outputs, (1, width), padding=(0, width // 2))
-        conv.weight.data = tensor(kernel_WIO).permute(2, 1, 0)[:, :, None].contiguous()
-        conv.bias.data = tensor(bias_O)
-        return conv
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    layer: Any = Layer(settings, "listing")
-    bias, dape = layer.bias, layer.processor
-    q_BHTK, k_BHSK, v_BHSK, cotangent_BHTK = (tensor(x).permute(0, 2, 1, 3).contiguous() for x in arrays)
-    p_and_a = [tensor(x[...]) for x in (bias.p_H, bias.a_H)] if settings.bias == "kerple" else []
-    leaves = [x.requires_grad_() for x in (q_BHTK, k_BHSK, v_BHSK, *p_and_a)]
-    mlp = None
-    if settings.kernel_width:
-        halves = [half[...] for half in (dape.scores_WHC, dape.bias_WHC) if half is not None]
-        mlp = torch.nn.Sequential(
-            convolution(jnp.concatenate(halves, 1), dape.hidden_bias_C[...]),
-            torch.nn.LeakyReLU(0.01),
-            convolution(dape.output_WCH[...], dape.output_bias_H[...]),
-        )
-        leaves += mlp.parameters()
-    pos_T = jnp.arange(q_BHTK.shape[2])
-    future_TS = tensor(pos_T[:, None] < pos_T)
-    distance_TS = tensor(jnp.maximum(pos_T[:, None] - pos_T, 0).astype(jnp.float32))
-    alibi_HTS = tensor(bias(pos_T, pos_T)) if settings.bias == "alibi" else None
-
-    def bias_HTS() -> Any:
-        if settings.bias != "kerple":
-            return alibi_HTS
-        with torch.no_grad():
-            p_H, a_H = (x.clamp_(min=0.01) for x in p_and_a)
-        return -p_H[:, None, None] * torch.log(1 + a_H[:, None, None] * distance_TS)
-
-    def forward() -> Any:
-        total = scores_BHTS = torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2)) / settings.head_dim**0.5
-        features, added = [scores_BHTS], bias_HTS()
-        if added is not None:
-            features.append(torch.tile(added, (settings.batch, 1, 1, 1)))
-            total = total + added
-        if mlp is not None:
-            total = total + mlp(torch.tril(torch.cat(features, 1)))
-        total = total.masked_fill(future_TS, torch.finfo(total.dtype).min)
-        return torch.matmul(torch.softmax(total, -1), v_BHSK)
-
-    def backward() -> Any:
-        out_BHTK = forward()
-        return out_BHTK.detach(), torch.autograd.grad(out_BHTK, leaves, cotangent_BHTK)
-
-    return {"forward": torch.no_grad()(forward), "backward": backward}[direction]
+    functions = {"forward": lambda *inputs: {"out": forward(*inputs[:-1])}, "backward": backward}
+    return functions[case.direction], params
 
 
-def layer_flops(settings: Settings, length: int, direction: str) -> float:
-    """FLOPs that the layer cannot do without: those of its products, for P = T (T + 1) / 2 causal pairs.
+def layer_work(case: Case, name: str) -> tuple[float, float]:
+    """FLOPs and bytes that the layer cannot do without: of its products, for P = T (T + 1) / 2 causal pairs.
 
         2 P [ B (2 H K + W H C + W C H) + W H C ]        Q K^T and P V; Conv1 of the scores, Conv2; Conv1 of the bias
 
     The bias has no batch dim, so its half of Conv1 is counted once. Gradients cost two products for each product; what
-    is computed a second time to save memory is not counted.
+    is computed a second time to save memory is not counted. Bytes: q, k, v read and out written once; backward, their
+    gradients and the cotangent as well. Plain attention has no convolutions.
     """
-    convolution = settings.kernel_width * settings.heads * settings.channels
-    products = settings.batch * (2 * settings.heads * settings.head_dim + 2 * convolution)
-    products += 0 if settings.bias == "nope" else convolution
-    return (3 if direction == "backward" else 1) * length * (length + 1) * products
+    settings = case.settings
+    process = PlainConfig() if name in (PLAIN, listing.PLAIN) else settings.process
+    pair = process.pair_flops(case.heads, has_bias=BIASES[settings.bias] is not NopeConfig)
+    of_pair = settings.batch * (4 * case.heads * case.head_dim + pair.of_scores) + pair.of_bias
+    flops = case.length * (case.length + 1) / 2 * of_pair
+    size = settings.batch * case.length * case.heads * case.head_dim * jnp.dtype(settings.dtype).itemsize
+    return (3 * flops, 8 * size) if case.direction == "backward" else (flops, 4 * size)
 
 
-def random_inputs(settings: Settings, length: int) -> list[Float[Array, "B T H K"]]:
-    """Queries, keys, values and a cotangent."""
-    shape = (settings.batch, length, settings.heads, settings.head_dim)
-    return [jax.random.normal(jax.random.key(i), shape, jnp.dtype(settings.dtype)) for i in range(4)]
+def roofline_seconds(case: Case, name: str) -> float | None:
+    """Least time of `layer_work` on this chip; None where its peak is not known for the dtype."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    if chip is None or case.settings.dtype != "bfloat16":
+        return None
+    flops, num_bytes = layer_work(case, name)
+    return max(flops / chip.peak_flops, num_bytes / chip.hbm_bytes_per_second)
 
 
-def largest_difference(settings: Settings, name: str, arrays: list[Float[Array, "B T H K"]]) -> float:
-    """Largest difference of an output from PyTorch's, both with the listing's right edge; an error above 1e-4."""
-    function, params = jax_function(settings, name, "forward", edge="listing")
-    ours_BTHK = np.asarray(jax.jit(function)(params, *arrays))
-    theirs_BTHK = torch_function(settings, "forward", arrays)().permute(0, 2, 1, 3).numpy()
-    difference = float(np.abs(ours_BTHK - theirs_BTHK).max())
-    if not difference < 1e-4:
-        raise AssertionError(f"{name} and torch differ by {difference} at length {arrays[0].shape[1]}")
-    return difference
+def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Out and every gradient, by name, float32; but that of Conv2's bias, which moves a row alike and so is 0."""
+    leaves = jax.tree_util.tree_flatten_with_path(results)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {name: np.asarray(x, np.float32) for name, x in named.items() if "output_bias_H" not in name}
 
 
-def seconds_in_turns(functions: dict[str, Callable[[], Any]], repeats: int, bar: tqdm) -> dict[str, list[float]]:
-    """Time all functions, one call of each after another, `repeats` times over, after two calls to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(-2, repeats):
-        for name, function in functions.items():
-            time.sleep(REST_S)
-            start = time.perf_counter()
-            jax.block_until_ready(function())
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
-                bar.update()
-    return seconds
+@functools.lru_cache(maxsize=3)
+def reference(case: Case, kind: str) -> dict[str, np.ndarray] | None:
+    """What results ought to be, kind "plain", or an edge of DAPE; None where there is no memory for it."""
+    settings = dataclasses.replace(case.settings, dtype="float32")
+    if kind == "plain":
+        settings = dataclasses.replace(settings, bias="nope", kernel_width=0)
+    function, params = jax_function(dataclasses.replace(case, settings=settings), "dense", kind)
+    try:
+        with jax.default_matmul_precision("highest"):
+            return as_numpy(jax.jit(function)(params, *(x.astype(jnp.float32) for x in case.inputs())))
+    except jax.errors.JaxRuntimeError as error:
+        if why_failed(error) == "out of memory":
+            return None
+        raise
 
 
-def measure(settings: Settings, length: int, direction: str, bar: tqdm) -> list[Row]:
-    """The rows of one length and direction."""
-    arrays = random_inputs(settings, length)
-    functions: dict[str, Callable[[], Any]] = {}
-    compiler: dict[str, dict[str, Any]] = {}
-    if settings.vs:
-        functions["torch"] = torch_function(settings, direction, arrays)
-    for name in settings.implementations:
-        function, params = jax_function(settings, name, direction)
-        lowered = jax.jit(function).lower(params, *arrays)
-        start = time.perf_counter()
-        compiled = lowered.compile()
-        compile_s = time.perf_counter() - start
-        memory = compiled.memory_analysis()
-        compiler[name] = {
-            "temporary_mib": memory.temp_size_in_bytes / 2**20 if memory else None,
-            "compile_s": compile_s,
-            "bytes_accessed_loops_once": (compiled.cost_analysis() or {}).get("bytes accessed"),
-            "difference_from_torch": largest_difference(settings, name, arrays) if settings.vs else None,
-        }
-        functions[name] = functools.partial(compiled, params, *arrays)
+def errors_of(found: dict[str, np.ndarray], expected: dict[str, np.ndarray] | None) -> dict[str, float]:
+    """Relative errors of what both have, as vectors."""
+    if expected is None:
+        return {}
+    return {
+        name: float(np.linalg.norm(x - expected[name]) / np.linalg.norm(expected[name])) for name, x in found.items()
+    }
 
-    seconds = seconds_in_turns(functions, settings.repeats, bar)
-    low = {name: min(times) for name, times in seconds.items()}
-    middle = {name: float(np.median(times)) for name, times in seconds.items()}
-    return [
-        Row(
-            length,
-            direction,
-            name,
-            min_ms=1e3 * low[name],
-            median_ms=1e3 * middle[name],
-            gflop_per_s=layer_flops(settings, length, direction) / low[name] / 1e9,
-            min_ratio=low[name] / low["torch"] if settings.vs else None,
-            median_ratio=middle[name] / middle["torch"] if settings.vs else None,
-            **compiler.get(name, {}),
+
+def is_right(row: Row, dtype: str) -> bool:
+    """Whether rounding explains all errors of a row."""
+    of_tokens, of_parameters = TOLERANCES[dtype]
+    return all(
+        error < (of_parameters if name.startswith("parameters.") else of_tokens) for name, error in row.errors.items()
+    )
+
+
+def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Row]:
+    """What is called to time a function, and what is known of it before."""
+    arrays = case.inputs()
+    row = Row(case.model, case.length, case.direction, name)
+    on_cpu = device_platform() == "cpu"
+    if name in listing.NAMES:
+        made = listing.torch_function(name, Layer(case, "listing"), arrays, case.direction)
+        run, found = made.run, listing.as_numpy(made.run())
+        peak = resident_bytes_of_call(run) if on_cpu else listing.bytes_of_call(run)
+        row = dataclasses.replace(row, compile_s=made.compile_s)
+    else:
+        function, params = jax_function(case, name)
+        program = compile_program(function, params, *arrays)
+        run = functools.partial(program.run, params, *arrays)
+        found, peak = as_numpy(run()), program.held_bytes
+        if on_cpu:
+            peak = max(peak, resident_bytes_of_call(run) or 0)
+        row = dataclasses.replace(
+            row,
+            temporary_mib=program.temporary_bytes / MIB,
+            compiled_gflop=program.work.matmul_flops / 1e9,
+            compiled_gbyte=program.work.hbm_bytes / 1e9,
+            compile_s=program.compile_s,
         )
-        for name in functions
-    ]
+    kind = "plain" if name in (PLAIN, listing.PLAIN) else "listing" if name in listing.NAMES else "prefix"
+    errors = errors_of(found, reference(case, kind))
+    return run, dataclasses.replace(row, errors=errors, peak_mib=None if peak is None else peak / MIB)
 
 
-def text_table(rows: list[Row]) -> str:
-    """The table for a terminal."""
-    columns = ["length", "direction", "name", "min_ms", "median_ms", "min_ratio", "median_ratio"]
-    columns += ["gflop_per_s", "temporary_mib", "compile_s"]
-    header = ["length", "direction", "", "min ms", "median ms", "x min", "x median", "GFLOP/s", "temp MiB", "compile s"]
+def measure(case: Case, names: list[str], bar: tqdm) -> list[Row]:
+    """The rows of one model, length and direction."""
+    runs: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Row] = {}
+    for name in names:
+        bar.set_postfix_str(f"{case.model} {case.length} {case.direction} {name}")
+        try:
+            runs[name], rows[name] = prepare(case, name)
+        except Exception as error:  # whatever it is, the others are measured
+            rows[name] = Row(case.model, case.length, case.direction, name, failed=why_failed(error))
+            bar.write(f"{case.model} {case.length} {case.direction} {name}: {rows[name].failed}", file=sys.stderr)
+            bar.update(case.settings.repeats)
+        gc.collect()
+        if name in listing.NAMES:
+            listing.empty_cache()
+    for name, seconds in seconds_in_turns(runs, case.settings.repeats, bar).items():
+        flops, _ = layer_work(case, name)
+        least = roofline_seconds(case, name)
+        rows[name] = dataclasses.replace(
+            rows[name],
+            min_ms=1e3 * min(seconds),
+            median_ms=1e3 * float(np.median(seconds)),
+            all_ms=tuple(1e3 * each for each in seconds),
+            gflop_per_s=flops / min(seconds) / 1e9,
+            roofline=None if least is None else least / min(seconds),
+        )
+    return [with_ratios(row, rows) for row in rows.values()]
 
-    def cell(row: Row, column: str) -> str:
-        value = getattr(row, column)
-        if value is None:
-            return "-"
-        return f"{value:.{2 if 'ratio' in column else 1}f}" if isinstance(value, float) else str(value)
 
-    cells = [header, *([cell(row, column) for column in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+def with_ratios(row: Row, rows: dict[str, Row]) -> Row:
+    """A row with its time and memory over those of the baselines."""
+
+    def ratios(field: str) -> dict[str, float]:
+        values = {name: getattr(rows[name], field) for name in BASELINES if name in rows}
+        own = getattr(row, field)
+        return {} if own is None else {name: own / value for name, value in values.items() if value}
+
+    return dataclasses.replace(row, time_ratios=ratios("min_ms"), memory_ratios=ratios("peak_mib"))
 
 
-def plot(rows: list[Row], title: str, file: Path) -> None:
-    """Draw time against length, one panel for each direction."""
-    directions = list(dict.fromkeys(row.direction for row in rows))
+def cells(rows: list[Row]) -> list[list[str]]:
+    """The table."""
+    names = [name for name in BASELINES if any(row.name == name for row in rows)]
+    header = ["model", "length", "direction", "", "min ms", *(f"/ {name.removeprefix('torch ')}" for name in names)]
+    header += ["peak MiB", "GFLOP/s", "roofline", "GFLOP", "GB", "compile s", "error"]
+
+    def number(value: float | None, digits: str = ".1f") -> str:
+        return "-" if value is None else format(value, digits)
+
+    def ratio(row: Row, name: str) -> str:
+        found = [ratios[name] for ratios in (row.time_ratios, row.memory_ratios) if name in ratios]
+        return "; ".join(f"{value:.2f}" for value in found) or "-"
+
+    lines = [header]
+    for row in rows:
+        line = [row.model, str(row.length), row.direction, row.name]
+        if row.failed is not None:
+            lines.append([*line, "failed", *["-"] * (len(header) - len(line) - 1)])
+            continue
+        line += [number(row.min_ms, ".2f"), *(ratio(row, name) for name in names), number(row.peak_mib)]
+        line += [number(row.gflop_per_s), number(row.roofline, ".1%"), number(row.compiled_gflop, ".2f")]
+        lines.append([*line, number(row.compiled_gbyte, ".2f"), number(row.compile_s), number(row.error, ".0e")])
+    return lines
+
+
+def plot(rows: list[Row], title: str) -> Figure:
+    """Draw time and memory against length, a column of panels for each model and direction."""
+    columns = list(dict.fromkeys((row.model, row.direction) for row in rows))
     lengths = sorted({row.length for row in rows})
-    size = (max(4.2 * len(directions), 6.4), 3.8)
-    figure, panels = plt.subplots(1, len(directions), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axes, direction in zip(panels[0], directions, strict=True):
-        for name in dict.fromkeys(row.name for row in rows):
-            points = sorted((r.length, r.min_ms) for r in rows if (r.name, r.direction) == (name, direction))
-            axes.plot(*zip(*points, strict=True), marker="o", label=name)
-        axes.set_title({"forward": "forward", "backward": "forward + backward"}[direction])
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.set_xlabel("sequence length (tokens)")
-        axes.grid(alpha=0.3, which="both")
+    figure = Figure(figsize=(max(3.6 * len(columns), 6.4) + 1.6, 6.4), layout="constrained")
+    panels = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
+    names = list(dict.fromkeys(row.name for row in rows))
+    for column, (model, direction) in enumerate(columns):
+        for place, field in enumerate(("min_ms", "peak_mib")):
+            axes = panels[place, column]
+            for number, name in enumerate(names):
+                chosen = [r for r in rows if (r.name, r.model, r.direction) == (name, model, direction)]
+                points = sorted((r.length, getattr(r, field)) for r in chosen if getattr(r, field))
+                style = "--" if name in (PLAIN, *listing.NAMES) else "-"
+                axes.plot([x for x, _ in points], [y for _, y in points], f"o{style}", color=f"C{number}", label=name)
+            report.lengths_axis(axes, lengths)
+            if any(getattr(row, field) for row in rows):
+                axes.set_yscale("log")
+        panels[0, column].set_title(f"{model}, {direction.replace('backward', 'forward + backward')}")
+        panels[1, column].set_xlabel("sequence length (tokens)")
     panels[0, 0].set_ylabel("time of one layer (ms, minimum)")
-    panels[0, 0].legend()
+    panels[1, 0].set_ylabel("memory of one layer (MiB)")
+    panels[0, -1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     figure.suptitle(title, fontsize=10)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    return figure
+
+
+def choose(asked: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The implementations that are timed, and a line for the one that is left out.
+
+    Args:
+        asked: by name; if none, all but `auto`, and `fused` where it has a kernel for the platform.
+
+    Raises:
+        InputError: `fused` was asked for by name, and it has none.
+    """
+    names = list(asked or (name for name in IMPLEMENTATIONS if name != "auto"))
+    platform = device_platform()
+    if "fused" not in names or platform in KERNELS:
+        return names, []
+    why = f"its kernels are for {' and '.join(KERNELS)}, and the devices here are of the platform {platform!r}"
+    require(not asked, "--implementations", "fused", why)
+    return [name for name in names if name != "fused"], [f"fused is left out: {why}"]
+
+
+def run(settings: Settings) -> None:
+    """Measurements, then what is left behind."""
+    directory = Path(settings.output)
+    report.make_directory(directory)
+    names, left_out = choose(settings.implementations)
+    names.append(PLAIN)
+    if settings.vs:
+        why = listing.why_not_torch(device_platform())
+        names = names if why else [*listing.NAMES, *names]
+        left_out += [f"torch is left out: {why}"] if why else []
+    for line in left_out:
+        print(line, file=sys.stderr)
+
+    cases = [
+        Case(settings, *which) for which in itertools.product(settings.models, settings.lengths, settings.directions)
+    ]
+    rows: list[Row] = []
+    with tqdm(total=len(cases) * len(names) * settings.repeats, unit="call", desc="attention") as bar:
+        for case in cases:
+            rows += measure(case, names, bar)
+
+    platform, layer = device_platform(), f"DAPE 1x{settings.kernel_width}" if settings.kernel_width else "no DAPE"
+    what = f"{layer}, bias {settings.bias}, batch {settings.batch}, {settings.dtype}; {jax.devices()[0].device_kind}"
+    caption = f"One attention layer ({what}): time and peak memory; / NAME: both over those of NAME."
+    failed = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.failed}" for row in rows if row.failed]
+    caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
+    content: dict[str, Any] = {"settings": dataclasses.asdict(settings), "left_out": left_out}
+    content["rows"] = [dataclasses.asdict(row) for row in rows]
+    if "torch eager" in names:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        content["torch"] = torch.__version__
+    print("\n" + report.save(platform, directory, content, caption, cells(rows), plot(rows, what)).table)
+    print(f"\nresults: {directory}")
+    if wrong := [row for row in rows if not is_right(row, settings.dtype)]:
+        lines = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.errors}" for row in wrong]
+        raise AssertionError("errors larger than rounding explains:\n" + "\n".join(lines))
 
 
 def main(_: list[str]) -> None:
-    """Flags, measurements, then what is left behind."""
-    settings = settings_from_flags()
-    platform = jax.devices()[0].platform
-    require(not settings.vs or platform == "cpu", "--vs", settings.vs, "on CPU alone (JAX_PLATFORMS=cpu)")
-
-    cases = [(length, direction) for length in settings.lengths for direction in settings.directions]
-    calls = len(cases) * settings.repeats * (len(settings.implementations) + bool(settings.vs))
-    with tqdm(total=calls, unit="call", desc="attention") as bar:
-        rows = [row for length, direction in cases for row in measure(settings, length, direction, bar)]
-
-    directory = Path(settings.output)
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {"rows": [dataclasses.asdict(row) for row in rows], **provenance(*["torch"] if settings.vs else [])}
-    (directory / f"{platform}.json").write_text(json.dumps(content, indent=1) + "\n")
-    layer = f"{f'DAPE 1x{settings.kernel_width}' if settings.kernel_width else 'no DAPE'}, {settings.bias}"
-    title = f"{layer}, batch {settings.batch}, {settings.heads} heads, {settings.dtype}; {content['device']}"
-    plot(rows, title, directory / f"{platform}.png")
-    print(f"\n{text_table(rows)}\n\nresults: {directory}")
+    """Flags, then one call."""
+    run(from_flags(Settings))
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_flags(Settings)
     command_line.run(main)

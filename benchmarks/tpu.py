@@ -15,8 +15,9 @@ are a table, OUTPUT/tpu.json and OUTPUT/tpu.png. The columns:
                   leaves out waiting for memory, and whatever is not the kernel's
     compile s     seconds of compilation
 
-`naive` is `Dense`: what XLA makes of the layer, compiled for the same chip. Where it does not fit, the reason stands in
-the JSON. Its GB are the compiler's own count (`cost_analysis`), which is right where there are no loops.
+`blockwise` is the driver for TPUs where there is no kernel; `naive` is `Dense`: what XLA makes of the layer. Where a
+program does not fit, the reason stands in the JSON. GB of `naive` are the compiler's own count (`cost_analysis`), which
+is right where there are no loops; `operand_gb` in the JSON is counted as for the others.
 
 The schedule is read from the compiler's listing of its last pass, which is asked for with flags that nobody promises;
 where they are gone, the column is empty. Clocks (GHz) are no vendor's promise either: v4 1.05, v5e 1.5, v5p 1.75,
@@ -45,7 +46,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import define_flags, flag, from_flags
 from dape_jax import command_line
-from dape_jax.attention import Attention, Dense, Fused
+from dape_jax.attention import Attention, Auto, Dense, Fused
 from dape_jax.biases import BIASES
 from dape_jax.errors import require
 from dape_jax.hlo import read_work
@@ -56,7 +57,7 @@ from dape_jax.slices import find_libtpu, in_process, libtpu_version, read_topolo
 from dape_jax.transformer import SIZES
 
 DIRECTIONS = ("forward", "backward")
-DRIVERS: dict[str, Attention] = {"fused": Fused(), "naive": Dense()}
+DRIVERS: dict[str, Attention] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
 CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
 MIB = 2**20
@@ -70,7 +71,7 @@ class Settings:
     lengths: tuple[int, ...] = flag((2048, 8192), "Sequence lengths in tokens.")
     models: tuple[str, ...] = flag(("125m",), f"Whose heads and head widths: {', '.join(SIZES)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, "What to compile.")
-    drivers: tuple[str, ...] = flag(("fused",), "fused, or naive for what XLA makes of it.")
+    drivers: tuple[str, ...] = flag(("fused",), f"What to compile: {', '.join(DRIVERS)}.")
     batch: int = flag(1, "Batch size B.")
     kernel_width: int = flag(3, "Kernel width W of DAPE.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
@@ -135,13 +136,14 @@ def compile_layer(request: Request) -> dict[str, Any]:
             return {"fits": False, "reason": why_not(str(error))}
         seconds = time.monotonic() - started
         tilings = tpu.tilings(arrays[0], arrays[1], config, dtype=jnp.dtype(jnp.bfloat16), apart=1, window=None)
+    passes = tilings[: 1 + DIRECTIONS.index(request.direction)]
     stats = compiled.memory_analysis()
     assert stats is not None
-    costs = [tpu.cost(t, settings.batch, 2) for t in tilings[: 1 + (request.direction == "backward")]]
     try:
-        moved = read_work(compiled.as_text() or "").hbm_bytes
+        operands = read_work(compiled.as_text() or "").hbm_bytes
     except jax.errors.JaxRuntimeError:  # of some programs for v5p and v6e the compiler cannot read its own text
-        moved = None
+        operands = None
+    moved = operands
     if request.driver == "naive":
         moved = (compiled.cost_analysis() or {}).get("bytes accessed")
     return {
@@ -149,15 +151,23 @@ def compile_layer(request: Request) -> dict[str, Any]:
         "temporary_mib": stats.temp_size_in_bytes / MIB,
         "peak_mib": stats.peak_memory_in_bytes / MIB,
         "hbm_bytes": moved,
-        "kernel_bytes": [cost.bytes_accessed for cost in costs] if request.driver == "fused" else None,
-        "kernel_flops": [cost.flops for cost in costs] if request.driver == "fused" else None,
+        "operand_gb": None if operands is None else operands / 1e9,
         "compile_s": seconds,
-        "steps": [tpu.num_steps(t) * settings.batch for t in tilings] if request.driver == "fused" else None,
-        "groups": [t.block // tpu.GROUP // t.unroll for t in tilings] if request.driver == "fused" else None,
-        "runs": [t.num_blocks * settings.batch for t in tilings[:1]]
-        + [t.num_windows * settings.batch for t in tilings[1:]]
-        if request.driver == "fused"
-        else None,
+        "kernels": [of_kernel(t, settings.batch) for t in passes] if request.driver == "fused" else [],
+    }
+
+
+def of_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
+    """What one pass of the kernel does: bytes, FLOPs, and how often its parts run."""
+    cost = tpu.cost(t, batch, jnp.dtype(jnp.bfloat16).itemsize)
+    return {
+        "name": "dape_backward" if t.backward else "dape_forward",
+        "bytes": cost.bytes_accessed,
+        "flops": cost.flops,
+        "block": t.block,
+        "steps": batch * tpu.num_steps(t),  # pairs of a block of rows and a window of columns
+        "turns": t.block // tpu.GROUP // t.unroll,  # of the loop over groups, in a step
+        "runs": batch * (t.num_windows if t.backward else t.num_blocks),  # of the outer loop
     }
 
 
@@ -186,32 +196,29 @@ def read_regions(listing: str) -> list[Region]:
     return [*regions, Region(label, address + 1 - start, has_matmul)]
 
 
-def bundles(regions: list[Region], steps: int, groups: int, runs: int) -> int:
+def bundles(regions: list[Region], steps: int, turns: int, runs: int) -> int:
     """Bundles that a kernel issues.
 
     Of two loops over groups the first is that of the first window of columns, which only some steps are; all count as
-    the second. What else multiplies matrices is in every step; the rest counts once for every block of rows (or, in the
-    backward pass, window of columns).
+    the second. What else multiplies matrices is in every step; the rest counts once for every run of the outer loop.
     """
     loops = [region.num_bundles for region in regions if region.label == "LB" and region.has_matmul]
     of_step = sum(region.num_bundles for region in regions if region.label != "LB" and region.has_matmul)
     rest = sum(region.num_bundles for region in regions if not region.has_matmul)
-    return steps * (groups * loops[-1] + of_step) + runs * rest
+    return steps * (turns * loops[-1] + of_step) + runs * rest
 
 
-def schedule_ms(folder: Path, outcome: dict[str, Any], topology: str) -> list[float] | None:
-    """Milliseconds of each pass by the compiler's listings in a folder; None if there are none."""
-    chip, times = topology.partition(":")[0], []
-    for i, (name, _) in enumerate(zip(("dape_forward", "dape_backward"), outcome["kernel_bytes"], strict=False)):
-        listings = [
-            file for file in folder.glob("*-final_bundles.txt") if name in file.name and "schedule-" not in file.name
-        ]
-        if not listings:
-            return None
-        regions = read_regions(listings[0].read_text(errors="replace"))
-        count = bundles(regions, *(outcome[field][i] for field in ("steps", "groups", "runs")))
-        times.append(1e3 * count / CLOCK_HZ[chip] / CORES[chip])
-    return times
+def schedule_ms(folder: Path, kernel: dict[str, Any], topology: str) -> float | None:
+    """Milliseconds of a pass by the compiler's listing in a folder; None if there is none."""
+    listings = [file for file in folder.glob("*-final_bundles.txt") if kernel["name"] in file.name]
+    listings = [file for file in listings if "schedule-analysis" not in file.name]
+    if not listings:
+        return None
+    chip = topology.partition(":")[0]
+    count = bundles(
+        read_regions(listings[0].read_text(errors="replace")), kernel["steps"], kernel["turns"], kernel["runs"]
+    )
+    return 1e3 * count / CLOCK_HZ[chip] / CORES[chip]
 
 
 def measure(request: Request, libtpu: Path) -> dict[str, Any]:
@@ -225,13 +232,19 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
         row |= {"direction": request.direction, "driver": request.driver} | outcome
         if not outcome["fits"]:
             return row
-        times = schedule_ms(Path(folder), outcome, request.topology) if request.driver == "fused" else None
-    moved = outcome["hbm_bytes"] or sum(outcome["kernel_bytes"] or [0])
+        times = [schedule_ms(Path(folder), kernel, request.topology) for kernel in outcome["kernels"]]
+    known = bool(times) and None not in times
     return row | {
-        "bandwidth_ms": 1e3 * moved / chip.hbm_bytes_per_second,
-        "schedule_ms": times,
-        "schedule_total_ms": None if times is None else sum(times),
+        "moved_gb": moved_gb(outcome),
+        "bandwidth_ms": 1e12 * moved_gb(outcome) / chip.hbm_bytes_per_second,
+        "schedule_ms": sum(filter(None, times)) if known else None,
+        "schedule_of_passes_ms": times,
     }
+
+
+def moved_gb(outcome: dict[str, Any]) -> float:
+    """Of the whole program; where its text cannot be read, of the kernel alone."""
+    return (outcome["hbm_bytes"] or sum(kernel["bytes"] for kernel in outcome["kernels"])) / 1e9
 
 
 def text_table(rows: list[dict[str, Any]]) -> str:
@@ -242,12 +255,11 @@ def text_table(rows: list[dict[str, Any]]) -> str:
         first = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["driver"]]
         if not row["fits"]:
             return [*first, "does not fit", "", "", "", ""]
-        moved = row["hbm_bytes"] or sum(row["kernel_bytes"])
-        schedule = row["schedule_total_ms"]
+        schedule = row["schedule_ms"]
         return [
             *first,
             f"{row['temporary_mib']:,.1f}",
-            f"{moved / 1e9:.3f}",
+            f"{row['moved_gb']:.3f}",
             f"{row['bandwidth_ms']:.2f}",
             "-" if schedule is None else f"{schedule:.2f}",
             f"{row['compile_s']:.0f}",
@@ -269,8 +281,8 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         points = sorted(points, key=lambda row: row["length"])
         lengths = [row["length"] for row in points]
         memory.plot(lengths, [row["temporary_mib"] for row in points], marker="o", label=" ".join(name))
-        field = "schedule_total_ms" if all(row.get("schedule_total_ms") for row in points) else "bandwidth_ms"
-        style = "-" if field == "schedule_total_ms" else "--"
+        field = "schedule_ms" if all(row["schedule_ms"] for row in points) else "bandwidth_ms"
+        style = "-" if field == "schedule_ms" else "--"
         times.plot(lengths, [row[field] for row in points], style, marker="o", label=f"{' '.join(name)}, {field[:-3]}")
     memory.set_ylabel("temporary memory (MiB)")
     times.set_ylabel("estimated time (ms)")

@@ -3,8 +3,8 @@
 In: the text of a compiled and scheduled program (`jax.stages.Compiled.as_text`). Out: `Work`. Next: `planning.py`.
 
 It is made for TPUs, where the compiler makes a convolution of every matmul. On CPU and GPU matmuls may be dots, and on
-GPU calls of libraries too. What a kernel of our own does inside is not in the text: of it, operands and results count
-as traffic, and nothing as FLOPs.
+GPU calls of libraries too. What a kernel of our own does inside is not in the text: one for TPUs says it of itself
+(`kernels.tpu.cost`); of one for GPUs, operands and results count as traffic, and nothing as FLOPs.
 
 The compiler's own `cost_analysis` counts the body of a loop once, and the layers are a loop. Here every body counts as
 often as it runs: the number is the constant that the loop's condition compares its counter with. Loops in this project

@@ -1,0 +1,178 @@
+"""The same attention layer in PyTorch: as a user writes it after the paper's appendix L, and plain causal attention.
+
+In: weights and inputs of `attention.py`. Out: functions to time. PyTorch is imported here alone, when it is asked for.
+
+Heads come before positions in q, k, v and out, so that PyTorch has nothing to transpose. Everything is held at full
+size and in one dtype, but for Kerple's logarithm and the softmax, which are float32.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BIASES = ("nope", "alibi", "kerple")
+PLAIN = "plain torch"
+NAMES = ("torch eager", "torch.compile", PLAIN)
+
+
+def why_not_torch(platform: str) -> str | None:
+    """Why PyTorch cannot be timed beside JAX on a platform; None if it can."""
+    if find_spec("torch") is None:
+        return "PyTorch is not installed (pip install -e '.[torch]')"
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if platform == "gpu" and not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} finds no CUDA device"
+    if platform not in ("cpu", "gpu"):
+        return f"there is no PyTorch for the platform {platform!r} here"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchFunction:
+    """A function to time.
+
+    Args:
+        run: calls it, and waits for the device.
+        compile_s: seconds of its first call, if that compiles it.
+    """
+
+    run: Callable[[], dict[str, Any]]
+    compile_s: float | None
+
+
+def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: str) -> TorchFunction:
+    """One of `NAMES`.
+
+    Args:
+        name: of `NAMES`.
+        layer: whose bias (of `BIASES`) and processor it has: an `attention.Layer`.
+        arrays: q, k, v, cotangent, [B, T, H, K].
+        direction: "forward", or "backward" for out and the gradients of all that has one.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    dtype = getattr(torch, str(arrays[0].dtype))
+    torch.set_num_threads(os.cpu_count() or 1)
+
+    def tensor(x: Any, dtype: Any = dtype) -> Any:
+        return torch.tensor(np.asarray(jnp.asarray(x, jnp.float32))).to(device, dtype)
+
+    q_BHTK, k_BHSK, v_BHSK, cotangent_BHTK = (tensor(x).permute(0, 2, 1, 3).contiguous() for x in arrays)
+    leaves = [x.requires_grad_() for x in (q_BHTK, k_BHSK, v_BHSK)]
+    if name == PLAIN:
+
+        def forward() -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, is_causal=True)
+
+    else:
+        forward, parameters = _listing(layer, q_BHTK, k_BHSK, v_BHSK, tensor)
+        leaves += [x.requires_grad_() for x in parameters]
+    if name == "torch.compile":
+        torch._dynamo.reset()  # or it would compile for any length, having seen two
+        forward = torch.compile(forward, dynamic=False)
+
+    def run() -> dict[str, Any]:
+        if direction == "forward":
+            with torch.no_grad():
+                results = {"out": forward()}
+        else:
+            out_BHTK = forward()
+            gradients = torch.autograd.grad(out_BHTK, leaves, cotangent_BHTK)
+            results = {"out": out_BHTK.detach(), **dict(zip("qkv", gradients, strict=False)), "others": gradients[3:]}
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return results
+
+    started = time.perf_counter()
+    if name == "torch.compile":
+        run()
+    return TorchFunction(run, time.perf_counter() - started if name == "torch.compile" else None)
+
+
+def _listing(layer: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable[..., Any]) -> tuple[Any, list[Any]]:
+    """Attention with the listing in it: scores and tiled bias are concatenated, cut to a triangle and convolved."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    bias, dape = layer.bias, layer.processor
+    batch, _, length, head_dim = q_BHTK.shape
+    parameters: list[Any] = []
+
+    def convolution(kernel_WIO: Any, bias_O: Any) -> Any:
+        width, inputs, outputs = kernel_WIO.shape
+        conv = torch.nn.Conv2d(inputs, outputs, (1, width), padding=(0, width // 2))
+        conv.weight = torch.nn.Parameter(tensor(kernel_WIO).permute(2, 1, 0)[:, :, None].contiguous())
+        conv.bias = torch.nn.Parameter(tensor(bias_O))
+        return conv
+
+    mlp = None
+    if hasattr(dape, "output_WCH"):
+        halves = [half[...] for half in (dape.scores_WHC, dape.bias_WHC) if half is not None]
+        mlp = torch.nn.Sequential(
+            convolution(jnp.concatenate(halves, 1), dape.hidden_bias_C[...]),
+            torch.nn.LeakyReLU(0.01),
+            convolution(dape.output_WCH[...], dape.output_bias_H[...]),
+        )
+        parameters += mlp.parameters()
+    pos_T = jnp.arange(length)
+    is_future_TS = tensor(pos_T[:, None] < pos_T[None], torch.bool)
+    p_and_a: list[Any] = []
+    distance_TS = alibi_HTS = None
+    if hasattr(bias, "p_H"):  # Kerple
+        p_and_a = [tensor(x[...], torch.float32) for x in (bias.p_H, bias.a_H)]
+        distance_TS = tensor(jnp.maximum(pos_T[:, None] - pos_T[None], 0), torch.float32)
+        parameters += p_and_a
+    elif bias is not None:
+        alibi_HTS = tensor(bias(pos_T, pos_T))
+
+    def forward() -> Any:
+        total = scores_BHTS = torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2)) / head_dim**0.5
+        features, bias_HTS = [scores_BHTS], alibi_HTS
+        if distance_TS is not None:
+            p_H11, a_H11 = (x.clamp(min=0.01)[:, None, None] for x in p_and_a)
+            bias_HTS = (-p_H11 * torch.log(1 + a_H11 * distance_TS)).to(scores_BHTS.dtype)
+        if bias_HTS is not None:
+            features.append(torch.tile(bias_HTS, (batch, 1, 1, 1)))
+            total = total + bias_HTS
+        if mlp is not None:
+            total = total + mlp(torch.tril(torch.cat(features, 1)))
+        total = total.masked_fill(is_future_TS, torch.finfo(total.dtype).min)
+        probs_BHTS = torch.softmax(total, -1, dtype=torch.float32).to(v_BHSK.dtype)
+        return torch.matmul(probs_BHTS, v_BHSK)
+
+    return forward, parameters
+
+
+def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Out and the gradients of q, k and v as those of `attention.py` are laid out, float32."""
+    return {
+        name: x.detach().permute(0, 2, 1, 3).float().cpu().numpy() for name, x in results.items() if name != "others"
+    }
+
+
+def bytes_of_call(run: Callable[[], Any]) -> int:
+    """What a call on CUDA takes; see `measure.py`."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    taken = torch.cuda.max_memory_allocated() - before
+    del result
+    return taken
+
+
+def empty_cache() -> None:
+    """Give back what PyTorch holds of a GPU and does not use."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

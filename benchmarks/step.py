@@ -1,0 +1,337 @@
+"""How fast is a whole training step, by implementation of attention, and how much memory does it take?
+
+    python -m benchmarks.step --preset=small --models=125m,350m --lengths=128,512
+    python -m benchmarks.step --models=125m --lengths=512,2048,8192 --batch=4
+
+The step is that of `train.py`, compiled for the recipe's config (`configs/paper.py`; with `--preset=small`,
+`configs/small.py`, whose sizes stand for the paper's) on all devices, on random tokens. Steps of what is compared take
+turns. Only the model whose turn it is holds memory, and nothing is allocated for a step that the compiler says does not
+fit. What a step takes on a TPU slice that is not there: `docs/planning.md`.
+
+Written are a table, JSON and a picture, in OUTPUT under the platform's name. The columns:
+
+    min ms        of a step, over `--turns` times `--steps`; the JSON has them all
+    / dense       time over that of dense; and memory over its
+    tokens/s      at the minimum
+    needs GiB     of a device, by the compiler: state, batch and all that the step holds at once
+    GFLOP         that the model needs (`flops.py`); and those of the compiled program's matmuls, on one device, loops
+                  as often as they run. What a kernel of our own does is not seen
+    GB            the compiled program's memory traffic on one device
+    MFU           the first over what the devices' peak allows in that time; for the chips of `flops.py`
+    compile s     seconds of compilation
+    loss          in nats, of the first step
+"""
+
+import dataclasses
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks.attention import choose, drivers
+from benchmarks.measure import compile_program, define_flags, flag, from_flags, why_failed
+from dape_jax import command_line
+from dape_jax.attention import IMPLEMENTATIONS
+from dape_jax.config import RunConfig
+from dape_jax.data.corpus import STDLIB
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.evaluation.memory import available_bytes
+from dape_jax.experiments.catalogue import METHODS, PRESETS
+from dape_jax.experiments.run import TextRun, config_of
+from dape_jax.flops import GIB, mfu, model_flops
+from dape_jax.sharding import device_platform, make_mesh, put_batch
+from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+from dape_jax.transformer import SIZES, model_structure
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    preset: str = flag("paper", f"Recipe of the models: {', '.join(PRESETS)}.")
+    models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
+    lengths: tuple[int, ...] = flag((512,), "Train lengths in tokens.")
+    implementations: tuple[str, ...] = flag((), "What to time; all but `auto`, which is one of them, if not given.")
+    method: str = flag("dape1x3-kerple", f"What the models are: {', '.join(METHODS)}.")
+    batch: int = flag(1, "Sequences of a step.")
+    turns: int = flag(3, "Turns of each, a step to warm up in every one.")
+    steps: int = flag(3, "Timed steps of a turn.")
+    output: str = flag("results/step", "Directory of the table, the JSON and the picture.")
+
+    def __post_init__(self):
+        for name in ("batch", "turns", "steps"):
+            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "1 or more")
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "lengths of 1 or more")
+        require(self.preset in PRESETS, "--preset", self.preset, f"one of {tuple(PRESETS)}")
+        require(self.method in METHODS, "--method", self.method, f"one of {tuple(METHODS)}")
+        check_names("models", self.models, SIZES)
+        check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
+        require(len(set(self.lengths)) == len(self.lengths), "--lengths", self.lengths, "each once")
+
+
+def check_names(flag: str, value: tuple[str, ...], allowed: Any) -> None:
+    """Raise `InputError` unless a flag names some of what there is, each once."""
+    is_right = bool(value) and set(value) <= set(allowed) and len(set(value)) == len(value)
+    require(is_right, f"--{flag}", value, f"some of {tuple(allowed)}, each once")
+
+
+def read_config(preset: str, model: str, method: str, length: int, batch: int, implementation: str) -> RunConfig:
+    """The run of a recipe whose step is timed.
+
+    Args:
+        preset: a key of `PRESETS`.
+        model: the paper's size.
+        method: a key of `METHODS`.
+        length: T, in tokens.
+        batch: sequences.
+        implementation: of attention.
+
+    Raises:
+        InputError: the recipe refuses it.
+    """
+    size = PRESETS[preset].sizes[model]
+    spec = config_of(
+        TextRun(
+            method=method,
+            train_length=length,
+            lengths=(length,),
+            seed=0,
+            recipe=PRESETS[preset].recipe,
+            argument=f"{size},{METHODS[method]},train_length={length},batch={batch}",
+            overrides={"data.path": STDLIB, "evaluation.lengths": (length,)},  # of which nothing is read
+            paper_size=model,
+            paper_train_length=length,
+            size=size,
+        )
+    )
+    run = RunConfig.from_dict(spec)
+    attention = drivers(None, None)[implementation]
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, attention=attention))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What was found of a step; the module's docstring says more. None: it could not be timed, or is not known.
+
+    Args:
+        failed: why it could not be timed.
+        min_ms: of a step.
+        median_ms: of a step.
+        all_ms: of every step.
+        tokens_per_s: at the minimum.
+        needed_gib: memory of a device.
+        compile_s: seconds of compilation.
+        model_gflop: that the model needs.
+        compiled_gflop: of the compiled program's matmuls, on one device.
+        compiled_gbyte: of its memory traffic.
+        mfu: model FLOPs utilisation.
+        loss_nats: of the first step.
+    """
+
+    failed: str | None = None
+    min_ms: float | None = None
+    median_ms: float | None = None
+    all_ms: tuple[float, ...] = ()
+    tokens_per_s: float | None = None
+    needed_gib: float | None = None
+    compile_s: float | None = None
+    model_gflop: float | None = None
+    compiled_gflop: float | None = None
+    compiled_gbyte: float | None = None
+    mfu: float | None = None
+    loss_nats: float | None = None
+
+
+class Step:
+    """A train step, compiled and ready; holds no memory of a device between its turns."""
+
+    def __init__(self, run: RunConfig):
+        """Compile.
+
+        Raises:
+            MemoryError: it would not fit.
+        """
+        self.run, self.mesh, self.seconds, self.loss_nats = run, make_mesh(run.mesh), [], 0.0
+        graphdef, _ = model_structure(run.model)
+        optimizer = make_optimizer(run.optimizer, run.train.num_steps)
+        state = abstract_state(run.model, optimizer, self.mesh)
+        shardings = shardings_of(state)
+        # Jitted once more, so that it is compiled once and not in every turn.
+        self.init = jax.jit(
+            lambda: init_state(run.model, optimizer, run.train.seed, self.mesh), out_shardings=shardings
+        )
+        step = make_train_step(
+            graphdef,
+            optimizer,
+            shardings,
+            accumulation_steps=run.train.accumulation_steps,
+            unembedded_at_once=run.train.unembedded_at_once,
+        )
+        shape = (run.train.batch_size, run.train.train_length + 1)
+        tokens = np.random.default_rng(0).integers(run.model.vocab_size, size=shape, dtype=np.int32)
+        self.rows = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        with jax.set_mesh(self.mesh):
+            self.program = compile_program(step, state, put_batch(self.rows, self.mesh))
+        needed, free = self.program.needed_bytes, available_bytes(self.mesh)
+        if needed > free:
+            raise MemoryError(f"out of memory: {needed / GIB:.1f} GiB are needed, and {free / GIB:.1f} free")
+
+    def take_turn(self, num_steps: int, bar: tqdm) -> None:
+        """Start afresh, and time some steps after one that warms up."""
+        with jax.set_mesh(self.mesh):
+            state = self.init()
+            batch = put_batch(self.rows, self.mesh)
+            state, metrics = jax.block_until_ready(self.program.run(state, batch))
+            self.loss_nats = float(metrics["loss_nats"])
+            for _ in range(num_steps):
+                started = time.perf_counter()
+                state, _ = jax.block_until_ready(self.program.run(state, batch))
+                self.seconds.append(time.perf_counter() - started)
+                bar.update()
+
+    def timed(self) -> Timed:
+        """What was found."""
+        run, program, least = self.run, self.program, min(self.seconds)
+        flops = model_flops(run.model, run.train.train_length, run.train.batch_size).total
+        return Timed(
+            min_ms=1e3 * least,
+            median_ms=1e3 * statistics.median(self.seconds),
+            all_ms=tuple(1e3 * each for each in self.seconds),
+            tokens_per_s=run.train.batch_size * run.train.train_length / least,
+            needed_gib=program.needed_bytes / GIB,
+            compile_s=program.compile_s,
+            model_gflop=flops / 1e9,
+            compiled_gflop=program.work.matmul_flops / 1e9,
+            compiled_gbyte=program.work.hbm_bytes / 1e9,
+            mfu=mfu(flops / least, jax.devices()[0].device_kind, jax.device_count()),
+            loss_nats=self.loss_nats,
+        )
+
+
+def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[str, Timed]:
+    """Time the steps of several runs in turns. What fails is reported, and the others are timed."""
+    steps: dict[str, Step] = {}
+    found: dict[str, Timed] = {}
+
+    def fails(name: str, error: Exception) -> None:
+        found[name] = Timed(failed=why_failed(error))
+        bar.write(f"{name}: {found[name].failed}", file=sys.stderr)
+
+    for name, run in runs.items():
+        bar.set_postfix_str(f"compiles {name}")
+        try:
+            steps[name] = Step(run)
+        except Exception as error:
+            fails(name, error)
+            bar.update(turns * num_steps)
+    for turn, (name, step) in itertools.product(range(turns), list(steps.items())):
+        bar.set_postfix_str(name)
+        try:
+            if name not in found:
+                step.take_turn(num_steps, bar)
+        except Exception as error:
+            fails(name, error)
+            bar.update((turns - turn) * num_steps - len(step.seconds) % num_steps)
+    return {name: found[name] if name in found else steps[name].timed() for name in runs}
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The table."""
+    lines = [["model", "length", "", "min ms", "/ dense", "tokens/s", "needs GiB", "GFLOP", "compiled", "GB", "MFU"]]
+    lines[0] += ["compile s", "loss"]
+
+    def number(value: float | None, digits: str) -> str:
+        return "-" if value is None else format(value, digits)
+
+    for row in rows:
+        line = [row["model"], str(row["length"]), row["name"]]
+        if row["failed"] is not None:
+            lines.append([*line, "failed", *["-"] * (len(lines[0]) - len(line) - 1)])
+            continue
+        same = [other for other in rows if (other["model"], other["length"]) == (row["model"], row["length"])]
+        dense = next((other for other in same if other["name"] == "dense" and other["failed"] is None), None)
+        ratios = [row[field] / dense[field] for field in ("min_ms", "needed_gib")] if dense else []
+        line += [number(row["min_ms"], ".1f"), "; ".join(f"{ratio:.2f}" for ratio in ratios) or "-"]
+        line += [number(row["tokens_per_s"], ",.0f"), number(row["needed_gib"], ".2f")]
+        line += [number(row[field], ",.1f") for field in ("model_gflop", "compiled_gflop")]
+        line += [number(row["compiled_gbyte"], ".1f"), number(row["mfu"], ".1%"), number(row["compile_s"], ".1f")]
+        lines.append([*line, number(row["loss_nats"], ".4f")])
+    return lines
+
+
+def plot(rows: list[dict[str, Any]], title: str) -> Figure:
+    """Draw time and memory against length, a column of panels for each model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    figure = Figure(figsize=(max(3.6 * len(models), 6.4), 6.0), layout="constrained")
+    panels = figure.subplots(2, len(models), sharex=True, sharey="row", squeeze=False)
+    for column, model in enumerate(models):
+        for place, field in enumerate(("min_ms", "needed_gib")):
+            for name in names:
+                chosen = [row for row in rows if (row["model"], row["name"]) == (model, name) and row[field]]
+                panels[place, column].plot(
+                    [row["length"] for row in chosen], [row[field] for row in chosen], "o-", label=name
+                )
+            report.lengths_axis(panels[place, column], sorted({row["length"] for row in rows}))
+            if any(row[field] for row in rows):
+                panels[place, column].set_yscale("log")
+        panels[0, column].set_title(model)
+        panels[1, column].set_xlabel("train length (tokens)")
+    panels[0, 0].set_ylabel("time of a step (ms, minimum)")
+    panels[1, 0].set_ylabel("memory of a device (GiB)")
+    panels[0, -1].legend()
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def run(settings: Settings) -> None:
+    """Measurements, then what is left behind."""
+    directory = Path(settings.output)
+    report.make_directory(directory)
+    cases = list(itertools.product(settings.models, sorted(settings.lengths)))
+
+    def configs(names: list[str], model: str, length: int) -> dict[str, RunConfig]:
+        of = (settings.preset, model, settings.method, length, settings.batch)
+        return {name: read_config(*of, name) for name in names}
+
+    checked = [configs(["dense"], *case)["dense"] for case in cases]
+    for each in checked:
+        each.check_mesh(make_mesh(each.mesh))
+    names, left_out = choose(settings.implementations)
+    for line in left_out:
+        print(line, file=sys.stderr)
+
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(cases) * len(names) * settings.turns * settings.steps, unit="step", desc="steps") as bar:
+        for model, length in cases:
+            found = time_steps(configs(names, model, length), settings.turns, settings.steps, bar)
+            about = {"model": model, "size": PRESETS[settings.preset].sizes[model], "length": length}
+            rows += [about | {"name": name} | dataclasses.asdict(timed) for name, timed in found.items()]
+
+    device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    what = f"{settings.method}, preset {settings.preset}, batch {settings.batch}, {checked[0].model.dtype}; {device}"
+    caption = f"A training step ({what}); / dense: time and memory over those of dense."
+    failed = [f"{row['name']} at {row['model']} {row['length']}: {row['failed']}" for row in rows if row["failed"]]
+    caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
+    content = {"settings": dataclasses.asdict(settings), "left_out": left_out, "rows": rows}
+    print("\n" + report.save(device_platform(), directory, content, caption, cells(rows), plot(rows, what)).table)
+    print(f"\nresults: {directory}")
+
+
+def main(_: list[str]) -> None:
+    """Flags, then one call."""
+    run(from_flags(Settings))
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)

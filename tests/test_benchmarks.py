@@ -1,0 +1,308 @@
+"""The benchmarks end to end at tiny sizes: what they say is what they were asked, and agrees with the formulas."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import attention, listing, measure, step, table7
+from dape_jax.attention import Dense
+from dape_jax.errors import InputError
+from dape_jax.flops import CHIPS, executed_flops, model_flops
+
+ROOT = Path(__file__).parents[1]
+SUFFIXES = ("json", "md", "png", "txt")
+CHIP = {chip.name: chip for chip in CHIPS}
+
+
+def tiny(directory: Path, **changes) -> attention.Settings:
+    settings = attention.Settings(lengths=(16,), channels=4, block_size=4, num_buckets=2, repeats=2)
+    return dataclasses.replace(settings, output=str(directory), **changes)
+
+
+def written(directory: Path, stem: str) -> dict:
+    assert sorted(file.name for file in directory.iterdir()) == [f"{stem}.{suffix}" for suffix in SUFFIXES]
+    return json.loads((directory / f"{stem}.json").read_text())
+
+
+# ---- one layer
+
+
+def test_attention_measures_what_it_is_asked(tmp_path, capsys):
+    attention.run(tiny(tmp_path, directions=("backward",)))
+    content = written(tmp_path, "cpu")
+    rows = content["rows"]
+    assert [row["name"] for row in rows] == ["dense", "blockwise", "plain jax"]
+    for row in rows:
+        assert (row["model"], row["length"], row["direction"], row["failed"]) == ("125m", 16, "backward", None)
+        assert row["min_ms"] == min(row["all_ms"]) > 0
+        assert len(row["all_ms"]) == 2
+        assert row["peak_mib"] >= row["temporary_mib"] > 0
+        assert row["compiled_gflop"] > 0
+        assert row["compiled_gbyte"] > 0
+        assert row["roofline"] is None, "a CPU has no peak in the table"
+        assert max(row["errors"].values()) < 1e-5
+        parameters = [name for name in row["errors"] if name.startswith("parameters.")]
+        assert bool(parameters) == (row["name"] != "plain jax")
+        assert {"out", "q", "k", "v"} <= set(row["errors"])
+        assert row["time_ratios"]["dense"] == row["min_ms"] / rows[0]["min_ms"]
+        assert row["memory_ratios"]["dense"] == row["peak_mib"] / rows[0]["peak_mib"]
+    (line,) = content["left_out"]
+    assert line.startswith("fused is left out")
+    assert line in capsys.readouterr().err
+    table = (tmp_path / "cpu.txt").read_text()
+    assert line in table
+    assert len(table.splitlines()) == 2 + 1 + len(rows)
+
+
+class Wrong:
+    """Doubles what it should give."""
+
+    def __call__(self, *arguments, **options):
+        return 2 * Dense()(*arguments, **options)
+
+
+class Large:
+    """Has no memory for it."""
+
+    def __call__(self, *arguments, **options):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+
+def test_what_is_wrong_or_fails_is_said_and_the_others_are_measured(tmp_path, monkeypatch):
+    drivers = {"dense": Dense(), "blockwise": Wrong(), "auto": Large()}
+    monkeypatch.setattr(attention, "drivers", lambda *_: drivers)
+    with pytest.raises(AssertionError, match="blockwise at 125m 16 forward"):
+        attention.run(tiny(tmp_path, implementations=tuple(drivers), directions=("forward",)))
+    of_name = {row["name"]: row for row in written(tmp_path, "cpu")["rows"]}
+    np.testing.assert_allclose(of_name["blockwise"]["errors"]["out"], 1, rtol=1e-5)
+    assert of_name["auto"]["failed"] == "out of memory"
+    assert of_name["auto"]["min_ms"] is None
+    assert "out of memory" in (tmp_path / "cpu.txt").read_text()
+    for name in ("dense", attention.PLAIN):
+        assert of_name[name]["errors"]["out"] < 1e-5
+        assert of_name[name]["min_ms"] > 0
+
+
+def test_without_torch_the_others_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(listing, "find_spec", lambda name: None)
+    attention.run(tiny(tmp_path, vs="torch", directions=("forward",)))
+    content = written(tmp_path, "cpu")
+    assert [row["name"] for row in content["rows"]] == ["dense", "blockwise", "plain jax"]
+    assert "torch is left out: PyTorch is not installed" in content["left_out"][-1]
+    assert content["left_out"][-1] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's compiler of itself
+def test_torch_computes_the_same(tmp_path):
+    pytest.importorskip("torch")
+    attention.run(tiny(tmp_path, vs="torch", batch=2))
+    rows = written(tmp_path, "cpu")["rows"]
+    of_torch = [row for row in rows if row["name"] in listing.NAMES]
+    assert [row["name"] for row in of_torch] == [*listing.NAMES] * 2
+    for row in of_torch:
+        assert row["failed"] is None
+        assert set(row["errors"]) == ({"out"} if row["direction"] == "forward" else {"out", "q", "k", "v"})
+        assert max(row["errors"].values()) < 1e-5
+        assert row["time_ratios"]["torch eager"] > 0
+
+
+@pytest.mark.parametrize("direction", attention.DIRECTIONS)
+@pytest.mark.parametrize("name", ["dense", "blockwise", attention.PLAIN])
+def test_compiled_flops_are_those_of_the_formula(name, direction):
+    """Of all pairs of a query and a key, where the layer needs the causal ones; in a scan as often as it runs."""
+    length = 64
+    settings = attention.Settings(lengths=(length,), channels=4, block_size=8, num_buckets=1)
+    case = attention.Case(settings, "125m", length, direction)
+    function, params = attention.jax_function(case, name)
+    compiled = measure.compile_program(function, params, *case.inputs()).work.matmul_flops
+    flops, _ = attention.layer_work(case, name)
+    every_pair = flops * length**2 / (length * (length + 1) / 2)
+    # What is computed once more need not be all of the forward pass; columns at the edge are a few more.
+    again = 4 / 3 if (name, direction) == ("blockwise", "backward") else 1
+    assert 0.99 * every_pair < compiled < 1.06 * again * every_pair
+
+
+def test_work_of_a_layer():
+    case = attention.Case(attention.Settings(batch=2, channels=32, dtype="bfloat16"), "125m", 512, "forward")
+    pairs, heads, width = 512 * 513 // 2, 12, 64
+    convolution = 3 * heads * 32
+    flops, num_bytes = attention.layer_work(case, "dense")
+    assert flops == 2 * pairs * (2 * (2 * heads * width + 2 * convolution) + convolution)
+    assert num_bytes == 4 * 2 * 512 * heads * width * 2
+    assert attention.layer_work(case, attention.PLAIN)[0] == 2 * pairs * 2 * 2 * heads * width
+    backward = dataclasses.replace(case, direction="backward")
+    assert attention.layer_work(backward, "dense") == (3 * flops, 2 * num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lengths": ()}, "--lengths"),
+        ({"lengths": (8, 8)}, "--lengths"),
+        ({"models": ("13b",)}, "--models"),
+        ({"implementations": ("flash",)}, "--implementations"),
+        ({"kernel_width": 2}, "--kernel_width"),
+        ({"block_size": 0}, "--block_size"),
+        ({"dtype": "float16"}, "--dtype"),
+        ({"vs": "torch", "bias": "fire"}, "--bias = 'fire': with --vs=torch"),
+        ({"vs": "numpy"}, "--vs"),
+    ],
+)
+def test_bad_settings_of_attention(changes, words):
+    with pytest.raises(InputError, match=words):
+        attention.Settings(**changes)
+
+
+def test_the_kernel_is_not_timed_where_there_is_none(tmp_path):
+    with pytest.raises(InputError, match="--implementations = 'fused'"):
+        attention.run(tiny(tmp_path, implementations=("dense", "fused")))
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what a call takes
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
+@pytest.mark.parametrize("mebibytes", [64, 200])
+def test_memory_of_a_call(mebibytes):
+    """Two arrays at once, of which one is freed before the end."""
+
+    def call() -> np.ndarray:
+        first = np.ones(mebibytes * measure.MIB // 8)
+        return first + 1
+
+    taken = measure.resident_bytes_of_call(call)
+    assert taken is not None
+    assert 2 * mebibytes - 4 < taken / measure.MIB < 2 * mebibytes + 16
+
+
+def test_a_program_says_what_it_holds():
+    def function(x):
+        return jax.lax.scan(lambda y, _: (jnp.sin(y @ y), None), x, length=5)[0]
+
+    program = measure.compile_program(function, jnp.ones((64, 64)))
+    assert program.work.matmul_flops == 5 * 2 * 64**3
+    assert program.held_bytes >= 64 * 64 * 4
+    assert program.needed_bytes >= program.held_bytes + 64 * 64 * 4
+    assert program.run(jnp.ones((64, 64))).shape == (64, 64)
+
+
+# ---- a step
+
+
+def tiny_step(directory: Path, **changes) -> step.Settings:
+    settings = step.Settings(preset="small", lengths=(8,), batch=8, turns=2, steps=2, output=str(directory))
+    return dataclasses.replace(settings, **changes)
+
+
+@pytest.mark.parametrize(
+    "names", [("dense",), pytest.param(("dense", "blockwise", "auto"), marks=pytest.mark.slow)], ids=len
+)
+def test_step_measures_what_it_is_asked(tmp_path, names):
+    step.run(tiny_step(tmp_path, implementations=names))
+    rows = written(tmp_path, "cpu")["rows"]
+    assert [(row["model"], row["length"], row["name"]) for row in rows] == [("125m", 8, name) for name in names]
+    run = step.read_config("small", "125m", "dape1x3-kerple", 8, 8, "dense")
+    for row in rows:
+        assert row["failed"] is None
+        assert len(row["all_ms"]) == 4
+        assert row["min_ms"] == min(row["all_ms"])
+        np.testing.assert_allclose(row["tokens_per_s"], 64 / (row["min_ms"] / 1e3))
+        assert row["model_gflop"] == model_flops(run.model, 8, 8).total / 1e9
+        assert row["mfu"] is None
+        assert row["needed_gib"] > 0
+        np.testing.assert_allclose(row["loss_nats"], rows[0]["loss_nats"], rtol=1e-5)
+    per_device = executed_flops(run.model, 8, 8, batch_parts=8).total / 8 / 1e9
+    np.testing.assert_allclose(rows[0]["compiled_gflop"], per_device, rtol=0.1)
+
+
+def test_a_step_that_does_not_fit_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "available_bytes", lambda mesh: 1000)
+    monkeypatch.setattr(step, "init_state", lambda *_: pytest.fail("allocates"))
+    step.run(tiny_step(tmp_path, implementations=("dense",)))
+    (row,) = written(tmp_path, "cpu")["rows"]
+    assert row["failed"].startswith("out of memory")
+    assert row["min_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"models": ("125m", "125m")}, "--models"), ({"method": "dape"}, "--method"), ({"preset": "large"}, "--preset")],
+)
+def test_bad_settings_of_step(changes, words):
+    with pytest.raises(InputError, match=words):
+        step.Settings(**changes)
+
+
+# ---- table 7
+
+
+@pytest.mark.parametrize("chip", ["v5e", "h200"])
+def test_table7_by_roofline(tmp_path, chip):
+    table7.run(table7.Settings(chip=chip, implementation="dense", output=str(tmp_path)))
+    content = written(tmp_path, chip)
+    assert content["by_roofline"]
+    assert "BY ROOFLINE" in (tmp_path / f"{chip}.txt").read_text()
+    of = {(row["model"], row["method"]): row for row in content["rows"]}
+    assert len(of) == 3 * 7
+    for model in ("350m", "2.7b", "6.7b"):
+        assert of[model, "rope"]["min_ms"] < of[model, "kerple"]["min_ms"] < of[model, "dape1x3-kerple"]["min_ms"]
+        assert of[model, "dape1x3-kerple"]["ratio"] == of[model, "dape1x3-kerple"]["paper_ratio"] == 1
+        for row in (of[model, method] for method in ("rope", "dape1x3-kerple")):
+            np.testing.assert_allclose(row["min_ms"], sum(row["parts_ms"].values()))
+    assert of["350m", "dape1x3-kerple"]["paper_ms"] == 252.84
+    # A step cannot be faster than its matmuls at the chip's peak, nor than reading the parameters and moments.
+    run = table7.runs_of(table7.Settings(), "6.7b")["rope"]
+    least = model_flops(run.model, 512, 1).total / CHIP[chip].peak_flops
+    assert of["6.7b", "rope"]["min_ms"] > 1e3 * max(least, 12 * 6.6e9 / CHIP[chip].hbm_bytes_per_second)
+    # The larger the model, the smaller DAPE's share: what the paper's table is there for.
+    ratios = [of[model, "kerple"]["ratio"] for model in ("350m", "2.7b", "6.7b")]
+    assert ratios == sorted(ratios)
+
+
+def test_table7_by_roofline_of_the_kernel(tmp_path):
+    table7.run(table7.Settings(chip="v5e", implementation="fused", models=("350m",), output=str(tmp_path)))
+    of = {row["method"]: row for row in written(tmp_path, "v5e")["rows"]}
+    assert [method for method, row in of.items() if row["failed"] is None] == ["dape1x1-kerple", "dape1x3-kerple"]
+    assert of["kerple"]["ratio"] is None
+    dense = table7.runs_of(table7.Settings(implementation="dense"), "350m")["dape1x3-kerple"]
+    seconds = table7.roofline_seconds(table7.on_chip(dense, CHIP["v5e"]), 512, 1, CHIP["v5e"])
+    assert of["dape1x3-kerple"]["parts_ms"]["attention"] < 1e3 * seconds["attention"] / 4
+
+
+def run_module(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_bad_flags_are_one_line(tmp_path):
+    flags = {"attention": "--lengths=long", "step": "--models=13b", "table7": "--chip=h300"}
+    started = {flag: run_module(f"benchmarks.{name}", flag, f"--output={tmp_path}") for name, flag in flags.items()}
+    for flag, process in started.items():
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 2
+        (line,) = errors.splitlines()
+        assert line.startswith(f"error: {flag.split('=')[0]} = ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_table7_measured(tmp_path):
+    flags = ["--preset=small", "--models=350m", "--turns=1", "--steps=2", f"--output={tmp_path}"]
+    process = run_module("benchmarks.table7", *flags)
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    content = written(tmp_path, "cpu-small")
+    assert not content["by_roofline"]
+    assert [row["failed"] for row in content["rows"]] == [None] * 7
+    assert [row["ratio"] for row in content["rows"]][-1] == 1
+    assert "measured on" in output
