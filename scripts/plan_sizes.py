@@ -18,29 +18,24 @@ from dape_jax.flops import GIB
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "results" / "planning"
 
-# name: size and what differs from the paper's recipe, slice, mesh, and flags of train.py.
+# name: size and what differs from the paper's recipe, slice and mesh.
 PLANS = {
     "125m": ("125m", "v5e:2x2", "fsdp=4"),
+    "125m-blockwise": ("125m,attention=blockwise", "v5e:2x2", "fsdp=4"),
+    "125m-T8192": ("125m,train_length=8192,batch=4", "v5e:2x2", "fsdp=4"),
     "350m": ("350m", "v5e:4x4", "fsdp=16"),
-    "350m-in-16-parts": ("350m,accumulation=16", "v5e:4x4", "fsdp=16"),
     "2.7b": ("2.7b", "v5e:8x8", "fsdp=64"),
     "6.7b": ("6.7b", "v5e:16x16", "fsdp=256"),
     "6.7b-T4096": ("6.7b,train_length=4096,batch=64", "v5e:16x16", "fsdp=64,context=4"),
-    "6.7b-T4096-rows16": (
-        "6.7b,train_length=4096,batch=64",
-        "v5e:16x16",
-        "fsdp=64,context=4",
-        "--config.model.attention.block_size=16",
-    ),
 }
 METHOD = "bias=kerple,processor=dape,kernel=3"
 
 
 def plan(name: str) -> None:
     """Run the planner; it shows its progress, and stops this script with its own message if it fails."""
-    argument, topology, mesh, *flags = PLANS[name]
+    argument, topology, mesh = PLANS[name]
     command = ["-m", "dape_jax.planning", f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}"]
-    command += [*flags, f"--mesh={mesh}", f"--output={(OUTPUT / name).relative_to(ROOT)}"]
+    command += [f"--mesh={mesh}", f"--output={(OUTPUT / name).relative_to(ROOT)}"]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(done.returncode)
