@@ -102,7 +102,9 @@ def on_chip(run: RunConfig, chip: Chip) -> TransformerConfig:
     """A run's model as it would be on a chip: in bfloat16, and with the attention that suits it."""
     platform = "tpu" if chip.device_kinds[0].startswith("TPU") else "gpu"
     model = dataclasses.replace(run.model, dtype="bfloat16")
-    return dataclasses.replace(model, attention=attention_of(model, run.train.train_length, platform))
+    return dataclasses.replace(
+        model, attention=attention_of(model, run.train.train_length, platform, chip.device_kinds[0])
+    )
 
 
 def roofline_seconds(model: TransformerConfig, length: int, batch: int, chip: Chip) -> dict[str, float]:

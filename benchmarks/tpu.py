@@ -132,8 +132,10 @@ def compile_layer(request: Request) -> dict[str, Any]:
         try:
             step = {"forward": forward, "backward": backward}[request.direction]
             compiled = jax.jit(step).lower(params, *arrays).compile()
-        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        except jax.errors.JaxRuntimeError as error:
             return {"fits": False, "reason": why_not(str(error))}
+        except NotImplementedError as error:
+            return {"fits": False, "reason": str(error)}
         seconds = time.monotonic() - started
         tilings = tpu.tilings(arrays[0], arrays[1], config, dtype=jnp.dtype(jnp.bfloat16), apart=1, window=None)
     passes = tilings[: 1 + DIRECTIONS.index(request.direction)]
@@ -167,7 +169,7 @@ def of_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
         "block": t.block,
         "steps": batch * tpu.num_steps(t),  # pairs of a block of rows and a window of columns
         "turns": t.block // tpu.GROUP // t.unroll,  # of the loop over groups, in a step
-        "runs": batch * (t.num_windows if t.backward else t.num_blocks),  # of the outer loop
+        "runs": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the outer loop
     }
 
 

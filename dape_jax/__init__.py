@@ -15,8 +15,8 @@ same letters, and the parameters of the model are named the same way, which is w
 `axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
 stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
 
-Reading order: positions, biases, contextual, processors, attention, kernels, transformer, sharding, data, tasks, training,
-evaluation.
+Reading order: positions, biases, contextual, processors, attention, kernels, transformer, sharding, data, tasks,
+training, evaluation.
 
 What stands below is for use in other programs, and stable: `docs/library.md`.
 """

@@ -351,7 +351,7 @@ class Fused:
             self.platform is None or self.platform in KERNELS,
             "model.attention.platform",
             self.platform,
-            f"one of {tuple(KERNELS)}, or None",
+            f"one of {KERNELS}, or None",
         )
 
     def for_any_rows(self) -> Blockwise:
@@ -466,13 +466,17 @@ class Auto:
         window: int | None = None,
         apart: int = 1,
         platform: str,
+        device_kind: str | None = None,
     ) -> Dense | Blockwise | Fused:
         """The driver for a call, of which shapes and dtypes are enough; see `kernels.why_not_fused`."""
         blockwise = self.blockwise(platform)
+        if window is not None and self.num_buckets is None:  # with one bucket, every block would read all keys
+            blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
         if q_BTHK.shape[1] <= blockwise.block_size:
             driver, why = Dense(), "all rows are one block"
         else:
-            options = {"causal": causal, "window": window, "apart": apart, "platform": platform}
+            options = {"causal": causal, "window": window, "apart": apart}
+            options |= {"platform": platform, "device_kind": device_kind}
             why = why_not_fused(q_BTHK, k_BSGK, bias=bias, processor=processor, **options)
             if why is None and platform not in FUSED_ON:
                 why = f"the kernel for the platform {platform!r} has to be asked for by name"

@@ -289,7 +289,7 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
             sum(collective["num_bytes"] for collective in work["collectives"]),
         )
     if request.eval_length is None:
-        outcome["executed_flops"] = executed_of(run, mesh, "tpu" if hardware.is_tpu else "gpu") // hardware.num_chips
+        outcome["executed_flops"] = executed_of(run, mesh, hardware) // hardware.num_chips
     times = outcome["roofline_seconds"]
     binds = max(times, key=lambda name: times[name])
     peak = needed.total / (hardware.num_chips * hardware.chip.peak_flops)
@@ -308,13 +308,13 @@ def roofline(chip: Chip, flops: int, hbm_bytes: int, link_bytes: int) -> dict[st
     }
 
 
-def executed_of(run: RunConfig, mesh: Mesh, platform: str) -> int:
-    """`executed_flops` of a run's train step, over all chips, of the platform "tpu" or "gpu"."""
+def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
+    """`executed_flops` of a run's train step, over all chips."""
     sizes, train = dict(mesh.shape), run.train
     batch_parts, tokens = math.prod(sizes[axis] for axis in BATCH_AXES), train.batch_size * train.train_length
     tokens_at_once = tokens // (batch_parts * sizes["context"] * train.accumulation_steps)
     row_parts = sizes["context"] * sizes["tensor"]
-    attention = attention_of(run.model, train.train_length, platform, row_parts)
+    attention = attention_of(run.model, train.train_length, hardware.platform, hardware.chip.device_kinds[0], row_parts)
     return executed_flops(
         dataclasses.replace(run.model, attention=attention),
         train.train_length,
@@ -362,7 +362,7 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
 
     channels = model.processor.channels if isinstance(model.processor, DapeConfig) else 0
     num_rows = train.train_length // (sizes["context"] * sizes["tensor"])
-    attention = attention_of(model, train.train_length, "gpu", sizes["context"] * sizes["tensor"])
+    attention = attention_of(model, train.train_length, "gpu", apart=sizes["context"] * sizes["tensor"])
     block = attention.block_size if isinstance(attention, Blockwise) else num_rows
     of_scores = rows * train.train_length * 4 * (3 * H + 2 * channels)
     kept = 0
@@ -389,7 +389,7 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
         "held_bytes": held,
         "roofline_seconds": roofline(
             hardware.chip,
-            executed_of(run, mesh, "gpu") // hardware.num_chips,
+            executed_of(run, mesh, hardware) // hardware.num_chips,
             2 * (state["parameters"] + state["moments"]) + 3 * state["parameters"],
             received,
         ),

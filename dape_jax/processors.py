@@ -359,6 +359,12 @@ class Dape(nnx.Module):
         self.config = config
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
+    def check_bias(self, is_given: bool) -> None:
+        """Raise `InputError` for a bias where the module was built for none, or none where it was built for one."""
+        if is_given != self.has_bias:
+            given = "a bias is given" if is_given else "none is given"
+            raise InputError(f"bias_BHTS: {given}, and the processor was built with has_bias={self.has_bias}")
+
     @property
     def key_halo(self) -> tuple[int, int]:
         """See `Processor`."""
@@ -375,9 +381,7 @@ class Dape(nnx.Module):
         Raises:
             InputError: a bias where the module was built for none, or none where it was built for one.
         """
-        if (bias_BHTS is not None) != self.has_bias:
-            given = "none is given" if bias_BHTS is None else "a bias is given"
-            raise InputError(f"bias_BHTS: {given}, and the processor was built with has_bias={self.has_bias}")
+        self.check_bias(bias_BHTS is not None)
         return dape(
             scores_BHTS,
             bias_BHTS,

@@ -154,6 +154,12 @@ def device_platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def this_device_kind() -> str:
+    """What JAX calls the devices of `device_platform`: "TPU v5 lite"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
 def axis_sizes() -> dict[str, int]:
     """Sizes of the axes in the mesh of `jax.set_mesh`; all 1 where there is none, or another than ours."""
     return dict(jax.sharding.get_abstract_mesh().shape) if in_mesh() else dict.fromkeys(AXES, 1)

@@ -47,6 +47,11 @@ class Slice:
     num_chips: int
 
     @property
+    def platform(self) -> str:
+        """What JAX calls it."""
+        return "tpu" if self.is_tpu else "gpu"
+
+    @property
     def is_tpu(self) -> bool:
         """Whether it is compiled for; planned by formula if not."""
         return self.chip.name in TOPOLOGIES

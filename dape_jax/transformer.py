@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.attention import Attention, Auto, attend_on_mesh
+from dape_jax.attention import Attention, Auto, Fused, attend_on_mesh
 from dape_jax.biases import Bias, BiasConfig
 from dape_jax.contextual import ContextualBias
 from dape_jax.errors import InputError, require
+from dape_jax.kernels import why_not_fused
 from dape_jax.positions import NoRotary, Rope
 from dape_jax.processors import Processor, ProcessorConfig
 from dape_jax.sharding import collect_rows, deal_rows, look_up, matmul, place
@@ -441,17 +442,24 @@ class Transformer(nnx.Module):
         return self.logits(self.features(tokens_BT, pos_T))
 
 
-def attention_of(config: TransformerConfig, length: int, platform: str, apart: int = 1) -> Attention:
+def attention_of(
+    config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, apart: int = 1
+) -> Attention:
     """The driver of a model's self-attention in a text of so many tokens: what `Auto` chooses, or the one it has.
 
     Args:
         config: the model.
         length: T, in tokens.
         platform: of the devices.
+        device_kind: of the devices; see `kernels.why_not_fused`.
         apart: devices that rows are split over: mesh.context x mesh.tensor.
+
+    Raises:
+        InputError: it has `Fused`, and there is no kernel for this model.
     """
-    if not isinstance(config.attention, Auto):
-        return config.attention
+    attention = config.attention
+    if not isinstance(attention, Auto | Fused):
+        return attention
     H, K = config.num_heads, config.head_dim
 
     def make() -> tuple[Bias | ContextualBias | None, Processor]:
@@ -463,8 +471,12 @@ def attention_of(config: TransformerConfig, length: int, platform: str, apart: i
         jax.ShapeDtypeStruct((1, rows, heads, K), config.compute_dtype)
         for rows, heads in ((length // apart, H), (length, config.num_kv_heads))
     )
-    options = {"causal": config.causal, "window": config.window, "apart": apart, "platform": platform}
-    return config.attention.choose(q_BTHK, k_BSGK, bias=bias, processor=processor, **options)
+    options = {"bias": bias, "processor": processor, "causal": config.causal, "window": config.window, "apart": apart}
+    if isinstance(attention, Auto):
+        return attention.choose(q_BTHK, k_BSGK, **options, platform=platform, device_kind=device_kind)
+    reason = why_not_fused(q_BTHK, k_BSGK, **options, platform=attention.platform or platform, device_kind=device_kind)
+    require(reason is None, "model.attention.name", "fused", f"auto or blockwise: {reason}")
+    return attention
 
 
 def parameter_counts(params: Params) -> dict[str, int]:

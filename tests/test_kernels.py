@@ -33,7 +33,7 @@ from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
 from dape_jax.positions import Rope
 from dape_jax.processors import DapeConfig, PlainConfig
 from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
-from dape_jax.transformer import Transformer
+from dape_jax.transformer import Transformer, attention_of
 
 DRIVERS = {
     "dense": Dense(),
@@ -126,8 +126,14 @@ def in_float64(case: Case, arrays: list):
         return jax.device_get(both(*jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, *arrays))))
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """So that few rows are many blocks."""
+    monkeypatch.setattr(tpu, "BLOCKS", (32,))
+
+
 CASES = {
-    "kerple3": Case(groups=1, heads=4, batch=2),
+    "kerple3": Case(groups=1, heads=4, batch=2, length=150),  # blocks of rows, and two tiles of columns
     "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40),
 }
 MORE = {
@@ -169,6 +175,7 @@ def assert_close(found, exact, tolerance: float) -> None:
         np.testing.assert_allclose(np.asarray(x, np.float64), y, **close, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("case", "driver"), each(CASES, *DRIVERS) + slowly(each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3])
 )
@@ -251,20 +258,28 @@ def test_bfloat16_is_as_near_the_truth_as_dense_is(driver):
         assert ours < max(1.5 * dense, 2e-3)
 
 
-def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(monkeypatch):
-    """With memory full of NaNs, transfers as late as they may be, and every race looked for."""
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("rows", ["all", "first"])
+def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows):
+    """With memory full of NaNs, transfers as late as may be, races looked for; also where rows end before the keys."""
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
-
-    class Careful:
-        def for_every_nth_row(self, n):
-            return functools.partial(attend_fused, platform="tpu", apart=n, interpret=careful)
-
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     case = CASES["kerple3"]
-    both, params = case.run(Careful())
-    assert_close(jax.device_get(both(params, *case.arrays())), expected(case), 1e-5)
-    assert not interpret_pallas_call.races.races_found
+    (bias, processor), (q, k, v, dout), pos = case.layer(), case.arrays(), jnp.arange(case.length)
+    end = case.length if rows == "all" else 20
+
+    def run(driver, q, k, v):
+        return driver(q, k, v, pos[:end], pos, bias=bias, processor=processor)
+
+    fused = functools.partial(attend_fused, platform="tpu", interpret=careful)
+    out, pullback = jax.vjp(functools.partial(run, fused), q[:, :end], k, v)
+    out = jax.device_get(out)
+    assert not interpret_pallas_call.races.races_found, "in the forward pass"
+    gradients = jax.device_get(pullback(dout[:, :end]))
+    assert not interpret_pallas_call.races.races_found, "in the backward pass"
+    expected, pullback = jax.vjp(functools.partial(run, Dense()), q[:, :end], k, v)
+    assert_close((out, gradients), jax.device_get((expected, pullback(dout[:, :end]))), 1e-5)
 
 
 @pytest.mark.parametrize("driver", KERNELS)
@@ -275,7 +290,8 @@ def test_positions_that_do_not_neighbour_give_nan(driver):
     assert np.isfinite(run(q, k, v, 5 + pos, 5 + pos)).all()
     assert np.isnan(run(q, k, v, 2 * pos, 2 * pos)).all()
     assert np.isnan(run(q, k, v, pos, pos.at[-1].set(-1))).all()
-    assert np.isnan(run(q, k, v, 1 + pos, pos)).all()
+    for shift in (-1000, -1, 1, 1000):
+        assert np.isnan(run(q, k, v, shift + pos, pos)).all()
 
 
 def shapes(case: Case, dtype=jnp.float32):
@@ -317,11 +333,36 @@ def test_methods_without_a_kernel_are_refused():
     assert "DAPE" in ask(processor=PlainConfig().build(3, rngs=nnx.Rngs(0)))
     assert "DAPE" in ask()
     assert "float64" in why_not_fused(*shapes(Case(), np.float64), processor=processor, platform="tpu")
+    assert "float16" in ask(processor=Case().layer(jnp.float16)[1])
+    assert "Quantum" in ask(processor=processor, device_kind="Quantum TPU")
     for bias in OF_DISTANCE:
         bias, processor = Case(bias).layer()
         assert ask(bias=bias, processor=processor) is None
     with pytest.raises(InputError, match="abacus"):
         Fused("abacus")
+
+
+@pytest.mark.parametrize("driver", KERNELS)
+def test_bias_and_processor_belong_together(driver):
+    (bias, processor), (_, of_none), (q, k, v, _), pos = (
+        Case().layer(),
+        Case("nope").layer(),
+        Case().arrays(),
+        jnp.arange(45),
+    )
+    for options in ({"processor": processor}, {"bias": bias, "processor": of_none}):
+        with pytest.raises(InputError, match="has_bias"):
+            Fused(driver)(q, k, v, pos, pos, **options)
+
+
+def test_a_config_that_asks_for_a_kernel_that_there_is_not_is_refused():
+    spec = copy.deepcopy(tiny.SPEC["model"]) | {"attention": {"name": "fused"}}
+    with pytest.raises(InputError, match=r"attention\.name = 'fused'.*'cpu'"):
+        attention_of(read_model(spec), 64, "cpu")
+    assert attention_of(read_model(spec), 64, "tpu", "TPU v5 lite") == Fused()
+    fire = read_model(spec | {"bias": {"name": "fire"}})
+    with pytest.raises(InputError, match="Fire"):
+        attention_of(fire, 64, "tpu", "TPU v5 lite")
 
 
 def on(kind: str):
@@ -343,13 +384,16 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
             assert choice(Auto()) == choice(Auto(16, 2)) == Fused()
             assert isinstance(choice(Auto(), bias=fire), Blockwise)
             assert choice(Auto(512)) == Dense()
+            windowed = choice(Auto(), bias=fire, window=64)
+            assert isinstance(windowed, Blockwise)
+            assert windowed.num_buckets > 1, "with one, every block reads all keys"
         with on("GPU of tomorrow"):
             assert choice(Auto(16, 2)) == Blockwise(16, 2)
         assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])
         assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])
     said = [record.message for record in caplog.records]
-    assert len(said) == len(set(said)) == 5
-    assert sum("Fire is no function of the distance" in line for line in said) == 1
+    assert len(said) == len(set(said)) == 6
+    assert sum("Fire is no function of the distance" in line for line in said) == 2
 
 
 def test_auto_is_the_driver_that_it_chooses():
@@ -369,7 +413,7 @@ def test_blocks_fit_into_a_chip(kind, sizes):
     for length in (2048, 131_072):
         q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
         with on(kind):
-            reason = tpu.why_not(q, q, config, apart=1, window=None)
+            reason = tpu.why_not(q, q, config, apart=1, window=None, device_kind=None)
         if kind == "TPU v4":
             assert (reason is None) == (heads <= 16)
             assert reason is None or ("TPU v4" in reason and "MiB" in reason)
@@ -378,42 +422,41 @@ def test_blocks_fit_into_a_chip(kind, sizes):
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.integers(1, 700), st.sampled_from([1, 2, 3, 5, 7]), st.booleans(), st.sampled_from([None, 1, 50, 400]),
-    st.sampled_from([1, 2, 8]), st.sampled_from(tpu.BLOCKS), st.booleans(), st.integers(0, 7),
-)  # fmt: skip
-def test_every_column_that_counts_is_some_window_s_own(length, width, causal, window, apart, block, backward, place):
-    """Windows of a block and blocks of a window are each other's, and hold every column that a row makes use of."""
-    rows, keys, place = length, length * apart, place % apart
+@given(st.data())
+def test_every_column_that_counts_is_some_tile_s_own(data):
+    """Tiles of a block and blocks of a tile are each other's, and hold all that is read, wherever the rows stand."""
+    rows = data.draw(st.integers(1, 400), "T")
+    apart = data.draw(st.sampled_from([1, 2, 8]), "apart")
+    first = data.draw(st.integers(0, 500), "column of the first row")
+    keys = first + apart * (rows - 1) + 1 + data.draw(st.integers(0, 900), "keys after the last row")
+    window = data.draw(st.none() | st.integers(1, 500), "window")
+    width, causal = data.draw(st.sampled_from([1, 2, 3, 5, 7]), "W"), data.draw(st.booleans(), "causal")
+    backward = data.draw(st.booleans(), "backward")
     pad = width - 1 if causal else width // 2
     t = tpu.Tiling(
         num_rows=rows, num_keys=keys, num_heads=2, num_groups=2, head_dim=8, width=width, pad=pad, num_channels=4,
-        apart=apart, window=window, block=block, backward=backward, dtype=jnp.dtype(jnp.float32),
-        vmem_bytes=0, interpret=True,
+        apart=apart, window=window, block=data.draw(st.sampled_from(tpu.BLOCKS), "block"), backward=backward,
+        dtype=jnp.dtype(jnp.float32), vmem_bytes=0, interpret=True,
     )  # fmt: skip
-    ahead, reach = t.ahead * backward, keys if window is None else window
     assert t.own > 0
+    reach, ahead = keys if window is None else window, t.ahead * backward
     needed = set()
     for row in range(rows):
-        column = place + apart * row
-        first = max(column - reach + 1 - pad * backward, 0)
-        for j in {first // t.own, min(column + ahead, keys + ahead - 1) // t.own}:
-            needed.add((row // block, j))
-    for i in range(t.num_blocks):
-        begin, end = t.windows_of(i, place, np)
-        assert {j for block, j in needed if block == i} <= set(range(begin, end + 1))
-        assert 0 <= begin <= end < t.num_windows
-        for j in range(begin, end + 1):
-            low, high = (int(x) for x in t.blocks_of(j, place))
-            assert low <= i <= high
-        # All that is read of the tables is there.
-        step = tpu._Step(t, place + apart * block * i, end * t.own - t.halo[0])
-        assert step.slab - t.room >= 0
-        step = tpu._Step(t, place + apart * block * i, begin * t.own - t.halo[0])
-        for j in (begin, end):
-            step = tpu._Step(t, place + apart * block * i, j * t.own - t.halo[0])
-            assert 0 <= step.slab - t.room
-            assert step.slab + t.slab <= t.table_columns
+        column = first + apart * row
+        for read in (max(column - reach + 1 - pad * backward, 0), column + ahead):
+            needed.add((row // t.block, read // t.own))
+    taken = set()
+    for block in range(t.num_blocks):
+        begin, end = (int(x) for x in t.tiles_of(block, first, np))
+        assert 0 <= begin <= end < t.num_tiles
+        for tile in range(begin, end + 1):
+            taken.add((block, tile))
+            low, high = (int(x) for x in t.blocks_of(tile, first))
+            assert low <= block <= high
+            slab = t.step(block, tile, first).slab
+            assert 0 <= slab - t.room
+            assert slab + t.slab <= t.table_columns
+    assert needed <= taken
 
 
 @pytest.mark.slow
@@ -440,24 +483,48 @@ def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(driver):
     assert_close(jax.device_get(found), jax.device_get(dense), 1e-6)
 
 
+class OnMesh:
+    """Self-attention over the devices of the mesh."""
+
+    def __init__(self, attention):
+        self.attention = attention
+
+    def for_every_nth_row(self, n):
+        return self
+
+    def __call__(self, q, k, v, q_pos, k_pos, **options):
+        q, k, v = (deal_rows(x, 1) for x in (q, k, v))
+        return collect_rows(attend_on_mesh(self.attention, q, k, v, deal_rows(q_pos, 0), **options), 1)
+
+
+OF_DEVICES = Case(heads=4, groups=2, batch=4, length=80)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (2, 1, 2, 1), (1, 2, 2, 2)])
 def test_rows_over_devices_agree(sizes):
     """Each device its share of batch and rows: dense on one device, forward and all gradients."""
-    case = Case(heads=4, groups=2, batch=4, length=80)
-
-    class OnMesh:
-        def for_every_nth_row(self, n):
-            return self
-
-        def __call__(self, q, k, v, q_pos, k_pos, **options):
-            q, k, v = (deal_rows(x, 1) for x in (q, k, v))
-            return collect_rows(attend_on_mesh(Fused("tpu"), q, k, v, deal_rows(q_pos, 0), **options), 1)
-
     with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])):
-        both, params = case.run(OnMesh())
-        found = jax.device_get(both(params, *case.arrays()))
-    assert_close(found, expected(case), 1e-5)
+        both, params = OF_DEVICES.run(OnMesh(Fused("tpu")))
+        found = jax.device_get(both(params, *OF_DEVICES.arrays()))
+    assert_close(found, expected(OF_DEVICES), 1e-5)
+
+
+@pytest.mark.parametrize("driver", KERNELS)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": "bias"}, {"residual": False}],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_every_kind_of_operator_goes_over_devices(changes, driver, monkeypatch):
+    """What of it is a constant is alike on all devices, and a kernel wants no mixture: traced, forward and backward."""
+    case = dataclasses.replace(OF_DEVICES, **changes)
+    monkeypatch.setattr(attention, "device_platform", lambda: driver)
+    with jax.set_mesh(make_mesh(MeshConfig(1, 2, 2, 2), jax.devices())):
+        both, params = case.run(OnMesh(Fused()))
+        out, gradients = jax.eval_shape(both, params, *case.arrays())
+    assert out.shape == case.arrays()[0].shape
+    assert jax.tree.structure(gradients[0]) == jax.tree.structure(params)
 
 
 # ---- compiled ahead of time, for TPUs that are not here

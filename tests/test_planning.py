@@ -270,7 +270,7 @@ def test_what_does_not_divide_is_said_before_anything_is_compiled(monkeypatch):
 
 def test_without_libtpu_one_line_says_what_to_type(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(planning.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(slices.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(planning.sys, "prefix", "/nowhere")
     with pytest.raises(InputError, match="make tpu-aot"):
         slices.find_libtpu()

@@ -260,7 +260,7 @@ def model_at(
     config: TransformerConfig, length: int, evaluation: EvaluationConfig, rotary: str, train_length: int
 ) -> TransformerConfig:
     """The same model with the attention that suits the length, and its rotary embedding stretched if asked for."""
-    linear = Auto(block_size=evaluation.block_size, num_buckets=4)
+    linear = Auto(block_size=evaluation.block_size)
     config = dataclasses.replace(config, attention=linear if length >= evaluation.blockwise_from else Dense())
     if isinstance(config.rotary, Rope):
         config = dataclasses.replace(config, rotary=stretched(config.rotary, rotary, length, train_length))

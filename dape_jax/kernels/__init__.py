@@ -7,17 +7,18 @@ In: what `attend` is given. Out: the same values and gradients, or `NotImplement
 gives as functions of the distance. `tpu.py` and `gpu.py` are a kernel each. `docs/kernel.md` explains how they work.
 """
 
+import importlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels import gpu, tpu
-from dape_jax.kernels.tables import left_pad, make_operator
+from dape_jax.kernels import tpu
+from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
 from dape_jax.processors import Dape
 
-KERNELS = {"tpu": tpu.attend, "gpu": gpu.attend}
+KERNELS = ("tpu", "gpu")
 DTYPES = (jnp.float32, jnp.bfloat16)
 MAX_HEADS = MAX_CHANNELS = 64
 MAX_HEAD_DIM = 128
@@ -34,6 +35,7 @@ def why_not_fused(
     window: int | None = None,
     apart: int = 1,
     platform: str,
+    device_kind: str | None = None,
 ) -> str | None:
     """Why there is no kernel for this attention; None if there is one.
 
@@ -46,6 +48,7 @@ def why_not_fused(
         window: columns that a query sees; None for all.
         apart: columns from one row to the next.
         platform: of the devices: "tpu", "gpu" or "cpu".
+        device_kind: of the devices, as JAX calls it; None for that of those that there are.
     """
     if platform not in KERNELS:
         return f"the devices are of the platform {platform!r}, and the kernels for {' and '.join(KERNELS)}"
@@ -61,8 +64,10 @@ def why_not_fused(
     for name, (value, limit) in limits.items():
         if value > limit:
             return f"{name} = {value}; the kernels take up to {limit}"
-    if q_BTHK.dtype not in DTYPES:
-        return f"{q_BTHK.dtype}; the kernels take {' and '.join(jnp.dtype(dtype).name for dtype in DTYPES)}"
+    for name, dtype in {"q": q_BTHK.dtype, "k": k_BSGK.dtype, "the processor": processor.dtype or jnp.float32}.items():
+        if dtype not in DTYPES or (name == "k" and dtype != q_BTHK.dtype):
+            known = " or ".join(jnp.dtype(dtype).name for dtype in DTYPES)
+            return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, and one for q, k and v"
     if not causal:
         return "causal = False; the kernels skip what lies after a query"
     if config.leak:
@@ -75,7 +80,7 @@ def why_not_fused(
             "large as the scores, and no table"
         )
     if platform == "tpu":
-        return tpu.why_not(q_BTHK, k_BSGK, config, apart=apart, window=window)
+        return tpu.why_not(q_BTHK, k_BSGK, config, apart=apart, window=window, device_kind=device_kind)
     return None
 
 
@@ -124,11 +129,15 @@ def attend_fused(
         apart=apart,
         platform=platform,
     )
+    if reason is None and v_BSGK.dtype != k_BSGK.dtype:
+        reason = f"k is {k_BSGK.dtype} and v is {v_BSGK.dtype}"
     if reason is not None:
         raise NotImplementedError(f"no fused attention for this: {reason}")
-    first = (q_pos_T[0] - k_pos_S[0]).astype(jnp.int32)  # the column at which the first row stands
+    processor.check_bias(bias is not None)
     neighbours = jnp.all(jnp.diff(q_pos_T) == apart) & jnp.all(jnp.diff(k_pos_S) == 1)
-    neighbours &= (first >= 0) & (q_pos_T[-1] <= k_pos_S[-1])
+    neighbours &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
+    # The column at which the first row stands; one that is there, whatever the positions are.
+    first = jnp.where(neighbours, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
     operator = make_operator(
         bias,
         processor,
@@ -140,12 +149,9 @@ def attend_fused(
         window=window,
         valid=neighbours,
     )
-    return KERNELS[platform](
-        q_BTHK,
-        k_BSGK,
-        v_BSGK,
-        first,
-        operator,
+    kernel = importlib.import_module(f"{__name__}.{platform}")  # one platform's tools need not be there for another's
+    return kernel.attend(
+        *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),
         dtype=processor.dtype or jnp.dtype(jnp.float32),
         apart=apart,
         window=window,

@@ -44,7 +44,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.contextual import products
-from dape_jax.kernels.tables import HIGHEST, Operator
+from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
 
 BLOCK_ROWS = 128  # rows of a block; memory grows with it, and a block of 2048 keys is about what the L2 cache holds
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
@@ -83,13 +83,7 @@ def attend(
         apart: columns from one row to the next.
         window: a row sees columns less than so many before its own.
         interpret: see `attend_fused`.
-
-    Raises:
-        NotImplementedError: float64.
     """
-    scores_dtype = jnp.promote_types(q_BTHK.dtype, dtype)  # of A; what the softmax sees is float32
-    if scores_dtype == jnp.float64:
-        raise NotImplementedError("dtype = float64; the kernels accumulate in float32")
     batch, num_rows, heads, head_dim = q_BTHK.shape
     num_keys = k_BSGK.shape[1]
     reach = num_keys if window is None else min(window, num_keys)
@@ -106,7 +100,7 @@ def attend(
     left_PCT = jnp.pad(operator.left_PCT, ((0, int(operator.pad == 0)), (0, 0), (0, 0)))  # not empty, for no kernel can
     # Rows beyond the last are zeros, and are cut off again: nothing depends on them.
     blocks = (
-        blocks_of(q_BTHK * jnp.asarray(head_dim**-0.5, q_BTHK.dtype), 1),
+        blocks_of(q_BTHK, 1),
         blocks_of(fill(jnp.moveaxis(left_PCT, 1, 2), 2), 1),
         first + apart * block * jnp.arange(num_blocks, dtype=jnp.int32),
     )
@@ -134,7 +128,8 @@ def attend(
             elif num_read < num_keys:
                 k, v = (jax.lax.dynamic_slice_in_dim(x, begin, num_read, axis=1) for x in (k, v))
             place = jnp.stack([row, begin])
-            scores: Array = process(plan, *alike(place, products(q, k, scores_dtype), *shared, left))
+            scores = products(q, k, jnp.dtype(jnp.float32)) * head_dim**-0.5
+            scores: Array = process(plan, *vary_alike(place, scores, *shared, left))
             mask = seen(plan, row, begin, block, num_read)
             # A large finite number, as in `attention.masked_softmax`; NaN where the tables are, for rows without a key.
             masked = jnp.minimum(-0.7 * jnp.finfo(scores.dtype).max, shared[-1][0, 0])
@@ -148,13 +143,6 @@ def attend(
         outs.append(jax.lax.map(lambda of_block, of=rows_of_block: of(of_block, k_BSGK, v_BSGK, shared), of_run))
     out_blocks = jnp.concatenate(outs)
     return jnp.moveaxis(out_blocks, 0, 1).reshape(batch, num_blocks * block, heads, head_dim)[:, :num_rows]
-
-
-def alike(*arrays: Array) -> list[Array]:
-    """All varying over the mesh axes over which any does."""
-    varies = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset().union(*varies)
-    return [jax.lax.pcast(x, tuple(every - own), to="varying") for x, own in zip(arrays, varies, strict=True)]
 
 
 def size_in_dot(size: int) -> int:

@@ -14,7 +14,7 @@ with `pad` zeros to the left of the first key. Hidden column j reads columns j +
 is a zero, and `hidden` has b all the same: that is `left`, of columns 0 .. pad - 1 alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,15 @@ class Operator(NamedTuple):
     def ahead(self) -> int:
         """W - 1 - P: how far to its right a column reads, and the distance of column 0 of a table, but for the sign."""
         return self.width - 1 - self.pad
+
+
+def vary_alike(*trees: Any) -> Any:
+    """All arrays, said to vary over the mesh axes over which any does: a kernel in a `shard_map` wants them alike."""
+    leaves, structure = jax.tree.flatten(trees)
+    varies = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    every = frozenset().union(*varies)
+    alike = [jax.lax.pcast(x, tuple(every - own), to="varying") for x, own in zip(leaves, varies, strict=True)]
+    return structure.unflatten(alike)
 
 
 def left_pad(config: DapeConfig) -> int:

@@ -1,21 +1,21 @@
-"""The operator on TPUs (Pallas, Mosaic): a tile of rows with all heads, streaming the keys.
+"""The operator on TPUs (Pallas, Mosaic): a block of rows with all heads, streaming the keys.
 
 In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these; no scores. Pictures,
 and why it is so, are in `docs/kernel.md`; in short:
 
-Rows come in blocks, keys in windows of 128 columns, which are the lanes of a register. A result needs scores of columns
-beside it, so neighbouring windows overlap by a halo, and each owns the columns between: nothing is carried along. A
-softmax over all windows is kept up as in FlashAttention: a maximum, a sum and a weighted sum of values for every row.
+Rows come in blocks, keys in tiles of 128 columns, which are the lanes of a register. A result needs scores of columns
+beside it, so neighbouring tiles overlap by a halo, and each owns the columns between: nothing is carried along. A
+softmax over all tiles is kept up as in FlashAttention: a maximum, a sum and a weighted sum of values for every row.
 
 In fast memory the scores stand with lines (row, head) and lanes (column). 8 rows are a group, and of a group a
 convolution is a matmul: its taps are copies of the group, rolled along the lanes and stacked as the contraction.
 
 What the bias gives is a function of the distance row - column. A group's rows need the table 8 times, each shifted by a
-row: the slab of it that a block and window need is brought, and sheared so in fast memory. Where a group's part of the
+row: the slab of it that a block and tile need is brought, and sheared so in fast memory. Where a group's part of the
 slab begins at no multiple of 128, it is not the slab that is moved but the scores, which are rolled for their taps
 anyway.
 
-The backward pass computes a window's probabilities anew from the saved log-sum-exp, all blocks of rows for one window
+The backward pass computes a tile's probabilities anew from the saved log-sum-exp, all blocks of rows for one tile
 after the other. Gradients of keys, values and kernels stay in fast memory while that lasts; those of queries and tables
 are added up in main memory.
 """
@@ -32,18 +32,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import Operator, left_pad
+from dape_jax.kernels.tables import Operator, left_pad, vary_alike
 from dape_jax.processors import DapeConfig
+from dape_jax.sharding import this_device_kind
 
-LANES = 128  # of a register: the columns of a window
+LANES = 128  # of a register: the columns of a tile
 GROUP = 8  # rows that are mixed at once
 SLOPE = 0.01  # of the leaky ReLU
 AWAY = -1e30  # a score that gives probability 0
 MIB = 2**20
 
-# Fast memory of a core that a kernel may be given, by what JAX calls the chip.
-VMEM_BYTES = {"TPU v4": 15 * MIB}
-VMEM_BYTES_OF_OTHERS = 100 * MIB  # v5e, v5p, v6e
+# Fast memory of a core that a kernel may be given, by what JAX calls the chip. (On a CPU it is interpreted.)
+VMEM_BYTES = {
+    **dict.fromkeys(("TPU v4",), 15 * MIB),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), 60 * MIB),
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e", "cpu"), 100 * MIB),
+}
 COMPILERS_SHARE = 0.2  # for what it keeps there itself
 BLOCKS = (128, 64, 32)  # rows in a block, the first that fits
 
@@ -64,7 +68,7 @@ class Tiling:
         apart: columns from one row to the next.
         window: columns that a row sees; None for all.
         block: rows of a block.
-        backward: whether a window's halo is that of the backward pass.
+        backward: whether a tile's halo is that of the backward pass.
         dtype: of the convolutions' operands.
         vmem_bytes: that the kernel may use.
         interpret: see `kernels.attend_fused`.
@@ -93,7 +97,7 @@ class Tiling:
 
     @property
     def halo(self) -> tuple[int, int]:
-        """Columns of a window to either side of its own.
+        """Columns of a tile to either side of its own.
 
         Two convolutions read 2 pad columns to the left and 2 ahead to the right; their transposes, as many in the other
         direction.
@@ -103,11 +107,11 @@ class Tiling:
 
     @property
     def own(self) -> int:
-        """Columns that are a window's own."""
+        """Columns that are a tile's own."""
         return LANES - sum(self.halo)
 
     @property
-    def num_windows(self) -> int:
+    def num_tiles(self) -> int:
         """Windows over all keys; in the backward pass over the hidden columns too, which end `ahead` after the keys."""
         return pl.cdiv(self.num_keys + self.ahead * self.backward, self.own)
 
@@ -138,7 +142,7 @@ class Tiling:
 
     @property
     def slab(self) -> int:
-        """Columns of the tables that the groups of a block and window need."""
+        """Columns of the tables that the groups of a block and tile need."""
         return (self.apart * (self.block - GROUP) + LANES - 1) // LANES * LANES + 2 * LANES
 
     @property
@@ -161,25 +165,25 @@ class Tiling:
         """Parts of 128 columns in which a slab is brought, with the room before it."""
         return (self.room + self.slab) // LANES
 
-    def step(self, block: Any, window: Any, first: Any) -> "_Step":
-        """Where a block and a window stand."""
+    def step(self, block: Any, tile: Any, first: Any) -> "_Step":
+        """Where a block and a tile stand."""
         row = first + self.apart * self.block * block
-        return _Step(self, row, window * self.own - self.halo[0])
+        return _Step(self, row, tile * self.own - self.halo[0])
 
-    def windows_of(self, block: Any, first: Any, np: Any = jnp) -> tuple[Any, Any]:
-        """First and last window with a column of its own that a row of the block makes use of."""
+    def tiles_of(self, block: Any, first: Any, xp: Any = jnp) -> tuple[Any, Any]:
+        """First and last tile with a column of its own that a row of the block makes use of."""
         row = first + self.apart * self.block * block
         last = row + self.apart * (self.block - 1) + self.ahead * self.backward
         begin = 0 if self.window is None else row - self.window + 1 - self.pad * self.backward
-        return np.maximum(begin, 0) // self.own, np.minimum(last // self.own, self.num_windows - 1)
+        return xp.maximum(begin, 0) // self.own, xp.minimum(last // self.own, self.num_tiles - 1)
 
-    def blocks_of(self, window: Any, first: Any) -> tuple[Any, Any]:
-        """First and last block with a row that makes use of a column of the window's own: `windows_of` turned round."""
+    def blocks_of(self, tile: Any, first: Any) -> tuple[Any, Any]:
+        """First and last block with a row that makes use of a column of the tile's own: `tiles_of` turned round."""
         step = self.apart * self.block
-        begin = window * self.own - self.ahead * self.backward - first - self.apart * (self.block - 1)
+        begin = tile * self.own - self.ahead * self.backward - first - self.apart * (self.block - 1)
         end = self.num_blocks - 1
         if self.window is not None:
-            reach = (window + 1) * self.own - 1 + self.window - 1 + self.pad * self.backward - first
+            reach = (tile + 1) * self.own - 1 + self.window - 1 + self.pad * self.backward - first
             end = jnp.clip(reach // step, 0, end)
         return jnp.clip(-(-begin // step), 0, end), end
 
@@ -227,7 +231,14 @@ def attend(
 
 
 def tilings(
-    q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, dtype: jnp.dtype, apart: int, window: int | None
+    q_BTHK: Any,
+    k_BSGK: Any,
+    config: DapeConfig,
+    *,
+    dtype: jnp.dtype,
+    apart: int,
+    window: int | None,
+    device_kind: str | None = None,
 ) -> tuple[Tiling, Tiling]:
     """How forward and backward pass are cut up; arguments as `attend` and `kernels.why_not_fused` have them.
 
@@ -235,40 +246,45 @@ def tilings(
         NotImplementedError: see `attend`.
     """
     sizes = {"width": config.kernel_width, "pad": left_pad(config), "num_channels": config.channels}
-    return _tilings(q_BTHK, k_BSGK, **sizes, dtype=dtype, apart=apart, window=window, interpret=False)
+    options = {"dtype": dtype, "apart": apart, "window": window, "interpret": False}
+    return _tilings(q_BTHK, k_BSGK, device_kind, **sizes, **options)
 
 
-def why_not(q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, apart: int, window: int | None) -> str | None:
+def why_not(
+    q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, apart: int, window: int | None, device_kind: str | None
+) -> str | None:
     """Why the chip cannot run the kernel; None if it can."""
+    options = {"apart": apart, "window": window, "device_kind": device_kind}
     try:
-        tilings(q_BTHK, k_BSGK, config, dtype=q_BTHK.dtype, apart=apart, window=window)
+        tilings(q_BTHK, k_BSGK, config, dtype=q_BTHK.dtype, **options)
     except NotImplementedError as error:
         return str(error)
     return None
 
 
-def _tilings(q_BTHK: Any, k_BSGK: Any, **options: Any) -> tuple[Tiling, Tiling]:
+def _tilings(q_BTHK: Any, k_BSGK: Any, device_kind: str | None = None, **options: Any) -> tuple[Tiling, Tiling]:
     """Of the forward and of the backward pass."""
     num_rows, num_heads, head_dim = q_BTHK.shape[1:]
     num_keys, num_groups = k_BSGK.shape[1:3]
     shapes = {"num_rows": num_rows, "num_keys": num_keys, "num_heads": num_heads, "num_groups": num_groups}
     make = functools.partial(Tiling, head_dim=head_dim, **shapes, **options)
     forward, backward = (
-        _tiling(functools.partial(make, backward=backward), q_BTHK.dtype.itemsize) for backward in (False, True)
+        _tiling(functools.partial(make, backward=backward), q_BTHK.dtype.itemsize, device_kind or this_device_kind())
+        for backward in (False, True)
     )
     return forward, backward
 
 
 def num_steps(t: Tiling) -> int:
-    """Pairs of a block and a window that are computed in a sequence."""
-    begin, end = t.windows_of(np.arange(t.num_blocks), 0, np)
+    """Pairs of a block and a tile that are computed in a sequence."""
+    begin, end = t.tiles_of(np.arange(t.num_blocks), 0, np)
     return int((end - begin + 1).sum())
 
 
 def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     """What a call computes and moves: planning reads it out of the compiled program, which does not show it otherwise.
 
-    FLOPs are those of all tiles that are computed, the columns that windows share and those after a row among them, but
+    FLOPs are those of all tiles that are computed, the columns that tiles share and those after a row among them, but
     not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and takes
     back, in lines of 128 lanes.
     """
@@ -277,14 +293,14 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     products, convolutions = (5, 6) if t.backward else (2, 2)
     flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
     line = pl.cdiv(t.head_dim, LANES) * LANES
-    block, window = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
+    block, tile = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
     slab = (t.channels + t.heads) * (t.room + t.slab) * 4
     if t.backward:
         # q, out and its gradient; dq, read and written; so the slab, which is read once besides.
         of_step = 3 * block + 2 * t.num_heads * t.block * line * 4 + 3 * slab
-        num_bytes = steps * of_step + batch * t.num_windows * 4 * window
+        num_bytes = steps * of_step + batch * t.num_tiles * 4 * tile
     else:
-        num_bytes = batch * t.num_blocks * 2 * block + steps * (2 * window + slab)
+        num_bytes = batch * t.num_blocks * 2 * block + steps * (2 * tile + slab)
     return pl.CostEstimate(flops=flops, transcendentals=pairs * t.num_heads, bytes_accessed=num_bytes)
 
 
@@ -298,20 +314,20 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     line = LANES * 4
     of_rows = t.block * t.heads * line  # scores, for one
     of_heads = t.num_heads * t.block * LANES
-    of_windows = t.num_groups * LANES * LANES
+    of_tiles = t.num_groups * LANES * LANES
     slab = (t.channels + t.heads) * (t.room + t.slab) * 4
     sheared = GROUP * (t.channels + t.heads) * t.slab * 4
     if not t.backward:
-        return 5 * of_rows + of_heads * (4 + 4 * itemsize) + of_windows * 4 * itemsize + 2 * slab + sheared
-    held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_windows * (8 + 8 * itemsize)
+        return 5 * of_rows + of_heads * (4 + 4 * itemsize) + of_tiles * 4 * itemsize + 2 * slab + sheared
+    held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_tiles * (8 + 8 * itemsize)
     return held + 3 * slab + 2 * sheared
 
 
-def _tiling(make: Callable[..., Tiling], itemsize: int) -> Tiling:
+def _tiling(make: Callable[..., Tiling], itemsize: int, kind: str) -> Tiling:
     """The first of `BLOCKS` that fits into fast memory, or what is enough for all rows."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    limit = VMEM_BYTES.get(kind, VMEM_BYTES_OF_OTHERS)
+    if kind not in VMEM_BYTES:
+        raise NotImplementedError(f"{kind}; how much fast memory it has is known of {', '.join(VMEM_BYTES)}")
+    limit = VMEM_BYTES[kind]
     tilings = [make(block=block, vmem_bytes=limit) for block in BLOCKS]
     needed = [vmem_bytes(t, itemsize) for t in tilings]
     fitting = [t for t, held in zip(tilings, needed, strict=True) if held <= (1 - COMPILERS_SHARE) * limit]
@@ -355,26 +371,26 @@ def _by_block(t: Tiling, x_BTHK: Array) -> Array:
     return jnp.pad(x_BHTK, ((0, 0), (0, 0), (0, t.num_blocks * t.block - t.num_rows), (0, 0)))
 
 
-def _by_window(t: Tiling, x_BSGK: Array) -> Array:
-    """[B, S, G, K] -> [B, windows, G, 128, K], with zeros where there is no key."""
+def _by_tile(t: Tiling, x_BSGK: Array) -> Array:
+    """[B, S, G, K] -> [B, tiles, G, 128, K], with zeros where there is no key."""
     left, right = t.halo
     x_BGSK = jnp.moveaxis(x_BSGK, 1, 2)
-    behind = t.num_windows * t.own - t.num_keys
+    behind = t.num_tiles * t.own - t.num_keys
     x = jnp.pad(x_BGSK, ((0, 0), (0, 0), (left, max(right + behind, 0)), (0, 0)))
     batch, groups, _, dim = x.shape
 
     def cut(x: Array) -> Array:
-        return x[:, :, : t.num_windows * t.own].reshape(batch, groups, t.num_windows, t.own, dim)
+        return x[:, :, : t.num_tiles * t.own].reshape(batch, groups, t.num_tiles, t.own, dim)
 
     parts = [cut(x)]
-    if left + right:  # the beginning of the next window
+    if left + right:  # the beginning of the next tile
         after = jnp.pad(x[:, :, t.own :], ((0, 0), (0, 0), (0, t.own), (0, 0)))
         parts.append(cut(after)[:, :, :, : left + right])
     return jnp.concatenate(parts, 3).transpose(0, 2, 1, 3, 4)
 
 
-def _from_windows(t: Tiling, x: Array) -> Array:
-    """[B, windows, G, 128, K] -> [B, S, G, K]: of each window its own columns."""
+def _from_tiles(t: Tiling, x: Array) -> Array:
+    """[B, tiles, G, 128, K] -> [B, S, G, K]: of each tile its own columns."""
     own = x[:, :, :, t.halo[0] : t.halo[0] + t.own]
     batch, _, groups, _, dim = x.shape
     return own.transpose(0, 1, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
@@ -439,19 +455,19 @@ def _convolve(t: Tiling, weight: Array, taps: list[Array], inputs: int) -> Array
     return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
-def _alike(mask: Array, x: Array, other: Any = 0.0) -> Array:
+def _where(mask: Array, x: Array, other: Any = 0.0) -> Array:
     """`x` where a mask [8, 128] that is the same on all lines allows it."""
     return jnp.where(mask[None], x.reshape(-1, GROUP, LANES), other).reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """Where a block of rows and a window of columns stand.
+    """Where a block of rows and a tile of columns stand.
 
     Args:
         t: the call.
         row: column at which the block's first row stands.
-        column: column of the window's first lane.
+        column: column of the tile's first lane.
     """
 
     t: Tiling
@@ -479,7 +495,7 @@ class _Step:
         return seen if self.t.window is None else seen & (distance < self.t.window)
 
     def own(self, lane: Array) -> Array:
-        """Whether a lane holds a column of the window's own."""
+        """Whether a lane holds a column of the tile's own."""
         left = self.t.halo[0]
         return (lane >= left) & (lane < left + self.t.own)
 
@@ -535,7 +551,7 @@ def _hidden(
         for column in range(t.pad):
             at = (t.halo[0] + column + shift) & (LANES - 1)
             rows = [_roll(left_ref[0, column], at - (GROUP * group + r) + LANES) for r in range(GROUP)]
-            before -= _alike(lane == at, jnp.concatenate(rows))
+            before -= _where(lane == at, jnp.concatenate(rows))
     exists = step.column + ((lane - shift) & (LANES - 1)) >= 0
     return taps, before, exists
 
@@ -553,15 +569,15 @@ def _forward_kernel(
 ):
     table_refs, (out_ref, lse_ref, *scratch_refs) = more_refs[: t.slab_parts], more_refs[t.slab_parts :]
     scores_ref, probs_ref, decay_ref, max_ref, sum_ref, values_ref, hidden_ref, added_ref = scratch_refs
-    block, window = pl.program_id(1), pl.program_id(2)
-    begin, end = t.windows_of(block, first_ref[0])
-    step = t.step(block, window, first_ref[0])
-    needed = (window >= begin) & (window <= end)
+    block, tile = pl.program_id(1), pl.program_id(2)
+    begin, end = t.tiles_of(block, first_ref[0])
+    step = t.step(block, tile, first_ref[0])
+    needed = (tile >= begin) & (tile <= end)
     lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
     of_head = [pl.ds(head, t.block, stride=t.heads) for head in range(t.num_heads)]
     share = t.num_heads // t.num_groups
 
-    @pl.when(window == 0)
+    @pl.when(tile == 0)
     def _():
         max_ref[...] = jnp.full(max_ref.shape, AWAY, jnp.float32)
         sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
@@ -586,7 +602,7 @@ def _forward_kernel(
         turn = step.turn(group)
         given = weight_1_ref[...], hidden_ref, left_ref if with_left else None
         _, before, exists = _hidden(step, group, of_group["scores"], turn, *given)
-        hidden = _alike(exists, jnp.maximum(before, SLOPE * before)).astype(t.dtype)
+        hidden = _where(exists, jnp.maximum(before, SLOPE * before)).astype(t.dtype)
         taps = [_roll(hidden, t.pad - w) for w in range(t.width)]
         update = _convolve(t, weight_2_ref[...], taps, t.channels) + _look_up(added_ref, turn, lane)
         total = _roll(update, LANES - turn[1]) + of_group["scores"]
@@ -611,7 +627,7 @@ def _forward_kernel(
 
         jax.lax.fori_loop(0, t.block // GROUP // t.unroll, body, 0)
 
-    _in_first_window_and_others(t, window, needed, groups)
+    _in_first_tile_and_others(t, tile, needed, groups)
 
     @pl.when(needed)
     def _():
@@ -619,7 +635,7 @@ def _forward_kernel(
             values = _dot(probs_ref[lines, :].astype(v_ref.dtype), v_ref[0, 0, head // share], (1, 0))
             values_ref[head] = values_ref[head] * decay_ref[lines, :][:, : t.head_dim] + values
 
-    @pl.when(window == t.num_windows - 1)
+    @pl.when(tile == t.num_tiles - 1)
     def _():
         total = jnp.broadcast_to(jnp.sum(sum_ref[...], 1, keepdims=True), sum_ref.shape)
         lse = (max_ref[...] + jnp.log(total)).reshape(-1, LANES, LANES)
@@ -633,13 +649,13 @@ def _forward_kernel(
             out_ref[0, head] = (values_ref[head] * sum_ref[lines, :][:, : t.head_dim]).astype(out_ref.dtype)
 
 
-def _in_first_window_and_others(t: Tiling, window: Any, needed: Any, groups: Callable[[bool], None]) -> None:
-    """The loop over groups, with the correction of the first columns in the first window alone."""
+def _in_first_tile_and_others(t: Tiling, tile: Any, needed: Any, groups: Callable[[bool], None]) -> None:
+    """The loop over groups, with the correction of the first columns in the first tile alone."""
     if not t.pad:
         pl.when(needed)(lambda: groups(False))
         return
-    pl.when(needed & (window == 0))(lambda: groups(True))
-    pl.when(needed & (window > 0))(lambda: groups(False))
+    pl.when(needed & (tile == 0))(lambda: groups(True))
+    pl.when(needed & (tile > 0))(lambda: groups(False))
 
 
 def _backward_kernel(
@@ -662,10 +678,10 @@ def _backward_kernel(
     dq_ref, dk_ref, dv_ref, dweight_1_ref, dweight_2_ref, dtable_ref, dleft_ref, *scratch_refs = more_refs
     scores_ref, dprobs_ref, probs_ref, dq_block_ref, dslab_ref, dk_sum_ref, dv_sum_ref, *scratch_refs = scratch_refs
     hidden_ref, added_ref, dhidden_ref, dadded_ref, semaphores = scratch_refs
-    window, block = pl.program_id(1), pl.program_id(2)
-    begin, end = t.windows_of(block, first_ref[0])
-    step = t.step(block, window, first_ref[0])
-    needed = (window >= begin) & (window <= end)
+    tile, block = pl.program_id(1), pl.program_id(2)
+    begin, end = t.tiles_of(block, first_ref[0])
+    step = t.step(block, tile, first_ref[0])
+    needed = (tile >= begin) & (tile <= end)
     lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
     of_head = [pl.ds(head, t.block, stride=t.heads) for head in range(t.num_heads)]
     share = t.num_heads // t.num_groups
@@ -682,7 +698,7 @@ def _backward_kernel(
         for read in reads:
             read.start()
 
-    @pl.when((window == 0) & (block == 0))
+    @pl.when((tile == 0) & (block == 0))
     def _():
         for ref in (dweight_1_ref, dweight_2_ref):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
@@ -690,7 +706,7 @@ def _backward_kernel(
             scores_ref[...] = jnp.zeros(scores_ref.shape, jnp.float32)
             dprobs_ref[...] = jnp.zeros(dprobs_ref.shape, jnp.float32)
 
-    @pl.when(window == 0)
+    @pl.when(tile == 0)
     def _():
         dleft_ref[...] = jnp.zeros(dleft_ref.shape, jnp.float32)
 
@@ -734,14 +750,14 @@ def _backward_kernel(
         given = weight_1_ref[...], hidden_ref, left_ref if with_left else None
         taps_1, before, exists = _hidden(step, group, scores, turn, *given)
         positive = before > 0
-        hidden = _alike(exists, jnp.where(positive, before, SLOPE * before)).astype(t.dtype)
+        hidden = _where(exists, jnp.where(positive, before, SLOPE * before)).astype(t.dtype)
         taps_2 = [_roll(hidden, t.pad - w) for w in range(t.width)]
         update = _convolve(t, weight_2_ref[...], taps_2, t.channels) + _look_up(added_ref, turn, lane)
         total = _roll(update, LANES - shift) + scores
 
         lanes = jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
         visible, own = step.visible(t.lines, t.heads, group), step.own(lanes)
-        # Beyond these lanes the scores that a result needs are another window's.
+        # Beyond these lanes the scores that a result needs are another tile's.
         known = visible & (lanes >= 2 * t.pad) & (lanes < LANES - 2 * t.ahead)
         probs = jnp.where(known, jnp.exp(total - lse_of(group)), 0.0)
         dtotal = probs * dprobs
@@ -749,17 +765,17 @@ def _backward_kernel(
         source = dtotal.astype(t.dtype)
         dtaps_2 = [_roll(source, shift + (w - t.pad) + LANES) for w in range(t.width)]
         dhidden = _convolve(t, transposed_2_ref[...], dtaps_2, t.heads)
-        dbefore = _alike(exists, jnp.where(positive, dhidden, SLOPE * dhidden))
+        dbefore = _where(exists, jnp.where(positive, dhidden, SLOPE * dhidden))
         source = dbefore.astype(t.dtype)
         dtaps_1 = [_roll(source, w - t.pad) for w in range(t.width)]
         dscores = _roll(_convolve(t, transposed_1_ref[...], dtaps_1, t.channels), LANES - shift) + dtotal
         scores_ref[lines, :] = jnp.where(visible & own, dscores, 0.0)
         probs_ref[lines, :] = jnp.where(own, probs, 0.0)
 
-        # From here on a column counts in the window that owns it alone.
+        # From here on a column counts in the tile that owns it alone.
         own_turned = step.own((lane - shift) & (LANES - 1))
-        dbefore = _alike(own_turned, dbefore)
-        dupdate = _alike(own_turned, dtaps_2[t.pad].astype(jnp.float32)).astype(t.dtype)
+        dbefore = _where(own_turned, dbefore)
+        dupdate = _where(own_turned, dtaps_2[t.pad].astype(jnp.float32)).astype(t.dtype)
         stacked_1 = jnp.concatenate([along_lanes(tap, t.heads) for tap in taps_1])
         stacked_2 = jnp.concatenate([along_lanes(tap, t.channels) for tap in taps_2])
         dweight_1_ref[0] += _dot(along_lanes(dbefore.astype(t.dtype), t.channels), stacked_1, (1, 1))
@@ -767,10 +783,10 @@ def _backward_kernel(
 
         here, begin = lane >= shift, turn[0]
         after = pl.multiple_of(begin + LANES, LANES)
-        dadded = _alike(own_turned, _roll(dtotal, shift))
+        dadded = _where(own_turned, _roll(dtotal, shift))
         for ref, gradient in ((dhidden_ref, dbefore), (dadded_ref, dadded)):
-            ref[:, pl.ds(begin, LANES)] += _alike(here, gradient)
-            ref[:, pl.ds(after, LANES)] += _alike(~here, gradient)
+            ref[:, pl.ds(begin, LANES)] += _where(here, gradient)
+            ref[:, pl.ds(after, LANES)] += _where(~here, gradient)
         if with_left:
             of_channels = jax.lax.broadcasted_iota(jnp.int32, (t.channels, LANES), 1)
             for column in range(t.pad):
@@ -787,7 +803,7 @@ def _backward_kernel(
 
         jax.lax.fori_loop(0, t.block // GROUP, body, 0)
 
-    _in_first_window_and_others(t, window, needed, groups)
+    _in_first_tile_and_others(t, tile, needed, groups)
 
     @pl.when(needed)
     def _():
@@ -818,12 +834,14 @@ def _whole(x: Any, t: Tiling) -> pl.BlockSpec:
 
 
 def _slabs(t: Tiling, table: Array, place: Callable[..., Any]) -> list[tuple[Array, pl.BlockSpec]]:
-    """The slab of a step in parts, one beside the other; `place` says the step's block and window."""
+    """The slab of a step in parts, one beside the other; `place` says the step's block and tile."""
 
     def part(i: int) -> pl.BlockSpec:
         def index(b, outer, inner, first_ref):
-            block, window = place(b, outer, inner, first_ref)
-            return 0, (t.step(block, window, first_ref[0]).slab - t.room) // LANES + i
+            block, tile = place(b, outer, inner, first_ref)
+            begin = (t.step(block, tile, first_ref[0]).slab - t.room) // LANES
+            # A step that is left out has no slab, but a place for one.
+            return 0, jnp.clip(begin, 0, t.table_columns // LANES - t.slab_parts) + i
 
         return pl.BlockSpec((table.shape[0], LANES), index)
 
@@ -839,15 +857,12 @@ def _call(
     scratch: list[Any],
     first: Array,
     **options: Any,
-) -> list[Array]:
+) -> Sequence[Array]:
     """`pl.pallas_call` with `first` beforehand; all that is given and made varies over the same mesh axes."""
-    arrays = [first.reshape(1), *(array for array, _ in inputs)]
-    varies = [jax.typeof(array).manual_axis_type.varying for array in arrays]
-    every = frozenset().union(*varies)
-    arrays = [jax.lax.pcast(x, tuple(every - own), to="varying") for x, own in zip(arrays, varies, strict=True)]
+    arrays = vary_alike(first.reshape(1), *(array for array, _ in inputs))
     axes = jax.typeof(arrays[0]).manual_axis_type
     # Pallas' usual interpreter is quick, but not made for the inside of a `shard_map`.
-    interpret = pltpu.InterpretParams() if t.interpret is True and every else t.interpret
+    interpret = pltpu.InterpretParams() if t.interpret is True and axes.varying else t.interpret
     in_specs, out_specs = [spec for _, spec in inputs], [spec for *_, spec in outputs]
     return pl.pallas_call(
         functools.partial(kernel, t=t),
@@ -867,23 +882,23 @@ def _call_forward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator) 
     weight_2 = _stacked(t, operator.output_WCH, t.channels, t.heads)
     table, left = _table(t, operator.hidden_CN, operator.added_HN), _left(t, operator.left_PCT)
 
-    def window_of(b, i, j, first_ref):
-        return b, jnp.clip(j, *t.windows_of(i, first_ref[0])), 0, 0, 0
+    def tile_of(b, i, j, first_ref):
+        return b, jnp.clip(j, *t.tiles_of(i, first_ref[0])), 0, 0, 0
 
     of_block = pl.BlockSpec((1, t.num_heads, t.block, t.head_dim), lambda b, i, j, _: (b, 0, i, 0))
-    of_window = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), window_of)
+    of_tile = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), tile_of)
     out, lse = _call(
         t,
         _forward_kernel,
-        (batch, t.num_blocks, t.num_windows),
+        (batch, t.num_blocks, t.num_tiles),
         [
             (_by_block(t, q_BTHK), of_block),
-            (_by_window(t, k_BSGK), of_window),
-            (_by_window(t, v_BSGK), of_window),
+            (_by_tile(t, k_BSGK), of_tile),
+            (_by_tile(t, v_BSGK), of_tile),
             (weight_1, _whole(weight_1, t)),
             (weight_2, _whole(weight_2, t)),
             (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, i, j, _: (i, 0, 0, 0))),
-            *_slabs(t, table, lambda b, i, j, first_ref: (i, window_of(b, i, j, first_ref)[1])),
+            *_slabs(t, table, lambda b, i, j, first_ref: (i, tile_of(b, i, j, first_ref)[1])),
         ],
         [
             ((batch, t.num_heads, rows, t.head_dim), dtype, of_block),
@@ -931,13 +946,13 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
     of_block = pl.BlockSpec(
         (1, t.num_heads, t.block, t.head_dim), lambda b, j, i, first_ref: (b, 0, block_of(j, i, first_ref), 0)
     )
-    of_window = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), lambda b, j, i, _: (b, j, 0, 0, 0))
+    of_tile = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), lambda b, j, i, _: (b, j, 0, 0, 0))
     of_lse = pl.BlockSpec(
         (1, 1, lines // LANES, LANES), lambda b, j, i, first_ref: (b, block_of(j, i, first_ref), 0, 0)
     )
 
     def left_block(j, i):
-        # In later windows the last block stays where it is, so that nothing is read or written again.
+        # In later tiles the last block stays where it is, so that nothing is read or written again.
         return jnp.where(j == 0, i, t.num_blocks - 1)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -945,28 +960,29 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
     def of_sequence(shape: tuple[int, ...]) -> tuple[tuple[int, ...], Any, pl.BlockSpec]:
         return (batch, *shape), jnp.float32, pl.BlockSpec((1, *shape), lambda b, *_: (b, *(0,) * len(shape)))
 
-    windows = (batch, t.num_windows, t.num_groups, LANES, t.head_dim)
+    tiles = (batch, t.num_tiles, t.num_groups, LANES, t.head_dim)
+    inputs = [
+        (_by_block(t, q_BTHK), of_block),
+        (_by_tile(t, k_BSGK), of_tile),
+        (_by_tile(t, v_BSGK), of_tile),
+        (jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, rows - t.num_rows), (0, 0))), of_block),
+        (_by_block(t, dout_BTHK), of_block),
+        (lse.reshape(batch, t.num_blocks, lines // LANES, LANES), of_lse),
+        *[(weight, _whole(weight, t)) for weight in weights],
+        (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0))),
+        *_slabs(t, table, lambda b, j, i, first_ref: (block_of(j, i, first_ref), j)),
+        (jnp.zeros((batch, t.num_heads, rows, t.head_dim), jnp.float32), anywhere),
+        (jnp.zeros((batch, *table.shape), jnp.float32), anywhere),
+    ]
     dq, dk, dv, dweight_1, dweight_2, dtable, dleft = _call(
         t,
         _backward_kernel,
-        (batch, t.num_windows, t.num_blocks),
-        [
-            (_by_block(t, q_BTHK), of_block),
-            (_by_window(t, k_BSGK), of_window),
-            (_by_window(t, v_BSGK), of_window),
-            (jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, rows - t.num_rows), (0, 0))), of_block),
-            (_by_block(t, dout_BTHK), of_block),
-            (lse.reshape(batch, t.num_blocks, lines // LANES, LANES), of_lse),
-            *[(weight, _whole(weight, t)) for weight in weights],
-            (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0))),
-            *_slabs(t, table, lambda b, j, i, first_ref: (block_of(j, i, first_ref), j)),
-            (jnp.zeros((batch, t.num_heads, rows, t.head_dim), jnp.float32), anywhere),
-            (jnp.zeros((batch, *table.shape), jnp.float32), anywhere),
-        ],
+        (batch, t.num_tiles, t.num_blocks),
+        inputs,
         [
             ((batch, t.num_heads, rows, t.head_dim), jnp.float32, anywhere),
-            (windows, dtype, of_window),
-            (windows, dtype, of_window),
+            (tiles, dtype, of_tile),
+            (tiles, dtype, of_tile),
             of_sequence((t.channels, t.width * t.heads)),
             of_sequence((t.heads, t.width * t.channels)),
             ((batch, *table.shape), jnp.float32, anywhere),
@@ -987,12 +1003,12 @@ def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator,
         ],
         first,
         name="dape_backward",
-        input_output_aliases={12 + t.slab_parts: 0, 13 + t.slab_parts: 5},  # zeros: dq, dtable
+        input_output_aliases={len(inputs) - 1: 0, len(inputs): 5},  # zeros, after `first`: dq, dtable
         compiler_params=_compiler_params(t),
         cost_estimate=cost(t, batch, dtype.itemsize),
     )
     dq_BTHK = jnp.moveaxis(dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(dtype)
-    dk_BSGK, dv_BSGK = (_from_windows(t, x).astype(k_BSGK.dtype) for x in (dk, dv))
+    dk_BSGK, dv_BSGK = (_from_tiles(t, x).astype(k_BSGK.dtype) for x in (dk, dv))
     dhidden_CN, dadded_HN = untable(dtable.sum(0))
     (dleft_PCT,) = unleft(dleft.sum(0))
     H, C, W = t.num_heads, t.num_channels, t.width

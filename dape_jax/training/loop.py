@@ -37,7 +37,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.transformer import Params, model_structure, parameter_counts
+from dape_jax.transformer import Params, attention_of, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     run = read_run(spec)
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
+    device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
+    attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts)
     config = resolved(run)
     require_same("workdir and config", json.dumps([str(workdir), config]))
     saved = checkpoint.read_config(workdir)
