@@ -48,7 +48,7 @@ from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
 
 BLOCK_ROWS = 128  # rows of a block; memory grows with it, and a block of 2048 keys is about what the L2 cache holds
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
-# Compiled for an H200, the kernels of 12 heads, 32 channels and W = 3 need 124, 126 and 212 registers of 255. With 128
+# Compiled for an H200, the kernels of 12 heads, 32 channels and W = 3 need 124, 126 and 214 registers of 255. With 128
 # lanes the last has not enough, with 32 none is done by the matrix units of all four warps together.
 LANES = 64  # offsets of a program
 NUM_WARPS = 4
