@@ -11,8 +11,8 @@ are a table, OUTPUT/tpu.json and OUTPUT/tpu.png. The columns:
     GB            moved between main memory and chip: blocks that the kernel's pipeline brings and takes back
                   (`kernels.tpu.cost`), operands and results of everything else, bodies of loops as often as they run
     bandwidth ms  the time that takes at the chip's bandwidth
-    schedule ms   the kernel's own instructions, one bundle for each cycle, as often as its loops run: an estimate that
-                  leaves out waiting for memory, and whatever is not the kernel's
+    schedule ms   of the kernel, its own instructions, one bundle for each cycle, as often as its loops run; of other
+                  drivers the compiler's estimate of cycles. Either leaves out much of the waiting for memory
     compile s     seconds of compilation
 
 `blockwise` is the driver for TPUs where there is no kernel; `naive` is `Dense`: what XLA makes of the layer. Where a
@@ -142,10 +142,10 @@ def compile_layer(request: Request) -> dict[str, Any]:
     stats = compiled.memory_analysis()
     assert stats is not None
     try:
-        operands = read_work(compiled.as_text() or "").hbm_bytes
+        work = read_work(compiled.as_text() or "")
     except jax.errors.JaxRuntimeError:  # of some programs for v5p and v6e the compiler cannot read its own text
-        operands = None
-    moved = operands
+        work = None
+    moved = None if work is None else work.hbm_bytes
     if request.driver == "naive":
         moved = (compiled.cost_analysis() or {}).get("bytes accessed")
     return {
@@ -153,7 +153,8 @@ def compile_layer(request: Request) -> dict[str, Any]:
         "temporary_mib": stats.temp_size_in_bytes / MIB,
         "peak_mib": stats.peak_memory_in_bytes / MIB,
         "hbm_bytes": moved,
-        "operand_gb": None if operands is None else operands / 1e9,
+        "operand_gb": None if work is None else work.hbm_bytes / 1e9,
+        "cycles": None if work is None else work.cycles,
         "compile_s": seconds,
         "kernels": [of_kernel(t, settings.batch) for t in passes] if request.driver == "fused" else [],
     }
@@ -235,11 +236,16 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
         if not outcome["fits"]:
             return row
         times = [schedule_ms(Path(folder), kernel, request.topology) for kernel in outcome["kernels"]]
-    known = bool(times) and None not in times
+    chip_hz = CLOCK_HZ[chip.name]
+    schedule = None
+    if not outcome["kernels"]:
+        schedule = 1e3 * outcome["cycles"] / chip_hz if outcome["cycles"] else None
+    elif None not in times:
+        schedule = sum(filter(None, times))
     return row | {
         "moved_gb": moved_gb(outcome),
         "bandwidth_ms": 1e12 * moved_gb(outcome) / chip.hbm_bytes_per_second,
-        "schedule_ms": sum(filter(None, times)) if known else None,
+        "schedule_ms": schedule,
         "schedule_of_passes_ms": times,
     }
 

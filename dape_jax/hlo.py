@@ -105,6 +105,7 @@ class Work:
         hbm_bytes: read from and written to main memory, each operand and result of a scheduled operation once.
         largest: the largest buffers that the program makes: (bytes, shape, operation).
         loops: how often the body of each loop runs in all; 0 if its condition could not be read (its body counts once).
+        cycles: that the compiler for TPUs estimates, of what is no kernel of ours.
     """
 
     collectives: tuple[Collective, ...]
@@ -112,6 +113,7 @@ class Work:
     hbm_bytes: int
     largest: tuple[tuple[int, str, str], ...]
     loops: tuple[int, ...]
+    cycles: int
 
 
 Program = dict[str, dict[str, Instruction]]
@@ -153,7 +155,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
         num_largest: of its buffers that are named.
     """
     program, entry = read_program(text)
-    hbm_bytes = flops = 0
+    hbm_bytes = flops = cycles = 0
     found: dict[Any, tuple[int, str, int, int]] = {}  # by identity: times, kind, bytes received, bytes of results
     made: dict[str, tuple[int, str]] = {}
     loops: list[int] = []
@@ -170,6 +172,8 @@ def read_work(text: str, num_largest: int = 8) -> Work:
             flops += place.times * matmul_flops(instruction, program[place.computation])
         if place.is_fused or instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             continue
+        if estimate := re.search(r'"estimated_cycles":"(\d+)"', instruction.text):
+            cycles += place.times * int(estimate[1])
         kernel = _of_kernel(instruction)
         if kernel is None:
             hbm_bytes += place.times * _traffic(instruction, program, program[place.computation])
@@ -191,6 +195,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
         hbm_bytes=hbm_bytes,
         largest=tuple(largest[:num_largest]),
         loops=tuple(loops),
+        cycles=cycles,
     )
 
 
