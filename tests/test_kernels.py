@@ -177,7 +177,9 @@ def assert_close(found, exact, tolerance: float) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    ("case", "driver"), each(CASES, *DRIVERS) + slowly(each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3])
+    ("case", "driver"),
+    each(CASES, *KERNELS)
+    + slowly(each(CASES, "dense", "blockwise") + each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3]),
 )
 def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, driver):
     """And of them: two calls give the same bits; rows and gradients know nothing of what comes after them."""
@@ -259,7 +261,7 @@ def test_bfloat16_is_as_near_the_truth_as_dense_is(driver):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("rows", ["all", "first"])
+@pytest.mark.parametrize("rows", ["all", pytest.param("first", marks=pytest.mark.slow)])
 def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows):
     """With memory full of NaNs, transfers as late as may be, races looked for; also where rows end before the keys."""
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
