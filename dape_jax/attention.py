@@ -340,8 +340,8 @@ class Fused:
     n after, for every n-th row). Where they turn out not to, all values are NaN.
 
     Args:
-        platform: whose kernel, "tpu" or "gpu"; None for that of the devices. On a CPU a kernel is interpreted, which
-            shows what it computes and not how fast.
+        platform: whose kernel, "tpu" or "gpu"; None for that of the devices. On devices of another platform a kernel is
+            interpreted, which shows what it computes and not how fast.
     """
 
     platform: str | None = None
@@ -412,7 +412,7 @@ class Fused:
             window=window,
             apart=apart,
             platform=self.platform or devices,
-            interpret=self.platform is not None and devices == "cpu",
+            interpret=self.platform not in (None, devices),
         )
 
 
