@@ -149,13 +149,16 @@ def compile_program(request: Request) -> dict[str, Any]:
     held = {"arguments": stats.argument_size_in_bytes, "temporary": stats.temp_size_in_bytes}
     held |= {"results beside them": stats.output_size_in_bytes - stats.alias_size_in_bytes}
     held |= {"program": stats.generated_code_size_in_bytes}
-    text = compiled.as_text() or ""
+    try:
+        work = dataclasses.asdict(read_work(compiled.as_text() or ""))
+    except jax.errors.JaxRuntimeError:  # libtpu 0.0.51 cannot print some programs with a kernel, for v5p and v6e
+        work = None
     return {
         "fits": True,
         "compile_seconds": time.monotonic() - started,
         "peak_bytes": stats.peak_memory_in_bytes,
         "held_bytes": held,
-        "work": dataclasses.asdict(read_work(text)),
+        "work": work,
     }
 
 
@@ -276,6 +279,11 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
         if not outcome["fits"]:
             return dataclasses.replace(plan, **outcome)
         work = outcome.pop("work")
+        if work is None:
+            flops = executed_of(run, mesh, hardware) if request.eval_length is None else needed.total
+            flops //= hardware.num_chips
+            work = {"largest": (), "matmul_flops": flops, "collectives": (), "loops": (), "hbm_bytes": 0}
+            outcome["reason"] = "the compiler cannot print it: FLOPs by formula; traffic and collectives are not known"
         outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
         held = outcome["held_bytes"]
         arguments, state = held.pop("arguments"), state_bytes(run, mesh)
