@@ -4,7 +4,7 @@
     python -m benchmarks.tpu --topologies=v5e:2x2 --lengths=2048,4096,8192,16384,32768
 
 One layer is q, k, v -> out, without projections, Kerple and DAPE 1x3 unless flags say otherwise, in bfloat16. Written
-are a table, OUTPUT/tpu.json and OUTPUT/tpu.png. The columns:
+are OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. The columns:
 
     direction     forward, or backward: forward and the gradients of everything in one program
     temp MiB      temporary memory of the compiled program, inputs and outputs not counted
@@ -27,7 +27,6 @@ v6e 1.64; v4 and v5p have two cores, which share sequences out.
 import collections
 import dataclasses
 import itertools
-import json
 import os
 import re
 import tempfile
@@ -37,11 +36,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.measure import define_flags, flag, from_flags
@@ -49,10 +48,10 @@ from dape_jax import command_line
 from dape_jax.attention import Attention, Auto, Dense, Fused
 from dape_jax.biases import BIASES
 from dape_jax.errors import require
+from dape_jax.evaluation import report
 from dape_jax.hlo import read_work
 from dape_jax.kernels import tpu
 from dape_jax.processors import DapeConfig
-from dape_jax.provenance import provenance
 from dape_jax.slices import find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.transformer import SIZES
 
@@ -255,11 +254,11 @@ def moved_gb(outcome: dict[str, Any]) -> float:
     return (outcome["hbm_bytes"] or sum(kernel["bytes"] for kernel in outcome["kernels"])) / 1e9
 
 
-def text_table(rows: list[dict[str, Any]]) -> str:
-    """The table for a terminal."""
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The table, its header first."""
     header = ["slice", "model", "length", "direction", "", "temp MiB", "GB", "bandwidth ms", "schedule ms", "compile s"]
 
-    def cells(row: dict[str, Any]) -> list[str]:
+    def line(row: dict[str, Any]) -> list[str]:
         first = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["driver"]]
         if not row["fits"]:
             return [*first, "does not fit", "", "", "", ""]
@@ -273,14 +272,13 @@ def text_table(rows: list[dict[str, Any]]) -> str:
             f"{row['compile_s']:.0f}",
         ]
 
-    lines = [header, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return [header, *map(line, rows)]
 
 
-def plot(rows: list[dict[str, Any]], file: Path) -> None:
+def plot(rows: list[dict[str, Any]]) -> Figure:
     """Draw memory and time against length, forward and backward together."""
-    figure, (memory, times) = plt.subplots(1, 2, figsize=(9.5, 4), layout="constrained")
+    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    memory, times = figure.subplots(1, 2)
     lines: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows:
         if row["fits"] and row["direction"] == "backward":
@@ -303,14 +301,14 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=7)
     figure.suptitle("one layer, forward and backward, compiled ahead of time", fontsize=10)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def main(_: list[str]) -> None:
     """Flags, compilations, then what is left behind."""
     settings = from_flags(Settings)
-    libtpu = find_libtpu()
+    libtpu, directory = find_libtpu(), Path(settings.output)
+    report.make_directory(directory)
     asked = itertools.product(
         settings.topologies, settings.models, settings.lengths, settings.directions, settings.drivers
     )
@@ -319,13 +317,9 @@ def main(_: list[str]) -> None:
         for names in bar:
             bar.set_postfix_str(" ".join(map(str, names)))
             rows.append(measure(Request(*names, settings), libtpu))
-    directory = Path(settings.output)
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {"rows": rows, "libtpu": libtpu_version(libtpu)} | provenance()
-    (directory / "tpu.json").write_text(json.dumps(content, indent=1) + "\n")
-    (directory / "tpu.txt").write_text(text_table(rows) + "\n")
-    plot(rows, directory / "tpu.png")
-    print(f"\n{text_table(rows)}\n\nresults: {directory}")
+    content = {"rows": rows, "libtpu": libtpu_version(libtpu)}
+    caption = f"One layer, DAPE 1x{settings.kernel_width}, bias {settings.bias}, bfloat16, compiled ahead of time."
+    print("\n" + report.save("tpu", directory, content, caption, cells(rows), plot(rows)).table)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,7 @@ class Blockwise:
 
     def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
         """The same with blocks that reach over n times as many keys."""
-        return functools.partial(self._attend, apart=n)
+        return functools.partial(self, apart=n)
 
     def __post_init__(self):
         require(self.block_size > 0, "model.attention.block_size", self.block_size, "a positive number of rows")
@@ -259,26 +259,9 @@ class Blockwise:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
-    ) -> Float[Array, "B T H K"]:
-        """See `attend`."""
-        return self._attend(
-            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
-        )
-
-    def _attend(
-        self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        v_BSGK: Float[Array, "B S G K"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
-        *,
-        bias: Bias | ContextualBias | None = None,
-        processor: Processor | None = None,
-        causal: bool = True,
-        window: int | None = None,
         apart: int = 1,
     ) -> Float[Array, "B T H K"]:
+        """See `attend`."""
         # Row t stands at one of the `apart` columns from S - apart (T - t) on, which one is not known.
         check(q_BTHK, k_BSGK, window)
         batch, num_rows, heads, head_dim = q_BTHK.shape
@@ -360,7 +343,7 @@ class Fused:
 
     def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
         """The same with rows that are n columns apart."""
-        return functools.partial(self._attend, apart=n)
+        return functools.partial(self, apart=n)
 
     def __call__(
         self,
@@ -374,30 +357,13 @@ class Fused:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
+        apart: int = 1,
     ) -> Float[Array, "B T H K"]:
         """See `attend`.
 
         Raises:
             NotImplementedError: there is no kernel for this; the reason stands in it.
         """
-        return self._attend(
-            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
-        )
-
-    def _attend(
-        self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        v_BSGK: Float[Array, "B S G K"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
-        *,
-        bias: Bias | ContextualBias | None = None,
-        processor: Processor | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        apart: int = 1,
-    ) -> Float[Array, "B T H K"]:
         check(q_BTHK, k_BSGK, window)
         devices = device_platform()
         return attend_fused(
@@ -490,7 +456,7 @@ class Auto:
 
     def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
         """The same of the driver that is chosen."""
-        return functools.partial(self._attend, apart=n)
+        return functools.partial(self, apart=n)
 
     def __call__(
         self,
@@ -504,26 +470,9 @@ class Auto:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
-    ) -> Float[Array, "B T H K"]:
-        """See `attend`; positions as `Fused` and `Blockwise` have them."""
-        return self._attend(
-            q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, bias=bias, processor=processor, causal=causal, window=window
-        )
-
-    def _attend(
-        self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        v_BSGK: Float[Array, "B S G K"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
-        *,
-        bias: Bias | ContextualBias | None = None,
-        processor: Processor | None = None,
-        causal: bool = True,
-        window: int | None = None,
         apart: int = 1,
     ) -> Float[Array, "B T H K"]:
+        """See `attend`; positions as `Fused` and `Blockwise` have them."""
         options = {"bias": bias, "processor": processor, "causal": causal, "window": window}
         driver = self.choose(q_BTHK, k_BSGK, **options, apart=apart, platform=device_platform())
         return driver.for_every_nth_row(apart)(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, **options)

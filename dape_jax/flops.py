@@ -23,6 +23,7 @@ import itertools
 from dape_jax.attention import Attention, Blockwise, Fused
 from dape_jax.biases import NopeConfig
 from dape_jax.contextual import CONTEXTUAL
+from dape_jax.kernels.tpu import BLOCKS
 from dape_jax.transformer import TransformerConfig
 
 
@@ -160,7 +161,7 @@ def pairs_computed(attention: Attention, length: int, window: int | None, apart:
     """
     num_rows = length // apart
     if isinstance(attention, Fused):
-        block = min(FUSED_BLOCK, num_rows)
+        block = min(BLOCKS[0], num_rows)
         attention = Blockwise(block, num_buckets=max(2, -(-num_rows // block)))
     if not isinstance(attention, Blockwise):
         return num_rows * length
@@ -197,7 +198,6 @@ class Chip:
     source: str
 
 
-FUSED_BLOCK = 128  # rows in a block of the kernel for TPUs, where its memory allows
 GIB = 2**30
 TPU_PAGES = "Google Cloud documentation, system architecture of TPU"
 GPU_SHEET = "NVIDIA data sheet,"

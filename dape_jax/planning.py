@@ -272,6 +272,8 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
         fits=False,
     )
     needed = (model_flops if request.eval_length is None else forward_flops)(run.model, length, batch_size)
+    by_formula = executed_of(run, mesh, hardware) if request.eval_length is None else needed.total
+    by_formula //= hardware.num_chips
     if libtpu is None:
         outcome = estimate(run, hardware, mesh)
     else:
@@ -280,9 +282,7 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
             return dataclasses.replace(plan, **outcome)
         work = outcome.pop("work")
         if work is None:
-            flops = executed_of(run, mesh, hardware) if request.eval_length is None else needed.total
-            flops //= hardware.num_chips
-            work = {"largest": (), "matmul_flops": flops, "collectives": (), "loops": (), "hbm_bytes": 0}
+            work = {"largest": (), "matmul_flops": by_formula, "collectives": (), "loops": (), "hbm_bytes": 0}
             outcome["reason"] = "the compiler cannot print it: FLOPs by formula; traffic and collectives are not known"
         outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
         held = outcome["held_bytes"]
@@ -297,7 +297,7 @@ def make_plan(request: Request, libtpu: Path | None, step_time: float | None) ->
             sum(collective["num_bytes"] for collective in work["collectives"]),
         )
     if request.eval_length is None:
-        outcome["executed_flops"] = executed_of(run, mesh, hardware) // hardware.num_chips
+        outcome["executed_flops"] = by_formula
     times = outcome["roofline_seconds"]
     binds = max(times, key=lambda name: times[name])
     peak = needed.total / (hardware.num_chips * hardware.chip.peak_flops)

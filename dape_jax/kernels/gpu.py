@@ -44,7 +44,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.contextual import products
-from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
+from dape_jax.kernels.tables import HIGHEST, SLOPE, Operator, vary_alike
 
 BLOCK_ROWS = 128  # rows of a block; memory grows with it, and a block of 2048 keys is about what the L2 cache holds
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
@@ -56,7 +56,6 @@ ROWS = 16  # rows of a program, over which it sums gradients
 TOGETHER = 64  # taps x heads in one dot of a kernel's gradient
 # W x heads x channels, filled up; above, taps are a loop, as unrolled they would need more than the shared memory.
 UNROLLED = 4096
-SLOPE = 0.01  # of LeakyReLU
 
 
 def attend(

@@ -24,6 +24,7 @@ from dape_jax.biases import Bias
 from dape_jax.processors import Dape, DapeConfig
 
 HIGHEST = jax.lax.Precision.HIGHEST
+SLOPE = 0.01  # of the leaky ReLU
 
 
 class Operator(NamedTuple):

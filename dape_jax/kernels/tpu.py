@@ -32,13 +32,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import Operator, left_pad, vary_alike
+from dape_jax.kernels.tables import SLOPE, Operator, left_pad, vary_alike
 from dape_jax.processors import DapeConfig
 from dape_jax.sharding import this_device_kind
 
 LANES = 128  # of a register: the columns of a tile
 GROUP = 8  # rows that are mixed at once
-SLOPE = 0.01  # of the leaky ReLU
 AWAY = -1e30  # a score that gives probability 0
 MIB = 2**20
 
