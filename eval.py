@@ -11,10 +11,10 @@ from pathlib import Path
 from absl import flags
 
 from dape_jax import command_line
+from dape_jax.distributed import require_alone
 from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.evaluate import are_tasks, evaluate
-from dape_jax.processes import require_alone
 from dape_jax.sharding import read_mesh
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")

@@ -6,8 +6,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from dape_jax import command_line
+from dape_jax.distributed import joined
 from dape_jax.errors import require
-from dape_jax.processes import joined
 from dape_jax.training.loop import train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")

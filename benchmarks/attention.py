@@ -60,16 +60,16 @@ from benchmarks.measure import (
     why_failed,
 )
 from dape_jax import command_line
-from dape_jax.attention import IMPLEMENTATIONS, Attention, Auto, Dense, Fused
-from dape_jax.biases import NopeConfig
 from dape_jax.config import CHOICES
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.flops import chip_of
 from dape_jax.kernels import KERNELS
-from dape_jax.processors import DapeConfig, PlainConfig
+from dape_jax.model.attention import IMPLEMENTATIONS, Attention, Auto, Dense, Fused
+from dape_jax.model.biases import NopeConfig
+from dape_jax.model.processors import DapeConfig, PlainConfig
+from dape_jax.model.transformer import SIZES
+from dape_jax.planning.flops import chip_of
 from dape_jax.sharding import device_platform
-from dape_jax.transformer import SIZES
 
 DIRECTIONS = ("forward", "backward")
 # The largest errors that rounding explains: of what has a dim of tokens; and of the gradients of parameters, which are

@@ -21,11 +21,11 @@ from dape_jax import command_line
 from dape_jax.config import choose, read_model
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import provenance
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
-from dape_jax.transformer import model_structure
 
 STEPS = flags.DEFINE_integer("steps", 300, "Steps that are timed, after 20 that are not.")
 OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSON.")

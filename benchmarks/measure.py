@@ -29,7 +29,7 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.errors import printable
 from dape_jax.evaluation.memory import predicted_bytes
-from dape_jax.hlo import Work, read_work
+from dape_jax.planning.hlo import Work, read_work
 
 # JAX would take most of a GPU at once, where PyTorch lives beside it; and it would leave a quarter, where it is alone.
 # It reads these when it first looks for devices.

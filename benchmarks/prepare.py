@@ -33,7 +33,7 @@ from absl import flags
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.data.build import read_record
+from dape_jax.data.prepare.build import read_record
 from dape_jax.data.store import open_corpus
 from dape_jax.errors import require
 from dape_jax.provenance import provenance

@@ -38,7 +38,6 @@ from tqdm import tqdm
 from benchmarks.attention import choose, drivers
 from benchmarks.measure import compile_program, define_flags, flag, from_flags, why_failed
 from dape_jax import command_line
-from dape_jax.attention import IMPLEMENTATIONS
 from dape_jax.config import RunConfig
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import require
@@ -46,11 +45,12 @@ from dape_jax.evaluation import report
 from dape_jax.evaluation.memory import available_bytes
 from dape_jax.experiments.catalogue import METHODS, PRESETS
 from dape_jax.experiments.run import TextRun, config_of
-from dape_jax.flops import GIB, mfu, model_flops
+from dape_jax.model.attention import IMPLEMENTATIONS
+from dape_jax.model.transformer import SIZES, model_structure
+from dape_jax.planning.flops import GIB, mfu, model_flops
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
-from dape_jax.transformer import SIZES, model_structure
 
 
 @dataclasses.dataclass(frozen=True)

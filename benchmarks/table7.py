@@ -42,16 +42,16 @@ from benchmarks.attention import choose
 from benchmarks.measure import define_flags, flag, from_flags
 from benchmarks.step import check_names, read_config, time_steps
 from dape_jax import command_line
-from dape_jax.attention import IMPLEMENTATIONS, Blockwise, Fused
-from dape_jax.biases import NopeConfig
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, paper_tables
-from dape_jax.flops import CHIPS, Chip, executed_flops, pairs_computed
-from dape_jax.processors import DapeConfig
+from dape_jax.model.attention import IMPLEMENTATIONS, Blockwise, Fused
+from dape_jax.model.biases import NopeConfig
+from dape_jax.model.processors import DapeConfig
+from dape_jax.model.transformer import TransformerConfig, attention_of, model_structure, parameter_counts
+from dape_jax.planning.flops import CHIPS, Chip, executed_flops, pairs_computed
 from dape_jax.sharding import device_platform, make_mesh
-from dape_jax.transformer import TransformerConfig, attention_of, model_structure, parameter_counts
 
 TABLE = EXPERIMENTS["table7"]
 RATIO_TO = "dape1x3-kerple"

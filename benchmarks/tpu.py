@@ -45,15 +45,15 @@ from tqdm import tqdm
 
 from benchmarks.measure import define_flags, flag, from_flags
 from dape_jax import command_line
-from dape_jax.attention import Attention, Auto, Dense, Fused
-from dape_jax.biases import BIASES
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.hlo import read_work
+from dape_jax.hardware import find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.kernels import tpu
-from dape_jax.processors import DapeConfig
-from dape_jax.slices import find_libtpu, in_process, libtpu_version, read_topology, why_not
-from dape_jax.transformer import SIZES
+from dape_jax.model.attention import Attention, Auto, Dense, Fused
+from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import DapeConfig
+from dape_jax.model.transformer import SIZES
+from dape_jax.planning.hlo import read_work
 
 DIRECTIONS = ("forward", "backward")
 DRIVERS: dict[str, Attention] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}

@@ -26,9 +26,9 @@ from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 from dape_jax.errors import require
+from dape_jax.model.transformer import ENCODER
 from dape_jax.tasks import TASKS
 from dape_jax.tasks.tapes import TaskConfig
-from dape_jax.transformer import ENCODER
 
 TRAIN_LENGTH, TEST_LENGTH = 40, 500
 NUM_PROGRAMS = 5  # that serve the lengths of training; tapes are filled up to the next one's

@@ -34,7 +34,7 @@ from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 from dape_jax.errors import require
-from dape_jax.transformer import GPT_NEOX, SIZES
+from dape_jax.model.transformer import GPT_NEOX, SIZES
 
 LEARNING_RATES = {"125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 

@@ -15,7 +15,7 @@ processor=none|dape, kernel=1|3|5|..., channels=C; any field below can be set to
 from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
-from dape_jax.transformer import GPT_NEOX
+from dape_jax.model.transformer import GPT_NEOX
 
 
 def get_config(argument: str | None = None) -> ConfigDict:

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict, config_dict
 
 from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
 from dape_jax.errors import require
-from dape_jax.transformer import GPT_NEOX
+from dape_jax.model.transformer import GPT_NEOX
 
 SIZES = {
     "xs": dict(num_layers=3, width=96, num_heads=4),

@@ -21,8 +21,19 @@ training, evaluation.
 What stands below is for use in other programs, and stable: `docs/library.md`.
 """
 
-from dape_jax.attention import IMPLEMENTATIONS, Auto, Blockwise, Dense, Fused, Scores, attend, masked_softmax, score
-from dape_jax.biases import (
+from dape_jax.errors import InputError
+from dape_jax.model.attention import (
+    IMPLEMENTATIONS,
+    Auto,
+    Blockwise,
+    Dense,
+    Fused,
+    Scores,
+    attend,
+    masked_softmax,
+    score,
+)
+from dape_jax.model.biases import (
     BIASES,
     T5,
     Alibi,
@@ -46,7 +57,7 @@ from dape_jax.biases import (
     sandwich,
     t5,
 )
-from dape_jax.contextual import (
+from dape_jax.model.contextual import (
     CONTEXTUAL,
     ContextualBias,
     Cope,
@@ -56,9 +67,8 @@ from dape_jax.contextual import (
     cope,
     transformer_xl,
 )
-from dape_jax.errors import InputError
-from dape_jax.positions import ROTARY, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
-from dape_jax.processors import (
+from dape_jax.model.positions import ROTARY, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
+from dape_jax.model.processors import (
     PROCESSORS,
     Dape,
     DapeConfig,
@@ -68,7 +78,7 @@ from dape_jax.processors import (
     dape,
     key_convolution,
 )
-from dape_jax.transformer import Cache, Transformer, TransformerConfig, make_cache
+from dape_jax.model.transformer import Cache, Transformer, TransformerConfig, make_cache
 
 __all__ = [  # noqa: RUF022
     # In reading order. Attention over any block of query rows.

@@ -14,18 +14,18 @@ import jax
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
-from dape_jax.attention import IMPLEMENTATIONS, Auto, Fused
-from dape_jax.biases import BIASES
-from dape_jax.contextual import CONTEXTUAL
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import EvaluationConfig
-from dape_jax.positions import ROTARY
-from dape_jax.processors import PROCESSORS
+from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Fused
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.positions import ROTARY
+from dape_jax.model.processors import PROCESSORS
+from dape_jax.model.transformer import TransformerConfig
 from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import AccuracyConfig, TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
-from dape_jax.transformer import TransformerConfig
 
 # The rooms that offer a choice by name; each is a dict from name to config dataclass.
 CHOICES = {

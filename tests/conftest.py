@@ -32,7 +32,7 @@ def float64():
 def libtpu() -> Path:
     """The compiler for TPUs."""
     from dape_jax.errors import InputError
-    from dape_jax.slices import find_libtpu
+    from dape_jax.hardware import find_libtpu
 
     try:
         return find_libtpu()

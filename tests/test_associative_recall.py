@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 from scipy.special import softmax
 
-from dape_jax.attention import attend, score
-from dape_jax.processors import DapeConfig
+from dape_jax.model.attention import attend, score
+from dape_jax.model.processors import DapeConfig
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "associative_recall.md"
 HAKUNA, MATATA = 0, 1  # where a test needs no others: words are interchangeable, since their embeddings are

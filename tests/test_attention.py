@@ -13,11 +13,11 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dape_jax.attention import Blockwise, Dense, attend, attend_on_mesh, visible
-from dape_jax.biases import BIASES
-from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
-from dape_jax.processors import PROCESSORS, DapeConfig, PlainConfig, key_convolution
+from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh, visible
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.processors import PROCESSORS, DapeConfig, PlainConfig, key_convolution
 from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
 
 ALL_BIASES = BIASES | CONTEXTUAL
@@ -509,7 +509,7 @@ def test_matmuls_and_convolution_agree(monkeypatch, width, left, right, columns,
     x, kernel = x.astype(dtype), kernel.astype(dtype)
 
     def value_and_grads(platform):
-        monkeypatch.setattr("dape_jax.processors.device_platform", lambda: platform)
+        monkeypatch.setattr("dape_jax.model.processors.device_platform", lambda: platform)
         y, pullback = jax.vjp(lambda x, kernel: key_convolution(x, kernel, left, right), x, kernel)
         return y, *pullback(dy)
 

@@ -14,17 +14,17 @@ from absl import flags
 from flax import nnx
 from test_command_lines import run
 
-from dape_jax.attention import Blockwise
 from dape_jax.config import RunConfig
-from dape_jax.contextual import ContextualBias
 from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError
-from dape_jax.evaluation import attention_maps as module
-from dape_jax.evaluation.attention_maps import attention_maps, layer_maps
+from dape_jax.model.attention import Blockwise
+from dape_jax.model.contextual import ContextualBias
+from dape_jax.model.transformer import Block, Transformer, TransformerConfig, model_structure
+from dape_jax.tools import attention_maps as module
+from dape_jax.tools.attention_maps import attention_maps, layer_maps
 from dape_jax.training import loop
-from dape_jax.transformer import Block, Transformer, TransformerConfig, model_structure
 
-MODULE = ("-m", "dape_jax.evaluation.attention_maps")
+MODULE = ("-m", "dape_jax.tools.attention_maps")
 LENGTH = 77
 
 CASES = {

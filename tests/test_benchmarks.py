@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks import attention, listing, measure, step, table7
-from dape_jax.attention import Dense
 from dape_jax.errors import InputError
-from dape_jax.flops import CHIPS, executed_flops, model_flops
+from dape_jax.model.attention import Dense
+from dape_jax.planning.flops import CHIPS, executed_flops, model_flops
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = ("json", "md", "png", "txt")

@@ -27,10 +27,7 @@ from test_command_lines import run as run_command
 from test_training import interrupt_at, saved_arrays
 
 from dape_jax import command_line
-from dape_jax.attention import Dense
-from dape_jax.biases import BIASES
 from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
-from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
 from dape_jax.evaluation import accuracy
 from dape_jax.evaluation.accuracy import (
@@ -44,13 +41,16 @@ from dape_jax.evaluation.accuracy import (
 )
 from dape_jax.evaluation.evaluate import are_tasks, read_trained, restore
 from dape_jax.evaluation.report import Written
+from dape_jax.model.attention import Dense
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.transformer import ENCODER, Block, Transformer, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.tasks import TASKS
 from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_params, init_state, make_sums_step, make_train_step, nll, shardings_of
-from dape_jax.transformer import ENCODER, Block, Transformer, model_structure
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [Path(__file__).parent / "golden" / "che"]

@@ -38,11 +38,11 @@ from dape_jax.evaluation.perplexity import (
     summarise,
     window_batches,
 )
+from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch, read_mesh
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_params, init_state, make_nll_step, make_train_step, shardings_of
-from dape_jax.transformer import model_structure
 
 
 def make_mesh_of_all() -> Mesh:

@@ -29,8 +29,8 @@ from dape_jax.experiments.catalogue import (
     TaskPreset,
 )
 from dape_jax.experiments.run import Run, TaskRun, TextRun, config_of, run_experiment, runs_of
+from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import TASKS
-from dape_jax.transformer import model_structure
 
 
 def runs_with_one_seed(name: str, preset: str) -> list[Run]:

@@ -21,8 +21,11 @@ from test_command_lines import run
 from dape_jax.config import CHOICES, RunConfig, read_model
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.evaluation import generate as module
-from dape_jax.evaluation.generate import (
+from dape_jax.model.processors import DapeConfig
+from dape_jax.model.transformer import Params, Transformer, TransformerConfig, model_structure
+from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
+from dape_jax.tools import generate as module
+from dape_jax.tools.generate import (
     CHUNK,
     Latest,
     Sampling,
@@ -39,11 +42,8 @@ from dape_jax.evaluation.generate import (
     read_prompts,
     sample,
 )
-from dape_jax.processors import DapeConfig
-from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import loop
 from dape_jax.training.checkpoint import restore_config, restore_params
-from dape_jax.transformer import Params, Transformer, TransformerConfig, model_structure
 
 GREEDY = Sampling(temperature=0.0)
 BIAS_OPTIONS = {
@@ -530,7 +530,7 @@ def test_bad_input_is_named_before_any_parameter_is_read(trained, monkeypatch, c
 
 
 def generate_arguments(workdir: Path, *more: str) -> list[str]:
-    return ["-m", "dape_jax.evaluation.generate", f"--workdir={workdir}", *more]
+    return ["-m", "dape_jax.tools.generate", f"--workdir={workdir}", *more]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dape_jax import biases, contextual, positions
-from dape_jax.attention import Blockwise, Dense, masked_softmax, score
-from dape_jax.processors import Dape, DapeConfig, Plain
+from dape_jax.model import biases, contextual, positions
+from dape_jax.model.attention import Blockwise, Dense, masked_softmax, score
+from dape_jax.model.processors import Dape, DapeConfig, Plain
 
 FOLDERS = [Path(__file__).parent / "golden"]
 if "DAPE_GOLDEN_DIR" in os.environ:

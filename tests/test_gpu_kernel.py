@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from dape_jax.attention import attend
-from dape_jax.biases import BIASES
 from dape_jax.kernels import attend_fused, gpu
-from dape_jax.processors import DapeConfig
+from dape_jax.model.attention import attend
+from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import DapeConfig
 
 PROCESSORS = {
     "W1": DapeConfig(kernel_width=1, channels=5),

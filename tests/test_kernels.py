@@ -23,17 +23,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from test_golden import FLOAT32_FACTOR, build, files, heads_last, load, name
 
 from benchmarks import tpu as benchmark
-from dape_jax import attention, flops
-from dape_jax.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
-from dape_jax.biases import BIASES
 from dape_jax.config import read_model
-from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
 from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
-from dape_jax.positions import Rope
-from dape_jax.processors import DapeConfig, PlainConfig
+from dape_jax.model import attention
+from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.positions import Rope
+from dape_jax.model.processors import DapeConfig, PlainConfig
+from dape_jax.model.transformer import Transformer, attention_of
+from dape_jax.planning import flops
 from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
-from dape_jax.transformer import Transformer, attention_of
 
 DRIVERS = {
     "dense": Dense(),

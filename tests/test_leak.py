@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from dape_jax.attention import Blockwise, Dense
-from dape_jax.biases import BIASES
 from dape_jax.config import read_model
-from dape_jax.processors import DapeConfig
+from dape_jax.model.attention import Blockwise, Dense
+from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import DapeConfig
+from dape_jax.model.transformer import GPT_NEOX, Params, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.step import (
@@ -26,7 +27,6 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.transformer import GPT_NEOX, Params, model_structure
 
 LENGTH = 12
 NUM_TOKENS = 16  # drawn uniformly; one more opens every text

@@ -20,7 +20,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dape_jax
-from dape_jax import DapeConfig, KerpleConfig, PlainConfig, attend, dape, masked_softmax, processors
+from dape_jax import DapeConfig, KerpleConfig, PlainConfig, attend, dape, masked_softmax
+from dape_jax.model import processors
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dape_jax.data import megatron
-from dape_jax.data.megatron import open_indexed
+from dape_jax.data.prepare import megatron
+from dape_jax.data.prepare.megatron import open_indexed
 from dape_jax.errors import InputError
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}

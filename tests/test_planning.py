@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import SPEC
 
-from dape_jax import flops, hlo, planning, slices
-from dape_jax.attention import Blockwise, Dense, visible
+from dape_jax import hardware as hardware_module
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
-from dape_jax.processors import INPUTS, PROCESSORS, DapeConfig
+from dape_jax.model.attention import Blockwise, Dense, visible
+from dape_jax.model.processors import INPUTS, PROCESSORS, DapeConfig
+from dape_jax.model.transformer import model_structure
+from dape_jax.planning import flops, hlo
+from dape_jax.planning import plan as planning
 from dape_jax.sharding import read_mesh
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import make_train_step
-from dape_jax.transformer import model_structure
 
 ROOT = Path(__file__).parent.parent
 
@@ -252,14 +254,14 @@ def test_a_convolution_costs_what_is_multiplied(sizes, window):
 )
 def test_an_unknown_topology_gets_the_list_of_those_known(text, said):
     with pytest.raises(InputError) as error:
-        slices.read_topology(text)
+        hardware_module.read_topology(text)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_what_does_not_divide_is_said_before_anything_is_compiled(monkeypatch):
     monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
-    slice_ = slices.read_topology("v5e:4x4")
+    slice_ = hardware_module.read_topology("v5e:4x4")
     with pytest.raises(InputError, match="must multiply to 16 devices"):
         planning.plan_run(make_run(train__batch_size=16), slice_, read_mesh("--mesh", "fsdp=4"))
     with pytest.raises(InputError, match=r"train\.batch_size"):
@@ -270,10 +272,10 @@ def test_what_does_not_divide_is_said_before_anything_is_compiled(monkeypatch):
 
 def test_without_libtpu_one_line_says_what_to_type(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(slices.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hardware_module.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(planning.sys, "prefix", "/nowhere")
     with pytest.raises(InputError, match="make tpu-aot"):
-        slices.find_libtpu()
+        hardware_module.find_libtpu()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +284,7 @@ def test_without_libtpu_one_line_says_what_to_type(monkeypatch):
 )
 def test_meshes_that_are_tried_divide(batch_size, length, topology):
     run = make_run(train__batch_size=batch_size, train__train_length=length, model__width=64, model__vocab_size=256)
-    hardware = slices.read_topology(topology)
+    hardware = hardware_module.read_topology(topology)
     found = planning.candidates(run, hardware)
     assert 1 <= len({mesh.asked() for mesh in found}) == len(found) <= 4
     for mesh in found:
@@ -291,7 +293,7 @@ def test_meshes_that_are_tried_divide(batch_size, length, topology):
 
 def test_gpus_are_planned_by_formula_and_say_so():
     run = make_run(model__width=64, model__vocab_size=256)
-    hardware = slices.read_topology("h200:8")
+    hardware = hardware_module.read_topology("h200:8")
     plans = planning.plan_run(run, hardware, read_mesh("--mesh", "fsdp=4,tensor=2"), step_time=1.0)
     (plan,) = plans
     assert plan.fits
@@ -333,14 +335,14 @@ for name in sys.argv[1:]:
         {"chip_config_name": "megacore"} if name.startswith("v4") else {})).devices
     print(name, len(chips), chips[0].device_kind, sep=";")
 """
-    names = [f"{chip}:{shape}" for chip, shapes in slices.TOPOLOGIES.items() for shape in shapes]
+    names = [f"{chip}:{shape}" for chip, shapes in hardware_module.TOPOLOGIES.items() for shape in shapes]
     env = {"TPU_LIBRARY_PATH": str(libtpu), "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env |= {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, check=True)
     rows = [line.split(";") for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == names
     for name, num_chips, kind in rows:
-        hardware = slices.read_topology(name)
+        hardware = hardware_module.read_topology(name)
         assert int(num_chips) == hardware.num_chips
         assert flops.chip_of(kind) is hardware.chip
 
@@ -351,7 +353,7 @@ def test_a_step_is_compiled_for_a_slice_that_is_not_there(libtpu):
     changes = {"model__width": 256, "model__num_heads": 4, "model__dtype": "bfloat16", "model__vocab_size": 512}
     changes |= {"train__train_length": 64, "train__batch_size": 8, "model__num_layers": 3, "model__remat": "full"}
     run = make_run(train__accumulation_steps=2, **changes)
-    hardware = slices.read_topology("v5e:2x2")
+    hardware = hardware_module.read_topology("v5e:2x2")
     (plan,) = planning.plan_run(run, hardware, read_mesh("--mesh", "fsdp=4"))
     assert plan.fits
     assert plan.loops.count(6) >= 2  # layers in each part, forward and backward

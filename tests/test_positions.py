@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dape_jax.biases import kerple_power, sandwich
 from dape_jax.errors import InputError
-from dape_jax.positions import ROTARY, STRETCHES, NtkAware, PositionInterpolation, Rope, Yarn, stretched
+from dape_jax.model.biases import kerple_power, sandwich
+from dape_jax.model.positions import ROTARY, STRETCHES, NtkAware, PositionInterpolation, Rope, Yarn, stretched
 
 OPTIONS = {"pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0, "train_length": 64}}
 X = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))

@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from test_megatron import write as write_pair
 
-from dape_jax.data import build, corpus, prepare, records
-from dape_jax.data.build import REJECTED_FILE, SPLITS
-from dape_jax.data.prepare import PrepareConfig
-from dape_jax.data.records import Bad, Document, Position, Selection, examine, read_batches
+from dape_jax.data import corpus
+from dape_jax.data.prepare import build, command, records
+from dape_jax.data.prepare.build import REJECTED_FILE, SPLITS
+from dape_jax.data.prepare.command import PrepareConfig
+from dape_jax.data.prepare.records import Bad, Document, Position, Selection, examine, read_batches
 from dape_jax.data.store import Corpus, DataConfig, load_corpus, open_corpus
 from dape_jax.data.tokenizers import Bytes, read_tokenizer
 from dape_jax.errors import InputError
@@ -133,12 +134,12 @@ def write(file: Path, *parts: bytes) -> Path:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Corpus:
     root = tmp_path_factory.mktemp("expected")
-    return prepare.prepare(config(write_input("jsonl", root / "in"), root / "out")).corpus
+    return command.prepare(config(write_input("jsonl", root / "in"), root / "out")).corpus
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, expected: Corpus, kind: str):
-    prepared = prepare.prepare(config(write_input(kind, tmp_path / "in"), tmp_path / "out"))
+    prepared = command.prepare(config(write_input(kind, tmp_path / "in"), tmp_path / "out"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.corpus.digest == expected.digest
     assert prepared.record.num_text_bytes == sum(len(text.encode()) for text in DOCUMENTS)
@@ -155,7 +156,7 @@ def test_ids_are_taken_as_they_are(tmp_path: Path, dtype: str, has_end: bool, na
     ids = [list(text.encode()) for text in DOCUMENTS]
     (tmp_path / "in").mkdir()
     write_pair(tmp_path / "in/pair", [[[*document, 256] if has_end else document] for document in [*ids, []]], dtype)
-    prepared = prepare.prepare(config(tmp_path / "in" / named, tmp_path / "out"))
+    prepared = command.prepare(config(tmp_path / "in" / named, tmp_path / "out"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.record.left_out == {"too short": 1}
     store = prepared.corpus.train
@@ -167,7 +168,7 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
     write_pair(tmp_path / "pair", [[[1, 2]], [[3, wrong]], [[4]]], "int32")
     said = rf"pair\.bin: document 2: token id = {wrong}: the tokenizer bytes has 0 to 256"
     with pytest.raises(InputError, match=said):
-        prepare.prepare(config(tmp_path / "pair.bin", tmp_path / "out"))
+        command.prepare(config(tmp_path / "pair.bin", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -182,7 +183,7 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
 )
 def test_where_chooses_records(tmp_path: Path, kind: str, where: tuple[str, ...], kept: Callable[[int], bool]):
     source = write_input(kind, tmp_path / "in")
-    prepared = prepare.prepare(config(source, tmp_path / "out", where=where, held_out_fraction=0.5))
+    prepared = command.prepare(config(source, tmp_path / "out", where=where, held_out_fraction=0.5))
     assert sorted(texts(prepared.corpus)) == sorted(text for i, text in enumerate(DOCUMENTS) if kept(i))
     assert prepared.record.left_out == {"filtered": sum(not kept(i) for i in range(len(DOCUMENTS)))}
     assert not prepared.record.rejected
@@ -190,7 +191,7 @@ def test_where_chooses_records(tmp_path: Path, kind: str, where: tuple[str, ...]
 
 def test_a_record_that_is_filtered_is_not_bad(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", b'{"meta": 3}\n{"meta": {"pile_set_name": ["ArXiv"]}}\n', *LINES)
-    prepared = prepare.prepare(config(source, tmp_path / "out", where=("meta.pile_set_name=ArXiv",)))
+    prepared = command.prepare(config(source, tmp_path / "out", where=("meta.pile_set_name=ArXiv",)))
     assert prepared.record.left_out == {"filtered": 2 + len(LINES) // 2}
     assert not prepared.record.rejected
 
@@ -200,7 +201,7 @@ def test_lengths_are_bytes_of_utf8(tmp_path: Path, kind: str):
     lengths = sorted(len(text.encode()) for text in DOCUMENTS)
     low, high = lengths[5], lengths[-6]
     source = write_input(kind, tmp_path / "in")
-    prepared = prepare.prepare(config(source, tmp_path / "out", min_length=low, max_length=high))
+    prepared = command.prepare(config(source, tmp_path / "out", min_length=low, max_length=high))
     assert sorted(texts(prepared.corpus)) == sorted(text for text in DOCUMENTS if low <= len(text.encode()) <= high)
     counted = {"too short": sum(n < low for n in lengths), "too long": sum(n > high for n in lengths)}
     assert prepared.record.left_out == counted
@@ -212,10 +213,10 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     for i, text in enumerate(DOCUMENTS[30:]):
         write(tmp_path / f"c{i}.md", text.encode())
     write(tmp_path / "d.png", b"\x89PNG\0")
-    prepared = prepare.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
+    prepared = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.record.left_out == {"binary file": 1}
-    again = prepare.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output lies in the input
+    again = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output lies in the input
     assert again.usage is None
 
 
@@ -253,7 +254,7 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path,
         lines += [LINES[i], b"  \n", line + b"\n"]
         expected.append((str(tmp_path / "a.jsonl"), 3 * i + 3, reason))
     source = write(tmp_path / "a.jsonl", *lines)
-    prepared = prepare.prepare(config(source, tmp_path / "out", max_length=100))
+    prepared = command.prepare(config(source, tmp_path / "out", max_length=100))
     found = rejected(tmp_path / "out")
     assert [(bad["file"], bad["line"], bad["reason"]) for bad in found] == expected
     assert all(len(bad["detail"]) <= 200 for bad in found)
@@ -270,12 +271,12 @@ def test_strict_stops_at_the_first(tmp_path: Path):
     write(tmp_path / "b.jsonl", *LINES[:3], b"{}\n", b"[]\n")
     given = config(tmp_path / "*.jsonl", tmp_path / "out", strict=True)
     with pytest.raises(InputError, match=r"b\.jsonl, line 4: no such field: 'text'") as caught:
-        prepare.prepare(given)
+        command.prepare(given)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError):
         load_corpus(DataConfig(str(tmp_path / "out.partial"), None, str(tmp_path / "cache"), 0.1, 0))
-    assert prepare.prepare(dataclasses.replace(given, strict=False)).record.rejected == {
+    assert command.prepare(dataclasses.replace(given, strict=False)).record.rejected == {
         "no such field": 1,
         "not an object": 1,
     }
@@ -284,7 +285,7 @@ def test_strict_stops_at_the_first(tmp_path: Path):
 def reasons(source: Path) -> list[tuple[int, str]]:
     output = source.parent / "out"
     write(source.parent / "good.jsonl", *LINES)
-    prepare.prepare(config(f"{source},{source.parent}/good.jsonl", output))
+    command.prepare(config(f"{source},{source.parent}/good.jsonl", output))
     found = rejected(output)
     assert {bad["file"] for bad in found} <= {str(source)}
     return [(bad["line"], bad["reason"]) for bad in found]
@@ -456,8 +457,8 @@ def mixed(tmp_path_factory) -> Path:
 
 def test_the_number_of_workers_decides_nothing(tmp_path: Path, mixed: Path):
     with sizes(_PIECE_BYTES=500):
-        one = prepare.prepare(config(mixed, tmp_path / "one"))
-        three = prepare.prepare(config(mixed, tmp_path / "three", workers=3))
+        one = command.prepare(config(mixed, tmp_path / "one"))
+        three = command.prepare(config(mixed, tmp_path / "three", workers=3))
     assert three.corpus.digest == one.corpus.digest
     assert three.record == one.record
     assert rejected(tmp_path / "three") == rejected(tmp_path / "one")
@@ -479,7 +480,7 @@ def quiet():
 def test_an_interrupted_build_goes_on_to_the_same_result(mixed: Path, stops: list[int], record_seconds: float):
     with tempfile.TemporaryDirectory() as root, sizes(_PIECE_BYTES=900), pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "RECORD_SECONDS", record_seconds)
-        whole = prepare.prepare(config(mixed, f"{root}/whole"))
+        whole = command.prepare(config(mixed, f"{root}/whole"))
         given = config(mixed, f"{root}/out")
         tokenize = build.tokenize
         for stop in stops:
@@ -492,12 +493,12 @@ def test_an_interrupted_build_goes_on_to_the_same_result(mixed: Path, stops: lis
 
             with pytest.MonkeyPatch.context() as during, contextlib.suppress(KeyboardInterrupt):
                 during.setattr(build, "tokenize", stopped)
-                prepare.prepare(given)
+                command.prepare(given)
             partial = Path(root, "out.partial")
             if partial.exists():  # what a kill may leave behind its record
                 for file in partial.glob("*/*"):
                     write(file, file.read_bytes(), b"torn")
-        again = prepare.prepare(given)
+        again = command.prepare(given)
         assert again.corpus.digest == whole.corpus.digest
         assert again.record == whole.record
         assert rejected(Path(root, "out")) == rejected(Path(root, "whole"))
@@ -506,11 +507,11 @@ def test_an_interrupted_build_goes_on_to_the_same_result(mixed: Path, stops: lis
 RUN = (
     "import sys\n"
     "from dape_jax import command_line\n"
-    "from dape_jax.data import build, prepare, records\n"
+    "from dape_jax.data.prepare import build, command, records\n"
     "build.RECORD_SECONDS, records._PIECE_BYTES = 0.02, 20_000\n"
     "if __name__ == '__main__':\n"
-    "    prepare.define_flags()\n"
-    "    command_line.run(prepare.main, 'interrupted')\n"
+    "    command.define_flags()\n"
+    "    command_line.run(command.main, 'interrupted')\n"
 )
 
 
@@ -641,7 +642,7 @@ def test_another_recipe_is_refused_and_named(tmp_path: Path, changes: dict | str
     write(tmp_path / "in/a.jsonl", *LINES, b"{}\n")
     given = config(tmp_path / "in", tmp_path / "out", strict=not complete)
     with contextlib.nullcontext() if complete else pytest.raises(InputError):
-        prepare.prepare(given)
+        command.prepare(given)
     if changes == "add":
         write(tmp_path / "in/new.jsonl", *LINES)
     elif changes == "touch":
@@ -649,19 +650,19 @@ def test_another_recipe_is_refused_and_named(tmp_path: Path, changes: dict | str
     directory = tmp_path / ("out" if complete else "out.partial")
     before = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
     with pytest.raises(InputError, match=rf"another recipe.*{said}"):
-        prepare.prepare(dataclasses.replace(given, **(changes if isinstance(changes, dict) else {})))
+        command.prepare(dataclasses.replace(given, **(changes if isinstance(changes, dict) else {})))
     assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
 
 
 def test_the_same_recipe_again_does_nothing(tmp_path: Path):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
-    first = prepare.prepare(given)
+    first = command.prepare(given)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    again = prepare.prepare(dataclasses.replace(given, workers=3, strict=True))
+    again = command.prepare(dataclasses.replace(given, workers=3, strict=True))
     assert again.usage is None
     assert (again.corpus.digest, again.record) == (first.corpus.digest, first.record)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
-    assert "was complete" in prepare.summary(again)
+    assert "was complete" in command.summary(again)
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial"])
@@ -669,7 +670,7 @@ def test_what_others_made_is_not_touched(tmp_path: Path, name: str):
     (tmp_path / name).mkdir()
     write(tmp_path / name / "thesis.tex", b"text")
     with pytest.raises(InputError, match=f"{name}"):
-        prepare.prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
+        command.prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
     assert (tmp_path / name / "thesis.tex").read_bytes() == b"text"
 
 
@@ -679,21 +680,21 @@ def test_a_second_process_is_refused(tmp_path: Path):
     with open(tmp_path / "out.partial/lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(InputError, match=r"out\.partial': another process is at work in it"):
-            prepare.prepare(given)
-    assert prepare.prepare(given).usage
+            command.prepare(given)
+    assert command.prepare(given).usage
 
 
 def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path, monkeypatch):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out", tokenizer=None, train_bpe=300)
-    whole = prepare.prepare(dataclasses.replace(given, output=str(tmp_path / "whole")))
+    whole = command.prepare(dataclasses.replace(given, output=str(tmp_path / "whole")))
     directory = tmp_path / "out.partial"
     (directory / "train").mkdir(parents=True)  # killed while tokenizers were saved
     for place in (directory, directory / "train"):
         write(place / ".tokenizer.json.0123", b"{")
     build.write_json(directory / "recipe.json", build.read_json(tmp_path / "whole/recipe.json"))
-    assert prepare.prepare(given).corpus.digest == whole.corpus.digest
+    assert command.prepare(given).corpus.digest == whole.corpus.digest
     write(tmp_path / "out/lock")  # killed when it had just renamed the directory
-    assert prepare.prepare(given).usage is None
+    assert command.prepare(given).usage is None
     names = [
         sorted(file.relative_to(root) for file in root.rglob("*")) for root in (tmp_path / "out", tmp_path / "whole")
     ]
@@ -717,13 +718,13 @@ def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path, monkeypa
 )
 def test_a_damaged_record_is_one_line(tmp_path: Path, changes: dict, complete: bool):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
-    prepare.prepare(given)
+    command.prepare(given)
     directory = tmp_path / "out"
     if not complete:
         directory = directory.rename(tmp_path / "out.partial")
     build.write_json(directory / "record.json", build.read_json(directory / "record.json") | changes)
     with pytest.raises(InputError, match=r"record\.json: is damaged; delete"):
-        prepare.prepare(given)
+        command.prepare(given)
 
 
 # tokenizers
@@ -732,7 +733,7 @@ def test_a_damaged_record_is_one_line(tmp_path: Path, changes: dict, complete: b
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is looked up in /proc")
 def test_training_a_tokenizer_takes_no_more_memory_for_a_long_document():
     script = (
-        "from dape_jax.data.build import peak_bytes\n"
+        "from dape_jax.data.prepare.build import peak_bytes\n"
         "from dape_jax.data.tokenizers import train_bpe\n"
         "text = 'the rows are queries ' * 200_000\n"
         "before = peak_bytes()\n"
@@ -748,15 +749,15 @@ def test_a_trained_tokenizer_is_complete_and_not_trained_again(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(build, "tokenize", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare(given)
-    monkeypatch.setattr(prepare, "train_bpe", None)
-    made = prepare.prepare(given).corpus
+            command.prepare(given)
+    monkeypatch.setattr(command, "train_bpe", None)
+    made = command.prepare(given).corpus
     assert sorted(texts(made)) == sorted(DOCUMENTS)
     assert made.train.tokenizer.vocab_size == 300
     assert made.train.num_tokens + made.validation.num_tokens < sum(len(text.encode()) for text in DOCUMENTS)
     file = str(tmp_path / "out/tokenizer.json")
     assert read_tokenizer(file).name == made.train.sidecar.tokenizer
-    named = prepare.prepare(config(tmp_path / "in/*", tmp_path / "named", tokenizer=file))
+    named = command.prepare(config(tmp_path / "in/*", tmp_path / "named", tokenizer=file))
     assert named.corpus.digest == made.digest
 
     def loaded(tokenizer: str | None) -> Corpus:
@@ -777,7 +778,7 @@ def test_a_tokenizer_is_trained_on_the_training_side_alone(tmp_path: Path):
         source = write(
             tmp_path / f"{output}.jsonl", *(json.dumps({"text": text}).encode() + b"\n" for text in documents)
         )
-        made = prepare.prepare(config(source, tmp_path / output, tokenizer=None, train_bpe=290)).corpus
+        made = command.prepare(config(source, tmp_path / output, tokenizer=None, train_bpe=290)).corpus
         return made.train.sidecar.tokenizer
 
     held_out = [f"zebra {i} " * 50 for i in range(40)]
@@ -791,10 +792,10 @@ def test_raw_text_needs_a_tokenizer(tmp_path: Path):
 
 
 def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
-    first = prepare.prepare(config(write_input("text", tmp_path / "in"), tmp_path / "a", tokenizer=None, train_bpe=257))
+    first = command.prepare(config(write_input("text", tmp_path / "in"), tmp_path / "a", tokenizer=None, train_bpe=257))
     write(tmp_path / "in/zz.txt", b"caf\xe9")
     name = str(tmp_path / "a/tokenizer.json")
-    prepared = prepare.prepare(config(tmp_path / "in", tmp_path / "b", tokenizer=name))
+    prepared = command.prepare(config(tmp_path / "in", tmp_path / "b", tokenizer=name))
     assert prepared.corpus.digest == first.corpus.digest
     assert [(bad["line"], bad["reason"]) for bad in rejected(tmp_path / "b")] == [(1, "cannot be encoded")]
 
@@ -832,7 +833,7 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
 def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, said: str):
     source = write_input("jsonl", tmp_path / "in")
     with pytest.raises(InputError, match=said) as caught:
-        prepare.prepare(config(source, tmp_path / "out", **changes))
+        command.prepare(config(source, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     # What is wrong in itself leaves nothing that would be in the way of the right command.
@@ -842,31 +843,31 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, said: str):
 def test_ids_train_no_tokenizer(tmp_path: Path):
     write_pair(tmp_path / "pair", [[[1, 2]]])
     with pytest.raises(InputError, match=r"train_bpe = 300: \.bin files hold ids"):
-        prepare.prepare(config(tmp_path / "pair.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
+        command.prepare(config(tmp_path / "pair.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
 
 
 def test_files_and_directories_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch):
     source = write(tmp_path / "a.jsonl", *LINES)
     with pytest.raises(InputError, match=r"output = .*cannot be written to"):
-        prepare.prepare(config(source, source / "out"))
+        command.prepare(config(source, source / "out"))
 
     def unreadable(*_):
         raise PermissionError(13, "Permission denied", str(source))
 
     monkeypatch.setattr(records, "_read_lines", unreadable)
     with pytest.raises(InputError, match=r"a\.jsonl: cannot be read: .*Permission denied"):
-        prepare.prepare(config(source, tmp_path / "out"))
+        command.prepare(config(source, tmp_path / "out"))
 
 
 def test_the_name_of_a_file_cannot_drive_the_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="dape_jax")
     source = write(tmp_path / "a\x1b[2J\n.jsonl", *LINES, b"{}\n")
-    prepare.prepare(config(source, tmp_path / "out"))
+    command.prepare(config(source, tmp_path / "out"))
     assert "\\x1b[2J\\n.jsonl, line 41: no such field" in caplog.text
     assert "\x1b" not in caplog.text
     assert rejected(tmp_path / "out")[0]["file"] == str(source)
     with pytest.raises(InputError, match=r"a\\x1b\[2J\\n\.jsonl, line 41"):
-        prepare.prepare(config(source, tmp_path / "strict", strict=True))
+        command.prepare(config(source, tmp_path / "strict", strict=True))
 
 
 def test_the_command_line(tmp_path: Path):
@@ -980,7 +981,7 @@ def check_prepare(files: dict[str, bytes], changes: dict) -> None:
         for name, content in files.items():
             write(source / name, content)
         try:
-            made = prepare.prepare(config(source, output, held_out_fraction=0.5, **changes)).corpus
+            made = command.prepare(config(source, output, held_out_fraction=0.5, **changes)).corpus
         except InputError as error:
             assert str(error).isprintable(), "one line"  # noqa: PT017
             assert not output.exists()
@@ -1022,7 +1023,7 @@ def small_store(tmp_path_factory) -> dict[str, bytes]:
     """The files of a complete corpus."""
     root = tmp_path_factory.mktemp("small")
     source = write(root / "a.jsonl", *LINES[:12])
-    prepare.prepare(config(source, root / "out", tokenizer=None, train_bpe=260))
+    command.prepare(config(source, root / "out", tokenizer=None, train_bpe=260))
     return {
         file.relative_to(root / "out").as_posix(): file.read_bytes()
         for file in (root / "out").rglob("*")

@@ -30,8 +30,8 @@ from dape_jax.evaluation.recall import (
     recall,
     write_corpus,
 )
+from dape_jax.model.transformer import model_structure
 from dape_jax.training import loop
-from dape_jax.transformer import model_structure
 
 LETTERS = letters_of(Bytes())
 

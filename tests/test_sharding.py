@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from dape_jax.attention import Dense, attend, attend_on_mesh
 from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError, NonFiniteError
+from dape_jax.model.attention import Dense, attend, attend_on_mesh
+from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import (
     AXES,
     MeshConfig,
@@ -41,7 +42,6 @@ from dape_jax.training.step import (
     nll_of_features,
     shardings_of,
 )
-from dape_jax.transformer import model_structure
 
 # (data, fsdp, context, tensor)
 MESHES = {"fsdp": (1, 8, 1, 1), "context": (1, 1, 8, 1), "tensor": (2, 1, 1, 4), "mix": (1, 2, 2, 2)}

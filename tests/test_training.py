@@ -16,6 +16,7 @@ import tiny
 from dape_jax.config import RunConfig, resolved
 from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError, NonFiniteError
+from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer, make_schedule
@@ -27,7 +28,6 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.transformer import model_structure
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,12 @@ import pytest
 from flax import nnx
 from tiny import SPEC
 
-from dape_jax.biases import BIASES, distances
 from dape_jax.config import CHOICES, choose, read_model
-from dape_jax.contextual import CONTEXTUAL
 from dape_jax.errors import InputError
-from dape_jax.processors import PROCESSORS
-from dape_jax.transformer import (
+from dape_jax.model.biases import BIASES, distances
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.processors import PROCESSORS
+from dape_jax.model.transformer import (
     REMAT,
     SIZES,
     Transformer,

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from dape_jax.transformer import GPT_NEOX
+from dape_jax.model.transformer import GPT_NEOX
 
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
 

@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from matplotlib.figure import Figure
 
 from dape_jax import command_line
-from dape_jax.data.build import RECORD_FILE, REJECTED_FILE, SIDECAR_FILE, SPLITS, read_record
+from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, SIDECAR_FILE, SPLITS, read_record
 from dape_jax.data.store import TokenStore, open_corpus, open_store
 from dape_jax.errors import InputError, require
 

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int64, UInt
 
 from dape_jax.data import corpus
-from dape_jax.data.build import (
+from dape_jax.data.prepare.build import (
     FORMAT_VERSION,
     OFFSETS_FILE,
     RECORD_FILE,
@@ -40,7 +40,7 @@ from dape_jax.data.build import (
     sync,
     token_dtype,
 )
-from dape_jax.data.records import Selection, input_files
+from dape_jax.data.prepare.records import Selection, input_files
 from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 

@@ -22,18 +22,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tqdm import tqdm
 
-from dape_jax.attention import Blockwise, Dense
 from dape_jax.config import TaskRunConfig
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import Saved, abstract_params, mesh_for, restore
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.evaluation.perplexity import batch_size_at
+from dape_jax.model.attention import Blockwise, Dense
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, put_batch, replicated
 from dape_jax.tasks.tapes import EVALUATION, AccuracyConfig, Batch, TaskConfig, make_tapes
 from dape_jax.training import checkpoint
 from dape_jax.training.step import positions_of
-from dape_jax.transformer import Params, TransformerConfig, model_structure
 
 TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # columns, of the lengths that were evaluated
 MAX_COLUMNS = 8

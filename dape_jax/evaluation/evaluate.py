@@ -31,10 +31,10 @@ from dape_jax.evaluation.perplexity import (
     score_windows,
     summarise,
 )
-from dape_jax.positions import STRETCHES, Rope
+from dape_jax.model.positions import STRETCHES, Rope
+from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
-from dape_jax.transformer import Params, model_structure
 
 PROTOCOLS = ("perplexity", "delta")
 

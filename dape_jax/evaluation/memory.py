@@ -22,8 +22,8 @@ from jax.stages import Compiled, Wrapped
 from tqdm import tqdm
 
 from dape_jax.errors import InputError
+from dape_jax.model.transformer import Params
 from dape_jax.sharding import ROW_AXES, activation_spec
-from dape_jax.transformer import Params
 
 logger = logging.getLogger(__name__)
 

@@ -25,15 +25,15 @@ from jax.stages import Wrapped
 from jaxtyping import Float64
 from tqdm import tqdm
 
-from dape_jax.attention import Auto, Dense
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation.memory import Program, compile_programs
-from dape_jax.positions import Rope, stretched
+from dape_jax.model.attention import Auto, Dense
+from dape_jax.model.positions import Rope, stretched
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import BATCH_AXES, put_batch
 from dape_jax.tasks.tapes import AccuracyConfig
 from dape_jax.training.step import make_nll_step
-from dape_jax.transformer import Params, TransformerConfig, model_structure
 
 
 @dataclasses.dataclass(frozen=True)

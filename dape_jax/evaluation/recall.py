@@ -50,8 +50,8 @@ from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import Trained, abstract_params, read_trained, restore
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
+from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import put_batch
-from dape_jax.transformer import Params, model_structure
 
 BLOCK = 8
 # Tasks, and the places in the end block where the next token is asked for.

@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dape_jax.data.build import write_json
+from dape_jax.data.prepare.build import write_json
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.report import band, mark_train_lengths, markdown_table
 from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Experiment, Score, paper_tables

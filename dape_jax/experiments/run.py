@@ -29,19 +29,19 @@ import numpy as np
 
 from dape_jax.config import RunConfig, TaskRunConfig, resolved
 from dape_jax.config import read_run as read_config
-from dape_jax.data.build import read_json, write_json
+from dape_jax.data.prepare.build import read_json, write_json
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.evaluate import evaluate
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, Preset, find, lengths_from
+from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import provenance
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
-from dape_jax.transformer import model_structure
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
-from dape_jax.processors import Dape
+from dape_jax.model.processors import Dape
 
 KERNELS = ("tpu", "gpu")
 DTYPES = (jnp.float32, jnp.bfloat16)

@@ -43,8 +43,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.contextual import products
 from dape_jax.kernels.tables import HIGHEST, SLOPE, Operator, vary_alike
+from dape_jax.model.contextual import products
 
 BLOCK_ROWS = 128  # rows of a block; memory grows with it, and a block of 2048 keys is about what the L2 cache holds
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it

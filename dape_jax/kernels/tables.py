@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.biases import Bias
-from dape_jax.processors import Dape, DapeConfig
+from dape_jax.model.biases import Bias
+from dape_jax.model.processors import Dape, DapeConfig
 
 HIGHEST = jax.lax.Precision.HIGHEST
 SLOPE = 0.01  # of the leaky ReLU

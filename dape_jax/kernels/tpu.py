@@ -33,7 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels.tables import SLOPE, Operator, left_pad, vary_alike
-from dape_jax.processors import DapeConfig
+from dape_jax.model.processors import DapeConfig
 from dape_jax.sharding import this_device_kind
 
 LANES = 128  # of a register: the columns of a tile

@@ -38,10 +38,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dape_jax.distributed import first
 from dape_jax.errors import InputError, require
-from dape_jax.processes import first
+from dape_jax.model.transformer import Params
 from dape_jax.training.step import TrainState
-from dape_jax.transformer import Params
 
 CONFIG_FILE = "config.json"
 LOCK_FILE = "run.lock"

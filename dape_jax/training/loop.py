@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from dape_jax.config import HOW, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
+from dape_jax.distributed import Stopping, first, require_same
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
-from dape_jax.flops import mfu, model_flops_per_token
-from dape_jax.processes import Stopping, first, require_same
+from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
+from dape_jax.planning.flops import mfu, model_flops_per_token
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
@@ -37,7 +38,6 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.transformer import Params, attention_of, model_structure, parameter_counts
 
 logger = logging.getLogger(__name__)
 

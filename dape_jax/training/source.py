@@ -10,8 +10,8 @@ from dape_jax.config import RunConfig, TaskRunConfig
 from dape_jax.data import batches as of_corpus
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.data.tokenizers import Tokenizer
+from dape_jax.distributed import first
 from dape_jax.errors import require
-from dape_jax.processes import first
 from dape_jax.sharding import batch_part, rows_of_part
 from dape_jax.tasks import batches as of_task
 from dape_jax.tasks.tapes import Batch, digest

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
+from dape_jax.model.transformer import Params, Transformer, TransformerConfig, model_structure
 from dape_jax.sharding import activation_spec, in_mesh, parameter_shardings, parameter_spec, replicated
-from dape_jax.transformer import Params, Transformer, TransformerConfig, model_structure
 
 # Dynamic loss scaling, for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
 # halves at an overflow, and doubles after so many steps without one (GPT-NeoX's window).

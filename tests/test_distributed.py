@@ -19,10 +19,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dape_jax import processes
+from dape_jax import distributed
 from dape_jax.config import RunConfig
+from dape_jax.distributed import Stopping, joined
 from dape_jax.errors import InputError, StoppedError
-from dape_jax.processes import Stopping, joined
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer
@@ -57,7 +57,7 @@ def test_flags_that_make_no_set_of_processes_are_named(monkeypatch, tmp_path, fl
 
 
 def test_half_an_environment_is_named(tmp_path):
-    code = "from pathlib import Path; from dape_jax.processes import joined; joined(*[None] * 3, Path()).__enter__()"
+    code = "from pathlib import Path; from dape_jax.distributed import joined; joined(*[None] * 3, Path()).__enter__()"
     environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert re.search(r"InputError: JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags", done.stderr), done.stderr
@@ -66,7 +66,7 @@ def test_half_an_environment_is_named(tmp_path):
 ALONE = """
 import time
 from pathlib import Path
-from dape_jax.processes import Stopping, joined
+from dape_jax.distributed import Stopping, joined
 with joined(None, None, None, Path("none")):
     print("joined", flush=True)
     stopping = Stopping()
@@ -104,21 +104,21 @@ COMPANY = """
 import sys
 from pathlib import Path
 import jax
-from dape_jax import command_line, processes
+from dape_jax import command_line, distributed
 from dape_jax.errors import InputError, StoppedError
 
 def refuse():
     raise InputError("text = 'a': of process 0" if jax.process_index() == 0 else "never said")
 
 def main(_):
-    with processes.joined(None, None, None, Path("none")):
-        done = processes.first(lambda: Path("order").open("a").write(str(jax.process_index())))
-        for work in (refuse, lambda: processes.require_same("text", f"{jax.process_index()}")):
+    with distributed.joined(None, None, None, Path("none")):
+        done = distributed.first(lambda: Path("order").open("a").write(str(jax.process_index())))
+        for work in (refuse, lambda: distributed.require_same("text", f"{jax.process_index()}")):
             try:
-                processes.first(work) if work is refuse else work()
+                distributed.first(work) if work is refuse else work()
             except InputError as error:
                 print(error, flush=True)
-        processes.require_same("text", "alike")
+        distributed.require_same("text", "alike")
         raise StoppedError("stopped")
 
 command_line.run(main)
@@ -160,10 +160,10 @@ def test_processes_that_a_cluster_has_started_find_each_other_and_agree(tmp_path
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_a_program_for_one_process_says_so(monkeypatch, name):
-    processes.require_alone()
+    distributed.require_alone()
     monkeypatch.setenv(name, "2")
     with pytest.raises(InputError, match=f"{name} = '2': 1: .*one process"):
-        processes.require_alone()
+        distributed.require_alone()
 
 
 # ---- stopping
@@ -181,7 +181,7 @@ def test_a_notice_at_any_time_stops_a_run_once(start, noticed_at, num_steps):
         return number == noticed_at + 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(processes.multihost_utils, "reached_preemption_sync_point", reached)
+        patch.setattr(distributed.multihost_utils, "reached_preemption_sync_point", reached)
         patch.setattr(signal, "signal", lambda *_: None)
         stopping = Stopping()
         stops = [step for step in range(start, start + num_steps + 1) if stopping.after(step)]
@@ -258,7 +258,7 @@ class Run:
             command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={workdir}"]
             command += [*arguments(root), *(company if num_processes > 1 else []), *more]
             with log.open("w") as file:
-                self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
+                self.distributed.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
 
     def wait(self, timeout: float = 300) -> list[int]:
         """The statuses with which the processes end."""

@@ -46,7 +46,7 @@ from tqdm import tqdm
 
 from dape_jax.data import corpus
 from dape_jax.data.corpus import Split
-from dape_jax.data.records import Bad, Batch, Document, LeftOut, Position, Selection, examine, read_batches
+from dape_jax.data.prepare.records import Bad, Batch, Document, LeftOut, Position, Selection, examine, read_batches
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, printable, require
 

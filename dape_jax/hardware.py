@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dape_jax.errors import InputError, require
-from dape_jax.flops import CHIPS, Chip
+from dape_jax.planning.flops import CHIPS, Chip
 
 # Slices that can be had; tests ask libtpu for each. (It compiles for others too, as 32x16, which no pod has.)
 FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

@@ -1,7 +1,7 @@
 """A trained model under the lm-evaluation-harness: multiple choice, rolling perplexity, and text up to a stop.
 
-    python -m dape_jax.evaluation.harness --workdir=runs/mine --tasks=my_task --include_path=tasks/
-    python -m dape_jax.evaluation.harness --workdir=runs/mine --tasks=lambada_openai --limit=100 --max_length=1024
+    python -m dape_jax.tools.lm_eval --workdir=runs/mine --tasks=my_task --include_path=tasks/
+    python -m dape_jax.tools.lm_eval --workdir=runs/mine --tasks=lambada_openai --limit=100 --max_length=1024
 
 In: a checkpoint, and tasks of the harness or of files of one's own (`docs/lm_eval.md`). Out: `lm_eval.json`, which has
 the harness's results under the same name, and their table as text and Markdown.
@@ -42,11 +42,11 @@ from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import Trained, read_trained, restore
-from dape_jax.evaluation.generate import Sampling, TextStream, generate
 from dape_jax.evaluation.perplexity import model_at
+from dape_jax.model.transformer import Params, TransformerConfig, make_cache, model_structure
 from dape_jax.sharding import put_batch
+from dape_jax.tools.generate import Sampling, TextStream, generate
 from dape_jax.training.step import nll
-from dape_jax.transformer import Params, TransformerConfig, make_cache, model_structure
 
 try:
     from datasets.exceptions import DatasetsError

@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.biases import Bias
-from dape_jax.contextual import ContextualBias, products
 from dape_jax.errors import require
 from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
-from dape_jax.processors import Plain, Processor
+from dape_jax.model.biases import Bias
+from dape_jax.model.contextual import ContextualBias, products
+from dape_jax.model.processors import Plain, Processor
 from dape_jax.sharding import AXES, activation_spec, axis_sizes, collect_rows, device_platform
 
 logger = logging.getLogger(__name__)

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.attention import Attention, Auto, Fused, attend_on_mesh
-from dape_jax.biases import Bias, BiasConfig
-from dape_jax.contextual import ContextualBias
 from dape_jax.errors import InputError, require
 from dape_jax.kernels import why_not_fused
-from dape_jax.positions import NoRotary, Rope
-from dape_jax.processors import Processor, ProcessorConfig
+from dape_jax.model.attention import Attention, Auto, Fused, attend_on_mesh
+from dape_jax.model.biases import Bias, BiasConfig
+from dape_jax.model.contextual import ContextualBias
+from dape_jax.model.positions import NoRotary, Rope
+from dape_jax.model.processors import Processor, ProcessorConfig
 from dape_jax.sharding import collect_rows, deal_rows, look_up, matmul, place
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.

@@ -1,6 +1,6 @@
 """Pictures of attention before the softmax, as in the paper's appendix K: the scores, the bias, what DAPE adds to them.
 
-    python -m dape_jax.evaluation.attention_maps --workdir=runs/a --length=512
+    python -m dape_jax.tools.attention_maps --workdir=runs/a --length=512
 
 In: a trained run and the beginning of one text. Out, in --output: a picture for each layer, `layer-00.png` and so on;
 `index.html`, a page that shows them all; `attention_maps.json`, statistics of every map.
@@ -40,17 +40,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.attention import Blockwise, masked_softmax, score
-from dape_jax.biases import Bias
 from dape_jax.config import resolved
-from dape_jax.contextual import ContextualBias
 from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import Trained, held_out_corpus, read_trained, restore
-from dape_jax.processors import Plain, add_bias
+from dape_jax.model.attention import Blockwise, masked_softmax, score
+from dape_jax.model.biases import Bias
+from dape_jax.model.contextual import ContextualBias
+from dape_jax.model.processors import Plain, add_bias
+from dape_jax.model.transformer import Block, SelfAttention, model_structure
 from dape_jax.provenance import provenance
-from dape_jax.transformer import Block, SelfAttention, model_structure
 
 JSON_FILE = "attention_maps.json"
 MAX_CELLS = 512  # along a side of a picture

@@ -29,9 +29,8 @@ from typing import Any
 
 from absl import flags
 
-from dape_jax import command_line
 from dape_jax.data import corpus
-from dape_jax.data.build import (
+from dape_jax.data.prepare.build import (
     FORMAT_VERSION,
     REJECTED_FILE,
     Record,
@@ -46,7 +45,16 @@ from dape_jax.data.build import (
     sync,
     write_json,
 )
-from dape_jax.data.records import Bad, Document, Position, Selection, examine, holds_ids, input_files, read_batches
+from dape_jax.data.prepare.records import (
+    Bad,
+    Document,
+    Position,
+    Selection,
+    examine,
+    holds_ids,
+    input_files,
+    read_batches,
+)
 from dape_jax.data.store import Corpus, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
@@ -332,8 +340,3 @@ def main(_: list[str]) -> None:
     fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(PrepareConfig)}
     listed = {name: tuple(fields[name]) for name in ("input", "where")}
     print(summary(prepare(PrepareConfig(**{**fields, **listed}))))
-
-
-if __name__ == "__main__":
-    define_flags()
-    command_line.run(main, "interrupted: the same command goes on from the last record")

@@ -1,8 +1,8 @@
 """Generate text from a trained model, one token at a time, against a cache of keys and values.
 
-    python -m dape_jax.evaluation.generate --workdir=runs/mine --prompt="def main("
-    python -m dape_jax.evaluation.generate --workdir=runs/mine --prompt="class " --prompt="import " --greedy
-    python -m dape_jax.evaluation.generate --workdir=runs/mine --prompt_file=long.txt --output=text.json
+    python -m dape_jax.tools.generate --workdir=runs/mine --prompt="def main("
+    python -m dape_jax.tools.generate --workdir=runs/mine --prompt="class " --prompt="import " --greedy
+    python -m dape_jax.tools.generate --workdir=runs/mine --prompt_file=long.txt --output=text.json
 
 In: a checkpoint and prompts. Out: one token of every sequence at each step, and the text on the terminal.
 
@@ -42,14 +42,14 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.attention import Dense
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.evaluate import read_trained, restore
+from dape_jax.model.attention import Dense
+from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.provenance import provenance
 from dape_jax.sharding import BATCH
-from dape_jax.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 
 # Rows that the prefill reads at once. Caches are a multiple of it long: prompts of many lengths share a program.
 CHUNK = 64

@@ -20,13 +20,14 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from test_command_lines import run
 
-from dape_jax.attention import Blockwise
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.evaluation import harness as module
 from dape_jax.evaluation.evaluate import Trained, read_trained
-from dape_jax.evaluation.generate import Sampling, decoding_model, generate
-from dape_jax.evaluation.harness import (
+from dape_jax.model.attention import Blockwise
+from dape_jax.model.transformer import model_structure
+from dape_jax.tools import lm_eval as module
+from dape_jax.tools.generate import Sampling, decoding_model, generate
+from dape_jax.tools.lm_eval import (
     CHUNK,
     Continuation,
     HarnessModel,
@@ -40,7 +41,6 @@ from dape_jax.evaluation.harness import (
     width_of,
 )
 from dape_jax.training import loop
-from dape_jax.transformer import model_structure
 
 END = Bytes.end_of_document
 SHORT = 24
@@ -549,11 +549,11 @@ def test_bad_input_is_named_before_any_parameter_is_read(
 
 @pytest.mark.slow
 def test_without_the_extra_it_is_one_line(tmp_path):
-    done = run("-m", "dape_jax.evaluation.harness", "--workdir=a", "--tasks=b")
+    done = run("-m", "dape_jax.tools.lm_eval", "--workdir=a", "--tasks=b")
     assert done.stderr.splitlines()[-1] == "error: workdir = 'a': a directory that train.py has written"
     program = (
         "import runpy, sys; sys.modules['lm_eval'] = None; "
-        "runpy.run_module('dape_jax.evaluation.harness', run_name='__main__')"
+        "runpy.run_module('dape_jax.tools.lm_eval', run_name='__main__')"
     )
     done = run("-c", program)
     assert done.returncode == 2
@@ -564,7 +564,7 @@ def test_without_the_extra_it_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_runs_tasks(root, tasks, tmp_path):
-    arguments = ["-m", "dape_jax.evaluation.harness", f"--workdir={root}/run", f"--include_path={tasks}"]
+    arguments = ["-m", "dape_jax.tools.lm_eval", f"--workdir={root}/run", f"--include_path={tasks}"]
     done = run(*arguments, f"--tasks={','.join(TASKS)}", "--max_length=100", "--batch_size=4", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "words_until" in done.stdout

@@ -26,20 +26,20 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.attention import Blockwise
 from dape_jax.config import RunConfig, is_task, resolved
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
-from dape_jax.flops import GIB, Chip, executed_flops, forward_flops, model_flops
-from dape_jax.hlo import read_work
-from dape_jax.processors import DapeConfig
+from dape_jax.hardware import Slice, find_libtpu, in_process, libtpu_version, read_topology, why_not
+from dape_jax.model.attention import Blockwise
+from dape_jax.model.processors import DapeConfig
+from dape_jax.model.transformer import attention_of, model_structure
+from dape_jax.planning.flops import GIB, Chip, executed_flops, forward_flops, model_flops
+from dape_jax.planning.hlo import read_work
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
-from dape_jax.slices import Slice, find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import TrainState, abstract_state, make_nll_step, make_train_step, shardings_of
-from dape_jax.transformer import attention_of, model_structure
 
 REMATS = ("none", "dots", "full")  # the one that computes least again first
 
@@ -578,8 +578,3 @@ def main(_: list[str]) -> None:
     print(report(run, hardware, plans), end="")
     if OUTPUT.value:
         save(Path(OUTPUT.value), run, hardware, plans)
-
-
-if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "topology"])
-    command_line.run(main)

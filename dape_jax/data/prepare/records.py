@@ -28,7 +28,7 @@ import numpy as np
 import zstandard
 from jaxtyping import Integer
 
-from dape_jax.data.megatron import open_indexed
+from dape_jax.data.prepare.megatron import open_indexed
 from dape_jax.errors import InputError
 
 LeftOut = Literal["filtered", "too short", "too long", "binary file"]

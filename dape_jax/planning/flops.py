@@ -20,11 +20,11 @@ Not counted: embedding lookups, norms, softmax, activations, the optimizer, and 
 import dataclasses
 import itertools
 
-from dape_jax.attention import Attention, Blockwise, Fused
-from dape_jax.biases import NopeConfig
-from dape_jax.contextual import CONTEXTUAL
 from dape_jax.kernels.tpu import BLOCKS
-from dape_jax.transformer import TransformerConfig
+from dape_jax.model.attention import Attention, Blockwise, Fused
+from dape_jax.model.biases import NopeConfig
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.transformer import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)

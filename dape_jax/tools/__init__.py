@@ -1,0 +1,1 @@
+"""Command-line tools for trained models: generate, attention_maps, lm_eval."""
