@@ -11,10 +11,10 @@ from pathlib import Path
 from absl import flags
 
 from dape_jax import command_line
-from dape_jax.distributed import require_alone
+from dape_jax.distributed import require_single_process
 from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
-from dape_jax.evaluation.evaluate import are_tasks, evaluate
+from dape_jax.evaluation.evaluate import are_algorithmic, evaluate
 from dape_jax.sharding import read_mesh
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")
@@ -63,7 +63,7 @@ OF_TEXT, OF_TASKS = (LAST_TOKENS, MAX_WINDOWS, DATA, ROTARY, PROTOCOL, BY_POSITI
 
 def main(_: list[str]) -> None:
     """Flags, then one call."""
-    require_alone()
+    require_single_process()
     require(all(WORKDIR.value or [""]), "--workdir", WORKDIR.value, "directories, parted by commas")
     workdirs = [Path(workdir) for workdir in WORKDIR.value or ()]
     shared = {
@@ -72,7 +72,7 @@ def main(_: list[str]) -> None:
         "mesh": None if MESH.value is None else read_mesh("--mesh", MESH.value),
         "output": Path(OUTPUT.value) if OUTPUT.value else None,
     }
-    tasks = are_tasks(workdirs)
+    tasks = are_algorithmic(workdirs)
     for flag in OF_TEXT if tasks else OF_TASKS:
         allowed = f"only for {'language models' if tasks else 'runs on tasks'}, and these are not"
         require(not flag.present, f"--{flag.name}", flag.value, allowed)

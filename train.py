@@ -6,7 +6,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from dape_jax import command_line
-from dape_jax.distributed import joined
+from dape_jax.distributed import distributed_runtime
 from dape_jax.errors import require
 from dape_jax.training.loop import train
 
@@ -22,7 +22,7 @@ def main(_: list[str]) -> None:
     """Flags, then one call in the company of the run's other processes."""
     require(bool(WORKDIR.value), "--workdir", WORKDIR.value, "a directory")
     workdir = Path(WORKDIR.value or "")
-    with joined(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, workdir / "checkpoints"):
+    with distributed_runtime(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, workdir / "checkpoints"):
         train(command_line.config_of(CONFIG), workdir)
 
 

@@ -49,17 +49,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import listing
-from benchmarks.measure import (
-    MIB,
-    compile_program,
-    define_flags,
-    flag,
-    from_flags,
-    resident_bytes_of_call,
-    seconds_in_turns,
-    why_failed,
-)
+from benchmarks.measure import MIB, compile_program, resident_bytes_of_call, seconds_in_turns, why_failed
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import CHOICES
 from dape_jax.errors import require
 from dape_jax.evaluation import report
@@ -212,7 +204,7 @@ class Layer(nnx.Module):
         self.processor = process.build(case.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
 
 
-def drivers(block_size: int | None, num_buckets: int | None) -> dict[str, Attention]:
+def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Attention]:
     """Every implementation as it is timed, by name; None for what suits the platform."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
@@ -230,8 +222,8 @@ def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[
             return plain(q_BTHK, k_BSHK, v_BSHK, is_causal=True)
         layer = nnx.merge(graphdef, params)
         pos_T = jnp.arange(q_BTHK.shape[1])
-        driver = drivers(case.settings.block_size, case.settings.num_buckets)[name]
-        return driver(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=layer.bias, processor=layer.processor)
+        implementation = implementations(case.settings.block_size, case.settings.num_buckets)[name]
+        return implementation(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=layer.bias, processor=layer.processor)
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, cotangent_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)

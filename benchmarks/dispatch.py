@@ -60,7 +60,7 @@ def main(_arguments: list[str]) -> None:
         text.mkdir()
         for number in range(20):
             (text / f"{number}.txt").write_text(f"{number} scores of queries and keys " * 200)
-        data = DataConfig(path=str(text), tokenizer="bytes", cache_dir=directory, held_out_fraction=0.3, seed=0)
+        data = DataConfig(path=str(text), tokenizer="bytes", cache_dir=directory, validation_fraction=0.3, seed=0)
         batches = train_batches(
             load_corpus(data).train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1
         )

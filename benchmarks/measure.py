@@ -16,17 +16,14 @@ import dataclasses
 import gc
 import os
 import time
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags
 from jax.stages import Wrapped
 from tqdm import tqdm
 
-from dape_jax import command_line
 from dape_jax.errors import printable
 from dape_jax.evaluation.memory import predicted_bytes
 from dape_jax.planning.hlo import Work, read_work
@@ -39,42 +36,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
 REST_S = 0.02  # between two calls: the threads of the one before go on spinning for a while
 UNTIMED = 2  # calls to warm up
 MIB = 2**20
-
-
-# ---- flags
-
-
-def flag(default: Any, text: str) -> Any:
-    """A field that `define_flags` makes a flag of."""
-    return dataclasses.field(default=default, metadata={"help": text})
-
-
-def define_flags(settings: type) -> None:
-    """One flag for each field of a dataclass: a list for a tuple, else a whole number or text."""
-    hints = typing.get_type_hints(settings)
-    for field in dataclasses.fields(settings):
-        default: Any = field.default
-        if typing.get_origin(hints[field.name]) is tuple:
-            flags.DEFINE_list(field.name, list(map(str, default)), field.metadata["help"])
-        else:
-            define: Any = flags.DEFINE_string if hints[field.name] is str else flags.DEFINE_integer
-            define(field.name, default, field.metadata["help"])
-
-
-def from_flags(settings: type) -> Any:
-    """The dataclass that the flags were defined by, with what they say.
-
-    Raises:
-        InputError: a list of whole numbers that is none; or what the dataclass refuses.
-    """
-    hints, given = typing.get_type_hints(settings), flags.FLAGS.flag_values_dict()
-    values = {}
-    for name in (field.name for field in dataclasses.fields(settings)):
-        values[name] = given[name]
-        if typing.get_origin(hints[name]) is tuple:
-            is_text = typing.get_args(hints[name])[0] is str
-            values[name] = tuple(given[name]) if is_text else command_line.read_numbers(f"--{name}", given[name])
-    return settings(**values)
 
 
 # ---- programs, time and memory

@@ -35,9 +35,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks.attention import choose, drivers
-from benchmarks.measure import compile_program, define_flags, flag, from_flags, why_failed
+from benchmarks.attention import choose, implementations
+from benchmarks.measure import compile_program, why_failed
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import require
@@ -114,7 +115,7 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
         )
     )
     run = RunConfig.from_dict(spec)
-    attention = drivers(None, None)[implementation]
+    attention = implementations(None, None)[implementation]
     return dataclasses.replace(run, model=dataclasses.replace(run.model, attention=attention))
 
 
@@ -174,7 +175,7 @@ class Step:
             optimizer,
             shardings,
             accumulation_steps=run.train.accumulation_steps,
-            unembedded_at_once=run.train.unembedded_at_once,
+            logits_chunk_tokens=run.train.logits_chunk_tokens,
         )
         shape = (run.train.batch_size, run.train.train_length + 1)
         tokens = np.random.default_rng(0).integers(run.model.vocab_size, size=shape, dtype=np.int32)

@@ -39,9 +39,9 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.attention import choose
-from benchmarks.measure import define_flags, flag, from_flags
 from benchmarks.step import check_names, read_config, time_steps
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report

@@ -43,8 +43,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks.measure import define_flags, flag, from_flags
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.hardware import find_libtpu, in_process, libtpu_version, read_topology, why_not
@@ -70,7 +70,7 @@ class Settings:
     lengths: tuple[int, ...] = flag((2048, 8192), "Sequence lengths in tokens.")
     models: tuple[str, ...] = flag(("125m",), f"Whose heads and head widths: {', '.join(SIZES)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, "What to compile.")
-    drivers: tuple[str, ...] = flag(("fused",), f"What to compile: {', '.join(DRIVERS)}.")
+    implementations: tuple[str, ...] = flag(("fused",), f"What to compile: {', '.join(DRIVERS)}.")
     batch: int = flag(1, "Batch size B.")
     kernel_width: int = flag(3, "Kernel width W of DAPE.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
@@ -96,7 +96,7 @@ class Request:
     model: str
     length: int
     direction: str
-    driver: str
+    implementation: str
     settings: Settings
 
 
@@ -118,7 +118,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
     def forward(params, q_BTHK, k_BSHK, v_BSHK):
         bias, processor = nnx.merge(graphdef, params)
         pos_T = jnp.arange(request.length)
-        return DRIVERS[request.driver](q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=bias, processor=processor)
+        return DRIVERS[request.implementation](q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=bias, processor=processor)
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, dout_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
@@ -136,7 +136,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
         except NotImplementedError as error:
             return {"fits": False, "reason": str(error)}
         seconds = time.monotonic() - started
-        tilings = tpu.tilings(arrays[0], arrays[1], config, dtype=jnp.dtype(jnp.bfloat16), apart=1, window=None)
+        tilings = tpu.tilings(arrays[0], arrays[1], config, dtype=jnp.dtype(jnp.bfloat16), row_stride=1, window=None)
     passes = tilings[: 1 + DIRECTIONS.index(request.direction)]
     stats = compiled.memory_analysis()
     assert stats is not None
@@ -145,7 +145,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError:  # of some programs for v5p and v6e the compiler cannot read its own text
         work = None
     moved = None if work is None else work.hbm_bytes
-    if request.driver == "naive":
+    if request.implementation == "naive":
         moved = (compiled.cost_analysis() or {}).get("bytes accessed")
     return {
         "fits": True,
@@ -155,7 +155,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
         "operand_gb": None if work is None else work.hbm_bytes / 1e9,
         "cycles": None if work is None else work.cycles,
         "compile_s": seconds,
-        "kernels": [of_kernel(t, settings.batch) for t in passes] if request.driver == "fused" else [],
+        "kernels": [of_kernel(t, settings.batch) for t in passes] if request.implementation == "fused" else [],
     }
 
 
@@ -231,7 +231,7 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
         os.environ["LIBTPU_INIT_ARGS"] = f"{wanted} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
         outcome = in_process(compile_layer, request, libtpu)
         row = {"topology": request.topology, "model": request.model, "length": request.length}
-        row |= {"direction": request.direction, "driver": request.driver} | outcome
+        row |= {"direction": request.direction, "driver": request.implementation} | outcome
         if not outcome["fits"]:
             return row
         times = [schedule_ms(Path(folder), kernel, request.topology) for kernel in outcome["kernels"]]
@@ -310,7 +310,7 @@ def main(_: list[str]) -> None:
     libtpu, directory = find_libtpu(), Path(settings.output)
     report.make_directory(directory)
     asked = itertools.product(
-        settings.topologies, settings.models, settings.lengths, settings.directions, settings.drivers
+        settings.topologies, settings.models, settings.lengths, settings.directions, settings.implementations
     )
     rows = []
     with tqdm(list(asked), unit="program", desc="tpu") as bar:

@@ -85,13 +85,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=TRAIN_LENGTH,  # the longest input; every batch has one length, uniform in 1..40
         batch_size=128,
         accumulation_steps=1,
-        unembedded_at_once=65_536,
+        logits_chunk_tokens=65_536,
         num_steps=choice["num_steps"],
-        validate_every=500,
+        eval_interval=500,
         validation_batches=8,
-        checkpoint_every=500,
-        keep_latest=2,
-        skip_at_most=0,  # stop at the first step whose loss is not finite
+        checkpoint_interval=500,
+        max_to_keep=2,
+        max_bad_steps=0,  # stop at the first step whose loss is not finite
         spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
     config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)

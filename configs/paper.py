@@ -71,7 +71,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         path="",  # --config.data.path is needed
         tokenizer=config_dict.placeholder(str),  # that of the prepared corpus
         cache_dir="data",
-        held_out_fraction=0.01,
+        validation_fraction=0.01,
         seed=choice["seed"],
     )
     config.optimizer = dict(
@@ -89,13 +89,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=choice["train_length"],
         batch_size=choice["batch"],
         accumulation_steps=choice["accumulation"],
-        unembedded_at_once=8192,
+        logits_chunk_tokens=8192,
         num_steps=choice["num_steps"],
-        validate_every=500,
+        eval_interval=500,
         validation_batches=8,
-        checkpoint_every=1000,
-        keep_latest=2,
-        skip_at_most=0,  # stop at the first step whose loss is not finite
+        checkpoint_interval=1000,
+        max_to_keep=2,
+        max_bad_steps=0,  # stop at the first step whose loss is not finite
         spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
     config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)

@@ -40,7 +40,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         path="stdlib",
         tokenizer="bytes",
         cache_dir="data",
-        held_out_fraction=0.05,
+        validation_fraction=0.05,
         seed=0,
     )
     config.optimizer = dict(
@@ -58,13 +58,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=64,
         batch_size=16,
         accumulation_steps=1,
-        unembedded_at_once=8192,
+        logits_chunk_tokens=8192,
         num_steps=1000,
-        validate_every=250,
+        eval_interval=250,
         validation_batches=20,
-        checkpoint_every=500,
-        keep_latest=2,
-        skip_at_most=0,  # stop at the first step whose loss is not finite
+        checkpoint_interval=500,
+        max_to_keep=2,
+        max_bad_steps=0,  # stop at the first step whose loss is not finite
         spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
     config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)

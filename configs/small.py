@@ -55,7 +55,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         path="stdlib",
         tokenizer="bytes",
         cache_dir="data",
-        held_out_fraction=0.05,
+        validation_fraction=0.05,
         seed=choice["seed"],
     )
     config.optimizer = dict(
@@ -73,13 +73,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
         train_length=train_length,
         batch_size=choice["batch"] or max(1, 1024 // max(1, train_length)),
         accumulation_steps=1,
-        unembedded_at_once=8192,
+        logits_chunk_tokens=8192,
         num_steps=choice["num_steps"],
-        validate_every=300,
+        eval_interval=300,
         validation_batches=16,
-        checkpoint_every=300,
-        keep_latest=1,
-        skip_at_most=0,  # stop at the first step whose loss is not finite
+        checkpoint_interval=300,
+        max_to_keep=1,
+        max_bad_steps=0,  # stop at the first step whose loss is not finite
         spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
     config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)

@@ -1,17 +1,21 @@
 """How every command line of the project starts: quiet libraries, and one line for bad input."""
 
+import dataclasses
 import logging
 import os
 import re
 import signal
 import sys
+import typing
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import app, flags
 from absl import logging as absl_logging
 
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, printable, require
+
+Settings = TypeVar("Settings")
 
 
 def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
@@ -80,6 +84,48 @@ def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
         return flag.value.to_dict()
     except OSError as error:
         raise _unreadable(error) from error
+
+
+def flag(default: Any, text: str) -> Any:
+    """Return a dataclass field that `define_flags` turns into a flag with this help text."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def define_flags(settings: type) -> None:
+    """Define one absl flag for each field of a dataclass.
+
+    The type of the field decides the kind: a list for a tuple, a switch for a bool, a number or text otherwise, also
+    where it may be None. A field without a default is a required flag.
+    """
+    kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
+    hints = typing.get_type_hints(settings)
+    for field in dataclasses.fields(settings):
+        text, default = field.metadata["help"], field.default
+        is_required = default is dataclasses.MISSING
+        if typing.get_origin(hints[field.name]) is tuple:
+            flags.DEFINE_list(field.name, None if is_required else list(map(str, default)), text)  # type: ignore[arg-type]
+        else:
+            (kind,) = set(typing.get_args(hints[field.name]) or (hints[field.name],)) - {type(None)}
+            kinds[kind](field.name, None if is_required else default, text)
+        if is_required:
+            flags.mark_flag_as_required(field.name)
+
+
+def from_flags(settings: type[Settings]) -> Settings:
+    """Return the dataclass whose fields `define_flags` defined, filled from the command line.
+
+    Raises:
+        InputError: a list of numbers that holds something else; or what the dataclass refuses.
+    """
+    hints, given = typing.get_type_hints(settings), flags.FLAGS.flag_values_dict()
+    values = {}
+    for field in dataclasses.fields(settings):  # type: ignore[arg-type]
+        value = given[field.name]
+        if typing.get_origin(hints[field.name]) is tuple:
+            is_text = typing.get_args(hints[field.name])[0] is str
+            value = tuple(value or ()) if is_text else read_numbers(f"--{field.name}", value or ())
+        values[field.name] = value
+    return settings(**values)
 
 
 MOST_NUMBERS = 1_000_000  # that a flag may list

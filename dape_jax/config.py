@@ -45,13 +45,13 @@ class TrainConfig:
         train_length: T, in tokens; of a task the longest input, in symbols.
         batch_size: sequences in a step, over all devices and accumulation parts.
         accumulation_steps: parts in which a step's gradient is computed.
-        unembedded_at_once: tokens on each device whose logits are held at once.
+        logits_chunk_tokens: tokens on each device whose logits are held at once.
         num_steps: steps in all.
-        validate_every: steps between validations (and at the end).
+        eval_interval: steps between validations (and at the end).
         validation_batches: held-out batches in a validation.
-        checkpoint_every: steps between checkpoints (and at the end); a multiple of `validate_every`.
-        keep_latest: newest checkpoints kept, besides the one with the lowest validation loss.
-        skip_at_most: bad steps in a row that are left out; at one more the run stops. See `make_train_step`.
+        checkpoint_interval: steps between checkpoints (and at the end); a multiple of `eval_interval`.
+        max_to_keep: newest checkpoints kept, besides the one with the lowest validation loss.
+        max_bad_steps: bad steps in a row that are left out; at one more the run stops. See `make_train_step`.
         spike_nats: a loss so far above its running mean makes a step bad; None for never.
     """
 
@@ -59,13 +59,13 @@ class TrainConfig:
     train_length: int
     batch_size: int
     accumulation_steps: int
-    unembedded_at_once: int
+    logits_chunk_tokens: int
     num_steps: int
-    validate_every: int
+    eval_interval: int
     validation_batches: int
-    checkpoint_every: int
-    keep_latest: int
-    skip_at_most: int
+    checkpoint_interval: int
+    max_to_keep: int
+    max_bad_steps: int
     spike_nats: float | None
 
     def __post_init__(self):
@@ -73,15 +73,15 @@ class TrainConfig:
             value = getattr(self, field.name)
             if field.name == "seed":
                 require(0 <= value < 2**32, "train.seed", value, "0 to 2**32 - 1")
-            elif field.name == "skip_at_most":
-                require(value >= 0, "train.skip_at_most", value, "0 or more")
+            elif field.name == "max_bad_steps":
+                require(value >= 0, "train.max_bad_steps", value, "0 or more")
             elif field.name != "spike_nats":
                 require(value > 0, f"train.{field.name}", value, "a positive number")
         require(
-            self.checkpoint_every % self.validate_every == 0,
-            "train.checkpoint_every",
-            self.checkpoint_every,
-            f"a multiple of train.validate_every = {self.validate_every}, so that every checkpoint has its loss",
+            self.checkpoint_interval % self.eval_interval == 0,
+            "train.checkpoint_interval",
+            self.checkpoint_interval,
+            f"a multiple of train.eval_interval = {self.eval_interval}, so that every checkpoint has its loss",
         )
         require(
             self.spike_nats is None or 0 < self.spike_nats < math.inf,
@@ -169,7 +169,7 @@ class RunConfig(_Run):
         Raises:
             InputError: a section or field that is unknown, missing or out of range; or a run on a task.
         """
-        if is_task(spec):
+        if is_algorithmic(spec):
             raise InputError(f"data.task = {spec['data']['task']!r}: a run on a task, and this is for language models")
         return cls(**_read_sections(cls, spec))
 
@@ -207,14 +207,14 @@ class TaskRunConfig(_Run):
         return cls(**_read_sections(cls, spec))
 
 
-def is_task(spec: dict[str, Any]) -> bool:
+def is_algorithmic(spec: dict[str, Any]) -> bool:
     """Whether a config file's dict is of a run on a task."""
     return "data" in spec and "task" in spec["data"]
 
 
 def read_run(spec: dict[str, Any]) -> RunConfig | TaskRunConfig:
     """Read and check a config file's dict; see `RunConfig.from_dict`."""
-    return TaskRunConfig.from_dict(spec) if is_task(spec) else RunConfig.from_dict(spec)
+    return TaskRunConfig.from_dict(spec) if is_algorithmic(spec) else RunConfig.from_dict(spec)
 
 
 def _read_sections(cls: type, spec: dict[str, Any]) -> dict[str, Any]:
@@ -323,17 +323,17 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
 # numbers dropout draws, where mesh.context or accumulation lays them out in another way), and what it does about
 # steps that go wrong: a run may be resumed with other values. The text is known by its digest, wherever it lies;
 # `evaluation` is not read in training.
-HOW = (
+RESUMABLE_FIELDS = (
     "mesh",
     "model.attention",
     "model.remat",
     "data.path",
     "data.cache_dir",
     "train.accumulation_steps",
-    "train.unembedded_at_once",
-    "train.checkpoint_every",
-    "train.keep_latest",
-    "train.skip_at_most",
+    "train.logits_chunk_tokens",
+    "train.checkpoint_interval",
+    "train.max_to_keep",
+    "train.max_bad_steps",
     "train.spike_nats",
     "evaluation",
 )

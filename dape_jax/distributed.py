@@ -49,7 +49,7 @@ echo "error: $1 has ended, because it or another has died or lost its connection
 
 
 @contextlib.contextmanager
-def joined(
+def distributed_runtime(
     coordinator: str | None, num_processes: int | None, process_id: int | None, checkpoints: Path
 ) -> Iterator[None]:
     """Join the processes of a run, before any device is touched; at the end, end as one of them.
@@ -174,7 +174,7 @@ def _end_at_once(error: Exception) -> None:
     os._exit(status)
 
 
-def first(work: Callable[[], Result]) -> Result:
+def process_zero_first(work: Callable[[], Result]) -> Result:
     """Let process 0 do something while the others wait, and then the others, who may find it done.
 
     Raises:
@@ -194,7 +194,7 @@ def first(work: Callable[[], Result]) -> Result:
     return result[0] if result else work()
 
 
-def require_alone() -> None:
+def require_single_process() -> None:
     """Raise `InputError` where a launcher has started several processes of a program that is for one."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         require(os.environ.get(name, "1") == "1", name, os.environ.get(name), "1: this program runs in one process")
@@ -212,7 +212,7 @@ def require_same(field: str, value: str) -> None:
         raise InputError(f"{field}: must be the same on all processes, and on {others} is another than on process 0")
 
 
-class Stopping:
+class PreemptionGuard:
     """Whether SIGTERM has come to any of the processes; asked after every step, with the same answer on all.
 
     jax agrees in the background on a number that no process has asked with yet, and says yes to that one alone. So the
@@ -222,7 +222,7 @@ class Stopping:
     def __init__(self):
         self.asked = 0
 
-    def after(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether to stop here: save and end. From then on a further SIGTERM ends the process without ado."""
         stop = False
         while self.asked < step:

@@ -1,27 +1,56 @@
-"""What a user is told when the input is wrong; every room raises it, the two command lines print it."""
+"""Exceptions for users, the checks that raise them, and text that is safe to print."""
+
+from collections.abc import Collection
+from typing import Any
 
 
 class InputError(ValueError):
-    """Bad input, in one line that names the field, its value and what is allowed.
+    """Bad input, described in one line that names the field, its value and what is allowed.
 
-    The command lines print it without a traceback; any other exception is a bug and keeps its traceback.
+    Command lines print it without a traceback; any other exception is a bug and keeps its traceback.
     """
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or its gradient is no longer a finite number; the command line prints it without a traceback."""
+    """The loss or its gradient is not finite; command lines print it without a traceback."""
 
 
 class StoppedError(RuntimeError):
-    """SIGTERM has ended a run whose state is saved; the command line says so and ends with a signal's status."""
-
-
-def printable(text: str) -> str:
-    r"""A text in one line that cannot drive a terminal: a file's name may hold escape sequences, shown as \x1b."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """SIGTERM ended a run whose state is saved; command lines print it and exit with the signal's status."""
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:
         raise InputError(f"{field} = {value!r}: {allowed}")
+
+
+def positive(config: object, section: str, *fields: str) -> None:
+    """Raise `InputError` unless each of these fields of a config dataclass is above 0.
+
+    positive(self, "model", "num_layers", "width")
+    """
+    for field in fields:
+        value = getattr(config, field)
+        require(value > 0, f"{section}.{field}", value, "must be positive")
+
+
+def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
+    """Raise `InputError` unless each of these fields of a config dataclass has one of the allowed values.
+
+    one_of(self, "model", activation=ACTIVATIONS, dtype=DTYPES)
+    """
+    for field, values in allowed.items():
+        value = getattr(config, field)
+        require(value in values, f"{section}.{field}", value, f"must be one of {list(values)}")
+
+
+def printable(text: str) -> str:
+    r"""Return the text in one line without control characters, which could drive a terminal: shown as \x1b."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a program does not fit into a device's memory."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "out of memory" in text.lower()

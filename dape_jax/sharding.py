@@ -165,7 +165,7 @@ def axis_sizes() -> dict[str, int]:
     return dict(jax.sharding.get_abstract_mesh().shape) if in_mesh() else dict.fromkeys(AXES, 1)
 
 
-def place(x: jax.Array, letters: str) -> jax.Array:
+def constrain(x: jax.Array, letters: str) -> jax.Array:
     """Keep an activation where the table has it, in the mesh of `jax.set_mesh`; without ours, as it is.
 
     Said at the embedding and in every layer: from the parameters' shardings alone the compiler would split the width,
@@ -206,7 +206,7 @@ def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | No
     return jax.shard_map(on_device, in_specs=specs, out_specs=activation_spec(result))(x, weight)
 
 
-def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Rows of an embedding table: in a mesh, looked up split over the width, as the table is, and then regrouped.
 
     Said step by step, or the compiler gathers the whole table, or the whole batch, on every device.
@@ -215,10 +215,10 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
         return table_VD[tokens_BT]
     split_width = PartitionSpec("data", "context", "fsdp")
     tokens_BT = jax.lax.with_sharding_constraint(tokens_BT, PartitionSpec(*split_width[:2]))
-    return place(jax.lax.with_sharding_constraint(table_VD[tokens_BT], split_width), "BTD")
+    return constrain(jax.lax.with_sharding_constraint(table_VD[tokens_BT], split_width), "BTD")
 
 
-def deal_rows(x: jax.Array, dim: int) -> jax.Array:
+def stripe(x: jax.Array, dim: int) -> jax.Array:
     """Reorder the text so that the part of `context` device i of n is its rows i, n + i, 2 n + i, ..
 
     In parts of neighbouring rows the last device would have nearly all of a causal mask, and the first none. Dealt like
@@ -231,7 +231,7 @@ def deal_rows(x: jax.Array, dim: int) -> jax.Array:
     return _transposed(x, dim, (-1, axis_sizes()["context"]))
 
 
-def collect_rows(x: jax.Array, dim: int) -> jax.Array:
+def unstripe(x: jax.Array, dim: int) -> jax.Array:
     """The rows in the order of the text again."""
     return _transposed(x, dim, (axis_sizes()["context"], -1))
 

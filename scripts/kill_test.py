@@ -210,13 +210,13 @@ def command(directory: Path, workdir: Path, num_steps: int) -> list[str]:
         "model.num_heads": 2,
         "data.path": directory / "text",
         "data.cache_dir": directory / "data",
-        "data.held_out_fraction": 0.3,
+        "data.validation_fraction": 0.3,
         "train.train_length": 32,
         "train.batch_size": 8,
         "train.num_steps": num_steps,
-        "train.validate_every": 2,
+        "train.eval_interval": 2,
         "train.validation_batches": 4,
-        "train.checkpoint_every": 2,
+        "train.checkpoint_interval": 2,
     }
     flags = [f"--config.{field}={value}" for field, value in fields.items()]
     return ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]

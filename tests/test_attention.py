@@ -18,7 +18,7 @@ from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh, v
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.processors import PROCESSORS, DapeConfig, PlainConfig, key_convolution
-from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
+from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 ALL_BIASES = BIASES | CONTEXTUAL
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # so that what sets in late sets in here
@@ -196,8 +196,8 @@ def test_rows_do_not_depend_on_what_is_to_their_right(bias, processor, implement
     params, run = make_layer(bias, processor)
     length = 9
     q, k, v = make_qkv(length, kv_heads=options.pop("kv_heads", None))
-    driver, close = IMPLEMENTED[implementation], {"atol": tolerance(bias)}
-    step = jax.jit(lambda q, k, v, q_pos: run(params, q, k, v, driver, q_pos=q_pos, **options))
+    implementation, close = IMPLEMENTED[implementation], {"atol": tolerance(bias)}
+    step = jax.jit(lambda q, k, v, q_pos: run(params, q, k, v, implementation, q_pos=q_pos, **options))
     whole = step(q, k, v, jnp.arange(length))
     for t in (2, 7):
         part = step(q[:, :t], k[:, :t], v[:, :t], jnp.arange(t))
@@ -221,7 +221,7 @@ def test_implementations_agree(bias, processor):
     params, run = make_layer(bias, processor, heads, head_dim)
     qkv = make_qkv(length, batch, heads, head_dim, kv_heads=kv_heads)
     weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
-    drivers = [
+    implementations = [
         Blockwise(block_size=draw.randint(1, 15), num_buckets=draw.randint(1, 6)),
         Cached(num_rows=draw.randint(3, 15)),
     ]
@@ -233,9 +233,9 @@ def test_implementations_agree(bias, processor):
         return jax.jit(jax.value_and_grad(loss, (0, 1)))(params, qkv)
 
     expected = value_and_grads(Dense())
-    for driver in drivers:
+    for implementation in implementations:
         close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
-        chex.assert_trees_all_close(value_and_grads(driver), expected, **close)
+        chex.assert_trees_all_close(value_and_grads(implementation), expected, **close)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_rows_over_devices_agree(bias, processor):
     weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
 
     def on_mesh(q, k, v, q_pos, k_pos, **options):
-        q, k, v = (deal_rows(x, 1) for x in (q, k, v))
-        out = attend_on_mesh(Blockwise(4, 3), q, k, v, deal_rows(q_pos, 0), **options)
-        return collect_rows(out, 1)
+        q, k, v = (stripe(x, 1) for x in (q, k, v))
+        out = attend_on_mesh(Blockwise(4, 3), q, k, v, stripe(q_pos, 0), **options)
+        return unstripe(out, 1)
 
     def value_and_grads(implementation):
         def loss(params, qkv):
@@ -288,16 +288,16 @@ def test_any_combination(data):
     t = data.draw(st.integers(1, length - 1), "t")
     batch, kv_heads, group = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)), "B, G, H/G")
     window = data.draw(st.none() | st.integers(1, 32), "window")
-    driver = data.draw(
+    implementation = data.draw(
         st.builds(Blockwise, block_size=st.integers(1, 32), num_buckets=st.integers(1, 6))
         | st.builds(Cached, num_rows=st.integers(2, 30)),
-        "driver",
+        "implementation",
     )
     heads = kv_heads * group
     params, run = make_layer(bias, processor, heads, 4)
     qkv, other = (make_qkv(length, batch, heads, 4, seed, kv_heads) for seed in (1, 2))
     changed = [jnp.concatenate([x[:, :t], y[:, t:]], axis=1) for x, y in zip(qkv, other, strict=True)]
-    step = jax.jit(lambda qkv: run(params, *qkv, driver, window=window))
+    step = jax.jit(lambda qkv: run(params, *qkv, implementation, window=window))
     whole = step(qkv)
     np.testing.assert_array_equal(step(changed)[:, :t], whole[:, :t])
     dense = jax.jit(lambda qkv: run(params, *qkv, Dense(), window=window))

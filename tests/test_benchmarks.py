@@ -76,10 +76,10 @@ class Large:
 
 
 def test_what_is_wrong_or_fails_is_said_and_the_others_are_measured(tmp_path, monkeypatch):
-    drivers = {"dense": Dense(), "blockwise": Wrong(), "auto": Large()}
-    monkeypatch.setattr(attention, "drivers", lambda *_: drivers)
+    implementations = {"dense": Dense(), "blockwise": Wrong(), "auto": Large()}
+    monkeypatch.setattr(attention, "implementations", lambda *_: implementations)
     with pytest.raises(AssertionError, match="blockwise at 125m 16 forward"):
-        attention.run(tiny(tmp_path, implementations=tuple(drivers), directions=("forward",)))
+        attention.run(tiny(tmp_path, implementations=tuple(implementations), directions=("forward",)))
     of_name = {row["name"]: row for row in written(tmp_path, "cpu")["rows"]}
     np.testing.assert_allclose(of_name["blockwise"]["errors"]["out"], 1, rtol=1e-5)
     assert of_name["auto"]["failed"] == "out of memory"

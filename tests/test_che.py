@@ -39,18 +39,19 @@ from dape_jax.evaluation.accuracy import (
     summarise,
     tape_batches,
 )
-from dape_jax.evaluation.evaluate import are_tasks, read_trained, restore
-from dape_jax.evaluation.report import Written
+from dape_jax.evaluation.evaluate import are_algorithmic, read_trained, restore
+from dape_jax.evaluation.report import ReportPaths
 from dape_jax.model.attention import Dense
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.loss import nll
 from dape_jax.model.transformer import ENCODER, Block, Transformer, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.tasks import TASKS
 from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import init_params, init_state, make_sums_step, make_train_step, nll, shardings_of
+from dape_jax.training.step import init_params, init_state, make_sums_step, make_train_step, shardings_of
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [Path(__file__).parent / "golden" / "che"]
@@ -62,8 +63,8 @@ in_every_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: 
 TINY = {
     "model": {"num_layers": 1, "width": 16, "num_heads": 2},
     "data": {"pad_to": 16},  # one program
-    "train": {"train_length": 5, "batch_size": 8, "num_steps": 4, "validate_every": 2, "validation_batches": 2}
-    | {"checkpoint_every": 2},
+    "train": {"train_length": 5, "batch_size": 8, "num_steps": 4, "eval_interval": 2, "validation_batches": 2}
+    | {"checkpoint_interval": 2},
     "evaluation": {"lengths": (2, 5, 6, 20), "num_sequences": 12, "batch_tokens": 128, "pad_to": 8, "block_size": 8}
     | {"blockwise_from": 16},
 }
@@ -463,7 +464,7 @@ def test_every_model_is_asked_the_same_strings(runs, root):
     assert batch["inputs"][:, :19].tolist() != [row[:19] for row in asked[0]]
 
 
-def check_table(report: Written, header: list[str]) -> list[dict[str, Any]]:
+def check_table(report: ReportPaths, header: list[str]) -> list[dict[str, Any]]:
     """The table shows what the JSON says; gives the latter."""
     found = written(report.directory)
     caption, _, head, *rows = report.table.splitlines()
@@ -720,10 +721,10 @@ def test_language_models_and_tasks_do_not_mix(runs, root, tmp_path, monkeypatch)
         RunConfig.from_dict(spec("task=even_pairs"))
     specs = {"text": tiny.SPEC, "dape": spec("task=even_pairs"), "other": spec("task=parity_check")}
     monkeypatch.setattr(checkpoint, "restore_config", lambda workdir, _: (4, {"config": specs[workdir.name]}))
-    assert are_tasks([root / "dape", root / "other"])
-    assert not are_tasks([tmp_path / "text"])
+    assert are_algorithmic([root / "dape", root / "other"])
+    assert not are_algorithmic([tmp_path / "text"])
     with pytest.raises(InputError, match=r"workdir = .*all runs on tasks or all of language models; .*dape"):
-        are_tasks([root / "dape", tmp_path / "text"])
+        are_algorithmic([root / "dape", tmp_path / "text"])
 
 
 # ---- the command lines
@@ -758,8 +759,8 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
         "--config.model.num_heads=2",
         "--config.data.pad_to=96",  # one program
         "--config.train.batch_size=8",
-        "--config.train.checkpoint_every=2",
-        "--config.train.validate_every=2",
+        "--config.train.checkpoint_interval=2",
+        "--config.train.eval_interval=2",
         f"--workdir={workdir}",
     ]
     result = run_command(*train)

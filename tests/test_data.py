@@ -48,7 +48,7 @@ def write(directory: Path, documents: list[bytes], name: str = "{}.txt") -> Path
 
 
 def config(path: str | Path, cache: str | Path, **changes) -> DataConfig:
-    fields = {"path": str(path), "tokenizer": "bytes", "cache_dir": str(cache), "held_out_fraction": 0.3, "seed": 0}
+    fields = {"path": str(path), "tokenizer": "bytes", "cache_dir": str(cache), "validation_fraction": 0.3, "seed": 0}
     return DataConfig(**(fields | changes))
 
 
@@ -119,7 +119,7 @@ def test_a_name_with_glob_signs_is_taken_literally_when_it_exists(tmp_path: Path
 def test_binary_and_empty_files_are_left_out(tmp_path: Path):
     kept = [b"caf\xe9 is not utf-8", b"x" * 9000 + b"\0"]
     write(tmp_path / "text", [b"", b"\x89PNG\0\1", *kept, b""])
-    loaded = load_corpus(config(tmp_path / "text", tmp_path / "cache", held_out_fraction=0.5))
+    loaded = load_corpus(config(tmp_path / "text", tmp_path / "cache", validation_fraction=0.5))
     assert sorted(texts(loaded.train) + texts(loaded.validation)) == sorted(kept)
 
 
@@ -165,7 +165,7 @@ def test_each_document_is_on_one_side_and_none_is_lost(documents: list[bytes], f
         path = write(Path(root, "text"), documents)
         sides = Counter(corpus.split_of(document, fraction) for document in documents)
         assume(len(sides) == 2)
-        loaded = load_corpus(config(path, Path(root, "cache"), held_out_fraction=fraction))
+        loaded = load_corpus(config(path, Path(root, "cache"), validation_fraction=fraction))
         train, validation = texts(loaded.train), texts(loaded.validation)
         assert not set(train) & set(validation)
         assert Counter(train + validation) == Counter(documents)
@@ -194,8 +194,8 @@ def test_a_larger_fraction_only_moves_documents_into_validation(document: bytes,
 
 
 def test_the_fraction_is_what_is_held_out():
-    held_out = sum(corpus.split_of(f"{i}".encode(), 0.2) == "validation" for i in range(10_000))
-    assert abs(held_out - 2000) < 5 * 40  # five standard deviations
+    validation = sum(corpus.split_of(f"{i}".encode(), 0.2) == "validation" for i in range(10_000))
+    assert abs(validation - 2000) < 5 * 40  # five standard deviations
 
 
 # store
@@ -245,7 +245,7 @@ def test_changed_inputs_make_a_new_store_and_spare_the_old(made: tuple[DataConfi
         case "rename":
             (path / "3.txt").rename(path / "zzz.txt")
         case "fraction":
-            changes = {"held_out_fraction": 0.5}
+            changes = {"validation_fraction": 0.5}
         case "place":
             path = Path(shutil.copytree(path, path.with_name("copy")))
     second = load_corpus(config(path, made_config.cache_dir, **changes))
@@ -384,7 +384,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch):
     made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache")
     calls = iter(range(20))
 
-    def interrupted(document: bytes, held_out_fraction: float) -> str:
+    def interrupted(document: bytes, validation_fraction: float) -> str:
         if next(calls) == 15:
             raise KeyboardInterrupt
         return "train"
@@ -425,11 +425,11 @@ def test_whoever_builds_first_is_used(tmp_path: Path, monkeypatch):
     split_of = corpus.split_of
     theirs = []
 
-    def overtaken(document: bytes, held_out_fraction: float) -> str:
+    def overtaken(document: bytes, validation_fraction: float) -> str:
         if not theirs:
             monkeypatch.setattr(corpus, "split_of", split_of)
             theirs.append(load_corpus(made_config))  # another process, from start to end, during our build
-        return split_of(document, held_out_fraction)
+        return split_of(document, validation_fraction)
 
     monkeypatch.setattr(corpus, "split_of", overtaken)
     ours = load_corpus(made_config)
@@ -448,9 +448,9 @@ def test_whoever_builds_first_is_used(tmp_path: Path, monkeypatch):
         ({"path": ""}, "data.path = ''"),
         ({"tokenizer": "gpt2"}, r"data.tokenizer = 'gpt2': None .*, 'bytes', the path of a tokenizer\.json"),
         ({"cache_dir": ""}, "data.cache_dir = ''"),
-        ({"held_out_fraction": 0.0}, "data.held_out_fraction = 0.0"),
-        ({"held_out_fraction": 1.0}, "data.held_out_fraction = 1.0"),
-        ({"held_out_fraction": float("nan")}, "data.held_out_fraction = nan"),
+        ({"validation_fraction": 0.0}, "data.validation_fraction = 0.0"),
+        ({"validation_fraction": 1.0}, "data.validation_fraction = 1.0"),
+        ({"validation_fraction": float("nan")}, "data.validation_fraction = nan"),
         ({"seed": -1}, "data.seed = -1"),
         ({"seed": 2**32}, "data.seed = 4294967296"),
     ],
@@ -473,8 +473,8 @@ def test_nothing_to_read_names_the_path(tmp_path: Path, path: str):
 
 @pytest.mark.parametrize(("fraction", "side"), [(1e-9, "validation"), (1 - 1e-9, "train")])
 def test_an_empty_side_names_the_fraction(tmp_path: Path, fraction: float, side: str):
-    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache", held_out_fraction=fraction)
-    with pytest.raises(InputError, match=rf"data.held_out_fraction = {fraction!r}: leaves no {side} .*data.path = "):
+    made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache", validation_fraction=fraction)
+    with pytest.raises(InputError, match=rf"data.validation_fraction = {fraction!r}: leaves no {side} .*data.path = "):
         load_corpus(made_config)
     assert list((tmp_path / "cache").iterdir()) == []
 

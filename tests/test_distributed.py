@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from dape_jax import distributed
 from dape_jax.config import RunConfig
-from dape_jax.distributed import Stopping, joined
+from dape_jax.distributed import PreemptionGuard, distributed_runtime
 from dape_jax.errors import InputError, StoppedError
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint, loop
@@ -50,14 +50,14 @@ ROOT = Path(__file__).parents[1]
 )
 def test_flags_that_make_no_set_of_processes_are_named(monkeypatch, tmp_path, flags, words):
     monkeypatch.setattr(jax.distributed, "initialize", None)  # calling it would be a TypeError
-    with pytest.raises(InputError) as error, joined(*flags, tmp_path):
+    with pytest.raises(InputError) as error, distributed_runtime(*flags, tmp_path):
         pass
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
 
 
 def test_half_an_environment_is_named(tmp_path):
-    code = "from pathlib import Path; from dape_jax.distributed import joined; joined(*[None] * 3, Path()).__enter__()"
+    code = "from pathlib import Path; from dape_jax.distributed import distributed_runtime; distributed_runtime(*[None] * 3, Path()).__enter__()"
     environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert re.search(r"InputError: JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags", done.stderr), done.stderr
@@ -66,12 +66,12 @@ def test_half_an_environment_is_named(tmp_path):
 ALONE = """
 import time
 from pathlib import Path
-from dape_jax.distributed import Stopping, joined
-with joined(None, None, None, Path("none")):
+from dape_jax.distributed import PreemptionGuard, distributed_runtime
+with distributed_runtime(None, None, None, Path("none")):
     print("joined", flush=True)
-    stopping = Stopping()
+    preemption = PreemptionGuard()
     for step in range(600):
-        if stopping.after(step):
+        if preemption.should_stop(step):
             print("stopped", flush=True)
             break
         time.sleep(0.1)
@@ -111,11 +111,11 @@ def refuse():
     raise InputError("text = 'a': of process 0" if jax.process_index() == 0 else "never said")
 
 def main(_):
-    with distributed.joined(None, None, None, Path("none")):
-        done = distributed.first(lambda: Path("order").open("a").write(str(jax.process_index())))
+    with distributed.distributed_runtime(None, None, None, Path("none")):
+        done = distributed.process_zero_first(lambda: Path("order").open("a").write(str(jax.process_index())))
         for work in (refuse, lambda: distributed.require_same("text", f"{jax.process_index()}")):
             try:
-                distributed.first(work) if work is refuse else work()
+                distributed.process_zero_first(work) if work is refuse else work()
             except InputError as error:
                 print(error, flush=True)
         distributed.require_same("text", "alike")
@@ -160,10 +160,10 @@ def test_processes_that_a_cluster_has_started_find_each_other_and_agree(tmp_path
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_a_program_for_one_process_says_so(monkeypatch, name):
-    distributed.require_alone()
+    distributed.require_single_process()
     monkeypatch.setenv(name, "2")
     with pytest.raises(InputError, match=f"{name} = '2': 1: .*one process"):
-        distributed.require_alone()
+        distributed.require_single_process()
 
 
 # ---- stopping
@@ -183,8 +183,8 @@ def test_a_notice_at_any_time_stops_a_run_once(start, noticed_at, num_steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed.multihost_utils, "reached_preemption_sync_point", reached)
         patch.setattr(signal, "signal", lambda *_: None)
-        stopping = Stopping()
-        stops = [step for step in range(start, start + num_steps + 1) if stopping.after(step)]
+        preemption = PreemptionGuard()
+        stops = [step for step in range(start, start + num_steps + 1) if preemption.should_stop(step)]
     expected = max(start, noticed_at + 1)
     assert stops == ([expected] if expected <= start + num_steps else [])
 
@@ -196,8 +196,8 @@ def root(tmp_path_factory) -> Path:
     return root
 
 
-class StopsAfter3(Stopping):
-    def after(self, step: int) -> bool:
+class StopsAfter3(PreemptionGuard):
+    def should_stop(self, step: int) -> bool:
         return step == 3
 
 
@@ -208,7 +208,7 @@ def test_a_stopped_run_goes_on_exactly_and_its_step_is_never_the_best(root, tmp_
     spec["model"]["processor"] = {"name": "none"}
     loop.train(spec, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "Stopping", StopsAfter3)
+        patch.setattr(loop, "PreemptionGuard", StopsAfter3)
         with pytest.raises(StoppedError, match="after step 3, saved"):
             loop.train(spec, tmp_path / "stopped")
     assert steps(tmp_path / "stopped") == [2, 3]  # the best, and the newest
@@ -277,7 +277,7 @@ def arguments(root: Path) -> list[str]:
     return [
         f"--config.data.path={root}/text",
         f"--config.data.cache_dir={root}/cache",
-        "--config.data.held_out_fraction=0.3",
+        "--config.data.validation_fraction=0.3",
         "--config.model.num_layers=1",
         "--config.model.width=16",
         "--config.model.num_heads=2",
@@ -285,14 +285,14 @@ def arguments(root: Path) -> list[str]:
         "--config.train.train_length=16",
         "--config.train.batch_size=8",
         "--config.train.validation_batches=2",
-        "--config.train.keep_latest=2",
+        "--config.train.max_to_keep=2",
     ]
 
 
 EIGHT_STEPS = (
     "--config.train.num_steps=8",
-    "--config.train.validate_every=4",
-    "--config.train.checkpoint_every=4",
+    "--config.train.eval_interval=4",
+    "--config.train.checkpoint_interval=4",
 )
 
 
@@ -374,8 +374,8 @@ def test_two_processes_stop_together_and_die_together(root, tmp_path):
     workdir = tmp_path / "run"
     endless = (
         "--config.train.num_steps=100000",
-        "--config.train.validate_every=20",
-        "--config.train.checkpoint_every=20",
+        "--config.train.eval_interval=20",
+        "--config.train.checkpoint_interval=20",
     )
     two = Run(root, workdir, 2, *endless)
     until(two, lambda: steps(workdir))

@@ -552,8 +552,8 @@ def test_unembedding_in_chunks_changes_no_value(root):
     with jax.set_mesh(mesh):
         batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
         plain = make_nll_step(graphdef, 16)(params, batch)
-        for last_tokens, unembedded_at_once in ((16, 5), (15, 5), (7, 1)):
-            chunked = make_nll_step(graphdef, last_tokens, unembedded_at_once)(params, batch)
+        for last_tokens, logits_chunk_tokens in ((16, 5), (15, 5), (7, 1)):
+            chunked = make_nll_step(graphdef, last_tokens, logits_chunk_tokens)(params, batch)
             np.testing.assert_allclose(plain[:, -last_tokens:], chunked, rtol=1e-6)
 
 

@@ -68,14 +68,14 @@ def compare(
     length: int,
     heads: int = 2,
     kv_heads=None,
-    apart: int = 1,
+    row_stride: int = 1,
     first: int = 0,
     window=None,
 ):
     """Values and all gradients, of every `apart`-th row from `first` on, against `attend`."""
     params, run = make_layer(bias, processor, heads)
     k_pos = jnp.arange(length) + 3
-    q_pos = k_pos[first::apart]
+    q_pos = k_pos[first::row_stride]
     shapes = [(2, len(q_pos), heads, 4), *[(2, length, kv_heads or heads, 4)] * 2, (2, len(q_pos), heads, 4)]
     q, k, v, weight = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
 
@@ -90,7 +90,7 @@ def compare(
 
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=1e-4),
-        step(functools.partial(FUSED, apart=apart)),
+        step(functools.partial(FUSED, row_stride=row_stride)),
         step(attend),
     )
 
@@ -110,9 +110,9 @@ def case(bias, processor, fast=False, **options):
         case("kerple", "W5", length=64, window=20, heads=20),
         case("t5", "W7", length=40, heads=12),
         case("nope", "causal4", length=35),
-        case("kerple", "W3", length=64, apart=2, first=0),
-        case("kerple", "W3", length=66, apart=2, first=1, window=21),
-        case("alibi", "causal4", length=66, apart=3, first=2),
+        case("kerple", "W3", length=64, row_stride=2, first=0),
+        case("kerple", "W3", length=66, row_stride=2, first=1, window=21),
+        case("alibi", "causal4", length=66, row_stride=3, first=2),
         case("kerple", "equation2", length=20),
         case("kerple", "of_scores", length=20),
         case("kerple", "of_bias", length=20),
@@ -128,14 +128,14 @@ def test_equal_to_attend(bias, processor, options):
 def test_equal_to_attend_for_any_sizes(small_tiles, data):
     """Any place of the rows among the keys, as a few rows of many too."""
     heads = data.draw(st.sampled_from([1, 2, 6, 17]))
-    length, apart = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 3))
+    length, row_stride = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 3))
     compare(
         data.draw(st.sampled_from(["nope", "kerple", "t5"])),
         data.draw(st.sampled_from(list(PROCESSORS.values())[:6])),
         length=length,
         heads=heads,
         kv_heads=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
-        apart=apart,
+        row_stride=row_stride,
         first=data.draw(st.integers(0, length - 1)),
         window=data.draw(st.none() | st.integers(1, length)),
     )
@@ -143,7 +143,7 @@ def test_equal_to_attend_for_any_sizes(small_tiles, data):
 
 def test_what_no_kernel_writes_is_not_read():
     """The interpreter fills outputs with NaN: where a row sees no key that is what is left, and it goes no further."""
-    plan = gpu.Plan(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, apart=1, interpret=True)
+    plan = gpu.Plan(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
     rows, keys, taps = 16, 40, plan.together * plan.filled
     shapes = [(2, 2, rows, keys), (taps, 16), (taps, 16), (keys + 1, 16), (keys + 1, 16), (1, rows, 16)]
     operands = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]

@@ -34,7 +34,7 @@ from dape_jax.model.positions import Rope
 from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import Transformer, attention_of
 from dape_jax.planning import flops
-from dape_jax.sharding import MeshConfig, collect_rows, deal_rows, make_mesh
+from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 DRIVERS = {
     "dense": Dense(),
@@ -59,7 +59,7 @@ class Case:
     head_dim: int = 8
     batch: int = 1
     length: int = 45  # of keys; odd, and more than a block of rows
-    apart: int = 1
+    row_stride: int = 1
     window: int | None = None
 
     def layer(self, dtype=jnp.float32):
@@ -72,7 +72,7 @@ class Case:
 
     def arrays(self, dtype=jnp.float32):
         """Queries, keys, values and what the gradient of the result is."""
-        rows = self.length // self.apart
+        rows = self.length // self.row_stride
         sizes = [(rows, self.heads), (self.length, self.groups), (self.length, self.groups), (rows, self.heads)]
         keys = jax.random.split(jax.random.key(1), 4)
         return [
@@ -80,7 +80,7 @@ class Case:
             for key, (n, heads) in zip(keys, sizes, strict=True)
         ]
 
-    def run(self, driver):
+    def run(self, implementation):
         """The result, and gradients of all parameters and arrays, as a compiled function of these."""
         graphdef, params = nnx.split(self.layer())
 
@@ -89,9 +89,9 @@ class Case:
             dtype = jnp.promote_types(q.dtype, jnp.float32)
             processor.dtype = None if dtype == q.dtype else q.dtype
             pos = 3 + jnp.arange(self.length)
-            rows = pos[self.apart // 2 :: self.apart][: q.shape[1]]
+            rows = pos[self.row_stride // 2 :: self.row_stride][: q.shape[1]]
             options = {"bias": bias, "processor": processor, "window": self.window}
-            return driver.for_every_nth_row(self.apart)(q, k, v, rows, pos, **options)
+            return implementation.for_every_nth_row(self.row_stride)(q, k, v, rows, pos, **options)
 
         @jax.jit
         def both(params, q, k, v, dout):
@@ -140,7 +140,7 @@ CASES = {
 MORE = {
     "t5-5": Case("t5", width=5, channels=32, length=140),
     "nope7": Case("nope", width=7, head_dim=20, heads=17, groups=17, length=33),
-    "rows-of-devices": Case(apart=2, length=90),
+    "rows-of-devices": Case(row_stride=2, length=90),
     "kerple1": Case(width=1, length=130),
     "one-token": Case(length=1),
     "two-tokens": Case(length=2, width=7),
@@ -155,13 +155,17 @@ MORE = {
     "three-windows-of-columns": Case("alibi", length=300, width=7, channels=16),
     "many-heads": Case(heads=34, groups=2, channels=40, length=40),
     "wide-heads": Case(head_dim=128, heads=2, groups=2, channels=64),
-    "rows-far-apart": Case("t5", apart=8, length=168, width=5),
-    "rows-apart-in-a-window": Case(apart=4, length=160, window=30, alignment="causal", width=3),
+    "rows-far-apart": Case("t5", row_stride=8, length=168, width=5),
+    "rows-apart-in-a-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
 }
 
 
-def each(cases: dict[str, Case], *drivers: str) -> list:
-    return [pytest.param(case, driver, id=f"{n}-{driver}") for n, case in cases.items() for driver in drivers]
+def each(cases: dict[str, Case], *implementations: str) -> list:
+    return [
+        pytest.param(case, implementation, id=f"{n}-{implementation}")
+        for n, case in cases.items()
+        for implementation in implementations
+    ]
 
 
 def slowly(cases: list) -> list:
@@ -180,13 +184,13 @@ def assert_close(found, exact, tolerance: float) -> None:
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    ("case", "driver"),
+    ("case", "implementation"),
     each(CASES, *KERNELS)
     + slowly(each(CASES, "dense", "blockwise") + each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3]),
 )
-def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, driver):
+def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, implementation):
     """And of them: two calls give the same bits; rows and gradients know nothing of what comes after them."""
-    both, params = case.run(DRIVERS[driver])
+    both, params = case.run(DRIVERS[implementation])
     arrays = case.arrays()
     found = jax.device_get(both(params, *arrays))
     assert_close(found, expected(case), 3e-5 if case.bias == "sandwich" else 1e-5)
@@ -195,7 +199,7 @@ def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, driver):
 
     # Rows up to t, of which the last stands at column `end - 1`, see other tokens after it change.
     t = arrays[0].shape[1] // 2
-    end = t * case.apart + case.apart // 2 + 1
+    end = t * case.row_stride + case.row_stride // 2 + 1
     q, k, v, dout = arrays
     changed = [jnp.concatenate([x[:, :n], 7 + x[:, n:]], 1) for x, n in ((q, t + 1), (k, end), (v, end))]
     before, (_, *gradients) = jax.device_get(both(params, *arrays[:3], dout.at[:, t + 1 :].set(0)))
@@ -206,20 +210,20 @@ def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, driver):
         assert case.length == 1 or case.window == 1 or np.abs(gradient[:, :n]).max() > 1e-4
 
 
-@pytest.mark.parametrize("driver", KERNELS)
-def test_a_prefix_is_enough(driver):
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_prefix_is_enough(implementation):
     """f(x[:t]) = f(x)[:t], and a few last rows against all keys are those rows."""
     case = Case(width=5)
     (bias, processor), (q, k, v, _), pos = case.layer(), case.arrays(), jnp.arange(case.length)
-    run = jax.jit(functools.partial(DRIVERS[driver], bias=bias, processor=processor))
+    run = jax.jit(functools.partial(DRIVERS[implementation], bias=bias, processor=processor))
     every = run(q, k, v, pos, pos)
     np.testing.assert_allclose(run(q[:, :33], k[:, :33], v[:, :33], pos[:33], pos[:33]), every[:, :33], atol=2e-6)
     np.testing.assert_allclose(run(q[:, 40:], k, v, pos[40:], pos), every[:, 40:], atol=2e-6)
-    any_rows = DRIVERS[driver].for_any_rows()(q[:, 7:9], k, v, pos[7:9], pos, bias=bias, processor=processor)
+    any_rows = DRIVERS[implementation].for_any_rows()(q[:, 7:9], k, v, pos[7:9], pos, bias=bias, processor=processor)
     np.testing.assert_allclose(any_rows, every[:, 7:9], atol=2e-6)
 
 
-@pytest.mark.parametrize("driver", [*KERNELS])
+@pytest.mark.parametrize("implementation", [*KERNELS])
 @pytest.mark.parametrize(
     "file",
     [
@@ -228,7 +232,7 @@ def test_a_prefix_is_enough(driver):
         if "fire" not in file.stem
     ],
 )
-def test_golden(file, driver):
+def test_golden(file, implementation):
     """The reference implementation's layers, but for their last W//2 rows, where its right edge is another."""
     data, meta = load(file)
     params = {x.removeprefix("param."): jnp.asarray(y, jnp.float32) for x, y in data.items() if x.startswith("param.")}
@@ -237,21 +241,21 @@ def test_golden(file, driver):
     q, k, v = (heads_last(jnp.asarray(data[x], jnp.float32)) for x in "qkv")
     if meta["name"].startswith("rope"):
         q, k = Rope()(q, pos), Rope()(k, pos)
-    out = jax.jit(functools.partial(DRIVERS[driver], bias=bias, processor=processor))(q, k, v, pos, pos)
+    out = jax.jit(functools.partial(DRIVERS[implementation], bias=bias, processor=processor))(q, k, v, pos, pos)
     rows = meta["T"] - meta["k"] // 2
     error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
     np.testing.assert_allclose(heads_last(out)[:, :, :rows], data["out"][:, :, :rows], rtol=0, atol=error)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", KERNELS)
-def test_bfloat16_is_as_near_the_truth_as_dense_is(driver):
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_bfloat16_is_as_near_the_truth_as_dense_is(implementation):
     case = Case(channels=16)
     arrays = case.arrays(jnp.bfloat16)
     exact = jax.tree.leaves(in_float64(case, arrays))
 
-    def errors(driver):
-        both, params = case.run(driver)
+    def errors(implementation):
+        both, params = case.run(implementation)
         found = jax.device_get(both(params, *arrays))
         assert found[0].dtype == jnp.bfloat16
         return [
@@ -259,7 +263,7 @@ def test_bfloat16_is_as_near_the_truth_as_dense_is(driver):
             for x, y in zip(jax.tree.leaves(found), exact, strict=True)
         ]
 
-    for ours, dense in zip(errors(DRIVERS[driver]), errors(Dense()), strict=True):
+    for ours, dense in zip(errors(DRIVERS[implementation]), errors(Dense()), strict=True):
         assert ours < max(1.5 * dense, 2e-3)
 
 
@@ -274,8 +278,8 @@ def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows)
     (bias, processor), (q, k, v, dout), pos = case.layer(), case.arrays(), jnp.arange(case.length)
     end = case.length if rows == "all" else 20
 
-    def run(driver, q, k, v):
-        return driver(q, k, v, pos[:end], pos, bias=bias, processor=processor)
+    def run(implementation, q, k, v):
+        return implementation(q, k, v, pos[:end], pos, bias=bias, processor=processor)
 
     fused = functools.partial(attend_fused, platform="tpu", interpret=careful)
     out, pullback = jax.vjp(functools.partial(run, fused), q[:, :end], k, v)
@@ -287,11 +291,11 @@ def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows)
     assert_close((out, gradients), jax.device_get((expected, pullback(dout[:, :end]))), 1e-5)
 
 
-@pytest.mark.parametrize("driver", KERNELS)
-def test_positions_that_do_not_neighbour_give_nan(driver):
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_positions_that_do_not_neighbour_give_nan(implementation):
     """Which positions these are is known when the program runs, and a number would be a wrong one."""
     (bias, processor), (q, k, v, _), pos = Case().layer(), Case().arrays(), jnp.arange(45)
-    run = jax.jit(functools.partial(DRIVERS[driver], bias=bias, processor=processor))
+    run = jax.jit(functools.partial(DRIVERS[implementation], bias=bias, processor=processor))
     assert np.isfinite(run(q, k, v, 5 + pos, 5 + pos)).all()
     assert np.isnan(run(q, k, v, 2 * pos, 2 * pos)).all()
     assert np.isnan(run(q, k, v, pos, pos.at[-1].set(-1))).all()
@@ -347,8 +351,8 @@ def test_methods_without_a_kernel_are_refused():
         Fused("abacus")
 
 
-@pytest.mark.parametrize("driver", KERNELS)
-def test_bias_and_processor_belong_together(driver):
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_bias_and_processor_belong_together(implementation):
     (bias, processor), (_, of_none), (q, k, v, _), pos = (
         Case().layer(),
         Case("nope").layer(),
@@ -357,7 +361,7 @@ def test_bias_and_processor_belong_together(driver):
     )
     for options in ({"processor": processor}, {"bias": bias, "processor": of_none}):
         with pytest.raises(InputError, match="has_bias"):
-            Fused(driver)(q, k, v, pos, pos, **options)
+            Fused(implementation)(q, k, v, pos, pos, **options)
 
 
 def test_a_config_that_asks_for_a_kernel_that_there_is_not_is_refused():
@@ -377,9 +381,9 @@ def on(kind: str):
 
 
 def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
-    def choice(driver, **options):
+    def choice(implementation, **options):
         options = {"bias": bias, "processor": processor} | options
-        return driver.choose(*shapes(case, jnp.bfloat16), platform=attention.device_platform(), **options)
+        return implementation.choose(*shapes(case, jnp.bfloat16), platform=attention.device_platform(), **options)
 
     attention._log_choice.cache_clear()
     case = Case(length=300)
@@ -402,9 +406,9 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
 
 
 def test_auto_is_the_driver_that_it_chooses():
-    for length, driver in [(20, Dense()), (45, Blockwise(*attention.BLOCKS["cpu"]))]:
+    for length, implementation in [(20, Dense()), (45, Blockwise(*attention.BLOCKS["cpu"]))]:
         case = Case(length=length)
-        (ours, params), (theirs, _) = case.run(Auto()), case.run(driver)
+        (ours, params), (theirs, _) = case.run(Auto()), case.run(implementation)
         for x, y in zip(*(jax.tree.leaves(both(params, *case.arrays())) for both in (ours, theirs)), strict=True):
             np.testing.assert_array_equal(x, y)
 
@@ -418,7 +422,7 @@ def test_blocks_fit_into_a_chip(kind, sizes):
     for length in (2048, 131_072):
         q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16)
         with on(kind):
-            reason = tpu.why_not(q, q, config, apart=1, window=None, device_kind=None)
+            reason = tpu.why_not(q, q, config, row_stride=1, window=None, device_kind=None)
         if kind == "TPU v4":
             assert (reason is None) == (heads <= 16)
             assert reason is None or ("TPU v4" in reason and "MiB" in reason)
@@ -431,23 +435,23 @@ def test_blocks_fit_into_a_chip(kind, sizes):
 def test_every_column_that_counts_is_some_tile_s_own(data):
     """Tiles of a block and blocks of a tile are each other's, and hold all that is read, wherever the rows stand."""
     rows = data.draw(st.integers(1, 400), "T")
-    apart = data.draw(st.sampled_from([1, 2, 8]), "apart")
+    row_stride = data.draw(st.sampled_from([1, 2, 8]), "row_stride")
     first = data.draw(st.integers(0, 500), "column of the first row")
-    keys = first + apart * (rows - 1) + 1 + data.draw(st.integers(0, 900), "keys after the last row")
+    keys = first + row_stride * (rows - 1) + 1 + data.draw(st.integers(0, 900), "keys after the last row")
     window = data.draw(st.none() | st.integers(1, 500), "window")
     width, causal = data.draw(st.sampled_from([1, 2, 3, 5, 7]), "W"), data.draw(st.booleans(), "causal")
     backward = data.draw(st.booleans(), "backward")
     pad = width - 1 if causal else width // 2
     t = tpu.Tiling(
         num_rows=rows, num_keys=keys, num_heads=2, num_groups=2, head_dim=8, width=width, pad=pad, num_channels=4,
-        apart=apart, window=window, block=data.draw(st.sampled_from(tpu.BLOCKS), "block"), backward=backward,
+        row_stride=row_stride, window=window, block=data.draw(st.sampled_from(tpu.BLOCKS), "block"), backward=backward,
         dtype=jnp.dtype(jnp.float32), vmem_bytes=0, interpret=True,
     )  # fmt: skip
     assert t.own > 0
     reach, ahead = keys if window is None else window, t.ahead * backward
     needed = set()
     for row in range(rows):
-        column = first + apart * row
+        column = first + row_stride * row
         for read in (max(column - reach + 1 - pad * backward, 0), column + ahead):
             needed.add((row // t.block, read // t.own))
     taken = set()
@@ -465,8 +469,8 @@ def test_every_column_that_counts_is_some_tile_s_own(data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("driver", KERNELS)
-def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(driver):
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(implementation):
     """A language model whose layers are scanned and rematerialised: loss and gradients of all parameters."""
     tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, 257)
 
@@ -484,7 +488,10 @@ def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(driver):
         loss, gradients = loss(model)
         return loss, nnx.to_pure_dict(gradients)
 
-    found, dense = (loss_and_gradients({"name": "fused", "platform": driver}), loss_and_gradients({"name": "dense"}))
+    found, dense = (
+        loss_and_gradients({"name": "fused", "platform": implementation}),
+        loss_and_gradients({"name": "dense"}),
+    )
     assert_close(jax.device_get(found), jax.device_get(dense), 1e-6)
 
 
@@ -498,8 +505,8 @@ class OnMesh:
         return self
 
     def __call__(self, q, k, v, q_pos, k_pos, **options):
-        q, k, v = (deal_rows(x, 1) for x in (q, k, v))
-        return collect_rows(attend_on_mesh(self.attention, q, k, v, deal_rows(q_pos, 0), **options), 1)
+        q, k, v = (stripe(x, 1) for x in (q, k, v))
+        return unstripe(attend_on_mesh(self.attention, q, k, v, stripe(q_pos, 0), **options), 1)
 
 
 OF_DEVICES = Case(heads=4, groups=2, batch=4, length=80)
@@ -518,16 +525,16 @@ def test_rows_over_devices_agree(sizes):
     assert_close(found, expected(OF_DEVICES), 1e-5)
 
 
-@pytest.mark.parametrize("driver", KERNELS)
+@pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": "bias"}, {"residual": False}],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_every_kind_of_operator_goes_over_devices(changes, driver, monkeypatch):
+def test_every_kind_of_operator_goes_over_devices(changes, implementation, monkeypatch):
     """What of it is a constant is alike on all devices, and a kernel wants no mixture: traced, forward and backward."""
     case = dataclasses.replace(OF_DEVICES, **changes)
-    monkeypatch.setattr(attention, "device_platform", lambda: driver)
+    monkeypatch.setattr(attention, "device_platform", lambda: implementation)
     with jax.set_mesh(make_mesh(MeshConfig(1, 2, 2, 2), jax.devices())):
         both, params = case.run(OnMesh(Fused()))
         out, gradients = jax.eval_shape(both, params, *case.arrays())

@@ -22,7 +22,7 @@ from test_command_lines import run
 
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.evaluation.evaluate import Trained, read_trained
+from dape_jax.evaluation.evaluate import TrainedModel, read_trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.transformer import model_structure
 from dape_jax.tools import lm_eval as module
@@ -85,7 +85,7 @@ def root(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(root) -> Trained:
+def trained(root) -> TrainedModel:
     return read_trained(root / "run", "newest", {})
 
 

@@ -48,11 +48,11 @@ def test_pairs_are_those_that_the_mask_lets_through(length, window):
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.sampled_from([None, 3, 9]), st.sampled_from([1, 2]))
-def test_pairs_computed_hold_those_that_are_needed(blocks, block, buckets, window, apart):
-    length = blocks * block * apart
+def test_pairs_computed_hold_those_that_are_needed(blocks, block, buckets, window, row_stride):
+    length = blocks * block * row_stride
     needed = flops.num_pairs(length, window)
-    dense = apart * flops.pairs_computed(Dense(), length, window, apart)
-    blockwise = apart * flops.pairs_computed(Blockwise(block, buckets), length, window, apart)
+    dense = row_stride * flops.pairs_computed(Dense(), length, window, row_stride)
+    blockwise = row_stride * flops.pairs_computed(Blockwise(block, buckets), length, window, row_stride)
     assert needed <= blockwise <= dense == length**2
     if window is None and blocks % buckets == 0:
         assert blockwise * 2 * buckets == length**2 * (buckets + 1)

@@ -31,7 +31,7 @@ from dape_jax.data import corpus
 from dape_jax.data.prepare import build, command, records
 from dape_jax.data.prepare.build import REJECTED_FILE, SPLITS
 from dape_jax.data.prepare.command import PrepareConfig
-from dape_jax.data.prepare.records import Bad, Document, Position, Selection, examine, read_batches
+from dape_jax.data.prepare.records import BadRecord, Document, Position, Selection, examine, read_batches
 from dape_jax.data.store import Corpus, DataConfig, load_corpus, open_corpus
 from dape_jax.data.tokenizers import Bytes, read_tokenizer
 from dape_jax.errors import InputError
@@ -111,7 +111,7 @@ KINDS += ("dictionary.parquet",)
 
 def config(source: str | Path, to: str | Path, **changes) -> PrepareConfig:
     fields = {"input": tuple(str(source).split(",")), "output": str(to), "tokenizer": "bytes"}
-    return PrepareConfig(**(fields | {"held_out_fraction": 0.3} | changes))
+    return PrepareConfig(**(fields | {"validation_fraction": 0.3} | changes))
 
 
 def texts(made: Corpus) -> list[str]:
@@ -183,7 +183,7 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
 )
 def test_where_chooses_records(tmp_path: Path, kind: str, where: tuple[str, ...], kept: Callable[[int], bool]):
     source = write_input(kind, tmp_path / "in")
-    prepared = command.prepare(config(source, tmp_path / "out", where=where, held_out_fraction=0.5))
+    prepared = command.prepare(config(source, tmp_path / "out", where=where, validation_fraction=0.5))
     assert sorted(texts(prepared.corpus)) == sorted(text for i, text in enumerate(DOCUMENTS) if kept(i))
     assert prepared.record.left_out == {"filtered": sum(not kept(i) for i in range(len(DOCUMENTS)))}
     assert not prepared.record.rejected
@@ -321,7 +321,7 @@ def test_what_comes_before_a_truncation_is_kept(compression: str, data: st.DataO
     with tempfile.TemporaryDirectory() as root:
         file = write(Path(root, f"a.jsonl.{compression}"), cut)
         found = everything([file], plain_selection())
-    bad = [item for item in found if isinstance(item, Bad)]
+    bad = [item for item in found if isinstance(item, BadRecord)]
     kept = [item.content.decode() for item in found if isinstance(item, Document)]
     assert kept == DOCUMENTS[: len(kept)]
     # A cut between two members loses what is behind it in silence, but for the line, or the letter, that it cuts.
@@ -386,7 +386,7 @@ def test_lines_do_not_depend_on_how_they_are_cut(lines: list[bytes], read: int, 
         by_line = [line for line in b"".join(lines).split(b"\n") if line]
         too_long = sum(len(line) > selection.max_line for line in by_line)
     assert len(whole) == len(by_line)
-    assert Counter(item.reason for item in whole if isinstance(item, Bad))["line too long"] == too_long
+    assert Counter(item.reason for item in whole if isinstance(item, BadRecord))["line too long"] == too_long
 
 
 def test_reading_goes_on_from_any_batch(tmp_path: Path):
@@ -527,7 +527,7 @@ SLOW_RUN = RUN.replace(
 
 
 def start(root: Path, source: Path, output: Path, *more: str, script: str = RUN) -> subprocess.Popen:
-    arguments = [f"--input={source}", f"--output={output}", "--tokenizer=bytes", "--held_out_fraction=0.3", *more]
+    arguments = [f"--input={source}", f"--output={output}", "--tokenizer=bytes", "--validation_fraction=0.3", *more]
     program = write(root / "run.py", script.encode())  # a file, for workers to import
     return subprocess.Popen(
         [sys.executable, str(program), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -630,7 +630,7 @@ def test_a_dead_worker_is_one_line(tmp_path: Path):
         ({"max_length": 99}, "max_length: saved 16777216, now 99"),
         ({"text_field": "other"}, "text_field: saved 'text', now 'other'"),
         ({"where": ("meta.ok=true",)}, "where: saved "),
-        ({"held_out_fraction": 0.5}, "held_out_fraction: saved 0.3, now 0.5"),
+        ({"validation_fraction": 0.5}, "validation_fraction: saved 0.3, now 0.5"),
         ({"tokenizer": None, "train_bpe": 300}, "tokenizer: saved 'bytes', now"),
         ("add", "input./.*/new.jsonl: saved"),
         ("touch", "input./.*/a.jsonl: saved"),
@@ -781,9 +781,9 @@ def test_a_tokenizer_is_trained_on_the_training_side_alone(tmp_path: Path):
         made = command.prepare(config(source, tmp_path / output, tokenizer=None, train_bpe=290)).corpus
         return made.train.sidecar.tokenizer
 
-    held_out = [f"zebra {i} " * 50 for i in range(40)]
-    held_out = [text for text in held_out if corpus.split_of(text.encode(), 0.3) == "validation"]
-    assert trained("one", DOCUMENTS) == trained("other", [*held_out, *DOCUMENTS])
+    validation = [f"zebra {i} " * 50 for i in range(40)]
+    validation = [text for text in validation if corpus.split_of(text.encode(), 0.3) == "validation"]
+    assert trained("one", DOCUMENTS) == trained("other", [*validation, *DOCUMENTS])
 
 
 def test_raw_text_needs_a_tokenizer(tmp_path: Path):
@@ -821,12 +821,12 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"min_length": 0}, "min_length = 0"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
         ({"max_length": 2**40}, "max_length = "),
-        ({"held_out_fraction": 0.0}, "held_out_fraction = 0.0"),
+        ({"validation_fraction": 0.0}, "validation_fraction = 0.0"),
         (
-            {"held_out_fraction": 1e-9},
-            "held_out_fraction = 1e-09: leaves no validation documents of the 40 in input = ",
+            {"validation_fraction": 1e-9},
+            "validation_fraction = 1e-09: leaves no validation documents of the 40 in input = ",
         ),
-        ({"held_out_fraction": float("nan")}, "held_out_fraction = nan"),
+        ({"validation_fraction": float("nan")}, "validation_fraction = nan"),
         ({"workers": 0}, "workers = 0"),
     ],
 )
@@ -876,7 +876,7 @@ def test_the_command_line(tmp_path: Path):
     command += [
         "--tokenizer=bytes",
         "--workers=2",
-        "--held_out_fraction=0.3",
+        "--validation_fraction=0.3",
         "--where=meta.pile_set_name=ArXiv|Books3",
     ]
     root = Path(__file__).parents[1]
@@ -981,7 +981,7 @@ def check_prepare(files: dict[str, bytes], changes: dict) -> None:
         for name, content in files.items():
             write(source / name, content)
         try:
-            made = command.prepare(config(source, output, held_out_fraction=0.5, **changes)).corpus
+            made = command.prepare(config(source, output, validation_fraction=0.5, **changes)).corpus
         except InputError as error:
             assert str(error).isprintable(), "one line"  # noqa: PT017
             assert not output.exists()

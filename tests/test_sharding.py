@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.attention import Dense, attend, attend_on_mesh
+from dape_jax.model.loss import nll_of_features
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import (
     AXES,
@@ -26,22 +27,15 @@ from dape_jax.sharding import (
     activation_spec,
     axis_sizes,
     batch_part,
-    collect_rows,
-    deal_rows,
     make_mesh,
     put_batch,
     read_mesh,
+    stripe,
+    unstripe,
 )
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import (
-    FIRST_SCALE,
-    abstract_state,
-    init_state,
-    make_train_step,
-    nll_of_features,
-    shardings_of,
-)
+from dape_jax.training.step import FIRST_SCALE, abstract_state, init_state, make_train_step, shardings_of
 
 # (data, fsdp, context, tensor)
 MESHES = {"fsdp": (1, 8, 1, 1), "context": (1, 1, 8, 1), "tensor": (2, 1, 1, 4), "mix": (1, 2, 2, 2)}
@@ -104,7 +98,7 @@ def test_eight_devices_are_one(root, bias, processor, mesh):
     """Losses, parameters and momenta (each the sum of every gradient so far) after three steps."""
     expected_losses, expected = one_device(root, bias, processor)
     sizes = MeshConfig(*MESHES[mesh])
-    losses, found = three_steps(make_run(root, bias, processor), make_mesh(sizes), unembedded_at_once=16)
+    losses, found = three_steps(make_run(root, bias, processor), make_mesh(sizes), logits_chunk_tokens=16)
     np.testing.assert_allclose(losses, expected_losses, rtol=2e-6)
     chex.assert_trees_all_close(found.params, expected.params, atol=1e-5)
     chex.assert_trees_all_close(found.opt_state, expected.opt_state, atol=3e-5)
@@ -197,8 +191,8 @@ def test_dealt_rows_come_back(num_context, rows_each, dim):
     shape = tuple(length if d == dim else 2 for d in range(3))
     x = jnp.arange(np.prod(shape)).reshape(shape)
     with jax.set_mesh(make_mesh(MeshConfig(1, 1, num_context, 1), jax.devices()[:num_context])):
-        dealt = deal_rows(x, dim)
-        np.testing.assert_array_equal(collect_rows(dealt, dim), x)
+        dealt = stripe(x, dim)
+        np.testing.assert_array_equal(unstripe(dealt, dim), x)
     for device, rows in enumerate(jnp.split(dealt, num_context, axis=dim)):
         np.testing.assert_array_equal(rows, jnp.take(x, jnp.arange(device, length, num_context), axis=dim))
 
@@ -362,7 +356,7 @@ def poisoned(monkeypatch, bad: set[int]):
 
 def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monkeypatch, caplog):
     poisoned(monkeypatch, {3, 4})
-    with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*after 1 bad steps.*skip_at_most = 1"):
+    with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*after 1 bad steps.*max_bad_steps = 1"):
         loop.train(tiny.spec(root, train__skip_at_most=1), tmp_path / "stopped")
     loop.train(tiny.spec(root, train__skip_at_most=2), tmp_path / "skipped")
     assert "step 3: skipped (bad): loss_nats = nan" in caplog.text

@@ -69,7 +69,7 @@ def abstract(state: TrainState, mesh: jax.sharding.Mesh | None = None) -> TrainS
 
 def save_steps(workdir: Path, *steps: int) -> None:
     workdir.mkdir(exist_ok=True)
-    with checkpoint.open_checkpoints(workdir, keep_latest=3) as manager:
+    with checkpoint.open_checkpoints(workdir, max_to_keep=3) as manager:
         for step in steps:
             checkpoint.save(manager, step, small_state(step), {"next": step}, {"config": {}, "step": step}, 10.0 - step)
 

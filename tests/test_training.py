@@ -155,11 +155,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
     for losses in sessions:
-        with checkpoint.open_checkpoints(tmp_path, keep_latest=2) as manager:
+        with checkpoint.open_checkpoints(tmp_path, max_to_keep=2) as manager:
             for loss in losses:
                 step += 1
                 checkpoint.save(manager, step, state, {}, {}, loss)
-    with checkpoint.open_checkpoints(tmp_path, keep_latest=2) as manager:
+    with checkpoint.open_checkpoints(tmp_path, max_to_keep=2) as manager:
         assert sorted(manager.all_steps()) == [2, 4, 5]
         assert manager.latest_step() == 5
         assert manager.metrics(2) == {"validation_nats": 1.0}
@@ -270,7 +270,7 @@ def test_training_learns(root, tmp_path):
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, ["train.batch_size", "8", "16"]),
         ({"train__train_length": 0}, ["train.train_length", "0", "positive"]),
         ({"train__train_length": 10**6}, ["train_length", "1000000", "at most"]),
-        ({"train__checkpoint_every": 3}, ["train.checkpoint_every", "3", "multiple"]),
+        ({"train__checkpoint_every": 3}, ["train.checkpoint_interval", "3", "multiple"]),
         ({"train__train_length": 2000}, ["train.batch_size", "8", "windows of length 2000"]),
         ({"train__seed": -1}, ["train.seed", "-1", "2**32"]),
         ({"optimizer__warmup_fraction": 0.95}, ["optimizer.warmup_fraction", "0.95", "num_steps = 6"]),
@@ -282,7 +282,7 @@ def test_training_learns(root, tmp_path):
         ({"evaluation__lengths": (32, 16)}, ["evaluation.lengths", "increasing"]),
         ({"evaluation__lengths": ()}, ["evaluation.lengths", "one length"]),
         ({"data__path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all"]),
-        ({"data__held_out_fraction": 1.5}, ["data.held_out_fraction", "1.5"]),
+        ({"data__held_out_fraction": 1.5}, ["data.validation_fraction", "1.5"]),
         ({"data__tokenizer": "gpt2"}, ["data.tokenizer", "gpt2", "bytes"]),
         ({"model__vocab_size": 100}, ["model.vocab_size", "100", "257"]),
         ({"model__width": 12}, ["model.width", "12", "fsdp"]),

@@ -80,14 +80,14 @@ def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
-def split_of(document: bytes, held_out_fraction: float) -> Split:
+def split_of(document: bytes, validation_fraction: float) -> Split:
     """The side a document falls on, decided by a hash of its content alone.
 
     Two copies of a text are therefore never on both sides, whatever their names, places and order.
 
     Args:
         document: the text, or token ids as bytes.
-        held_out_fraction: the share of the hashes that is held out for validation.
+        validation_fraction: the share of the hashes that is held out for validation.
     """
     hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])
-    return "validation" if hash_in_64_bits < held_out_fraction * 2**64 else "train"
+    return "validation" if hash_in_64_bits < validation_fraction * 2**64 else "train"

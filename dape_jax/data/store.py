@@ -60,7 +60,7 @@ class DataConfig:
     path: str  # of a prepared corpus, or raw text: "stdlib", a directory, a glob or a file, see corpus.find_files
     tokenizer: str | None  # "bytes", a tokenizer.json's path or its name; None for that of a prepared corpus
     cache_dir: str  # where the stores of raw text are kept
-    held_out_fraction: float  # the share of raw text's documents that training never sees
+    validation_fraction: float  # the share of raw text's documents that training never sees
     seed: int  # of the order of the training windows
 
     def __post_init__(self):
@@ -68,7 +68,9 @@ class DataConfig:
         known = self.tokenizer is None or re.fullmatch(rf"bytes|.*\.json|{_NAME}", self.tokenizer, re.DOTALL)
         require(bool(known), "data.tokenizer", self.tokenizer, _TOKENIZERS)
         require(self.cache_dir != "", "data.cache_dir", self.cache_dir, "a directory to write to")
-        require(0 < self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction, "between 0 and 1")
+        require(
+            0 < self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "between 0 and 1"
+        )
         require(0 <= self.seed < 2**32, "data.seed", self.seed, "0 to 2**32 - 1")
 
 
@@ -291,7 +293,11 @@ def _read_sidecar(file: Path) -> Sidecar:
 
 def _selection(config: DataConfig) -> Selection:
     return Selection(
-        text_field="text", where=(), min_length=1, max_length=_MAX_LENGTH, held_out_fraction=config.held_out_fraction
+        text_field="text",
+        where=(),
+        min_length=1,
+        max_length=_MAX_LENGTH,
+        validation_fraction=config.validation_fraction,
     )
 
 
@@ -312,7 +318,7 @@ def _build(config: DataConfig, files: list[Path], tokenizer: Tokenizer, fingerpr
     try:
         temporary.mkdir(parents=True)
         record, _ = build(temporary, files, _selection(config), tokenizer)
-        check_found(record, f"data.path = {config.path!r}", "data.held_out_fraction", config.held_out_fraction)
+        check_found(record, f"data.path = {config.path!r}", "data.validation_fraction", config.validation_fraction)
         finish(temporary, record, tokenizer, source=config.path, fingerprint=fingerprint)
         try:
             os.rename(temporary, directory)

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from dape_jax.config import TaskRunConfig
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import Saved, abstract_params, mesh_for, restore
+from dape_jax.evaluation.evaluate import CheckpointInfo, abstract_params, mesh_for, restore
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.evaluation.perplexity import batch_size_at
 from dape_jax.model.attention import Blockwise, Dense
@@ -95,7 +95,7 @@ class TaskResult:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedOnTask(Saved):
+class TrainedOnTask(CheckpointInfo):
     """What a checkpoint of a run on a task says of itself."""
 
     run: TaskRunConfig
@@ -115,7 +115,7 @@ def evaluate_tasks(
     dropout: bool | None = None,
     mesh: MeshConfig | None = None,
     output: Path | None = None,
-) -> report.Written:
+) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float64
 
-from dape_jax.config import RunConfig, TaskRunConfig, is_task
+from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
@@ -110,7 +110,7 @@ def evaluate(
     by_position: bool = False,
     mesh: MeshConfig | None = None,
     output: Path | None = None,
-) -> report.Written:
+) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison.
 
     Args:
@@ -170,7 +170,7 @@ def evaluate(
     for field in ("lengths", "last_tokens", "max_windows"):
         values = [getattr(model.run.evaluation, field) for model in models]
         require(len(set(values)) == 1, f"evaluation.{field}", values, f"the same for all; give --{field}")
-    corpora = [held_out_corpus(model, data) for model in models]
+    corpora = [validation_corpus(model, data) for model in models]
     digests = [corpus.digest for corpus in corpora]
     require(len(set(digests)) == 1, "data", digests, "the same text for all; give --data")
     evaluation = models[0].run.evaluation
@@ -218,7 +218,7 @@ def by_position_result(run: Evaluated, nll_of_lengths: NllOfLengths, windows: li
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class CheckpointInfo:
     """What a checkpoint says of itself, the evaluation's flags put in.
 
     Args:
@@ -237,26 +237,26 @@ class Saved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained(Saved):
+class TrainedModel(CheckpointInfo):
     """Of a language model."""
 
     run: RunConfig
 
 
-def are_tasks(workdirs: list[Path]) -> bool:
+def are_algorithmic(workdirs: list[Path]) -> bool:
     """Whether workdirs are of runs on tasks. One that holds no run is not: what reads it will say so.
 
     Raises:
         InputError: some are and others are not.
     """
     configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
-    tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_task(saved["config"])]
+    tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
     allowed = f"all runs on tasks or all of language models; {tasks} are on tasks"
     require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
     return bool(tasks)
 
 
-def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshConfig | None = None) -> Trained:
+def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshConfig | None = None) -> TrainedModel:
     """Read the config of a checkpoint.
 
     Args:
@@ -271,7 +271,7 @@ def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshC
     number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= replaced
     run = RunConfig.from_dict(saved["config"])
-    return Trained(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
+    return TrainedModel(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
 
 
 def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshConfig:
@@ -282,7 +282,7 @@ def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshCon
     return mesh
 
 
-def check_lengths(trained: Trained) -> None:
+def check_lengths(trained: TrainedModel) -> None:
     """Raise `InputError` unless every length, and what is scored of it, divides over the devices that share a text."""
     mesh, evaluation = make_mesh(trained.mesh), trained.run.evaluation
     for length in evaluation.lengths:
@@ -291,7 +291,7 @@ def check_lengths(trained: Trained) -> None:
         require(scored % context == 0, "evaluation.last_tokens", scored, f"a multiple of mesh.context = {context}")
 
 
-def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
+def validation_corpus(trained: TrainedModel, data: str | None) -> Corpus:
     """The corpus that a model was trained on, or another; what is scored is what it holds out.
 
     Raises:
@@ -314,7 +314,7 @@ def held_out_corpus(trained: Trained, data: str | None) -> Corpus:
     return corpus
 
 
-def scored_for_delta(trained: Trained) -> Trained:
+def scored_for_delta(trained: TrainedModel) -> TrainedModel:
     """The same with the lengths and scored tokens of protocol "delta": T_train, and the lengths above it.
 
     Raises:
@@ -327,18 +327,18 @@ def scored_for_delta(trained: Trained) -> Trained:
     return _scored(trained, (train_length, *beyond), train_length)
 
 
-def scored_by_position(trained: Trained) -> Trained:
+def scored_by_position(trained: TrainedModel) -> TrainedModel:
     """The same with the longest length alone, and all of its tokens scored."""
     longest = max(trained.run.evaluation.lengths)
     return _scored(trained, (longest,), longest)
 
 
-def _scored(trained: Trained, lengths: tuple[int, ...], last_tokens: int) -> Trained:
+def _scored(trained: TrainedModel, lengths: tuple[int, ...], last_tokens: int) -> TrainedModel:
     evaluation = dataclasses.replace(trained.run.evaluation, lengths=lengths, last_tokens=last_tokens)
     return dataclasses.replace(trained, run=dataclasses.replace(trained.run, evaluation=evaluation))
 
 
-def abstract_params(trained: Saved) -> tuple[Mesh, Params]:
+def abstract_params(trained: CheckpointInfo) -> tuple[Mesh, Params]:
     """The mesh over all devices, and the shapes and places of a checkpoint's parameters there; nothing is read."""
     mesh = make_mesh(trained.mesh)
     _, abstract = model_structure(trained.run.model)
@@ -350,13 +350,13 @@ def abstract_params(trained: Saved) -> tuple[Mesh, Params]:
     return mesh, placed
 
 
-def restore(trained: Saved) -> tuple[Mesh, Params]:
+def restore(trained: CheckpointInfo) -> tuple[Mesh, Params]:
     """The parameters of a checkpoint, spread over all devices, and the mesh that they live on."""
     mesh, abstract = abstract_params(trained)
     return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)
 
 
-def compile_trained(trained: Trained, num_windows: int, rotary: tuple[str, ...]) -> dict[str, list[Program]]:
+def compile_trained(trained: TrainedModel, num_windows: int, rotary: tuple[str, ...]) -> dict[str, list[Program]]:
     """One model's programs, by the ways of `rotary`; none of its weights are read.
 
     Raises:
@@ -380,7 +380,7 @@ def compile_trained(trained: Trained, num_windows: int, rotary: tuple[str, ...])
 
 
 def score_trained(
-    trained: Trained, corpus: Corpus, windows: list[Window], programs: dict[str, list[Program]]
+    trained: TrainedModel, corpus: Corpus, windows: list[Window], programs: dict[str, list[Program]]
 ) -> Iterator[tuple[Evaluated, NllOfLengths]]:
     """Score chosen windows with one model, on all devices, in each of its ways."""
     mesh, params = restore(trained)
@@ -397,5 +397,5 @@ def score_trained(
         yield run, dict(score_windows(of_lengths, params, mesh, corpus.validation, windows, run.name))
 
 
-def _name(trained: Trained, rotary: str) -> str:
+def _name(trained: TrainedModel, rotary: str) -> str:
     return trained.workdir.absolute().name + ("" if rotary == "rope" else f"+{rotary}")

@@ -47,7 +47,7 @@ from dape_jax import command_line
 from dape_jax.data.tokenizers import Bytes, Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import Trained, abstract_params, read_trained, restore
+from dape_jax.evaluation.evaluate import TrainedModel, abstract_params, read_trained, restore
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
 from dape_jax.model.transformer import Params, model_structure
@@ -243,7 +243,7 @@ def recall(
     seed: int = 0,
     step: str = "newest",
     output: Path | None = None,
-) -> report.Written:
+) -> report.ReportPaths:
     """Ask one checkpoint of every workdir, and write one comparison.
 
     Args:
@@ -293,7 +293,7 @@ def check_lengths(lengths: tuple[int, ...], distances: tuple[int, ...]) -> None:
         require(bool(distances_at(length, distances)), "lengths", length, f"has room for none of {distances}")
 
 
-def compile_trained(trained: Trained, letters_N: Integer[np.ndarray, "N"], trials: int) -> list[Program]:
+def compile_trained(trained: TrainedModel, letters_N: Integer[np.ndarray, "N"], trials: int) -> list[Program]:
     """One model's programs by length; none of its weights are read.
 
     Raises:
@@ -312,7 +312,7 @@ def compile_trained(trained: Trained, letters_N: Integer[np.ndarray, "N"], trial
 
 
 def ask_trained(
-    trained: Trained,
+    trained: TrainedModel,
     letters_N: Integer[np.ndarray, "N"],
     programs: list[Program],
     *,

@@ -26,7 +26,7 @@ SUFFIXES = (".json", ".txt", ".md", ".png")
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class ReportPaths:
     """Where a report lies, its table for the terminal, and its picture if there is one."""
 
     directory: Path
@@ -34,19 +34,19 @@ class Written:
     picture: Path | None = None
 
 
-def write(results: Sequence["RunResult"], directory: Path) -> Written:
+def write(results: Sequence["RunResult"], directory: Path) -> ReportPaths:
     """Write perplexity by length: rows are models and columns are lengths, as in the paper's tables."""
     runs = [dataclasses.asdict(result) for result in results]
     return save("lengths", directory, {"runs": runs}, _caption(results), _cells(results), plot(results))
 
 
-def write_delta(results: Sequence["DeltaRunResult"], directory: Path) -> Written:
+def write_delta(results: Sequence["DeltaRunResult"], directory: Path) -> ReportPaths:
     """Write what context gains: columns are models, and each length has three rows, as in the paper's table 1."""
     runs = [dataclasses.asdict(result) for result in results]
     return save("delta", directory, {"runs": runs}, _delta_caption(results), _delta_cells(results), plot_delta(results))
 
 
-def write_positions(results: Sequence["PositionsRunResult"], directory: Path) -> Written:
+def write_positions(results: Sequence["PositionsRunResult"], directory: Path) -> ReportPaths:
     """Write loss by position: the table says where each model breaks."""
     runs = [dataclasses.asdict(result) for result in results]
     cells = _positions_cells(results)
@@ -55,7 +55,7 @@ def write_positions(results: Sequence["PositionsRunResult"], directory: Path) ->
 
 def save(
     stem: str, directory: Path, content: dict[str, Any], caption: str, rows: list[list[str]], figure: Figure | None
-) -> Written:
+) -> ReportPaths:
     """Write JSON, table and picture; those of an earlier, different evaluation there are kept under another name.
 
     Args:
@@ -73,10 +73,10 @@ def save(
     (directory / f"{stem}.txt").write_text(table + "\n")
     (directory / f"{stem}.md").write_text(markdown_table(caption, rows) + "\n")
     if figure is None:
-        return Written(directory, table)
+        return ReportPaths(directory, table)
     picture = directory / f"{stem}.png"
     figure.savefig(picture, dpi=150)
-    return Written(directory, table, picture)
+    return ReportPaths(directory, table, picture)
 
 
 def common_directory(workdirs: Sequence[Path]) -> Path:

@@ -33,7 +33,7 @@ def why_not_fused(
     processor: Any = None,
     causal: bool = True,
     window: int | None = None,
-    apart: int = 1,
+    row_stride: int = 1,
     platform: str,
     device_kind: str | None = None,
 ) -> str | None:
@@ -46,7 +46,7 @@ def why_not_fused(
         processor: what is done to the scores; None for nothing.
         causal: whether a query sees no key after it.
         window: columns that a query sees; None for all.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         platform: of the devices: "tpu", "gpu" or "cpu".
         device_kind: of the devices, as JAX calls it; None for that of those that there are.
     """
@@ -80,7 +80,7 @@ def why_not_fused(
             "large as the scores, and no table"
         )
     if platform == "tpu":
-        return tpu.why_not(q_BTHK, k_BSGK, config, apart=apart, window=window, device_kind=device_kind)
+        return tpu.why_not(q_BTHK, k_BSGK, config, row_stride=row_stride, window=window, device_kind=device_kind)
     return None
 
 
@@ -95,7 +95,7 @@ def attend_fused(
     processor: Any = None,
     causal: bool = True,
     window: int | None = None,
-    apart: int = 1,
+    row_stride: int = 1,
     platform: str,
     interpret: Any = False,
 ) -> Float[Array, "B T H K"]:
@@ -105,14 +105,14 @@ def attend_fused(
         q_BTHK: see `attend`.
         k_BSGK: see `attend`.
         v_BSGK: see `attend`.
-        q_pos_T: positions of the queries, each `apart` after the one before it.
+        q_pos_T: positions of the queries, each `row_stride` after the one before it.
         k_pos_S: positions of the keys, each one after the one before it, with those of the queries among them. Where
             positions turn out to be others, which is known when the program runs, all values are NaN.
         bias: see `attend`; a function of the distance.
         processor: see `attend`; a `Dape`.
         causal: see `attend`; True.
         window: see `attend`.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         platform: whose kernel.
         interpret: run it in Pallas' interpreter, slowly, on whatever device: True, or how in detail.
 
@@ -126,7 +126,7 @@ def attend_fused(
         processor=processor,
         causal=causal,
         window=window,
-        apart=apart,
+        row_stride=row_stride,
         platform=platform,
     )
     if reason is None and v_BSGK.dtype != k_BSGK.dtype:
@@ -134,7 +134,7 @@ def attend_fused(
     if reason is not None:
         raise NotImplementedError(f"no fused attention for this: {reason}")
     processor.check_bias(bias is not None)
-    neighbours = jnp.all(jnp.diff(q_pos_T) == apart) & jnp.all(jnp.diff(k_pos_S) == 1)
+    neighbours = jnp.all(jnp.diff(q_pos_T) == row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
     neighbours &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
     # The column at which the first row stands; one that is there, whatever the positions are.
     first = jnp.where(neighbours, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
@@ -145,7 +145,7 @@ def attend_fused(
         num_rows=q_BTHK.shape[1],
         num_keys=k_BSGK.shape[1],
         first=first,
-        apart=apart,
+        row_stride=row_stride,
         window=window,
         valid=neighbours,
     )
@@ -153,7 +153,7 @@ def attend_fused(
     return kernel.attend(
         *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),
         dtype=processor.dtype or jnp.dtype(jnp.float32),
-        apart=apart,
+        row_stride=row_stride,
         window=window,
         interpret=interpret,
     )

@@ -66,7 +66,7 @@ def attend(
     operator: Operator,
     *,
     dtype: jnp.dtype,
-    apart: int,
+    row_stride: int,
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
@@ -79,7 +79,7 @@ def attend(
         first: the column at which the first row stands; all rows stand at one of the S columns.
         operator: bias and processor.
         dtype: of the convolutions' operands.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         window: a row sees columns less than so many before its own.
         interpret: see `attend_fused`.
     """
@@ -87,7 +87,7 @@ def attend(
     num_keys = k_BSGK.shape[1]
     reach = num_keys if window is None else min(window, num_keys)
     channels = operator.hidden_CN.shape[0]
-    plan = Plan(jnp.dtype(dtype), heads, channels, operator.width, operator.pad, reach, apart, interpret)
+    plan = Plan(jnp.dtype(dtype), heads, channels, operator.width, operator.pad, reach, row_stride, interpret)
     num_blocks = pl.cdiv(num_rows, BLOCK_ROWS)
     block = pl.cdiv(pl.cdiv(num_rows, num_blocks), ROWS) * ROWS
     num_blocks = pl.cdiv(num_rows, block)
@@ -101,7 +101,7 @@ def attend(
     blocks = (
         blocks_of(q_BTHK, 1),
         blocks_of(fill(jnp.moveaxis(left_PCT, 1, 2), 2), 1),
-        first + apart * block * jnp.arange(num_blocks, dtype=jnp.int32),
+        first + row_stride * block * jnp.arange(num_blocks, dtype=jnp.int32),
     )
     shared = (
         rows_of_kernel(operator.scores_WHC, plan),
@@ -110,13 +110,15 @@ def attend(
         fill(jnp.flip(operator.added_HN, 1).T, 1),
     )
 
-    # With as many rows as there are keys (or every n-th), row t stands at one of the `apart` columns from apart * t on.
-    num_runs = min(NUM_RUNS, num_blocks) if window is None and num_rows * apart == num_keys else 1
+    # With one row for every `row_stride` keys, row t is at one of the columns row_stride * t .. row_stride * (t + 1) - 1.
+    num_runs = min(NUM_RUNS, num_blocks) if window is None and num_rows * row_stride == num_keys else 1
     cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
     outs = []
     for start, stop in itertools.pairwise(cuts):
         # Keys that a block of the run reads, from `begin` on.
-        num_read = min(num_keys, reach + apart * (block - 1), *([apart * block * stop] if num_runs > 1 else []))
+        num_read = min(
+            num_keys, reach + row_stride * (block - 1), *([row_stride * block * stop] if num_runs > 1 else [])
+        )
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def rows_of_block(of_block, k, v, shared, num_read=num_read):
@@ -171,7 +173,7 @@ class Plan:
         width: W.
         pad: of the operator.
         reach: a row sees columns less than so many before its own.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         interpret: see `attend_fused`.
     """
 
@@ -181,7 +183,7 @@ class Plan:
     width: int
     pad: int
     reach: int
-    apart: int
+    row_stride: int
     interpret: Any
 
     @property
@@ -207,7 +209,7 @@ class Plan:
 
 def seen(plan: Plan, row: Int[Array, ""], begin: Int[Array, ""], num_rows: int, num_keys: int) -> Bool[Array, "T S"]:
     """True where a row sees a key; the first row stands at `row`, the first key at `begin`."""
-    offset_TS = begin + jnp.arange(num_keys)[None, :] - (row + plan.apart * jnp.arange(num_rows))[:, None]
+    offset_TS = begin + jnp.arange(num_keys)[None, :] - (row + plan.row_stride * jnp.arange(num_rows))[:, None]
     return (offset_TS <= 0) & (offset_TS > -plan.reach)
 
 
@@ -258,9 +260,9 @@ class Band:
 
         def step(i: Array, carry: Any) -> Any:
             index = start + i
-            return visit(Row(index, self.place[0] + self.plan.apart * index), carry)
+            return visit(Row(index, self.place[0] + self.plan.row_stride * index), carry)
 
-        last_row = self.place[0] + self.plan.apart * (start + ROWS - 1)
+        last_row = self.place[0] + self.plan.row_stride * (start + ROWS - 1)
         num_rows = jnp.where(last_row + self.last >= 0, jnp.int32(ROWS), jnp.int32(0))
         return jax.lax.fori_loop(jnp.int32(0), num_rows, step, carry)
 
@@ -524,7 +526,7 @@ def _process_backward(plan: Plan, operands: tuple[Array, ...], d_out_BHTS: Array
 
     # Programs have stored what belongs to their offsets, and of the first `pad` columns some may lie farther back.
     column_P = jnp.arange(left_PTC.shape[0])
-    offset_PT = column_P[:, None] - (place[0] + plan.apart * jnp.arange(shape[2]))[None, :]
+    offset_PT = column_P[:, None] - (place[0] + plan.row_stride * jnp.arange(shape[2]))[None, :]
     stored_PT = (offset_PT <= plan.ahead) & (offset_PT > plan.ahead - d_hidden.shape[2] * lanes)
     stored_PT &= (column_P < plan.pad)[:, None]
     mask_TS = seen(plan, place[0], place[1], shape[2], shape[3])

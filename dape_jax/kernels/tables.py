@@ -84,7 +84,7 @@ def make_operator(
     num_rows: int,
     num_keys: int,
     first: Int[Array, ""],
-    apart: int,
+    row_stride: int,
     window: int | None,
     valid: Bool[Array, ""],
 ) -> Operator:
@@ -97,7 +97,7 @@ def make_operator(
         num_rows: T.
         num_keys: S.
         first: the column at which the first row stands.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         window: see `attention.attend`.
         valid: where False, every value that the kernel returns is NaN.
     """
@@ -129,7 +129,7 @@ def make_operator(
 
             for w in range(width):
                 hidden_CN += read(w, bias_HN[:, width - 1 - w :][:, : hidden_CN.shape[1]])
-            column_T = first + apart * jnp.arange(num_rows)
+            column_T = first + row_stride * jnp.arange(num_rows)
             for column in range(pad):
                 # Taps w < pad - column read column + w - pad < 0, at distance i - column - w + pad.
                 too_much = [read(w, bias_HN[:, column_T - column - w + pad + 2 * ahead]) for w in range(pad - column)]

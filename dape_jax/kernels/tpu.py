@@ -64,7 +64,7 @@ class Tiling:
         width: W.
         pad: columns of zeros to the left of a convolution.
         num_channels: C.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         window: columns that a row sees; None for all.
         block: rows of a block.
         backward: whether a tile's halo is that of the backward pass.
@@ -81,7 +81,7 @@ class Tiling:
     width: int
     pad: int
     num_channels: int
-    apart: int
+    row_stride: int
     window: int | None
     block: int
     backward: bool
@@ -142,22 +142,22 @@ class Tiling:
     @property
     def slab(self) -> int:
         """Columns of the tables that the groups of a block and tile need."""
-        return (self.apart * (self.block - GROUP) + LANES - 1) // LANES * LANES + 2 * LANES
+        return (self.row_stride * (self.block - GROUP) + LANES - 1) // LANES * LANES + 2 * LANES
 
     @property
     def room(self) -> int:
         """Columns before the slab, from which the later rows of a group are shifted in."""
-        return pl.cdiv((GROUP - 1) * self.apart, LANES) * LANES
+        return pl.cdiv((GROUP - 1) * self.row_stride, LANES) * LANES
 
     @property
     def origin(self) -> int:
         """The column of the tables whose distance is 0. All that a real row reads is to its left, but for a block."""
-        return pl.cdiv(self.num_keys + 2 * self.apart * self.block + LANES + self.room, LANES) * LANES
+        return pl.cdiv(self.num_keys + 2 * self.row_stride * self.block + LANES + self.room, LANES) * LANES
 
     @property
     def table_columns(self) -> int:
         """Columns of the tables."""
-        return self.origin + pl.cdiv(self.apart * self.block, LANES) * LANES + self.slab + 2 * LANES
+        return self.origin + pl.cdiv(self.row_stride * self.block, LANES) * LANES + self.slab + 2 * LANES
 
     @property
     def slab_parts(self) -> int:
@@ -166,20 +166,20 @@ class Tiling:
 
     def step(self, block: Any, tile: Any, first: Any) -> "_Step":
         """Where a block and a tile stand."""
-        row = first + self.apart * self.block * block
+        row = first + self.row_stride * self.block * block
         return _Step(self, row, tile * self.own - self.halo[0])
 
     def tiles_of(self, block: Any, first: Any, xp: Any = jnp) -> tuple[Any, Any]:
         """First and last tile with a column of its own that a row of the block makes use of."""
-        row = first + self.apart * self.block * block
-        last = row + self.apart * (self.block - 1) + self.ahead * self.backward
+        row = first + self.row_stride * self.block * block
+        last = row + self.row_stride * (self.block - 1) + self.ahead * self.backward
         begin = 0 if self.window is None else row - self.window + 1 - self.pad * self.backward
         return xp.maximum(begin, 0) // self.own, xp.minimum(last // self.own, self.num_tiles - 1)
 
     def blocks_of(self, tile: Any, first: Any) -> tuple[Any, Any]:
         """First and last block with a row that makes use of a column of the tile's own: `tiles_of` turned round."""
-        step = self.apart * self.block
-        begin = tile * self.own - self.ahead * self.backward - first - self.apart * (self.block - 1)
+        step = self.row_stride * self.block
+        begin = tile * self.own - self.ahead * self.backward - first - self.row_stride * (self.block - 1)
         end = self.num_blocks - 1
         if self.window is not None:
             reach = (tile + 1) * self.own - 1 + self.window - 1 + self.pad * self.backward - first
@@ -195,7 +195,7 @@ def attend(
     operator: Operator,
     *,
     dtype: jnp.dtype,
-    apart: int,
+    row_stride: int,
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
@@ -208,7 +208,7 @@ def attend(
         first: the column at which the first row stands.
         operator: what is done to the scores.
         dtype: of the convolutions' operands.
-        apart: columns from one row to the next.
+        row_stride: columns from one row to the next.
         window: columns that a row sees; None for all.
         interpret: whether, and how, the kernel is interpreted.
 
@@ -222,7 +222,7 @@ def attend(
         pad=operator.pad,
         num_channels=operator.hidden_CN.shape[0],
         dtype=jnp.dtype(dtype),
-        apart=apart,
+        row_stride=row_stride,
         window=window,
         interpret=interpret,
     )
@@ -235,7 +235,7 @@ def tilings(
     config: DapeConfig,
     *,
     dtype: jnp.dtype,
-    apart: int,
+    row_stride: int,
     window: int | None,
     device_kind: str | None = None,
 ) -> tuple[Tiling, Tiling]:
@@ -245,15 +245,15 @@ def tilings(
         NotImplementedError: see `attend`.
     """
     sizes = {"width": config.kernel_width, "pad": left_pad(config), "num_channels": config.channels}
-    options = {"dtype": dtype, "apart": apart, "window": window, "interpret": False}
+    options = {"dtype": dtype, "row_stride": row_stride, "window": window, "interpret": False}
     return _tilings(q_BTHK, k_BSGK, device_kind, **sizes, **options)
 
 
 def why_not(
-    q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, apart: int, window: int | None, device_kind: str | None
+    q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, row_stride: int, window: int | None, device_kind: str | None
 ) -> str | None:
     """Why the chip cannot run the kernel; None if it can."""
-    options = {"apart": apart, "window": window, "device_kind": device_kind}
+    options = {"row_stride": row_stride, "window": window, "device_kind": device_kind}
     try:
         tilings(q_BTHK, k_BSGK, config, dtype=q_BTHK.dtype, **options)
     except NotImplementedError as error:
@@ -476,12 +476,12 @@ class _Step:
     @property
     def slab(self) -> Any:
         """Column of the tables where the slab begins."""
-        last = self.t.origin - self.row + self.column - self.t.apart * (self.t.block - GROUP)
+        last = self.t.origin - self.row + self.column - self.t.row_stride * (self.t.block - GROUP)
         return last // LANES * LANES
 
     def turn(self, group: Any) -> tuple[Any, Any]:
         """A group's part of the slab: a multiple of 128, and how far after it lane 0 stands."""
-        at = self.t.origin - self.row + self.column - self.t.apart * GROUP * group - self.slab
+        at = self.t.origin - self.row + self.column - self.t.row_stride * GROUP * group - self.slab
         begin = at // LANES * LANES
         return pl.multiple_of(begin, LANES), at - begin
 
@@ -489,7 +489,7 @@ class _Step:
         """[lines, 128]: whether a row, which has `of_a_row` lines, sees a column; `group` says which is the first."""
         lane = jax.lax.broadcasted_iota(jnp.int32, (num_lines, LANES), 1)
         line = jax.lax.broadcasted_iota(jnp.int32, (num_lines, LANES), 0)
-        distance = self.row - self.column + self.t.apart * (GROUP * group + line // of_a_row) - lane
+        distance = self.row - self.column + self.t.row_stride * (GROUP * group + line // of_a_row) - lane
         seen = (distance >= 0) & (self.column + lane >= 0)
         return seen if self.t.window is None else seen & (distance < self.t.window)
 
@@ -503,7 +503,7 @@ def _shear(t: Tiling, table_refs: Sequence[Any], hidden_ref: Any, added_ref: Any
     """Copy the slab 8 times over, for row r of a group shifted by r rows."""
     wide = jnp.concatenate([ref[...] for ref in table_refs], 1)
     for r in range(GROUP):
-        shifted = _roll(wide, t.apart * r)[:, t.room :]
+        shifted = _roll(wide, t.row_stride * r)[:, t.room :]
         hidden_ref[r * t.channels : (r + 1) * t.channels, :] = shifted[: t.channels]
         added_ref[r * t.heads : (r + 1) * t.heads, :] = shifted[t.channels :]
 
@@ -519,7 +519,7 @@ def _unsheared(t: Tiling, dhidden_ref: Any, dadded_ref: Any) -> Array:
             ]
         )
         wide = jnp.concatenate([of_row, jnp.zeros((of_row.shape[0], t.room), jnp.float32)], 1)
-        total += _roll(wide, t.room - t.apart * r)
+        total += _roll(wide, t.room - t.row_stride * r)
     return total
 
 

@@ -30,7 +30,7 @@ from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias, products
 from dape_jax.model.processors import Plain, Processor
-from dape_jax.sharding import AXES, activation_spec, axis_sizes, collect_rows, device_platform
+from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, unstripe
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class Blockwise:
 
     def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
         """The same with blocks that reach over n times as many keys."""
-        return functools.partial(self, apart=n)
+        return functools.partial(self, row_stride=n)
 
     def __post_init__(self):
         require(self.block_size > 0, "model.attention.block_size", self.block_size, "a positive number of rows")
@@ -259,10 +259,10 @@ class Blockwise:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
-        apart: int = 1,
+        row_stride: int = 1,
     ) -> Float[Array, "B T H K"]:
         """See `attend`."""
-        # Row t stands at one of the `apart` columns from S - apart (T - t) on, which one is not known.
+        # Row t stands at one of the `row_stride` columns from S - apart (T - t) on, which one is not known.
         check(q_BTHK, k_BSGK, window)
         batch, num_rows, heads, head_dim = q_BTHK.shape
         num_keys = k_BSGK.shape[1]
@@ -276,7 +276,7 @@ class Blockwise:
         q_filled = jnp.pad(q_BHTK, ((0, 0), (0, 0), fill, (0, 0)), mode="edge")
         q_blocks = jnp.moveaxis(q_filled.reshape(batch, heads, num_blocks, block, head_dim), 2, 0)
         pos_blocks = jnp.pad(q_pos_T, (fill,), mode="edge").reshape(num_blocks, block)
-        first_columns = num_keys - apart * (num_rows - block * jnp.arange(num_blocks))
+        first_columns = num_keys - row_stride * (num_rows - block * jnp.arange(num_blocks))
 
         left, right = processor.key_halo
         reach = num_keys if window is None else window
@@ -287,9 +287,9 @@ class Blockwise:
         for start, stop in itertools.pairwise(cuts):
             num_read = num_keys  # by every block of the run
             if windowed:
-                num_read = min(num_keys, left + reach - 1 + apart * block + right)
+                num_read = min(num_keys, left + reach - 1 + row_stride * block + right)
             elif num_runs > 1:
-                num_read = min(num_keys, num_keys - apart * (num_rows - stop * block) + right)
+                num_read = min(num_keys, num_keys - row_stride * (num_rows - stop * block) + right)
 
             def keys_of(first_column, num_read=num_read):
                 if not windowed:
@@ -343,7 +343,7 @@ class Fused:
 
     def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
         """The same with rows that are n columns apart."""
-        return functools.partial(self, apart=n)
+        return functools.partial(self, row_stride=n)
 
     def __call__(
         self,
@@ -357,7 +357,7 @@ class Fused:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
-        apart: int = 1,
+        row_stride: int = 1,
     ) -> Float[Array, "B T H K"]:
         """See `attend`.
 
@@ -376,7 +376,7 @@ class Fused:
             processor=processor,
             causal=causal,
             window=window,
-            apart=apart,
+            row_stride=row_stride,
             platform=self.platform or devices,
             interpret=self.platform not in (None, devices),
         )
@@ -430,7 +430,7 @@ class Auto:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
-        apart: int = 1,
+        row_stride: int = 1,
         platform: str,
         device_kind: str | None = None,
     ) -> Dense | Blockwise | Fused:
@@ -439,16 +439,16 @@ class Auto:
         if window is not None and self.num_buckets is None:  # with one bucket, every block would read all keys
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
         if q_BTHK.shape[1] <= blockwise.block_size:
-            driver, why = Dense(), "all rows are one block"
+            implementation, why = Dense(), "all rows are one block"
         else:
-            options = {"causal": causal, "window": window, "apart": apart}
+            options = {"causal": causal, "window": window, "row_stride": row_stride}
             options |= {"platform": platform, "device_kind": device_kind}
             why = why_not_fused(q_BTHK, k_BSGK, bias=bias, processor=processor, **options)
             if why is None and platform not in FUSED_ON:
                 why = f"the kernel for the platform {platform!r} has to be asked for by name"
-            driver = Fused() if why is None else blockwise
-        _log_choice(f"{driver}" + (f": {why}" if why else ""))
-        return driver
+            implementation = Fused() if why is None else blockwise
+        _log_choice(f"{implementation}" + (f": {why}" if why else ""))
+        return implementation
 
     def for_any_rows(self) -> Blockwise:
         """`Blockwise` for any rows."""
@@ -456,7 +456,7 @@ class Auto:
 
     def for_every_nth_row(self, n: int) -> Callable[..., Float[Array, "B T H K"]]:
         """The same of the driver that is chosen."""
-        return functools.partial(self, apart=n)
+        return functools.partial(self, row_stride=n)
 
     def __call__(
         self,
@@ -470,12 +470,12 @@ class Auto:
         processor: Processor | None = None,
         causal: bool = True,
         window: int | None = None,
-        apart: int = 1,
+        row_stride: int = 1,
     ) -> Float[Array, "B T H K"]:
         """See `attend`; positions as `Fused` and `Blockwise` have them."""
         options = {"bias": bias, "processor": processor, "causal": causal, "window": window}
-        driver = self.choose(q_BTHK, k_BSGK, **options, apart=apart, platform=device_platform())
-        return driver.for_every_nth_row(apart)(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, **options)
+        implementation = self.choose(q_BTHK, k_BSGK, **options, row_stride=row_stride, platform=device_platform())
+        return implementation.for_every_nth_row(row_stride)(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, **options)
 
 
 @functools.cache
@@ -498,7 +498,7 @@ def attend_on_mesh(
 ) -> Float[Array, "B T H K"]:
     """Self-attention, each device of `context` and `tensor` taking its share of the query rows, with all heads.
 
-    Before and after, a device of context c has the rows that `sharding.deal_rows` gave it, and one of tensor t some
+    Before and after, a device of context c has the rows that `sharding.stripe` gave it, and one of tensor t some
     heads of them. In between it has every n-th row, n = c t, from its own place on, with all heads, and all keys and
     values, with all heads:
 
@@ -510,7 +510,7 @@ def attend_on_mesh(
     heads would need the scores of all the others. What is computed for a row is `attend`, whatever the mesh, so this
     is exact for every bias and processor, and its gradients are.
 
-    Arguments are those of `attend`, in the order of `deal_rows`, and the driver. On one device, or without a mesh, this
+    Arguments are those of `attend`, in the order of `stripe`, and the driver. On one device, or without a mesh, this
     is the driver's own call. On any more it is not left to the compiler, not even where the batch alone is split: that
     would sum the gradient of a bias, [H, T, S], over all devices, where here each takes its own back to the parameters
     first.
@@ -551,7 +551,7 @@ def attend_on_mesh(
         rows_of_device,
         in_specs=(PartitionSpec(), PartitionSpec(), of_heads, of_heads, of_heads),
         out_specs=of_heads,
-    )([x for x in leaves if isinstance(x, jax.Array)], collect_rows(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
+    )([x for x in leaves if isinstance(x, jax.Array)], unstripe(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
 
 
 IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused}

@@ -97,10 +97,10 @@ def add_bias(
     """A + B, or A where there is no bias."""
     if bias_BHTS is None:
         return scores_BHTS
-    return scores_BHTS + for_every_sequence(bias_BHTS.astype(scores_BHTS.dtype), scores_BHTS.shape[0])
+    return scores_BHTS + broadcast_batch(bias_BHTS.astype(scores_BHTS.dtype), scores_BHTS.shape[0])
 
 
-def for_every_sequence(x_BXYZ: Float[Array, "#B X Y Z"], batch: int) -> Float[Array, "B X Y Z"]:
+def broadcast_batch(x_BXYZ: Float[Array, "#B X Y Z"], batch: int) -> Float[Array, "B X Y Z"]:
     """What there is once for a whole batch, for each of its sequences.
 
     On a CPU its gradient is added up one sequence after the other: the sum over a leading dim that autodiff would use
@@ -313,7 +313,7 @@ def dape(
         # Nothing would be tiled: one convolution of both is faster than two.
         inputs = [tuple(jnp.concatenate(halves, axis=1) for halves in zip(*inputs, strict=True))]
     for x_BHTS, kernel_WHC in inputs:
-        hidden_BTJC += for_every_sequence(convolved(x_BHTS, kernel_WHC), scores_BHTS.shape[0])
+        hidden_BTJC += broadcast_batch(convolved(x_BHTS, kernel_WHC), scores_BHTS.shape[0])
     hidden_BTJC = jax.nn.leaky_relu(hidden_BTJC, 0.01).astype(dtype)
     update_BTSH = key_convolution(hidden_BTJC, output_WCH.astype(dtype), left_2, right_2)
     update_BTSH += output_bias_H[None, None, None].astype(update_BTSH.dtype)

@@ -31,7 +31,7 @@ from dape_jax.model.biases import Bias, BiasConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
 from dape_jax.model.processors import Processor, ProcessorConfig
-from dape_jax.sharding import collect_rows, deal_rows, look_up, matmul, place
+from dape_jax.sharding import constrain, embed, matmul, stripe, unstripe
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
 SIZES = {
@@ -383,20 +383,20 @@ class Transformer(nnx.Module):
                 which no other token sees.
             dropout_key: of the random numbers that dropout draws; None for none.
         """
-        pos_T = deal_rows(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
-        x_BTD = self._scaled(look_up(self.embedding_VD[...], deal_rows(tokens_BT, 1)))
+        pos_T = stripe(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
+        x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
 
         def layer(
             x_BTD: Float[Array, "B T D"], block_and_key: tuple[Block, Array | None]
         ) -> tuple[Float[Array, "B T D"], None]:
             block, key = block_and_key
-            return place(block(x_BTD, pos_T, self.shared_bias, dropout_key=key)[0], "BTD"), None
+            return constrain(block(x_BTD, pos_T, self.shared_bias, dropout_key=key)[0], "BTD"), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_layers)
         x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, keys))
-        return place(collect_rows(self._normed(x_BTD), 1), "BTD")
+        return constrain(unstripe(self._normed(x_BTD), 1), "BTD")
 
     def _scaled(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x_BTD * math.sqrt(self.config.width) if self.config.scale_embedding else x_BTD
@@ -443,7 +443,7 @@ class Transformer(nnx.Module):
 
 
 def attention_of(
-    config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, apart: int = 1
+    config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, row_stride: int = 1
 ) -> Attention:
     """The driver of a model's self-attention in a text of so many tokens: what `Auto` chooses, or the one it has.
 
@@ -452,7 +452,7 @@ def attention_of(
         length: T, in tokens.
         platform: of the devices.
         device_kind: of the devices; see `kernels.why_not_fused`.
-        apart: devices that rows are split over: mesh.context x mesh.tensor.
+        row_stride: devices that rows are split over: mesh.context x mesh.tensor.
 
     Raises:
         InputError: it has `Fused`, and there is no kernel for this model.
@@ -469,9 +469,15 @@ def attention_of(
     bias, processor = nnx.eval_shape(make)
     q_BTHK, k_BSGK = (
         jax.ShapeDtypeStruct((1, rows, heads, K), config.compute_dtype)
-        for rows, heads in ((length // apart, H), (length, config.num_kv_heads))
+        for rows, heads in ((length // row_stride, H), (length, config.num_kv_heads))
     )
-    options = {"bias": bias, "processor": processor, "causal": config.causal, "window": config.window, "apart": apart}
+    options = {
+        "bias": bias,
+        "processor": processor,
+        "causal": config.causal,
+        "window": config.window,
+        "row_stride": row_stride,
+    }
     if isinstance(attention, Auto):
         return attention.choose(q_BTHK, k_BSGK, **options, platform=platform, device_kind=device_kind)
     reason = why_not_fused(q_BTHK, k_BSGK, **options, platform=attention.platform or platform, device_kind=device_kind)

@@ -152,14 +152,14 @@ def executed_flops(
     return _flops(config, length * batch_size, pairs, batch_size, batch_parts * accumulation_steps, passes)
 
 
-def pairs_computed(attention: Attention, length: int, window: int | None, apart: int = 1) -> int:
-    """Pairs of a query and a key that a driver computes on a device that has every `apart`-th row of a text.
+def pairs_computed(attention: Attention, length: int, window: int | None, row_stride: int = 1) -> int:
+    """Pairs of a query and a key that a driver computes on a device that has every `row_stride`-th row of a text.
 
     `Dense` computes all; `Blockwise` in each of its runs of blocks those up to the run's last row, or up to the window;
     `Fused` in each of its blocks those up to the block's last row, or up to the window. (Not counted are those that its
     neighbouring windows of columns share.)
     """
-    num_rows = length // apart
+    num_rows = length // row_stride
     if isinstance(attention, Fused):
         block = min(BLOCKS[0], num_rows)
         attention = Blockwise(block, num_buckets=max(2, -(-num_rows // block)))
@@ -168,10 +168,12 @@ def pairs_computed(attention: Attention, length: int, window: int | None, apart:
     block = min(attention.block_size, num_rows)
     num_blocks = -(-num_rows // block)
     if window is not None and attention.num_buckets > 1:
-        return num_blocks * block * min(length, window - 1 + apart * block)
+        return num_blocks * block * min(length, window - 1 + row_stride * block)
     num_runs = min(attention.num_buckets, num_blocks)
     cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
-    return sum((stop - start) * block * min(length, apart * stop * block) for start, stop in itertools.pairwise(cuts))
+    return sum(
+        (stop - start) * block * min(length, row_stride * stop * block) for start, stop in itertools.pairwise(cuts)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.config import RunConfig, is_task, resolved
+from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
@@ -49,7 +49,7 @@ def read_run(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
         spec["model"]["dtype"] = "bfloat16"
-    if not is_task(spec) and not spec["data"]["path"]:
+    if not is_algorithmic(spec) and not spec["data"]["path"]:
         spec["data"]["path"] = STDLIB
     if batch_size is not None:
         spec["train"]["batch_size"] = batch_size
@@ -180,7 +180,7 @@ def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, A
             optimizer,
             shardings_of(state),
             accumulation_steps=run.train.accumulation_steps,
-            unembedded_at_once=run.train.unembedded_at_once,
+            logits_chunk_tokens=run.train.logits_chunk_tokens,
             spike_nats=run.train.spike_nats,
         )
         return step, (state, batch(run.train.batch_size, run.train.train_length))
@@ -330,7 +330,7 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
         row_parts=row_parts,
         batch_parts=batch_parts,
         accumulation_steps=train.accumulation_steps,
-        chunked_unembedding=tokens_at_once > train.unembedded_at_once,
+        chunked_unembedding=tokens_at_once > train.logits_chunk_tokens,
     ).total
 
 
@@ -370,7 +370,7 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
 
     channels = model.processor.channels if isinstance(model.processor, DapeConfig) else 0
     num_rows = train.train_length // (sizes["context"] * sizes["tensor"])
-    attention = attention_of(model, train.train_length, "gpu", apart=sizes["context"] * sizes["tensor"])
+    attention = attention_of(model, train.train_length, "gpu", row_stride=sizes["context"] * sizes["tensor"])
     block = attention.block_size if isinstance(attention, Blockwise) else num_rows
     of_scores = rows * train.train_length * 4 * (3 * H + 2 * channels)
     kept = 0
@@ -384,7 +384,7 @@ def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
         "layer inputs": L * tokens * D * 4,
         "kept of layers": L * kept,
         "one layer": 2 * 2 * 12 * D * D // sizes["tensor"] + of_scores * min(block, num_rows),
-        "logits": min(tokens, train.unembedded_at_once) * model.num_outputs * 8 // sizes["tensor"],
+        "logits": min(tokens, train.logits_chunk_tokens) * model.num_outputs * 8 // sizes["tensor"],
     }
     peak, shards = sum(held.values()), sizes["fsdp"]
     received = num_params * 2 * (3 if model.remat == "none" else 4) * train.accumulation_steps * (shards - 1) // shards

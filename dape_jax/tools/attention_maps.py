@@ -44,7 +44,7 @@ from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import Trained, held_out_corpus, read_trained, restore
+from dape_jax.evaluation.evaluate import TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.model.attention import Blockwise, masked_softmax, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
@@ -131,7 +131,7 @@ def attention_maps(
     return page
 
 
-def read_tokens(trained: Trained, length: int, text: Path | None) -> tuple[Int[np.ndarray, "T"], dict[str, str]]:
+def read_tokens(trained: TrainedModel, length: int, text: Path | None) -> tuple[Int[np.ndarray, "T"], dict[str, str]]:
     """The tokens that the model reads, and for the record where they come from and how they begin.
 
     Raises:
@@ -147,7 +147,7 @@ def read_tokens(trained: Trained, length: int, text: Path | None) -> tuple[Int[n
         source = str(text)
     else:
         try:
-            store = held_out_corpus(trained, None).validation
+            store = validation_corpus(trained, None).validation
         except InputError as error:
             raise InputError(f"{error}; here, with --text") from error
         sizes = np.diff(store.offsets) - 1  # without the end_of_document, which nothing follows

@@ -41,12 +41,12 @@ from dape_jax import command_line
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import Trained, read_trained, restore
+from dape_jax.evaluation.evaluate import TrainedModel, read_trained, restore
 from dape_jax.evaluation.perplexity import model_at
+from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, make_cache, model_structure
 from dape_jax.sharding import put_batch
 from dape_jax.tools.generate import Sampling, TextStream, generate
-from dape_jax.training.step import nll
 
 try:
     from datasets.exceptions import DatasetsError
@@ -220,7 +220,7 @@ class HarnessModel(TemplateLM):
     is too long loses its beginning, and how many did is logged.
     """
 
-    def __init__(self, trained: Trained, *, max_length: int | None = None, batch_size: int | None = None):
+    def __init__(self, trained: TrainedModel, *, max_length: int | None = None, batch_size: int | None = None):
         """Read the parameters.
 
         Args:
@@ -391,7 +391,7 @@ class HarnessModel(TemplateLM):
         return texts_until(steps, len(prompts), self._tokenizer, continuation.until)
 
 
-def read_max_length(trained: Trained, max_length: int | None) -> int:
+def read_max_length(trained: TrainedModel, max_length: int | None) -> int:
     """`max_length`, or the longest that the run's evaluation has."""
     longest = max(trained.run.evaluation.lengths) if max_length is None else max_length
     require(longest > 0, "max_length", longest, "1 token or more")
@@ -429,7 +429,7 @@ def load_tasks(names: Sequence[str], include_path: Path | None) -> tuple[TaskMan
     ]
 
 
-def check_tasks(trained: Trained, manager: TaskManager, tasks: list[Any], max_length: int) -> None:
+def check_tasks(trained: TrainedModel, manager: TaskManager, tasks: list[Any], max_length: int) -> None:
     """Raise what the harness or `HarnessModel` would raise later, when requests have been run already."""
     for name, task in manager.load(tasks)["tasks"].items():
         require(
@@ -455,7 +455,7 @@ def evaluate_tasks(
     batch_size: int | None = None,
     step: str = "newest",
     output: Path | None = None,
-) -> report.Written:
+) -> report.ReportPaths:
     """Run tasks of the harness on a trained model and write its results.
 
     Args:

@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dape_jax.distributed import first
+from dape_jax.distributed import process_zero_first
 from dape_jax.errors import InputError, require
 from dape_jax.model.transformer import Params
 from dape_jax.training.step import TrainState
@@ -73,7 +73,7 @@ def sole_run(workdir: Path) -> Iterator[None]:
     Raises:
         InputError: a live run has it, or it cannot be written to.
     """
-    descriptor = first(lambda: _lock(workdir) if jax.process_index() == 0 else None)
+    descriptor = process_zero_first(lambda: _lock(workdir) if jax.process_index() == 0 else None)
     try:
         yield
     finally:
@@ -121,7 +121,7 @@ def require_space(workdir: Path, state: TrainState) -> None:
         megabytes = f"a checkpoint takes {num_bytes / 1e6:,.1f} MB, and its file system has {free / 1e6:,.1f} MB free"
         require(free >= num_bytes, "workdir", str(workdir), megabytes)
 
-    first(lambda: check() if jax.process_index() == 0 else None)
+    process_zero_first(lambda: check() if jax.process_index() == 0 else None)
 
 
 # ---- digests
@@ -177,7 +177,7 @@ def _json_digest(value: Any) -> str:
 class _Manager(ocp.CheckpointManager):
     """Orbax's manager, which also writes `checksums/` and says in one line why a save has failed."""
 
-    def __init__(self, workdir: Path, keep_latest: int):
+    def __init__(self, workdir: Path, max_to_keep: int):
         """Open, or make, the checkpoints of a workdir.
 
         Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best; a policy that is the union of
@@ -188,7 +188,7 @@ class _Manager(ocp.CheckpointManager):
         self.saving: int | None = None
         policy = preservation_policy.AnyPreservationPolicy(
             [
-                preservation_policy.LatestN(keep_latest),
+                preservation_policy.LatestN(max_to_keep),
                 preservation_policy.BestN(
                     get_metric_fn=_validation_nats, reverse=True, n=1, keep_checkpoints_without_metrics=False
                 ),
@@ -279,9 +279,9 @@ class _Manager(ocp.CheckpointManager):
             ) from error
 
 
-def open_checkpoints(workdir: Path, keep_latest: int) -> ocp.CheckpointManager:
+def open_checkpoints(workdir: Path, max_to_keep: int) -> ocp.CheckpointManager:
     """The manager of a run's checkpoints. Call `close()` on it: saves run in the background until then."""
-    return _Manager(workdir, keep_latest)
+    return _Manager(workdir, max_to_keep)
 
 
 def _validation_nats(metrics: dict[str, float]) -> float:

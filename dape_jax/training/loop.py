@@ -19,9 +19,9 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tqdm import tqdm
 
-from dape_jax.config import HOW, RunConfig, TaskRunConfig, differences, read_run, resolved
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
-from dape_jax.distributed import Stopping, first, require_same
+from dape_jax.distributed import PreemptionGuard, process_zero_first, require_same
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.planning.flops import mfu, model_flops_per_token
@@ -91,11 +91,11 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         optimizer,
         shardings_of(planned),
         accumulation_steps=run.train.accumulation_steps,
-        unembedded_at_once=run.train.unembedded_at_once,
+        logits_chunk_tokens=run.train.logits_chunk_tokens,
         spike_nats=run.train.spike_nats,
         seed=run.train.seed,
     )
-    validate = make_validation(run, graphdef, source.held_out, mesh)
+    validate = make_validation(run, graphdef, source.validation, mesh)
     logger.info(
         "{total:,} parameters, {bias:,} of them in position biases and {processor:,} in score convolutions; %s".format(
             **parameter_counts(abstract)
@@ -105,7 +105,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
 
     with jax.set_mesh(mesh), checkpoint.sole_run(workdir):
         # ---- start, or go on where the newest whole checkpoint stands
-        first(lambda: write_or_compare(workdir, record, source.tokenizer))
+        process_zero_first(lambda: write_or_compare(workdir, record, source.tokenizer))
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
             source.batches.set_state(data_state)
@@ -114,28 +114,28 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
         if start == run.train.num_steps:
             logger.info("%s is trained: step %d of %d", workdir, start, run.train.num_steps)
             return
-        stopping = Stopping()
-        if stopping.after(start):
+        preemption = PreemptionGuard()
+        if preemption.should_stop(start):
             raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command goes on")
         checkpoint.require_space(workdir, planned)
 
         # ---- steps
         with (
-            checkpoint.open_checkpoints(workdir, run.train.keep_latest) as manager,
+            checkpoint.open_checkpoints(workdir, run.train.max_to_keep) as manager,
             Scalars(workdir, run, start) as scalars,
         ):
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
                 state, metrics = train_step(state, put_batch(batch, mesh))
                 scalars.add(step, metrics, num_tokens(batch) * run.train.batch_size)
-                last, stop = step == run.train.num_steps, stopping.after(step)
+                last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 validation_nats = None
-                if last or step % run.train.validate_every == 0:
+                if last or step % run.train.eval_interval == 0:
                     scalars.flush()
                     validation = validate(state.params)
                     validation_nats = validation["loss_nats"]
                     scalars.add_validation(step, validation)
-                if last or stop or step % run.train.checkpoint_every == 0:
+                if last or stop or step % run.train.checkpoint_interval == 0:
                     scalars.flush()  # no state is saved whose loss has not been looked at
                     checkpoint.save(manager, step, state, source.batches.get_state(), record, validation_nats)
                 if stop and not last:
@@ -167,7 +167,7 @@ def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any
 
     What only decides how a run is computed (`config.HOW`) may differ.
     """
-    if lines := differences(saved, new, but=HOW):
+    if lines := differences(saved, new, but=RESUMABLE_FIELDS):
         raise InputError(
             f"workdir = {str(workdir)!r}: holds a run with another config; take another workdir, or the config it was "
             "started with. " + "; ".join(lines)
@@ -180,16 +180,16 @@ def num_tokens(batch: Batch) -> int:
 
 
 def make_validation(
-    run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, held_out: list[Batch], mesh: Mesh
+    run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, validation: list[Batch], mesh: Mesh
 ) -> Callable[[Params], dict[str, float]]:
     """Make `validate(params)`: the mean loss of the held-out batches, in nats, and of a task the accuracy."""
 
     def of_corpus(params: Params) -> dict[str, float]:
-        nlls = [nll_step(params, put_batch(batch, mesh)) for batch in held_out]
+        nlls = [nll_step(params, put_batch(batch, mesh)) for batch in validation]
         return {"loss_nats": float(sum(float(nll.sum()) for nll in nlls) / sum(nll.size for nll in nlls))}
 
     def of_task(params: Params) -> dict[str, float]:
-        sums = [sums_step(params, put_batch(batch, mesh)) for batch in held_out]
+        sums = [sums_step(params, put_batch(batch, mesh)) for batch in validation]
         nats, weight, right, counted = np.sum(jax.device_get(sums), axis=0)
         return {"loss_nats": float(nats / weight), "accuracy": float(right / counted)}
 
@@ -211,7 +211,7 @@ class Scalars:
         self.learning_rates = np.asarray(
             make_schedule(run.optimizer, run.train.num_steps)(jnp.arange(run.train.num_steps))
         )
-        self.workdir, self.skip_at_most = workdir, run.train.skip_at_most
+        self.workdir, self.max_bad_steps = workdir, run.train.max_bad_steps
         # Those of a task's tapes differ from step to step.
         self.token_flops = (
             model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
@@ -315,10 +315,10 @@ class Scalars:
             NonFiniteError: it is one more bad step in a row than may be skipped.
         """
         what = ", ".join(f"{name} = {values[name]:.6g}" for name in ("loss_nats", "gradient_norm"))
-        if bad_in_a_row > self.skip_at_most:
+        if bad_in_a_row > self.max_bad_steps:
             skipped = f" after {bad_in_a_row - 1} bad steps that were skipped" if bad_in_a_row > 1 else ""
             raise NonFiniteError(
-                f"step {step}: {what}{skipped} (not finite, or a spike); train.skip_at_most = {self.skip_at_most}, and "
+                f"step {step}: {what}{skipped} (not finite, or a spike); train.max_bad_steps = {self.max_bad_steps}; "
                 "checkpoints up to here are kept"
             )
         reason = "bad" if is_bad else "overflow"

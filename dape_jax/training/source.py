@@ -10,7 +10,7 @@ from dape_jax.config import RunConfig, TaskRunConfig
 from dape_jax.data import batches as of_corpus
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.data.tokenizers import Tokenizer
-from dape_jax.distributed import first
+from dape_jax.distributed import process_zero_first
 from dape_jax.errors import require
 from dape_jax.sharding import batch_part, rows_of_part
 from dape_jax.tasks import batches as of_task
@@ -29,7 +29,7 @@ class Source:
     """
 
     batches: grain.DatasetIterator[Batch]
-    held_out: list[Batch]
+    validation: list[Batch]
     digest: str
     tokenizer: Tokenizer | None
 
@@ -44,7 +44,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
 
 
 def _corpus(run: RunConfig, mesh: Mesh) -> Source:
-    corpus = first(lambda: load_verified(run.data))
+    corpus = process_zero_first(lambda: load_verified(run.data))
     require(
         corpus.train.sidecar.vocab_size <= run.model.vocab_size,
         "model.vocab_size",
@@ -60,13 +60,13 @@ def _corpus(run: RunConfig, mesh: Mesh) -> Source:
         shard_index=part,
         num_shards=num_parts,
     )
-    held_out = of_corpus.validation_batches(
+    validation = of_corpus.validation_batches(
         corpus.validation,
         length=run.train.train_length,
         batch_size=run.train.batch_size,
         num_batches=run.train.validation_batches,
     )
-    mine = [rows_of_part(batch, part, num_parts) for batch in held_out]
+    mine = [rows_of_part(batch, part, num_parts) for batch in validation]
     return Source(batches, mine, corpus.digest, corpus.train.tokenizer)
 
 
@@ -75,10 +75,10 @@ def _task(run: TaskRunConfig, mesh: Mesh) -> Source:
     batches = of_task.train_batches(
         run.data, longest=longest, global_batch_size=run.train.batch_size, shard_index=part, num_shards=num_parts
     )
-    held_out = of_task.validation_batches(
+    validation = of_task.validation_batches(
         run.data, longest=longest, batch_size=run.train.batch_size, num_batches=run.train.validation_batches
     )
-    return Source(batches, [rows_of_part(batch, part, num_parts) for batch in held_out], digest(run.data), None)
+    return Source(batches, [rows_of_part(batch, part, num_parts) for batch in validation], digest(run.data), None)
 
 
 def load_verified(config: DataConfig) -> Corpus:

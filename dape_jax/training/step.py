@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
+from dape_jax.model.loss import nll, nll_of_features
 from dape_jax.model.transformer import Params, Transformer, TransformerConfig, model_structure
-from dape_jax.sharding import activation_spec, in_mesh, parameter_shardings, parameter_spec, replicated
+from dape_jax.sharding import parameter_shardings, replicated
 
 # Dynamic loss scaling, for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
 # halves at an overflow, and doubles after so many steps without one (GPT-NeoX's window).
@@ -113,100 +114,13 @@ def shardings_of(state: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
-def nll(
-    logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"], vocab_axis: str | tuple[()] = ()
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every target, in nats, float32.
-
-    The target's logit is picked by comparing, not by indexing: where the vocabulary is split over devices, each then
-    looks at its own part alone.
-
-    Args:
-        logits_BTV: of the whole vocabulary, or of this device's part of it.
-        targets_BT: counted from the first of that part.
-        vocab_axis: mesh axis that splits the vocabulary, inside a `shard_map`.
-    """
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    largest_BT = jax.lax.stop_gradient(logits_BTV).max(axis=-1)
-    largest_BT = jax.lax.pmax(largest_BT, vocab_axis) if vocab_axis else largest_BT
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])[None, None]
-    total_BT = jnp.exp(logits_BTV - largest_BT[..., None]).sum(axis=-1)
-    target_BT = jnp.where(is_target_BTV, logits_BTV, 0).sum(axis=-1)
-    total_BT, target_BT = jax.lax.psum((total_BT, target_BT), vocab_axis) if vocab_axis else (total_BT, target_BT)
-    return largest_BT + jnp.log(total_BT) - target_BT
-
-
-def nll_of_features(
-    model: Transformer, features_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], unembedded_at_once: int
-) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every target from what comes before the unembedding, in nats, float32.
-
-    Each device of a mesh works on its own tokens, and where `tensor` splits the vocabulary on its part of that: the
-    unembedding is gathered once, and its gradient summed over devices once.
-
-    Args:
-        model: whose unembedding it is.
-        features_BTD: from `Transformer.features`.
-        targets_BT: of the same positions.
-        unembedded_at_once: tokens on each device whose logits are held at once (one position of every sequence at
-            least). With more tokens than that their logits are computed in parts, and again in the backward pass, so
-            that memory does not grow with length times vocabulary. The numbers are the same.
-    """
-    dtype = model.config.compute_dtype
-    features_BTD, weight_DV = features_BTD.astype(dtype), model.unembedding_DV.astype(dtype)
-    bias_V = None if model.output_bias_V is None else model.output_bias_V[...]
-    if not in_mesh():
-        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT, unembedded_at_once)
-
-    def on_device(features_BTD: Array, weight_DV: Array, bias_V: Array | None, targets_BT: Array) -> Array:
-        first_id = jax.lax.axis_index("tensor") * weight_DV.shape[1]
-        weight_DV = jax.lax.all_gather(weight_DV, "fsdp", axis=0, tiled=True)
-        return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT - first_id, unembedded_at_once, "tensor")
-
-    of_weight = parameter_spec("unembedding_DV", 2)
-    return jax.shard_map(
-        on_device,
-        in_specs=(activation_spec("BTD"), of_weight, PartitionSpec(of_weight[1]), activation_spec("BT")),
-        out_specs=activation_spec("BT"),
-    )(features_BTD, weight_DV, bias_V, targets_BT)
-
-
-def _nll_on_device(
-    features_BTD: Array,
-    weight_DV: Array,
-    bias_V: Array | None,
-    ids_BT: Array,
-    at_once: int,
-    vocab_axis: str | tuple[()] = (),
-) -> Array:
-    """See `nll_of_features`; targets are counted from the first of this device's part of the vocabulary."""
-
-    def nll_of_parts(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
-        logits_BTV = jnp.einsum("BTD,DV->BTV", features_BTD, weight_DV, preferred_element_type=jnp.float32)
-        return nll(logits_BTV if bias_V is None else logits_BTV + bias_V[None, None], ids_BT, vocab_axis)
-
-    batch, length, _ = features_BTD.shape
-    if batch * length <= at_once:
-        return nll_of_parts(features_BTD, weight_DV, ids_BT)
-    # Its gradient is added up over the parts, and that in float32.
-    weight_DV, dtype = weight_DV.astype(jnp.float32), weight_DV.dtype
-
-    @jax.checkpoint
-    def nll_of_position(position: tuple[Array, Array]) -> Array:
-        features_BD, ids_B = position
-        return nll_of_parts(features_BD[:, None], weight_DV.astype(dtype), ids_B[:, None])[:, 0]
-
-    positions = jnp.moveaxis(features_BTD, 1, 0), ids_BT.T
-    return jax.lax.map(nll_of_position, positions, batch_size=max(1, at_once // batch)).T
-
-
 def make_train_step(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     shardings: TrainState,
     *,
     accumulation_steps: int = 1,
-    unembedded_at_once: int = 8192,
+    logits_chunk_tokens: int = 8192,
     spike_nats: float | None = None,
     seed: int = 0,
 ) -> Wrapped:
@@ -225,7 +139,7 @@ def make_train_step(
         optimizer: of `optimizer.make_optimizer`.
         shardings: where the state lives, before and after.
         accumulation_steps: parts in which the gradient is computed.
-        unembedded_at_once: see `nll_of_features`.
+        logits_chunk_tokens: see `nll_of_features`.
         spike_nats: see above; None for never.
         seed: of dropout, with the number of the step.
 
@@ -244,7 +158,7 @@ def make_train_step(
             model = nnx.merge(graphdef, params)
             key = None if model.config.dropout == 0 else jax.random.fold_in(jax.random.key(seed), number)
             features_BTD = model.features(batch["inputs"], positions_of(batch), key)
-            nll_BT = nll_of_features(model, features_BTD, batch["targets"], unembedded_at_once)
+            nll_BT = nll_of_features(model, features_BTD, batch["targets"], logits_chunk_tokens)
             weights_BT = batch["weights"] if "weights" in batch else None
             loss = jnp.average(nll_BT, weights=weights_BT)
             return (loss if scale is None else loss * scale), loss
@@ -322,7 +236,7 @@ def positions_of(batch: dict[str, Array]) -> Int[Array, "T"] | None:
     return batch["positions"][0] if "positions" in batch else None
 
 
-def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: int = 1024) -> Wrapped:
+def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens: int = 1024) -> Wrapped:
     """Make `step(params, batch) -> nll_BT` of the last `last_tokens` targets of every row, jitted.
 
     Only those positions are unembedded; see `nll_of_features`.
@@ -331,7 +245,7 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, unembedded_at_once: 
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
         features_BTD = model.features(batch["inputs"])[:, -last_tokens:]
-        return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], unembedded_at_once)
+        return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], logits_chunk_tokens)
 
     return jax.jit(step)
 

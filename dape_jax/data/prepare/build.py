@@ -46,7 +46,16 @@ from tqdm import tqdm
 
 from dape_jax.data import corpus
 from dape_jax.data.corpus import Split
-from dape_jax.data.prepare.records import Bad, Batch, Document, LeftOut, Position, Selection, examine, read_batches
+from dape_jax.data.prepare.records import (
+    BadRecord,
+    Batch,
+    Document,
+    Position,
+    Selection,
+    Skipped,
+    examine,
+    read_batches,
+)
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, printable, require
 
@@ -123,7 +132,7 @@ class Result:
     tokens: dict[Split, Tokens]
     left_out: dict[str, int]
     rejected: dict[str, int]
-    listed: list[Bad]  # the first `MAX_LISTED` of the rejected
+    listed: list[BadRecord]  # the first `MAX_LISTED` of the rejected
     peak_bytes: int  # resident memory of the process that made it
 
 
@@ -146,7 +155,7 @@ def tokenize(batch: Batch, selection: Selection, tokenizer: Tokenizer) -> Result
         if isinstance(found, Document):
             found = _tokenize_document(found, selection, tokenizer)
         match found:
-            case Bad():
+            case BadRecord():
                 rejected[found.reason] += 1
                 if len(listed) < MAX_LISTED:
                     listed.append(found)
@@ -175,7 +184,7 @@ def tokenize(batch: Batch, selection: Selection, tokenizer: Tokenizer) -> Result
 
 def _tokenize_document(
     document: Document, selection: Selection, tokenizer: Tokenizer
-) -> tuple[Split, np.ndarray, int] | Bad | LeftOut:
+) -> tuple[Split, np.ndarray, int] | BadRecord | Skipped:
     """Side, ids without end_of_document, and bytes of text; or why there are none."""
     content = document.content
     if isinstance(content, bytes):
@@ -184,8 +193,8 @@ def _tokenize_document(
         try:
             ids = tokenizer.encode(content)
         except InputError as error:
-            return Bad(document.file, document.line, "cannot be encoded", str(error))
-        return corpus.split_of(content, selection.held_out_fraction), ids, len(content)
+            return BadRecord(document.file, document.line, "cannot be encoded", str(error))
+        return corpus.split_of(content, selection.validation_fraction), ids, len(content)
     if len(content) and content[-1] == tokenizer.end_of_document:
         content = content[:-1]
     if left_out := selection.by_length(len(content)):
@@ -197,7 +206,7 @@ def _tokenize_document(
         low if low < 0 else high,
         f"the tokenizer {tokenizer.name} has 0 to {tokenizer.vocab_size - 1}",
     )
-    return corpus.split_of(content.astype("<i8").tobytes(), selection.held_out_fraction), content, 0
+    return corpus.split_of(content.astype("<i8").tobytes(), selection.validation_fraction), content, 0
 
 
 def peak_bytes() -> int:
@@ -341,14 +350,14 @@ def build(
     )
 
 
-def check_found(record: Record, given: str, held_out: str, held_out_fraction: float) -> None:
+def check_found(record: Record, given: str, validation: str, validation_fraction: float) -> None:
     """Raise `InputError` unless there are documents on both sides.
 
     Args:
         record: of the whole build.
         given: what was read, in the user's words: "data.path = 'books'".
-        held_out: what the user knows the fraction as.
-        held_out_fraction: the share that is held out.
+        validation: what the user knows the fraction as.
+        validation_fraction: the share that is held out.
     """
     num_documents = sum(record.num_documents.values())
     if not num_documents:
@@ -357,7 +366,7 @@ def check_found(record: Record, given: str, held_out: str, held_out_fraction: fl
         raise InputError(f"{given}: no documents there: {found}")
     for split in SPLITS:
         allowed = f"leaves no {split} documents of the {num_documents:,} in {given} (each side needs one)"
-        require(record.num_documents[split] > 0, held_out, held_out_fraction, allowed)
+        require(record.num_documents[split] > 0, validation, validation_fraction, allowed)
 
 
 def finish(directory: Path, record: Record, tokenizer: Tokenizer, *, source: str, fingerprint: str) -> None:
@@ -500,7 +509,7 @@ def _is_like(found: Any, like: Any) -> bool:
     )
 
 
-def describe(bad: Bad) -> str:
+def describe(bad: BadRecord) -> str:
     """A bad record in one line."""
     return printable(f"{bad.file}{f', line {bad.line}' if bad.line else ''}: {bad.reason}: {bad.detail}")
 

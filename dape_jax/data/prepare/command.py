@@ -46,7 +46,7 @@ from dape_jax.data.prepare.build import (
     write_json,
 )
 from dape_jax.data.prepare.records import (
-    Bad,
+    BadRecord,
     Document,
     Position,
     Selection,
@@ -84,7 +84,7 @@ class PrepareConfig:
         where: "field=value" or "field=value|value", all of which a record must match.
         min_length: bytes of UTF-8 of a document; ids, if it is of a .bin file.
         max_length: the same. It bounds the memory.
-        held_out_fraction: the share of the documents that training never sees.
+        validation_fraction: the share of the documents that training never sees.
         workers: processes that tokenize; 1 for all in this process.
         strict: stop at the first bad record.
     """
@@ -98,7 +98,7 @@ class PrepareConfig:
     where: tuple[str, ...] = ()
     min_length: int = 1
     max_length: int = 2**24
-    held_out_fraction: float = 0.01
+    validation_fraction: float = 0.01
     workers: int = 1
     strict: bool = False
 
@@ -118,14 +118,14 @@ class PrepareConfig:
         require(self.min_length > 0, "min_length", self.min_length, "1 or more: an empty document holds nothing")
         allowed = f"min_length = {self.min_length} to {2**30}: it bounds the memory"
         require(self.min_length <= self.max_length <= 2**30, "max_length", self.max_length, allowed)
-        require(0 < self.held_out_fraction < 1, "held_out_fraction", self.held_out_fraction, "between 0 and 1")
+        require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction, "between 0 and 1")
         require(0 < self.workers <= 1024, "workers", self.workers, "1 to 1024 processes")
 
     @property
     def selection(self) -> Selection:
         """What becomes a document."""
         where = tuple((field, tuple(values.split("|"))) for field, _, values in (w.partition("=") for w in self.where))
-        return Selection(self.text_field, where, self.min_length, self.max_length, self.held_out_fraction)
+        return Selection(self.text_field, where, self.min_length, self.max_length, self.validation_fraction)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def prepare(config: PrepareConfig) -> Prepared:
                 partial, files, config.selection, tokenizer, workers=config.workers, strict=config.strict
             )
             source = ",".join(config.input)
-            check_found(record, f"input = {source!r}", "held_out_fraction", config.held_out_fraction)
+            check_found(record, f"input = {source!r}", "validation_fraction", config.validation_fraction)
             fingerprint = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
             finish(partial, record, tokenizer, source=source, fingerprint=fingerprint)
             sync(partial)
@@ -274,11 +274,11 @@ def _training_texts(config: PrepareConfig, files: list[Path]) -> Iterator[str]:
     with progress(sum(file.stat().st_size for file in files), "reading for the tokenizer", 0) as bar:
         for batch in read_batches(files, selection, Position()):
             for found in (found for piece in batch.pieces for found in examine(piece, selection)):
-                if isinstance(found, Bad) and config.strict:
+                if isinstance(found, BadRecord) and config.strict:
                     raise InputError(f"{describe(found)}; without strict it is left out")
                 if not isinstance(found, Document) or not isinstance(found.content, bytes):
                     continue
-                is_train = corpus.split_of(found.content, config.held_out_fraction) == "train"
+                is_train = corpus.split_of(found.content, config.validation_fraction) == "train"
                 if is_train and selection.by_length(len(found.content)) is None:
                     with contextlib.suppress(UnicodeDecodeError):  # counted when it is to be encoded
                         yield found.content.decode()
@@ -327,7 +327,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("min_length", 1, "Bytes of UTF-8 of a document at least; ids, in .bin files.")
     flags.DEFINE_integer("max_length", 2**24, "Bytes of UTF-8 of a document at most; ids, in .bin files.")
     flags.DEFINE_float(
-        "held_out_fraction", 0.01, "Share of the documents that is held out, by a hash of their content."
+        "validation_fraction", 0.01, "Share of the documents that is held out, by a hash of their content."
     )
     flags.DEFINE_integer("workers", os.cpu_count() or 1, "Processes that tokenize; 1 for all in one.")
     flags.DEFINE_bool("strict", False, "Stop at the first bad record instead of leaving it out.")

@@ -31,7 +31,7 @@ from jaxtyping import Integer
 from dape_jax.data.prepare.megatron import open_indexed
 from dape_jax.errors import InputError
 
-LeftOut = Literal["filtered", "too short", "too long", "binary file"]
+Skipped = Literal["filtered", "too short", "too long", "binary file"]
 
 _LINES = (".jsonl", ".ndjson")
 _LINES_COMPRESSED = (*_LINES, ".json")
@@ -58,21 +58,21 @@ class Selection:
         where: fields, written alike, and the values of which a record must have one: strings, or what JSON spells so.
         min_length: bytes of UTF-8 of a document; ids, if it is of a `.bin` file.
         max_length: the same. It bounds the memory.
-        held_out_fraction: the share of the documents that is held out for validation.
+        validation_fraction: the share of the documents that is held out for validation.
     """
 
     text_field: str
     where: tuple[tuple[str, tuple[str, ...]], ...]
     min_length: int
     max_length: int
-    held_out_fraction: float
+    validation_fraction: float
 
     @property
     def max_line(self) -> int:
         """Bytes of a line of JSON; a longer one is bad, and is never held whole."""
         return self.max_length * _MAX_ESCAPES + _MAX_METADATA_BYTES
 
-    def by_length(self, length: int) -> LeftOut | None:
+    def by_length(self, length: int) -> Skipped | None:
         """Why a document of this length is left out, or None if it is not."""
         return "too short" if length < self.min_length else "too long" if length > self.max_length else None
 
@@ -87,7 +87,7 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bad:
+class BadRecord:
     """A record that cannot be read, or the place where a file breaks off."""
 
     file: str
@@ -134,14 +134,14 @@ class Ids:
     documents: list[Integer[np.ndarray, "_"]]
 
 
-Piece = Lines | Rows | Text | Ids | Bad | LeftOut
+RawRecords = Lines | Rows | Text | Ids | BadRecord | Skipped
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """About `_PIECE_BYTES` of raw content, to be examined here or in another process."""
 
-    pieces: list[Piece]
+    pieces: list[RawRecords]
     after: Position  # its last record
     num_input_bytes: int  # of all files, compressed as they are, up to there
 
@@ -216,7 +216,9 @@ def read_batches(files: list[Path], selection: Selection, start: Position) -> It
         yield Batch(pieces, after, input_before)
 
 
-_Read = Iterator[tuple[Piece, int, Position, int]]  # a piece, its size, the position after it, bytes read of the file
+_Read = Iterator[
+    tuple[RawRecords, int, Position, int]
+]  # a piece, its size, the position after it, bytes read of the file
 
 
 def _read_file(file: Path, selection: Selection, start: Position) -> _Read:
@@ -232,7 +234,7 @@ def _read_file(file: Path, selection: Selection, start: Position) -> _Read:
 def _read_text(file: Path, selection: Selection, start: Position) -> _Read:
     with open(file, "rb") as opened:
         content = opened.read(_BINARY_PROBE_BYTES)
-        piece: Piece = "binary file"
+        piece: RawRecords = "binary file"
         if b"\0" not in content:
             content += opened.read(max(0, selection.max_length + 1 - len(content)))
             piece = "too long" if len(content) > selection.max_length else Text(str(file), content)
@@ -247,16 +249,16 @@ def _read_lines(file: Path, selection: Selection, start: Position) -> _Read:
     damage = None
     with open(file, "rb") as opened:
 
-        def lines(content: bytes) -> tuple[Piece, int, Position, int]:
+        def lines(content: bytes) -> tuple[RawRecords, int, Position, int]:
             nonlocal offset, line
             piece = Lines(str(file), line + 1, content)
             offset, line = offset + len(content), line + content.count(b"\n")
             return piece, len(content), Position(start.file, offset, line), opened.tell()
 
-        def too_long() -> tuple[Piece, int, Position, int]:
+        def too_long() -> tuple[RawRecords, int, Position, int]:
             nonlocal line
             line += 1
-            bad = Bad(str(file), line, *_too_long(selection).args)
+            bad = BadRecord(str(file), line, *_too_long(selection).args)
             return bad, 0, Position(start.file, offset, line), opened.tell()
 
         for block in _blocks(file, opened, offset):
@@ -289,7 +291,7 @@ def _read_lines(file: Path, selection: Selection, start: Position) -> _Read:
         if content:
             yield lines(content)
         if damage:
-            yield Bad(str(file), line + 1, *damage.args), 0, Position(start.file + 1), opened.tell()
+            yield BadRecord(str(file), line + 1, *damage.args), 0, Position(start.file + 1), opened.tell()
         elif in_long_line:
             yield too_long()
 
@@ -387,7 +389,7 @@ def _read_rows(file: Path, selection: Selection, start: Position) -> _Read:
             reason, detail = "corrupt parquet", f"{type(error).__name__}: {error}"
         else:
             return
-    bad = Bad(str(file), row + 1 if row else 0, reason, detail)
+    bad = BadRecord(str(file), row + 1 if row else 0, reason, detail)
     yield bad, 0, Position(start.file + 1), num_bytes
 
 
@@ -464,12 +466,12 @@ def _read_ids(file: Path, selection: Selection, start: Position) -> _Read:
     try:
         dataset = open_indexed(file)
     except InputError as error:
-        bad = Bad(str(file), 0, "damaged .bin or .idx", str(error))
+        bad = BadRecord(str(file), 0, "damaged .bin or .idx", str(error))
         yield bad, 0, Position(start.file + 1), num_bytes
         return
     documents, size, first = [], 0, start.offset
 
-    def held() -> tuple[Piece, int, Position, int]:
+    def held() -> tuple[RawRecords, int, Position, int]:
         end = first + len(documents)
         piece = Ids(str(file), first + 1, documents)
         return piece, size, Position(start.file, end, end), num_bytes * end // dataset.num_documents
@@ -493,7 +495,7 @@ def _read_ids(file: Path, selection: Selection, start: Position) -> _Read:
 # Examining: any process finds the documents in a piece.
 
 
-def examine(piece: Piece, selection: Selection) -> Iterator[Document | Bad | LeftOut]:
+def examine(piece: RawRecords, selection: Selection) -> Iterator[Document | BadRecord | Skipped]:
     """What is in a piece, in order: documents, what is left out, and what is bad."""
     match piece:
         case Lines():
@@ -509,7 +511,7 @@ def examine(piece: Piece, selection: Selection) -> Iterator[Document | Bad | Lef
             yield piece
 
 
-def _examine_lines(piece: Lines, selection: Selection) -> Iterator[Document | Bad | LeftOut]:
+def _examine_lines(piece: Lines, selection: Selection) -> Iterator[Document | BadRecord | Skipped]:
     begin, number = 0, piece.first
     while begin < len(piece.content):
         end = piece.content.find(b"\n", begin)
@@ -525,7 +527,7 @@ def _examine_lines(piece: Lines, selection: Selection) -> Iterator[Document | Ba
                 yield "filtered" if text is None else Document(piece.file, number, text)
         except _BadRecord as error:
             reason, detail = error.args
-            yield Bad(piece.file, number, reason, detail)
+            yield BadRecord(piece.file, number, reason, detail)
         begin, number = end + 1, number + 1
 
 
@@ -577,15 +579,15 @@ def _matches(values: list[Any] | tuple[Any, ...], selection: Selection) -> bool:
     return all(spelled(value) in allowed for value, (_, allowed) in zip(values, selection.where, strict=True))
 
 
-def _examine_rows(piece: Rows, selection: Selection) -> Iterator[Document | Bad | LeftOut]:
+def _examine_rows(piece: Rows, selection: Selection) -> Iterator[Document | BadRecord | Skipped]:
     for number, (text, values) in enumerate(piece.rows, piece.first):
         if not _matches(values, selection):
             yield "filtered"
         elif text is None:
-            yield Bad(piece.file, number, "no such field", f"{selection.text_field!r} is null")
+            yield BadRecord(piece.file, number, "no such field", f"{selection.text_field!r} is null")
         else:
             try:
                 text.decode()
                 yield Document(piece.file, number, text)
             except UnicodeDecodeError as error:
-                yield Bad(piece.file, number, "not UTF-8", str(error))
+                yield BadRecord(piece.file, number, "not UTF-8", str(error))

@@ -1,0 +1,116 @@
+"""Files that survive interruption: atomic writes, JSON with digests, exclusive locks."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dape_jax.errors import InputError, require
+
+logger = logging.getLogger(__name__)
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Write a file so that readers see the old content or the new, even after a power cut.
+
+    Raises:
+        OSError: the directory is missing, not writable or full; the old content is kept.
+    """
+    partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with open(partial, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(partial, file)
+        sync_directory(file.parent)
+    finally:
+        with contextlib.suppress(OSError):  # after the replacement there is nothing to remove
+            partial.unlink()
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush a directory's entries to disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically; see `write_atomically`."""
+    write_atomically(file, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        InputError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{file}: cannot be read as JSON: {error}") from error
+    require(type(content) is dict, str(file), type(content).__name__, "a JSON object")
+    return content
+
+
+def json_digest(value: Any) -> str:
+    """Return the SHA-256 of `value` as JSON with sorted keys, 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iterator[None]:
+    """Hold an exclusive lock on `directory`, creating it if missing, until the block ends or the process dies.
+
+    Args:
+        directory: what to lock.
+        field: name of the flag or argument that gave the directory, for messages.
+        lock_file: name of the file in it that is locked. It stays there, and names the process that holds the lock.
+
+    Raises:
+        InputError: another process holds the lock, or the directory cannot be written to.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
+    try:
+        _lock(descriptor, directory, field, lock_file)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, directory: Path, field: str, lock_file: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The previous holder may have renamed the directory, and this file with it, since it was opened.
+        is_current = os.path.samestat(os.fstat(descriptor), os.stat(directory / lock_file))
+    except (BlockingIOError, FileNotFoundError):
+        is_current = False
+    except OSError as error:
+        logger.warning(
+            "%s: the file system has no locks (%s): two runs in one directory are not detected", field, error
+        )
+        return
+    if not is_current:
+        holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
+        raise InputError(
+            f"{field} = {str(directory)!r}: in use by another process{holder and f' ({holder})'}; wait for it, stop it, "
+            "or choose another directory"
+        )
+    with contextlib.suppress(OSError):  # only for the message above; a full disk is reported by what fills it
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
