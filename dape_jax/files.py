@@ -101,14 +101,12 @@ def _lock(descriptor: int, directory: Path, field: str, lock_file: str) -> None:
     except (BlockingIOError, FileNotFoundError):
         is_current = False
     except OSError as error:
-        logger.warning(
-            "%s: the file system has no locks (%s): two runs in one directory are not detected", field, error
-        )
+        logger.warning("%s: the file system has no locks (%s); two runs in it are not detected", directory, error)
         return
     if not is_current:
         holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
         raise InputError(
-            f"{field} = {str(directory)!r}: in use by another process{holder and f' ({holder})'}; wait for it, stop it, "
+            f"{field} = {str(directory)!r}: in use by another process{holder and f' ({holder})'}; wait for it, stop it "
             "or choose another directory"
         )
     with contextlib.suppress(OSError):  # only for the message above; a full disk is reported by what fills it

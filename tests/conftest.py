@@ -1,21 +1,19 @@
 """Strict JAX for every test: eight simulated devices, no silent promotion of ranks, annotations checked at run time."""
 
 import os
-import tempfile
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
 # The suite's time is compilation, and LLVM's optimisation doubles it. The command lines' tests run with it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# One compilation cache for all workers, command lines and later runs: its key covers program, options and versions.
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
 import jax
 import pytest
-
-# Many tests run the same small program: each is compiled once in a session.
-CACHE = tempfile.TemporaryDirectory(prefix="dape_jax_tests_")
-jax.config.update("jax_compilation_cache_dir", CACHE.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

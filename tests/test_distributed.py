@@ -57,7 +57,7 @@ def test_flags_that_make_no_set_of_processes_are_named(monkeypatch, tmp_path, fl
 
 
 def test_half_an_environment_is_named(tmp_path):
-    code = "from pathlib import Path; from dape_jax.distributed import distributed_runtime; distributed_runtime(*[None] * 3, Path()).__enter__()"
+    code = "import pathlib, dape_jax.distributed as d; d.distributed_runtime(*[None] * 3, pathlib.Path()).__enter__()"
     environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert re.search(r"InputError: JAX_COORDINATOR_ADDRESS = 'localhost:1234': .*three flags", done.stderr), done.stderr
