@@ -110,7 +110,7 @@ def attend(
         fill(jnp.flip(operator.added_HN, 1).T, 1),
     )
 
-    # With one row for every `row_stride` keys, row t is one of the columns row_stride * t .. row_stride * t + row_stride - 1.
+    # With one row for every `row_stride` keys, row t is one of the `row_stride` columns from row_stride * t on.
     num_runs = min(NUM_RUNS, num_blocks) if window is None and num_rows * row_stride == num_keys else 1
     cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
     outs = []
