@@ -14,7 +14,8 @@ from dape_jax import command_line
 from dape_jax.distributed import require_single_process
 from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
-from dape_jax.evaluation.evaluate import are_algorithmic, evaluate
+from dape_jax.evaluation.evaluate import evaluate
+from dape_jax.evaluation.trained import are_algorithmic
 from dape_jax.sharding import read_mesh
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Directories of the runs to compare.")

@@ -35,12 +35,11 @@ from dape_jax.evaluation.accuracy import (
     columns,
     compile_tapes,
     evaluate_tasks,
-    read_trained_on_task,
     summarise,
     tape_batches,
 )
-from dape_jax.evaluation.evaluate import are_algorithmic, read_trained, restore
 from dape_jax.evaluation.report import ReportPaths
+from dape_jax.evaluation.trained import are_algorithmic, read_trained, read_trained_on_task, restore
 from dape_jax.model.attention import Dense
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL

@@ -22,7 +22,7 @@ from test_command_lines import run
 
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.evaluation.evaluate import TrainedModel, read_trained
+from dape_jax.evaluation.trained import TrainedModel, read_trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.transformer import model_structure
 from dape_jax.tools import lm_eval as module

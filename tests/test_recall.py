@@ -18,7 +18,6 @@ from test_command_lines import run as run_command
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.evaluation import recall as module
-from dape_jax.evaluation.evaluate import read_trained, restore
 from dape_jax.evaluation.recall import (
     ASKED,
     BLOCK,
@@ -30,6 +29,7 @@ from dape_jax.evaluation.recall import (
     recall,
     write_corpus,
 )
+from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import model_structure
 from dape_jax.training import loop
 

@@ -29,7 +29,7 @@ from dape_jax.data.tokenizers import (
     train_bpe,
 )
 from dape_jax.errors import InputError
-from dape_jax.evaluation.evaluate import read_trained
+from dape_jax.evaluation.trained import read_trained
 from dape_jax.tools.attention_maps import read_tokens
 from dape_jax.tools.generate import Sampling, TextStream, complete, printable
 from dape_jax.training.loop import train

@@ -22,17 +22,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tqdm import tqdm
 
-from dape_jax.config import TaskRunConfig
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import CheckpointInfo, abstract_params, mesh_for, restore
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.evaluation.perplexity import batch_size_at
+from dape_jax.evaluation.trained import TrainedOnTask, abstract_params, read_trained_on_task, restore
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, put_batch, replicated
 from dape_jax.tasks.tapes import EVALUATION, AccuracyConfig, Batch, TaskConfig, make_tapes
-from dape_jax.training import checkpoint
 from dape_jax.training.step import positions_of
 
 TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # columns, of the lengths that were evaluated
@@ -94,18 +92,6 @@ class TaskResult:
     reference_score: float | None
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainedOnTask(CheckpointInfo):
-    """What a checkpoint of a run on a task says of itself."""
-
-    run: TaskRunConfig
-
-    @property
-    def label(self) -> str:
-        """For progress and errors: the task and the workdir's own name."""
-        return f"{self.run.data.task}/{self.workdir.absolute().name}"
-
-
 def evaluate_tasks(
     workdirs: list[Path],
     *,
@@ -153,16 +139,6 @@ def evaluate_tasks(
     results = [score_on_task(*of_model) for of_model in zip(models, programs, strict=True)]
     content = {"runs": [dataclasses.asdict(result) for result in results]}
     return report.save("accuracy", output, content, caption(results), cells(results), plot(results))
-
-
-def read_trained_on_task(
-    workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshConfig | None = None
-) -> TrainedOnTask:
-    """Read the config of a checkpoint; see `evaluate.read_trained`."""
-    number, saved = checkpoint.restore_config(workdir, step)
-    saved["config"]["evaluation"] |= replaced
-    run = TaskRunConfig.from_dict(saved["config"])
-    return TrainedOnTask(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
 
 
 # ---- what is asked

@@ -5,19 +5,14 @@ Three kinds of comparison: perplexity by length, the delta of the paper's append
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float64
 
-from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
-from dape_jax.data.store import Corpus, load_corpus
-from dape_jax.errors import InputError, require
+from dape_jax.data.store import Corpus
+from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.by_position import Positions, summarise_positions
 from dape_jax.evaluation.memory import Program
@@ -31,10 +26,9 @@ from dape_jax.evaluation.perplexity import (
     score_windows,
     summarise,
 )
+from dape_jax.evaluation.trained import TrainedModel, abstract_params, read_trained, restore, validation_corpus
 from dape_jax.model.positions import STRETCHES, Rope
-from dape_jax.model.transformer import Params, model_structure
-from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, parameter_shardings
-from dape_jax.training import checkpoint
+from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 
 PROTOCOLS = ("perplexity", "delta")
 
@@ -217,71 +211,6 @@ def by_position_result(run: Evaluated, nll_of_lengths: NllOfLengths, windows: li
     return PositionsRunResult(**dataclasses.asdict(run), positions=positions)
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointInfo:
-    """What a checkpoint says of itself, the evaluation's flags put in.
-
-    Args:
-        workdir: where it lies.
-        step: its number.
-        run: the config it was trained with.
-        data_digest: of the corpus, or of the task's strings, that it was trained on.
-        mesh: over this machine's devices, whatever the run had.
-    """
-
-    workdir: Path
-    step: int
-    run: RunConfig | TaskRunConfig
-    data_digest: str
-    mesh: MeshConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedModel(CheckpointInfo):
-    """Of a language model."""
-
-    run: RunConfig
-
-
-def are_algorithmic(workdirs: list[Path]) -> bool:
-    """Whether workdirs are of runs on tasks. One that holds no run is not: what reads it will say so.
-
-    Raises:
-        InputError: some are and others are not.
-    """
-    configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
-    tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
-    allowed = f"all runs on tasks or all of language models; {tasks} are on tasks"
-    require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
-    return bool(tasks)
-
-
-def read_trained(workdir: Path, step: str, replaced: dict[str, Any], mesh: MeshConfig | None = None) -> TrainedModel:
-    """Read the config of a checkpoint.
-
-    Args:
-        workdir: of the run.
-        step: "newest", "best" or a number.
-        replaced: fields of its evaluation section that flags have set.
-        mesh: of the devices; None spreads sequences over all of them, and parameters as far as the width divides.
-
-    Raises:
-        InputError: no such checkpoint, or a model that does not divide over the mesh.
-    """
-    number, saved = checkpoint.restore_config(workdir, step)
-    saved["config"]["evaluation"] |= replaced
-    run = RunConfig.from_dict(saved["config"])
-    return TrainedModel(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
-
-
-def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshConfig:
-    """The mesh that a model is evaluated on; see `read_trained`."""
-    if mesh is None:
-        return MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
-    run.check_model_mesh(make_mesh(mesh))
-    return mesh
-
-
 def check_lengths(trained: TrainedModel) -> None:
     """Raise `InputError` unless every length, and what is scored of it, divides over the devices that share a text."""
     mesh, evaluation = make_mesh(trained.mesh), trained.run.evaluation
@@ -289,29 +218,6 @@ def check_lengths(trained: TrainedModel) -> None:
         check_mesh(mesh, {"T": ("evaluation.lengths", length)})
         scored, context = min(evaluation.last_tokens, length), mesh.shape["context"]
         require(scored % context == 0, "evaluation.last_tokens", scored, f"a multiple of mesh.context = {context}")
-
-
-def validation_corpus(trained: TrainedModel, data: str | None) -> Corpus:
-    """The corpus that a model was trained on, or another; what is scored is what it holds out.
-
-    Raises:
-        InputError: the text under the model's `data.path` has changed since.
-    """
-    config = trained.run.data
-    if data is not None:
-        return load_corpus(dataclasses.replace(config, path=data))
-    try:
-        corpus = load_corpus(config)
-    except InputError as error:
-        raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
-    require(
-        corpus.digest == trained.data_digest,
-        "data.path",
-        config.path,
-        f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, then "
-        f"{trained.data_digest}), so what it holds out may have been trained on; name the corpus to score with --data",
-    )
-    return corpus
 
 
 def scored_for_delta(trained: TrainedModel) -> TrainedModel:
@@ -336,24 +242,6 @@ def scored_by_position(trained: TrainedModel) -> TrainedModel:
 def _scored(trained: TrainedModel, lengths: tuple[int, ...], last_tokens: int) -> TrainedModel:
     evaluation = dataclasses.replace(trained.run.evaluation, lengths=lengths, last_tokens=last_tokens)
     return dataclasses.replace(trained, run=dataclasses.replace(trained.run, evaluation=evaluation))
-
-
-def abstract_params(trained: CheckpointInfo) -> tuple[Mesh, Params]:
-    """The mesh over all devices, and the shapes and places of a checkpoint's parameters there; nothing is read."""
-    mesh = make_mesh(trained.mesh)
-    _, abstract = model_structure(trained.run.model)
-    placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        parameter_shardings(abstract, mesh),
-    )
-    return mesh, placed
-
-
-def restore(trained: CheckpointInfo) -> tuple[Mesh, Params]:
-    """The parameters of a checkpoint, spread over all devices, and the mesh that they live on."""
-    mesh, abstract = abstract_params(trained)
-    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)
 
 
 def compile_trained(trained: TrainedModel, num_windows: int, rotary: tuple[str, ...]) -> dict[str, list[Program]]:

@@ -47,9 +47,9 @@ from dape_jax import command_line
 from dape_jax.data.tokenizers import Bytes, Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import TrainedModel, abstract_params, read_trained, restore
 from dape_jax.evaluation.memory import Program, compile_programs
 from dape_jax.evaluation.perplexity import batch_size_at, model_at
+from dape_jax.evaluation.trained import TrainedModel, abstract_params, read_trained, restore
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import put_batch
 

@@ -44,7 +44,7 @@ from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import TrainedModel, read_trained, restore, validation_corpus
+from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.model.attention import Blockwise, masked_softmax, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias

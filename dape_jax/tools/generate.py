@@ -45,7 +45,7 @@ from dape_jax import command_line
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import read_trained, restore
+from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.provenance import provenance

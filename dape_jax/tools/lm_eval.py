@@ -41,8 +41,8 @@ from dape_jax import command_line
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.evaluate import TrainedModel, read_trained, restore
 from dape_jax.evaluation.perplexity import model_at
+from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, make_cache, model_structure
 from dape_jax.sharding import put_batch

@@ -1,0 +1,163 @@
+"""Trained models for every tool: read the config of a checkpoint, build its mesh, restore its parameters.
+
+In: a workdir of `train.py`. Out: `TrainedModel` (a language model) or `TrainedOnTask` (a model of an algorithmic task),
+which say what to compile; then the parameters. Checkpoints are never written here. Next: `programs.py`.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
+from dape_jax.data.store import Corpus, load_corpus
+from dape_jax.errors import InputError, require
+from dape_jax.model.transformer import Params, model_structure
+from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
+from dape_jax.training import checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """Description of a checkpoint, read before its parameters.
+
+    Args:
+        workdir: run directory.
+        step: number of the checkpoint.
+        run: config of the training run, with the evaluation fields that the caller overrides.
+        data_digest: digest of the training corpus, or of the task's strings.
+        mesh: mesh over the devices of this machine, independent of the mesh of the training run.
+    """
+
+    workdir: Path
+    step: int
+    run: RunConfig | TaskRunConfig
+    data_digest: str
+    mesh: MeshConfig
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the workdir's absolute path, which names the model in tables and figures."""
+        return self.workdir.absolute().name
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel(CheckpointInfo):
+    """Description of a checkpoint of a language model; see `CheckpointInfo`."""
+
+    run: RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedOnTask(CheckpointInfo):
+    """Description of a checkpoint of a model of an algorithmic task; see `CheckpointInfo`."""
+
+    run: TaskRunConfig
+
+    @property
+    def label(self) -> str:
+        """Return task and name, for progress bars and errors."""
+        return f"{self.run.data.task}/{self.name}"
+
+
+def are_algorithmic(workdirs: list[Path]) -> bool:
+    """Return whether the runs are on algorithmic tasks; a workdir without a run counts as a language model.
+
+    Raises:
+        InputError: some are and others are not.
+    """
+    configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
+    tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
+    allowed = f"must be all runs on tasks or all of language models; {tasks} are on tasks"
+    require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
+    return bool(tasks)
+
+
+def read_trained(workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> TrainedModel:
+    """Read the description of a checkpoint of a language model.
+
+    Args:
+        workdir: run directory.
+        step: "newest", "best" (the lowest validation loss) or a number.
+        overrides: fields of the config's evaluation section to replace.
+        mesh: mesh of the devices; by default sequences are spread over all of them, and parameters too as far as the
+            width is divisible.
+
+    Raises:
+        InputError: there is no such checkpoint, or the model's sizes are not divisible by the mesh.
+    """
+    number, saved = _read(workdir, step, overrides)
+    run = RunConfig.from_dict(saved["config"])
+    return TrainedModel(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
+
+
+def read_trained_on_task(
+    workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
+) -> TrainedOnTask:
+    """Read the description of a checkpoint of a model of an algorithmic task; see `read_trained`."""
+    number, saved = _read(workdir, step, overrides)
+    run = TaskRunConfig.from_dict(saved["config"])
+    return TrainedOnTask(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
+
+
+def _read(workdir: Path, step: str, overrides: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    number, saved = checkpoint.restore_config(workdir, step)
+    saved["config"]["evaluation"] |= overrides
+    return number, saved
+
+
+def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshConfig:
+    """Return the mesh that a model is evaluated on; see `read_trained`."""
+    if mesh is None:
+        return MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
+    run.check_model_mesh(make_mesh(mesh))
+    return mesh
+
+
+def validation_corpus(trained: TrainedModel, data: str | None) -> Corpus:
+    """Return the corpus whose validation documents are scored: that of the training run, or another.
+
+    Args:
+        trained: the model.
+        data: another corpus, in the form of `data.path`.
+
+    Raises:
+        InputError: the corpus cannot be read, or the text under the model's `data.path` has changed since training.
+    """
+    config = trained.run.data
+    if data is not None:
+        return load_corpus(dataclasses.replace(config, path=data))
+    try:
+        corpus = load_corpus(config)
+    except InputError as error:
+        raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
+    require(
+        corpus.digest == trained.data_digest,
+        "data.path",
+        config.path,
+        f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, then "
+        f"{trained.data_digest}), so its validation documents may be training data; name the corpus to score with "
+        "--data",
+    )
+    return corpus
+
+
+def abstract_params(trained: CheckpointInfo) -> tuple[Mesh, Params]:
+    """Return the mesh, and the shapes and shardings of the parameters on it, without reading them."""
+    mesh = make_mesh(trained.mesh)
+    _, abstract = model_structure(trained.run.model)
+    params = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract,
+        parameter_shardings(abstract, mesh),
+    )
+    return mesh, params
+
+
+def restore(trained: CheckpointInfo) -> tuple[Mesh, Params]:
+    """Read the parameters of a checkpoint; return the mesh, and the parameters sharded over it."""
+    mesh, abstract = abstract_params(trained)
+    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)
