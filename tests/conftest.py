@@ -1,6 +1,8 @@
 """Strict JAX for every test: eight simulated devices, no silent promotion of ranks, annotations checked at run time."""
 
+import fcntl
 import os
+import shutil
 from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -24,6 +26,46 @@ def float64():
     """Double precision inside one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="session")
+def trained_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train the runs of `tiny.SPEC` once per session and return their root, which all xdist workers share.
+
+    Holds text/, cache/, runs/none (no processor) and runs/dape, each with checkpoints at steps 2 and 4.
+    Read only: other workers use it at the same time. `trained_runs` returns copies that a module may write to.
+    """
+    import tiny
+
+    from dape_jax.training import loop
+
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    root /= "trained"
+    root.mkdir(exist_ok=True)
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for name in ("none", "dape"):
+            spec = tiny.spec(root, train__num_steps=4)
+            if name == "none":
+                spec["model"]["processor"] = {"name": "none"}
+            loop.train(spec, root / "runs" / name)  # returns at once if another worker has trained it
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained_runs(trained_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return this module's own copies of the session's runs, named none and dape, in one directory."""
+    runs = tmp_path_factory.mktemp("trained") / "runs"
+    shutil.copytree(trained_root / "runs", runs)
+    return [runs / "none", runs / "dape"]
+
+
+@pytest.fixture(scope="module")
+def trained_run(trained_runs: list[Path]) -> Path:
+    """Return this module's own copy of the session's run with kerple and DAPE 1x3."""
+    return trained_runs[1]
 
 
 @pytest.fixture
