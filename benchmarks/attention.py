@@ -56,9 +56,9 @@ from dape_jax.config import CHOICES
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.kernels import KERNELS
-from dape_jax.model.attention import IMPLEMENTATIONS, Attention, Auto, Dense, Fused
+from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation
 from dape_jax.model.biases import NopeConfig
-from dape_jax.model.processors import DapeConfig, PlainConfig
+from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.flops import chip_of
 from dape_jax.sharding import device_platform
@@ -204,7 +204,7 @@ class Layer(nnx.Module):
         self.processor = process.build(case.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
 
 
-def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Attention]:
+def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Implementation]:
     """Every implementation as it is timed, by name; None for what suits the platform."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
@@ -223,7 +223,7 @@ def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[
         layer = nnx.merge(graphdef, params)
         pos_T = jnp.arange(q_BTHK.shape[1])
         implementation = implementations(case.settings.block_size, case.settings.num_buckets)[name]
-        return implementation(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=layer.bias, processor=layer.processor)
+        return implementation(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, ScoreMod(layer.bias, layer.processor))
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, cotangent_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)

@@ -28,9 +28,8 @@ from dape_jax.model.attention import (
     Blockwise,
     Dense,
     Fused,
-    Scores,
+    Implementation,
     attend,
-    masked_softmax,
     score,
 )
 from dape_jax.model.biases import (
@@ -39,10 +38,12 @@ from dape_jax.model.biases import (
     Alibi,
     AlibiConfig,
     Bias,
+    DistanceBias,
     Fire,
     FireConfig,
     Kerple,
     KerpleConfig,
+    KerplePower,
     KerplePowerConfig,
     NopeConfig,
     Sandwich,
@@ -75,9 +76,12 @@ from dape_jax.model.processors import (
     Plain,
     PlainConfig,
     Processor,
+    ProcessorConfig,
+    ScoreMod,
     dape,
     key_convolution,
 )
+from dape_jax.model.scores import Mask, Scores, masked_softmax
 from dape_jax.model.transformer import Cache, Transformer, TransformerConfig, make_cache
 
 __all__ = [  # noqa: RUF022
@@ -87,6 +91,8 @@ __all__ = [  # noqa: RUF022
     "Blockwise",
     "Fused",
     "Auto",
+    "ScoreMod",
+    "Mask",
     "score",
     "Scores",
     "masked_softmax",
@@ -108,6 +114,7 @@ __all__ = [  # noqa: RUF022
     "Plain",
     "Alibi",
     "Kerple",
+    "KerplePower",
     "Sandwich",
     "T5",
     "Fire",
@@ -141,6 +148,9 @@ __all__ = [  # noqa: RUF022
     "Bias",
     "ContextualBias",
     "Processor",
+    "ProcessorConfig",
+    "DistanceBias",
+    "Implementation",
     # The paper's model.
     "TransformerConfig",
     "Transformer",

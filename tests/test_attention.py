@@ -14,10 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
-from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh, visible
+from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
-from dape_jax.model.processors import PROCESSORS, DapeConfig, PlainConfig, key_convolution
+from dape_jax.model.processors import PROCESSORS, DapeConfig, PlainConfig, ScoreMod, key_convolution
+from dape_jax.model.scores import Mask
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 ALL_BIASES = BIASES | CONTEXTUAL
@@ -45,7 +46,7 @@ class Cached:
 
     num_rows: int = 3
 
-    def __call__(self, q, k, v, q_pos, k_pos, **options):
+    def __call__(self, q, k, v, q_pos, k_pos, *score_mod_and_mask):
         start, stop = k.shape[1] - q.shape[1], k.shape[1]
         cache = [
             jnp.concatenate([x[:, :start], 7 * make_qkv(q.shape[1] + 3, *x.shape[:1], *x.shape[2:])[0]], 1)
@@ -56,7 +57,7 @@ class Cached:
             some = slice(row, min(row + self.num_rows, stop))
             cache = [c.at[:, some].set(x[:, some]) for c, x in zip(cache, (k, v), strict=True)]
             rows = slice(some.start - start, some.stop - start)
-            outs.append(attend(q[:, rows], *cache, q_pos[rows], jnp.arange(stop + 3), **options))
+            outs.append(Dense()(q[:, rows], *cache, q_pos[rows], jnp.arange(stop + 3), *score_mod_and_mask))
         return jnp.concatenate(outs, axis=1)
 
 
@@ -147,7 +148,8 @@ def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, see
         layer = nnx.merge(graphdef, params)
         k_pos = jnp.arange(k.shape[1]) if k_pos is None else k_pos
         q_pos = k_pos if q_pos is None else q_pos
-        return implementation(q, k, v, q_pos, k_pos, bias=layer.bias, processor=layer.processor, **options)
+        score_mod = ScoreMod(layer.bias, layer.processor)
+        return implementation(q, k, v, q_pos, k_pos, score_mod, Mask(**options))
 
     return params, run
 
@@ -259,9 +261,9 @@ def test_rows_over_devices_agree(bias, processor):
     qkv = make_qkv(24, heads=4, kv_heads=2)
     weight = jax.random.normal(jax.random.key(3), qkv[0].shape)
 
-    def on_mesh(q, k, v, q_pos, k_pos, **options):
+    def on_mesh(q, k, v, q_pos, k_pos, *score_mod_and_mask):
         q, k, v = (stripe(x, 1) for x in (q, k, v))
-        out = attend_on_mesh(Blockwise(4, 3), q, k, v, stripe(q_pos, 0), **options)
+        out = attend_on_mesh(Blockwise(4, 3), q, k, v, stripe(q_pos, 0), *score_mod_and_mask)
         return unstripe(out, 1)
 
     def value_and_grads(implementation):
@@ -312,7 +314,7 @@ def test_any_rows_give_the_same(bias, processor):
     q, k, v = make_qkv(10)
     rows = jnp.array([7, 0, 3, 3, 9])
     whole = jax.jit(lambda: run(params, q, k, v, Dense(), window=7))()
-    for implementation in (attend, Blockwise(block_size=2, num_buckets=1)):
+    for implementation in (Dense(), Blockwise(block_size=2, num_buckets=1)):
         some = jax.jit(lambda i=implementation: run(params, q[:, rows], k, v, i, rows, jnp.arange(10), window=7))()
         np.testing.assert_allclose(some, whole[:, rows], atol=tolerance(bias))
 
@@ -378,8 +380,8 @@ def test_a_window_hides_what_is_before_it(bias, processor, implementation):
 def test_a_window_is_what_its_picture_shows():
     drawn = ["x . . . .", "x x . . .", "x x x . .", ". x x x .", ". . x x x"]
     seen = np.array([[mark == "x" for mark in row.split()] for row in drawn])
-    np.testing.assert_array_equal(visible(jnp.arange(5), jnp.arange(5), True, 3), seen)
-    np.testing.assert_array_equal(visible(jnp.arange(5), jnp.arange(5), False, 3), seen | seen.T)
+    np.testing.assert_array_equal(Mask(True, 3).visible(jnp.arange(5), jnp.arange(5)), seen)
+    np.testing.assert_array_equal(Mask(False, 3).visible(jnp.arange(5), jnp.arange(5)), seen | seen.T)
 
 
 @pytest.mark.parametrize("bias", ["kerple", "cope", "transformer_xl"])
@@ -428,7 +430,7 @@ def test_bidirectional_attention(bias, processor, window):
         return run(params, *qkv[:2], v, Dense(), causal=False, window=window).sum((0, 2, 3))
 
     sees = np.abs(jax.jit(jax.jacobian(rows))(qkv[2])).sum((1, 3, 4)) > 0
-    np.testing.assert_array_equal(sees, visible(jnp.arange(11), jnp.arange(11), False, window))
+    np.testing.assert_array_equal(sees, Mask(False, window).visible(jnp.arange(11), jnp.arange(11)))
 
 
 @pytest.mark.parametrize("bias", BIASES)
@@ -463,7 +465,7 @@ def test_blocks_leave_in_what_a_row_reads(width, options, window):
     q, k, v = make_qkv(29)
     pos = jnp.arange(29)
     whole, blocks = (
-        implementation(q, k, v, pos, pos, bias=bias, processor=processor, window=window)
+        implementation(q, k, v, pos, pos, ScoreMod(bias, processor), Mask(window=window))
         for implementation in (Dense(), Blockwise(block_size=4, num_buckets=5))
     )
     np.testing.assert_allclose(blocks, whole, atol=2e-6)
@@ -594,8 +596,7 @@ def test_listing_edge_differs_from_prefix_edge_in_the_last_rows_alone(width, imp
     q, k, v = make_qkv(length)
     pos = jnp.arange(length)
     prefix, listing = (
-        IMPLEMENTED[implementation](q, k, v, pos, pos, bias=bias, processor=layers[edge])
-        for edge in ("prefix", "listing")
+        IMPLEMENTED[implementation](q, k, v, pos, pos, ScoreMod(bias, layers[edge])) for edge in ("prefix", "listing")
     )
     np.testing.assert_allclose(prefix[:, : length - half], listing[:, : length - half], atol=2e-6)
     for row in range(length - half, length):

@@ -17,7 +17,7 @@ from flax import nnx
 
 from dape_jax.model import biases, contextual, positions
 from dape_jax.model.attention import Blockwise, Dense, masked_softmax, score
-from dape_jax.model.processors import Dape, DapeConfig, Plain
+from dape_jax.model.processors import Dape, DapeConfig, Plain, ScoreMod
 
 FOLDERS = [Path(__file__).parent / "golden"]
 if "DAPE_GOLDEN_DIR" in os.environ:
@@ -139,7 +139,7 @@ def attention_outputs(inputs: dict, params: dict, meta: dict, attention) -> dict
     q, k, v = (heads_last(inputs[name]) for name in "qkv")
     if meta["name"].startswith("rope"):
         q, k = positions.Rope()(q, pos), positions.Rope()(k, pos)
-    return {"out": heads_last(attention(q, k, v, pos, pos, bias=bias, processor=processor))}
+    return {"out": heads_last(attention(q, k, v, pos, pos, ScoreMod(bias, processor)))}
 
 
 @pytest.mark.parametrize(("file", "dtype", "attention"), vectors())

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from dape_jax.kernels import attend_fused, gpu
-from dape_jax.model.attention import attend
+from dape_jax.model.attention import Dense
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig
+from dape_jax.model.processors import DapeConfig, ScoreMod
+from dape_jax.model.scores import Mask
 
 PROCESSORS = {
     "W1": DapeConfig(kernel_width=1, channels=5),
@@ -56,7 +57,7 @@ def make_layer(bias: str, processor: DapeConfig, heads: int, dtype=jnp.float32):
 
     def run(attention, params, q, k, v, q_pos, k_pos, **options):
         layer = nnx.merge(graphdef, params)
-        return attention(q, k, v, q_pos, k_pos, bias=layer.bias, processor=layer.processor, **options)
+        return attention(q, k, v, q_pos, k_pos, ScoreMod(layer.bias, layer.processor), Mask(**options))
 
     return params, run
 
@@ -72,7 +73,7 @@ def compare(
     first: int = 0,
     window=None,
 ):
-    """Values and all gradients, of every `apart`-th row from `first` on, against `attend`."""
+    """Values and all gradients, of every `row_stride`-th row from `first` on, against `Dense`."""
     params, run = make_layer(bias, processor, heads)
     k_pos = jnp.arange(length) + 3
     q_pos = k_pos[first::row_stride]
@@ -81,7 +82,7 @@ def compare(
 
     def step(attention):
         def loss(*args):
-            out = run(attention, *args, q_pos, k_pos, window=window)
+            out = run(attention, *args, q_pos, k_pos, window=window, row_stride=row_stride)
             return (out * weight).sum(), out
 
         grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v)
@@ -90,8 +91,8 @@ def compare(
 
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=1e-4),
-        step(functools.partial(FUSED, row_stride=row_stride)),
-        step(attend),
+        step(FUSED),
+        step(Dense()),
     )
 
 
@@ -189,12 +190,12 @@ def test_bfloat16_is_close_to_float32():
         grads[0]["processor"].pop("output_bias_H")  # 0, but for rounding
         return out, grads
 
-    exact = step(attend, jnp.float32)
+    exact = step(Dense(), jnp.float32)
 
     def errors(some):
         return jax.tree.map(lambda x, y: np.linalg.norm(x.astype(jnp.float32) - y) / np.linalg.norm(y), some, exact)
 
-    ours, theirs = errors(step(FUSED, jnp.bfloat16)), errors(step(attend, jnp.bfloat16))
+    ours, theirs = errors(step(FUSED, jnp.bfloat16)), errors(step(Dense(), jnp.bfloat16))
     jax.tree.map(lambda a, b: np.testing.assert_array_less(a, 2 * b + 2**-9), ours, theirs)
     assert ours[0] > 1e-4, "the dtype made no difference"
 
@@ -253,10 +254,10 @@ def test_lowers_for_cuda(dtype):
 def test_lowers_for_cuda_on_a_mesh():
     """With a check of what varies over which axes, of layers in a scan, each computed again in the backward pass."""
 
-    def layers(q, *args, **options):
+    def layers(q, *args):
         @jax.checkpoint
         def layer(q, _):
-            return attend_fused(q, *args, **options, platform="gpu"), None
+            return attend_fused(q, *args, platform="gpu"), None
 
         return jax.lax.scan(layer, q, length=2)[0]
 

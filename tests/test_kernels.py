@@ -27,11 +27,12 @@ from dape_jax.config import read_model
 from dape_jax.errors import InputError
 from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
 from dape_jax.model import attention
-from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
+from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import Rope
-from dape_jax.model.processors import DapeConfig, PlainConfig
+from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
+from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import Transformer, attention_of
 from dape_jax.planning import flops
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
@@ -90,8 +91,8 @@ class Case:
             processor.dtype = None if dtype == q.dtype else q.dtype
             pos = 3 + jnp.arange(self.length)
             rows = pos[self.row_stride // 2 :: self.row_stride][: q.shape[1]]
-            options = {"bias": bias, "processor": processor, "window": self.window}
-            return implementation.for_every_nth_row(self.row_stride)(q, k, v, rows, pos, **options)
+            mask = Mask(window=self.window, row_stride=self.row_stride)
+            return implementation(q, k, v, rows, pos, ScoreMod(bias, processor), mask)
 
         @jax.jit
         def both(params, q, k, v, dout):
@@ -104,13 +105,10 @@ class Case:
 class RowByRow:
     """Every row by itself: `attend` says what that gives."""
 
-    def for_every_nth_row(self, n):
-        return self
-
-    def __call__(self, q, k, v, q_pos, k_pos, **options):
+    def __call__(self, q, k, v, q_pos, k_pos, *score_mod_and_mask):
         def row(q_and_pos):
             q, pos = q_and_pos
-            return attend(q[:, None], k, v, pos[None], k_pos, **options)[:, 0]
+            return Dense()(q[:, None], k, v, pos[None], k_pos, *score_mod_and_mask)[:, 0]
 
         return jnp.moveaxis(jax.lax.map(row, (jnp.moveaxis(q, 1, 0), q_pos)), 0, 1)
 
@@ -215,11 +213,11 @@ def test_a_prefix_is_enough(implementation):
     """f(x[:t]) = f(x)[:t], and a few last rows against all keys are those rows."""
     case = Case(width=5)
     (bias, processor), (q, k, v, _), pos = case.layer(), case.arrays(), jnp.arange(case.length)
-    run = jax.jit(functools.partial(DRIVERS[implementation], bias=bias, processor=processor))
+    run = jax.jit(functools.partial(DRIVERS[implementation], score_mod=ScoreMod(bias, processor)))
     every = run(q, k, v, pos, pos)
     np.testing.assert_allclose(run(q[:, :33], k[:, :33], v[:, :33], pos[:33], pos[:33]), every[:, :33], atol=2e-6)
     np.testing.assert_allclose(run(q[:, 40:], k, v, pos[40:], pos), every[:, 40:], atol=2e-6)
-    any_rows = DRIVERS[implementation].for_any_rows()(q[:, 7:9], k, v, pos[7:9], pos, bias=bias, processor=processor)
+    any_rows = DRIVERS[implementation].for_cached_decoding(q[:, 7:9], k, v, pos[7:9], pos, ScoreMod(bias, processor))
     np.testing.assert_allclose(any_rows, every[:, 7:9], atol=2e-6)
 
 
@@ -241,7 +239,7 @@ def test_golden(file, implementation):
     q, k, v = (heads_last(jnp.asarray(data[x], jnp.float32)) for x in "qkv")
     if meta["name"].startswith("rope"):
         q, k = Rope()(q, pos), Rope()(k, pos)
-    out = jax.jit(functools.partial(DRIVERS[implementation], bias=bias, processor=processor))(q, k, v, pos, pos)
+    out = jax.jit(functools.partial(DRIVERS[implementation], score_mod=ScoreMod(bias, processor)))(q, k, v, pos, pos)
     rows = meta["T"] - meta["k"] // 2
     error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
     np.testing.assert_allclose(heads_last(out)[:, :, :rows], data["out"][:, :, :rows], rtol=0, atol=error)
@@ -279,7 +277,7 @@ def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows)
     end = case.length if rows == "all" else 20
 
     def run(implementation, q, k, v):
-        return implementation(q, k, v, pos[:end], pos, bias=bias, processor=processor)
+        return implementation(q, k, v, pos[:end], pos, ScoreMod(bias, processor))
 
     fused = functools.partial(attend_fused, platform="tpu", interpret=careful)
     out, pullback = jax.vjp(functools.partial(run, fused), q[:, :end], k, v)
@@ -295,7 +293,7 @@ def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows)
 def test_positions_that_do_not_neighbour_give_nan(implementation):
     """Which positions these are is known when the program runs, and a number would be a wrong one."""
     (bias, processor), (q, k, v, _), pos = Case().layer(), Case().arrays(), jnp.arange(45)
-    run = jax.jit(functools.partial(DRIVERS[implementation], bias=bias, processor=processor))
+    run = jax.jit(functools.partial(DRIVERS[implementation], score_mod=ScoreMod(bias, processor)))
     assert np.isfinite(run(q, k, v, 5 + pos, 5 + pos)).all()
     assert np.isnan(run(q, k, v, 2 * pos, 2 * pos)).all()
     assert np.isnan(run(q, k, v, pos, pos.at[-1].set(-1))).all()
@@ -311,7 +309,7 @@ def shapes(case: Case, dtype=jnp.float32):
     ("change", "options", "words"),
     [
         ({}, {"platform": "cpu"}, ["'cpu'", "tpu", "gpu"]),
-        ({}, {"causal": False}, ["causal = False"]),
+        ({}, {"mask": Mask(causal=False)}, ["causal = False"]),
         ({"heads": 65, "groups": 65}, {}, ["H = 65", "64"]),
         ({"head_dim": 136}, {}, ["K = 136", "128"]),
         ({"channels": 65}, {}, ["C = 65", "64"]),
@@ -321,7 +319,7 @@ def shapes(case: Case, dtype=jnp.float32):
 def test_what_has_no_kernel_is_refused_with_the_reason(change, options, words):
     case = dataclasses.replace(Case(), **change)
     bias, processor = case.layer()
-    options = {"platform": "tpu", "bias": bias, "processor": processor} | options
+    options = {"platform": "tpu", "score_mod": ScoreMod(bias, processor)} | options
     reason = why_not_fused(*shapes(case), **options)
     assert reason is not None
     assert all(word in reason for word in words)
@@ -333,7 +331,10 @@ def test_what_has_no_kernel_is_refused_with_the_reason(change, options, words):
 
 def test_methods_without_a_kernel_are_refused():
     bias, processor = Case().layer()
-    ask = functools.partial(why_not_fused, *shapes(Case()), platform="tpu")
+
+    def ask(bias=None, processor=Plain(), **options):
+        return why_not_fused(*shapes(Case()), ScoreMod(bias, processor), platform="tpu", **options)
+
     for refused in [BIASES["fire"](), *(config() for config in CONTEXTUAL.values())]:
         bias = refused.build(3, 8, nnx.Rngs(0))
         assert type(bias).__name__ in ask(bias=bias, processor=processor)
@@ -341,7 +342,7 @@ def test_methods_without_a_kernel_are_refused():
         assert word in ask(processor=DapeConfig(3, 5, **options).build(3, has_bias=False, rngs=nnx.Rngs(0)))
     assert "DAPE" in ask(processor=PlainConfig().build(3, rngs=nnx.Rngs(0)))
     assert "DAPE" in ask()
-    assert "float64" in why_not_fused(*shapes(Case(), np.float64), processor=processor, platform="tpu")
+    assert "float64" in why_not_fused(*shapes(Case(), np.float64), ScoreMod(processor=processor), platform="tpu")
     assert "float16" in ask(processor=Case().layer(jnp.float16)[1])
     assert "Quantum" in ask(processor=processor, device_kind="Quantum TPU")
     for bias in OF_DISTANCE:
@@ -359,9 +360,9 @@ def test_bias_and_processor_belong_together(implementation):
         Case().arrays(),
         jnp.arange(45),
     )
-    for options in ({"processor": processor}, {"bias": bias, "processor": of_none}):
+    for score_mod in (ScoreMod(processor=processor), ScoreMod(bias, of_none)):
         with pytest.raises(InputError, match="has_bias"):
-            Fused(implementation)(q, k, v, pos, pos, **options)
+            Fused(implementation)(q, k, v, pos, pos, score_mod)
 
 
 def test_a_config_that_asks_for_a_kernel_that_there_is_not_is_refused():
@@ -381,13 +382,13 @@ def on(kind: str):
 
 
 def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
-    def choice(implementation, **options):
-        options = {"bias": bias, "processor": processor} | options
-        return implementation.choose(*shapes(case, jnp.bfloat16), platform=attention.device_platform(), **options)
+    def choice(implementation, bias=None, window=None):
+        args = *shapes(case, jnp.bfloat16), ScoreMod(bias or kerple, processor), Mask(window=window)
+        return implementation.choose(*args, platform=attention.device_platform())
 
     attention._log_choice.cache_clear()
     case = Case(length=300)
-    (bias, processor), fire = case.layer(), BIASES["fire"]().build(3, 8, nnx.Rngs(0))
+    (kerple, processor), fire = case.layer(), BIASES["fire"]().build(3, 8, nnx.Rngs(0))
     with caplog.at_level(logging.INFO, "dape_jax"):
         with on("TPU v5 lite"):
             assert choice(Auto()) == choice(Auto(16, 2)) == Fused()
@@ -398,15 +399,15 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
             assert windowed.num_buckets > 1, "with one, every block reads all keys"
         with on("GPU of tomorrow"):
             assert choice(Auto(16, 2)) == Blockwise(16, 2)
-        assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])
-        assert choice(Auto()) == Blockwise(*attention.BLOCKS["cpu"])
+        assert choice(Auto()) == attention.BLOCKWISE["cpu"]
+        assert choice(Auto()) == attention.BLOCKWISE["cpu"]
     said = [record.message for record in caplog.records]
     assert len(said) == len(set(said)) == 6
-    assert sum("Fire is no function of the distance" in line for line in said) == 2
+    assert sum("Fire is not a DistanceBias" in line for line in said) == 2
 
 
 def test_auto_is_the_driver_that_it_chooses():
-    for length, implementation in [(20, Dense()), (45, Blockwise(*attention.BLOCKS["cpu"]))]:
+    for length, implementation in [(20, Dense()), (45, attention.BLOCKWISE["cpu"])]:
         case = Case(length=length)
         (ours, params), (theirs, _) = case.run(Auto()), case.run(implementation)
         for x, y in zip(*(jax.tree.leaves(both(params, *case.arrays())) for both in (ours, theirs)), strict=True):
@@ -501,12 +502,9 @@ class OnMesh:
     def __init__(self, attention):
         self.attention = attention
 
-    def for_every_nth_row(self, n):
-        return self
-
-    def __call__(self, q, k, v, q_pos, k_pos, **options):
+    def __call__(self, q, k, v, q_pos, k_pos, *score_mod_and_mask):
         q, k, v = (stripe(x, 1) for x in (q, k, v))
-        return unstripe(attend_on_mesh(self.attention, q, k, v, stripe(q_pos, 0), **options), 1)
+        return unstripe(attend_on_mesh(self.attention, q, k, v, stripe(q_pos, 0), *score_mod_and_mask), 1)
 
 
 OF_DEVICES = Case(heads=4, groups=2, batch=4, length=80)

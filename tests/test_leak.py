@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from dape_jax.config import read_model
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig
+from dape_jax.model.processors import DapeConfig, ScoreMod
 from dape_jax.model.transformer import GPT_NEOX, Params, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -136,7 +136,7 @@ def attended(qkv: list[jax.Array], implementation: str, **options) -> np.ndarray
     bias = BIASES["kerple"]().build(heads, head_dim, rngs)
     processor = DapeConfig(channels=5, **options).build(heads, rngs=rngs)
     run = IMPLEMENTATIONS[implementation]
-    return np.asarray(run(*qkv, pos_T, pos_T, bias=bias, processor=processor))
+    return np.asarray(run(*qkv, pos_T, pos_T, ScoreMod(bias, processor)))
 
 
 def make_qkv(length: int = 14) -> list[jax.Array]:

@@ -16,8 +16,9 @@ from tiny import SPEC
 from dape_jax import hardware as hardware_module
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
-from dape_jax.model.attention import Blockwise, Dense, visible
+from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.processors import INPUTS, PROCESSORS, DapeConfig
+from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import model_structure
 from dape_jax.planning import flops, hlo
 from dape_jax.planning import plan as planning
@@ -44,7 +45,7 @@ def make_run(**changes) -> RunConfig:
 @pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 1), (9, 4), (9, 9), (9, 12)])
 def test_pairs_are_those_that_the_mask_lets_through(length, window):
     positions = jnp.arange(length)
-    assert flops.num_pairs(length, window) == int(visible(positions, positions, True, window).sum())
+    assert flops.num_pairs(length, window) == int(Mask(window=window).visible(positions, positions).sum())
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.sampled_from([None, 3, 9]), st.sampled_from([1, 2]))

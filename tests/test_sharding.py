@@ -20,6 +20,7 @@ from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.attention import Dense, attend, attend_on_mesh
 from dape_jax.model.loss import nll_of_features
+from dape_jax.model.processors import ScoreMod
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import (
     AXES,
@@ -438,8 +439,8 @@ def test_attention_on_one_device_is_the_drivers_own():
     x = jnp.ones((1, 8, 2, 4))
     pos = jnp.arange(8)
     with jax.set_mesh(ONE):
-        text = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x, pos)).lower(x).as_text()
-        assert text == jax.jit(lambda x: attend(x, x, x, pos, pos)).lower(x).as_text()
+        program = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x, pos)).lower(x).as_text()
+        assert program == jax.jit(lambda x: attend(x, x, x, pos, pos)).lower(x).as_text()
 
 
 def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
@@ -452,5 +453,5 @@ def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
     pos = jnp.arange(16)
     expected = attend(q, k, v, pos, pos, bias=bias)
     with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1, 2))):
-        found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, pos, bias=bias))(q, k, v)
+        found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, pos, ScoreMod(bias)))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)

@@ -1,10 +1,11 @@
-"""The fused operator: `attention.attend` without a score in memory, for a bias that is a function of the distance.
+"""The fused operator: `attention.attend` without scores in memory, for biases that depend only on the distance.
 
-In: what `attend` is given. Out: the same values and gradients, or `NotImplementedError` with the reason. Next:
+In: the arguments of `attend`. Out: the same values and gradients, or `NotImplementedError` with the reason. Next:
 `attention.py`, whose `Fused` and `Auto` call it.
 
-`tables.py` turns bias and processor into what a kernel reads: the kernels of the two convolutions, and what the bias
-gives as functions of the distance. `tpu.py` and `gpu.py` are a kernel each. `docs/kernel.md` explains how they work.
+`tables.py` turns bias and processor into the arrays that a kernel reads: the kernels of the two convolutions, and the
+bias's contribution as functions of the distance. `tpu.py` and `gpu.py` are one kernel each. `docs/kernel.md` explains
+how they work.
 """
 
 import importlib
@@ -16,7 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
-from dape_jax.model.processors import Dape
+from dape_jax.model.biases import DistanceBias
+from dape_jax.model.processors import Dape, ScoreMod
+from dape_jax.model.scores import Mask
 
 KERNELS = ("tpu", "gpu")
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -28,32 +31,27 @@ MAX_WIDTH = 7
 def why_not_fused(
     q_BTHK: jax.ShapeDtypeStruct | Array,
     k_BSGK: jax.ShapeDtypeStruct | Array,
+    score_mod: ScoreMod = ScoreMod(),
+    mask: Mask = Mask(),
     *,
-    bias: Any = None,
-    processor: Any = None,
-    causal: bool = True,
-    window: int | None = None,
-    row_stride: int = 1,
     platform: str,
     device_kind: str | None = None,
 ) -> str | None:
-    """Why there is no kernel for this attention; None if there is one.
+    """Return why there is no kernel for this attention, or None if there is one.
 
     Args:
         q_BTHK: queries, or their shape and dtype.
         k_BSGK: keys, or their shape and dtype.
-        bias: position bias or contextual encoding; None for none.
-        processor: what is done to the scores; None for nothing.
-        causal: whether a query sees no key after it.
-        window: columns that a query sees; None for all.
-        row_stride: columns from one row to the next.
+        score_mod: bias and processor.
+        mask: which keys a query sees, and the step between rows.
         platform: of the devices: "tpu", "gpu" or "cpu".
-        device_kind: of the devices, as JAX calls it; None for that of those that there are.
+        device_kind: of the devices, as JAX calls it, or None for the devices of this process.
     """
+    bias, processor = score_mod
     if platform not in KERNELS:
-        return f"the devices are of the platform {platform!r}, and the kernels for {' and '.join(KERNELS)}"
+        return f"there are kernels for {' and '.join(KERNELS)}, not for the platform {platform!r}"
     if not isinstance(processor, Dape):
-        return "the kernels are those of DAPE"
+        return "there are kernels for DAPE only"
     config = processor.config
     limits = {
         "H": (q_BTHK.shape[2], MAX_HEADS),
@@ -67,20 +65,21 @@ def why_not_fused(
     for name, dtype in {"q": q_BTHK.dtype, "k": k_BSGK.dtype, "the processor": processor.dtype or jnp.float32}.items():
         if dtype not in DTYPES or (name == "k" and dtype != q_BTHK.dtype):
             known = " or ".join(jnp.dtype(dtype).name for dtype in DTYPES)
-            return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, and one for q, k and v"
-    if not causal:
-        return "causal = False; the kernels skip what lies after a query"
+            return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
+    if not mask.causal:
+        return "causal = False; the kernels skip keys after a query"
     if config.leak:
         return "leak = True; the kernels mask before they convolve"
     if config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
         return f"edge = {config.edge!r}; the kernels have the edge 'prefix', where rows do not depend on their number"
-    if bias is not None and not getattr(bias, "of_distance", False):
+    if bias is not None and not isinstance(bias, DistanceBias):
         return (
-            f"{type(bias).__name__} is no function of the distance alone: what the first convolution makes of it is as "
-            "large as the scores, and no table"
+            f"{type(bias).__name__} is not a DistanceBias: its part of the first convolution is as large as the "
+            "scores, not a table over distances"
         )
     if platform == "tpu":
-        return tpu.why_not(q_BTHK, k_BSGK, config, row_stride=row_stride, window=window, device_kind=device_kind)
+        options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
+        return tpu.why_not(q_BTHK, k_BSGK, config, **options)
     return None
 
 
@@ -90,54 +89,42 @@ def attend_fused(
     v_BSGK: Float[Array, "B S G K"],
     q_pos_T: Int[Array, "T"],
     k_pos_S: Int[Array, "S"],
+    score_mod: ScoreMod = ScoreMod(),
+    mask: Mask = Mask(),
     *,
-    bias: Any = None,
-    processor: Any = None,
-    causal: bool = True,
-    window: int | None = None,
-    row_stride: int = 1,
     platform: str,
     interpret: Any = False,
 ) -> Float[Array, "B T H K"]:
-    """`attention.attend`, by a kernel.
+    """Compute `attention.attend` with a kernel.
 
     Args:
         q_BTHK: see `attend`.
         k_BSGK: see `attend`.
         v_BSGK: see `attend`.
-        q_pos_T: positions of the queries, each `row_stride` after the one before it.
-        k_pos_S: positions of the keys, each one after the one before it, with those of the queries among them. Where
-            positions turn out to be others, which is known when the program runs, all values are NaN.
-        bias: see `attend`; a function of the distance.
-        processor: see `attend`; a `Dape`.
-        causal: see `attend`; True.
-        window: see `attend`.
-        row_stride: columns from one row to the next.
+        q_pos_T: positions of the queries, each `mask.row_stride` after the previous one.
+        k_pos_S: positions of the keys, consecutive; they include those of the queries. If positions do not comply,
+            which is known only when the program runs, all values are NaN.
+        score_mod: a `DistanceBias` or None, and a `Dape`.
+        mask: causal; with any window and row stride.
         platform: whose kernel.
-        interpret: run it in Pallas' interpreter, slowly, on whatever device: True, or how in detail.
+        interpret: run it in Pallas' interpreter, slowly, on any device: True, or detailed options.
 
     Raises:
-        NotImplementedError: there is no kernel for this; the reason stands in it.
+        NotImplementedError: there is no kernel for these arguments; the message gives the reason.
     """
-    reason = why_not_fused(
-        q_BTHK,
-        k_BSGK,
-        bias=bias,
-        processor=processor,
-        causal=causal,
-        window=window,
-        row_stride=row_stride,
-        platform=platform,
-    )
+    reason = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform)
     if reason is None and v_BSGK.dtype != k_BSGK.dtype:
         reason = f"k is {k_BSGK.dtype} and v is {v_BSGK.dtype}"
     if reason is not None:
         raise NotImplementedError(f"no fused attention for this: {reason}")
+    bias, processor = score_mod
+    assert isinstance(processor, Dape)
+    assert isinstance(bias, DistanceBias | None)
     processor.check_bias(bias is not None)
-    neighbours = jnp.all(jnp.diff(q_pos_T) == row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
-    neighbours &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
-    # The column at which the first row stands; one that is there, whatever the positions are.
-    first = jnp.where(neighbours, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
+    consecutive = jnp.all(jnp.diff(q_pos_T) == mask.row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
+    consecutive &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
+    # The column of the first row; a valid one, whatever the positions are.
+    first = jnp.where(consecutive, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
     operator = make_operator(
         bias,
         processor,
@@ -145,15 +132,14 @@ def attend_fused(
         num_rows=q_BTHK.shape[1],
         num_keys=k_BSGK.shape[1],
         first=first,
-        row_stride=row_stride,
-        window=window,
-        valid=neighbours,
+        mask=mask,
+        valid=consecutive,
     )
     kernel = importlib.import_module(f"{__name__}.{platform}")  # one platform's tools need not be there for another's
     return kernel.attend(
         *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),
         dtype=processor.dtype or jnp.dtype(jnp.float32),
-        row_stride=row_stride,
-        window=window,
+        row_stride=mask.row_stride,
+        window=mask.window,
         interpret=interpret,
     )

@@ -33,7 +33,6 @@ them: no atomics, the same bits every time.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +43,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.kernels.tables import HIGHEST, SLOPE, Operator, vary_alike
-from dape_jax.model.contextual import products
+from dape_jax.model.scores import Mask, causal_runs, products
 
 BLOCK_ROWS = 128  # rows of a block; memory grows with it, and a block of 2048 keys is about what the L2 cache holds
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
@@ -110,15 +109,10 @@ def attend(
         fill(jnp.flip(operator.added_HN, 1).T, 1),
     )
 
-    # With one row for every `row_stride` keys, row t is one of the `row_stride` columns from row_stride * t on.
-    num_runs = min(NUM_RUNS, num_blocks) if window is None and num_rows * row_stride == num_keys else 1
-    cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
+    # Runs need rows that are the last of the keys; with a window, a block reads keys from its own first row's on.
+    num_runs = NUM_RUNS if window is not None or num_rows * row_stride == num_keys else 1
     outs = []
-    for start, stop in itertools.pairwise(cuts):
-        # Keys that a block of the run reads, from `begin` on.
-        num_read = min(
-            num_keys, reach + row_stride * (block - 1), *([row_stride * block * stop] if num_runs > 1 else [])
-        )
+    for start, stop, num_read in causal_runs(num_rows, num_keys, block, num_runs, Mask(True, window, row_stride)):
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def rows_of_block(of_block, k, v, shared, num_read=num_read):

@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.model.biases import Bias
+from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, DapeConfig
+from dape_jax.model.scores import Mask
 
 HIGHEST = jax.lax.Precision.HIGHEST
 SLOPE = 0.01  # of the leaky ReLU
@@ -77,15 +78,14 @@ def left_pad(config: DapeConfig) -> int:
 
 
 def make_operator(
-    bias: Bias | None,
+    bias: DistanceBias | None,
     processor: Dape,
     *,
     num_heads: int,
     num_rows: int,
     num_keys: int,
     first: Int[Array, ""],
-    row_stride: int,
-    window: int | None,
+    mask: Mask,
     valid: Bool[Array, ""],
 ) -> Operator:
     """Tabulate bias and processor.
@@ -96,10 +96,9 @@ def make_operator(
         num_heads: H.
         num_rows: T.
         num_keys: S.
-        first: the column at which the first row stands.
-        row_stride: columns from one row to the next.
-        window: see `attention.attend`.
-        valid: where False, every value that the kernel returns is NaN.
+        first: column of the first row.
+        mask: window, and step between rows.
+        valid: if False, every value that the kernel returns is NaN.
     """
     config = processor.config
     width, channels = config.kernel_width, config.channels
@@ -116,8 +115,8 @@ def make_operator(
     if bias is not None:
         # Of distances -2 ahead .. S + pad - 1: all that is read for a column of the table.
         distance_N = jnp.arange(-2 * ahead, num_keys + pad)
-        seen_N = (distance_N >= 0) if window is None else (distance_N >= 0) & (distance_N < window)
-        bias_HN = bias(jnp.maximum(distance_N, 0), jnp.zeros(1, int))[:, :, 0].astype(jnp.float32)
+        seen_N = (distance_N >= 0) if mask.window is None else (distance_N >= 0) & (distance_N < mask.window)
+        bias_HN = bias.of_distance(jnp.maximum(distance_N, 0)).astype(jnp.float32)
         bias_HN = jnp.where(seen_N, bias_HN, 0)
         if config.residual:
             added_HN += bias_HN[:, ahead : ahead + hidden_CN.shape[1]]
@@ -129,7 +128,7 @@ def make_operator(
 
             for w in range(width):
                 hidden_CN += read(w, bias_HN[:, width - 1 - w :][:, : hidden_CN.shape[1]])
-            column_T = first + row_stride * jnp.arange(num_rows)
+            column_T = first + mask.row_stride * jnp.arange(num_rows)
             for column in range(pad):
                 # Taps w < pad - column read column + w - pad < 0, at distance i - column - w + pad.
                 too_much = [read(w, bias_HN[:, column_T - column - w + pad + 2 * ahead]) for w in range(pad - column)]

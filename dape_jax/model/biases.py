@@ -1,18 +1,17 @@
-"""Position biases: what is added to attention scores because of where query and key stand.
+"""Position biases: terms added to attention scores that depend on the positions of query and key.
 
-In: query positions `q_pos_T` and key positions `k_pos_S`. Out: `bias_HTS`. Next: `processors.py`.
+In: query positions `q_pos_T` and key positions `k_pos_S`. Out: `bias_HTS`. Next: `contextual.py`.
 
 A bias is a function of positions and of nothing else: no maximum length, no stored table over positions, so a model
-trained at one length runs at any other. Each comes as a pure function, as an NNX module that holds its parameters, and
+trained at one length runs at any other. Each exists as a pure function, as an NNX module that holds its parameters, and
 as a frozen config that builds the module.
 
-To add one: the three of them here, and one line in `BIASES` at the foot. The tests, the benchmark and the
-command lines find it there.
+To add one: these three, and one line in `BIASES` at the end of the file. Tests, benchmarks and command lines read that
+dict.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
@@ -21,16 +20,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.errors import require
+from dape_jax.errors import one_of, positive, require
 
 
 @runtime_checkable
 class Bias(Protocol):
-    """What `attention.py` and the processors know of a bias.
-
-    One that is a function of query position - key position alone may say so, `of_distance = True`: the fused kernels
-    take it then. It is called with any positions, one key among them.
-    """
+    """A position bias as `attention.py` and the processors call it: any callable with this signature."""
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
@@ -41,23 +36,45 @@ class Bias(Protocol):
 
 @runtime_checkable
 class BiasConfig(Protocol):
-    """What `transformer.py` knows of a bias: whether one module serves all layers, and how it is made."""
+    """A bias config as `transformer.py` reads it: how to make the module, and whether all layers share one."""
 
     shared_by_layers: ClassVar[bool]
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Bias | None:
-        """Make the module; None where there is no bias at all."""
+        """Make the module, or return None if there is no bias."""
         ...
 
 
 def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True) -> Int[Array, "T S"]:
-    """max(query position - key position, 0), or |query position - key position| where attention is not causal.
+    """Return max(query position - key position, 0), or the absolute difference if attention is not causal.
 
     Causal attention masks the keys in the future, whose distance is 0 here as in the official code: only a processor
     with `leak=True` sees it.
     """
     difference_TS = q_pos_T[:, None] - k_pos_S[None, :]
     return jnp.maximum(difference_TS, 0) if causal else jnp.abs(difference_TS)
+
+
+class DistanceBias(nnx.Module):
+    """Base class of biases that depend only on the distance of query and key.
+
+    The fused kernels take these alone: they read the bias from a table over distances.
+    """
+
+    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
+        """Return the bias of every head at each distance, which is 0 or more."""
+        raise NotImplementedError
+
+    def __call__(
+        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
+    ) -> Float[Array, "H T S"]:
+        """Return the bias for every (query, key) pair."""
+        return self.of_distance(distances(q_pos_T, k_pos_S, causal=causal))
+
+
+def _per_head(x_H: Float[Array, "H"], distance: Int[Array, "*shape"]) -> Float[Array, "H ..."]:
+    """Reshape one number per head to broadcast against `distance[None]`."""
+    return x_H.reshape(-1, *(1,) * distance.ndim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +88,7 @@ class NopeConfig:
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Slopes of ALiBi in double precision, shape [H].
+    """Return the slopes of ALiBi in double precision, shape [H].
 
     For a power of two, 2^(-8 (n+1) / H), n = 0..H-1. Otherwise the slopes of the next smaller power of two P, then
     every other slope of 2P, from the first.
@@ -84,27 +101,29 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.asarray((slopes + between)[:num_heads])
 
 
+def _alibi(distance: Int[Array, "*shape"], slopes_H: Float[Array, "H"]) -> Float[Array, "H *shape"]:
+    return -_per_head(slopes_H, distance) * distance.astype(slopes_H.dtype)[None]
+
+
 def alibi(
     q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"], *, causal: bool = True
 ) -> Float[Array, "H T S"]:
-    """Linear bias, -slope_h * dist. Source: Press et al. 2022, section 3."""
-    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(slopes_H.dtype)
-    return -slopes_H[:, None, None] * distance_TS[None]
+    """Return the linear bias, -slope_h dist.
+
+    Source: Press et al. 2022, section 3.
+    """
+    return _alibi(distances(q_pos_T, k_pos_S, causal=causal), slopes_H)
 
 
-class Alibi(nnx.Module):
+class Alibi(DistanceBias):
     """ALiBi: no parameters."""
-
-    of_distance = True
 
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
+    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
         """See `alibi`."""
-        return alibi(q_pos_T, k_pos_S, jnp.asarray(alibi_slopes(self.num_heads), dtype=float), causal=causal)
+        return _alibi(distance, jnp.asarray(alibi_slopes(self.num_heads), dtype=float))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +137,21 @@ class AlibiConfig:
         return Alibi(num_heads)
 
 
-def _hold(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
-    """The value inside low..high; the gradient as if it were not held."""
+def _clamp(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
+    """Clamp the value to low..high; the gradient is that of the identity."""
     return x_H + jax.lax.stop_gradient(jnp.clip(x_H, low, high) - x_H)
+
+
+def _kerple(distance: Int[Array, "*shape"], p_H: Float[Array, "H"], a_H: Float[Array, "H"]) -> Float[Array, "H *shape"]:
+    p, a = (_per_head(_clamp(x_H, 0.01), distance) for x_H in (p_H, a_H))
+    return -p * jnp.log1p(a * distance.astype(p_H.dtype)[None])
+
+
+def _kerple_power(
+    distance: Int[Array, "*shape"], p_H: Float[Array, "H"], a_H: Float[Array, "H"]
+) -> Float[Array, "H *shape"]:
+    a, p = _per_head(_clamp(a_H, 0.01), distance), _per_head(_clamp(p_H, 0.01, 2.0), distance)
+    return -a * distance.astype(p_H.dtype)[None] ** p
 
 
 def kerple(
@@ -131,15 +162,14 @@ def kerple(
     *,
     causal: bool = True,
 ) -> Float[Array, "H T S"]:
-    """Logarithmic kernel, -p_h log(1 + a_h dist), with p and a held at 0.01 or above.
+    """Return the logarithmic kernel, -p_h log(1 + a_h dist), with p and a clamped to 0.01 or above.
 
     Source: Chi et al. 2022, equation 4 (r1 = p, r2 = a).
     Differs: the official code overwrites the parameters with max(parameter, 0.01) in every forward pass. Here the value
       is clamped and the parameter is left alone; as there, the gradient is that at the clamped value, passed on
-      unchanged, so a parameter that has sunk below 0.01 can rise again.
+      unchanged, so a parameter below 0.01 can rise again.
     """
-    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(p_H.dtype)
-    return -_hold(p_H, 0.01)[:, None, None] * jnp.log1p(_hold(a_H, 0.01)[:, None, None] * distance_TS[None])
+    return _kerple(distances(q_pos_T, k_pos_S, causal=causal), p_H, a_H)
 
 
 def kerple_power(
@@ -150,30 +180,32 @@ def kerple_power(
     *,
     causal: bool = True,
 ) -> Float[Array, "H T S"]:
-    """Power kernel, -a_h dist^p_h, with a held at 0.01 or above and p inside 0.01..2.
+    """Return the power kernel, -a_h dist^p_h, with a clamped to 0.01 or above and p to 0.01..2.
 
     Source: Chi et al. 2022, equation 3 (r1 = a, r2 = p), their variant without a factor on the scores.
     Differs: as `kerple`.
     """
-    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(p_H.dtype)
-    return -_hold(a_H, 0.01)[:, None, None] * distance_TS[None] ** _hold(p_H, 0.01, 2.0)[:, None, None]
+    return _kerple_power(distances(q_pos_T, k_pos_S, causal=causal), p_H, a_H)
 
 
-class Kerple(nnx.Module):
-    """Kerple: p ~ U(0, 2), a ~ U(0, 1), one pair for each head; logarithmic or power kernel."""
+class Kerple(DistanceBias):
+    """Kerple, logarithmic kernel: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
 
-    of_distance = True
-
-    def __init__(self, num_heads: int, kernel: Callable[..., Float[Array, "H T S"]] = kerple, *, rngs: nnx.Rngs):
+    def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
         self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
         self.a_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=1.0))
-        self.kernel = kernel
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
-        """See `kerple` and `kerple_power`."""
-        return self.kernel(q_pos_T, k_pos_S, self.p_H[...], self.a_H[...], causal=causal)
+    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
+        """See `kerple`."""
+        return _kerple(distance, self.p_H[...], self.a_H[...])
+
+
+class KerplePower(Kerple):
+    """Kerple, power kernel."""
+
+    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
+        """See `kerple_power`."""
+        return _kerple_power(distance, self.p_H[...], self.a_H[...])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,15 +225,23 @@ class KerplePowerConfig:
 
     shared_by_layers: ClassVar[bool] = False
 
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> KerplePower:
         """Make the module."""
-        return Kerple(num_heads, kerple_power, rngs=rngs)
+        return KerplePower(num_heads, rngs=rngs)
+
+
+def _sandwich_frequencies(position_dim: int) -> Float[Array, "_"]:
+    return jnp.asarray(10_000.0 ** (-np.arange(0, position_dim, 2) / position_dim), float)
+
+
+def _sandwich_ratios(num_heads: int) -> Float[Array, "H"]:
+    return jnp.asarray(8 * np.arange(1, num_heads + 1) / num_heads, float)
 
 
 def sandwich(
     q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], num_heads: int, position_dim: int = 128
 ) -> Float[Array, "H T S"]:
-    """Inner products of sinusoidal position embeddings, divided by a head's compression ratio.
+    """Return inner products of sinusoidal position embeddings, divided by a head's compression ratio.
 
         bias_h = sum over m < d/2 of cos((q_pos - k_pos) 10000^(-2m/d)) / r_h      d = position_dim, r_h = 8 (h + 1) / H
 
@@ -212,29 +252,32 @@ def sandwich(
         position_dim: d, the paper's d-bar, even.
 
     Source: Chi et al. 2023, section 5 and their listing (appendix E).
-    Differs: embeddings are of positions relative to the first query, so that in float32 an angle is off by 6e-8 times
-        the spread of the positions in one call, and not by their size. Even in the distance, causal or not.
+    Differs: embeddings are of positions relative to the first query, so that in float32 the error of an angle is 6e-8
+        times the spread of the positions in one call, not times their size. Even in the distance, causal or not.
     """
-    frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, position_dim, 2) / position_dim), float)
+    frequency_m = _sandwich_frequencies(position_dim)
 
     def embed(pos: Int[Array, "_"]) -> Float[Array, "_ m"]:
         angle = (pos - q_pos_T[0]).astype(float)[:, None] * frequency_m[None, :]
         return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
 
     product_TS = jnp.matmul(embed(q_pos_T), embed(k_pos_S).T, precision=jax.lax.Precision.HIGHEST)
-    ratio_H = jnp.asarray(8 * np.arange(1, num_heads + 1) / num_heads, float)
-    return product_TS[None] / ratio_H[:, None, None]
+    return product_TS[None] / _sandwich_ratios(num_heads)[:, None, None]
 
 
-class Sandwich(nnx.Module):
+class Sandwich(DistanceBias):
     """Sandwich: no parameters."""
-
-    of_distance = True
 
     def __init__(self, num_heads: int, position_dim: int):
         self.num_heads = num_heads
         self.position_dim = position_dim
 
+    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
+        """See `sandwich`; memory is position_dim / 2 numbers for every distance."""
+        angle = distance.astype(float)[..., None] * _sandwich_frequencies(self.position_dim)
+        return jnp.cos(angle).sum(-1)[None] / _per_head(_sandwich_ratios(self.num_heads), distance)
+
+    # A matmul of T + S embeddings: a sum over all T S distances would need position_dim / 2 times the memory.
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
@@ -254,12 +297,8 @@ class SandwichConfig:
     shared_by_layers: ClassVar[bool] = False
 
     def __post_init__(self):
-        require(
-            self.position_dim > 0 and self.position_dim % 2 == 0,
-            "model.bias.position_dim",
-            self.position_dim,
-            "a positive even width",
-        )
+        positive(self, "model.bias", "position_dim")
+        require(self.position_dim % 2 == 0, "model.bias.position_dim", self.position_dim, "must be even")
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Sandwich:
         """Make the module."""
@@ -267,7 +306,7 @@ class SandwichConfig:
 
 
 def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128) -> Int[Array, "*shape"]:
-    """T5's bucket of a distance (causal form).
+    """Return T5's bucket of each distance (causal form).
 
     With E = num_buckets / 2: the distance itself below E, then logarithmic up to max_distance,
 
@@ -284,6 +323,12 @@ def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distan
     return jnp.where(distance < exact, distance, large.astype(distance.dtype))
 
 
+def _t5(
+    distance: Int[Array, "*shape"], table_NH: Float[Array, "N H"], max_distance: int, scale: float
+) -> Float[Array, "H *shape"]:
+    return scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], max_distance)], -1, 0)
+
+
 def t5(
     q_pos_T: Int[Array, "T"],
     k_pos_S: Int[Array, "S"],
@@ -293,57 +338,53 @@ def t5(
     scale: float = 1.0,
     causal: bool = True,
 ) -> Float[Array, "H T S"]:
-    """Learned bias of a bucketed distance, scale * table[bucket(dist), h].
+    """Return the learned bias of the bucketed distance, scale * table[bucket(dist), h].
 
     Args:
         q_pos_T: query positions.
         k_pos_S: key positions.
         table_NH: one entry for each of N buckets and each head.
-        max_distance: the distance from which on all fall in the last bucket.
+        max_distance: all distances from here on are in the last bucket.
         scale: sqrt(head dim) in the official code.
         causal: see `distances`.
 
     Source: Raffel et al. 2020, section 2.1.
-    Differs: where attention is not causal, T5 has other buckets for keys on the right; here both sides share them, as
-        they do in every other bias.
+    Differs: if attention is not causal, T5 has separate buckets for keys on the right; here both sides share them, as
+        in every other bias.
     """
-    bucket_TS = t5_buckets(distances(q_pos_T, k_pos_S, causal=causal), table_NH.shape[0], max_distance)
-    return scale * jnp.moveaxis(table_NH[bucket_TS], -1, 0)
+    return _t5(distances(q_pos_T, k_pos_S, causal=causal), table_NH, max_distance, scale)
 
 
-class T5(nnx.Module):
+class T5(DistanceBias):
     """T5's relative position bias, table Xavier normal."""
-
-    of_distance = True
 
     def __init__(self, num_heads: int, head_dim: int, num_buckets: int, max_distance: int, *, rngs: nnx.Rngs):
         self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (num_buckets, num_heads)))
         self.max_distance = max_distance
         self.scale = math.sqrt(head_dim)
 
-    def __call__(
-        self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
-    ) -> Float[Array, "H T S"]:
+    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
         """See `t5`."""
-        return t5(q_pos_T, k_pos_S, self.table_NH[...], max_distance=self.max_distance, scale=self.scale, causal=causal)
+        return _t5(distance, self.table_NH[...], self.max_distance, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """T5's bias; as in the official code, one table serves all layers and is multiplied by sqrt(head dim)."""
+    """T5's bias; as in the official code, one table serves all layers and is multiplied by sqrt(head dim).
+
+    Args:
+        num_buckets: rows of the table.
+        max_distance: all distances from here on are in the last bucket.
+    """
 
     num_buckets: int = 32
     max_distance: int = 128
     shared_by_layers: ClassVar[bool] = True
 
     def __post_init__(self):
-        require(self.num_buckets >= 4, "model.bias.num_buckets", self.num_buckets, "4 or more")
-        require(
-            self.max_distance > self.num_buckets // 2,
-            "model.bias.max_distance",
-            self.max_distance,
-            f"more than num_buckets / 2 = {self.num_buckets // 2}",
-        )
+        require(self.num_buckets >= 4, "model.bias.num_buckets", self.num_buckets, "must be 4 or more")
+        allowed = f"must be more than num_buckets / 2 = {self.num_buckets // 2}"
+        require(self.max_distance > self.num_buckets // 2, "model.bias.max_distance", self.max_distance, allowed)
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> T5:
         """Make the module."""
@@ -366,7 +407,7 @@ def fire(
     activation: str = "relu",
     causal: bool = True,
 ) -> Float[Array, "H T S"]:
-    """Functional interpolation of relative positions: an MLP of the log distance relative to the query's log position.
+    """Return FIRE's bias: an MLP of the log distance relative to the query's log position.
 
         z = log(|c dist| + 1) / (log(|c max(q_pos, |threshold|)| + 1) + 1e-6)        bias = MLP(z), 1 -> M -> H
 
@@ -374,17 +415,17 @@ def fire(
         q_pos_T: query positions.
         k_pos_S: key positions.
         c: scale inside the logarithm.
-        threshold: positions below it are normalised as if they stood there.
+        threshold: positions below it are normalised as if they were equal to it.
         hidden_M: first layer, 1 -> M.
         hidden_bias_M: its bias.
         output_MH: second layer, M -> H.
         output_bias_H: its bias.
-        activation: "relu" when FIRE stands alone, "leaky_relu" (0.01) under DAPE, as in the official code.
-        causal: see `distances`. If False, the later of both positions stands for q_pos in the norm, so that z stays
+        activation: "relu" for FIRE alone, "leaky_relu" (0.01) under DAPE, as in the official code.
+        causal: see `distances`. If False, the later of both positions replaces q_pos in the norm, so that z stays
             within 0..1.
 
     Source: Li et al. 2024, equation 5.
-    Differs: FIRE is for causal attention; the norm where it is not causal is ours.
+    Differs: FIRE is for causal attention; the norm without causality is ours.
     """
     distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
     last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
@@ -435,8 +476,8 @@ class FireConfig:
     """FIRE.
 
     Args:
-        threshold: where the normalisation by the query's position sets in, in positions. The official V2 configs train
-            at 512 with 256.
+        threshold: query positions below it are normalised as if they were equal to it. The official V2 configs train at
+            512 with 256.
         width: hidden width of the MLP.
         initial_c: c at the start.
         activation: of the MLP; see `fire`.
@@ -449,14 +490,8 @@ class FireConfig:
     shared_by_layers: ClassVar[bool] = False
 
     def __post_init__(self):
-        require(self.threshold > 0, "model.bias.threshold", self.threshold, "a positive number of positions")
-        require(self.width > 0, "model.bias.width", self.width, "a positive width")
-        require(
-            self.activation in FIRE_ACTIVATIONS,
-            "model.bias.activation",
-            self.activation,
-            f"one of {sorted(FIRE_ACTIVATIONS)}",
-        )
+        positive(self, "model.bias", "threshold", "width")
+        one_of(self, "model.bias", activation=FIRE_ACTIVATIONS)
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Fire:
         """Make the module."""

@@ -20,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.errors import InputError, require
+from dape_jax.model.scores import products
 
 
 @runtime_checkable
@@ -48,19 +49,6 @@ class ContextualBias(Protocol):
             causal: whether attention is.
         """
         ...
-
-
-def products(
-    q_BTHK: Float[Array, "#B T H K"], k_BSGK: Float[Array, "B S G K"], dtype: jnp.dtype
-) -> Float[Array, "B H T S"]:
-    """Q K^T, accumulated in `dtype`. Each of the G key heads serves H / G neighbouring query heads."""
-    batch, num_keys, groups, head_dim = k_BSGK.shape
-    num_rows, heads = q_BTHK.shape[1:3]
-    # Rows next to columns: in another order the product would have to be transposed before it is a score.
-    q_BHTK = jnp.moveaxis(jnp.broadcast_to(q_BTHK, (batch, *q_BTHK.shape[1:])), 2, 1)
-    q_BGRTK = q_BHTK.reshape(batch, groups, -1, num_rows, head_dim)
-    scores_BGRTS = jnp.einsum("BGRTK,BSGK->BGRTS", q_BGRTK, k_BSGK, preferred_element_type=dtype)
-    return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
 
 
 def cope(

@@ -11,7 +11,7 @@ To add one: a pure function, an NNX module, a frozen config and one line in `PRO
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from dape_jax.errors import InputError, require
+from dape_jax.model.biases import Bias
+from dape_jax.model.contextual import ContextualBias
 from dape_jax.sharding import device_platform
 
 ALIGNMENTS = ("centered", "causal")
@@ -28,19 +30,19 @@ INPUTS = ("both", "scores", "bias")
 INITS = ("uniform", "identity")
 
 
-@runtime_checkable
-class Processor(Protocol):
-    """What `attention.py` knows of a processor.
+class Processor:
+    """Base class of processors: a function of scores, bias and mask.
 
-    `key_halo` is how many key columns to the left of the first key that a row sees, and to the right of its last, its
-    result may depend on (on their being there, at least, if not on their values): a caller who leaves out keys must
-    leave these in.
+    A processor mixes heads and keys, never two query rows. Nothing that it returns for a row may depend on a masked
+    score. One with parameters is an `nnx.Module` too.
+
+    Args:
+        key_halo: keys that a row depends on beyond those that it sees, to the left of the first and to the right of the
+            last: blockwise attention, which reads only part of the keys, then reads these as well. (0, 0) if the
+            processor does not mix keys.
     """
 
-    @property
-    def key_halo(self) -> tuple[int, int]:
-        """Columns to the left and to the right; see the class."""
-        ...
+    key_halo: tuple[int, int] = (0, 0)
 
     def __call__(
         self,
@@ -48,8 +50,8 @@ class Processor(Protocol):
         bias_BHTS: Float[Array, "#B H T S"] | None,
         mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
-        """Return the processed scores; where the mask is False they may hold anything finite."""
-        ...
+        """Return the processed scores; where the mask is False they may be anything finite."""
+        raise NotImplementedError
 
 
 class PairFlops(NamedTuple):
@@ -57,25 +59,24 @@ class PairFlops(NamedTuple):
 
     Args:
         of_scores: for every sequence of the batch.
-        of_bias: of what reads the bias alone: once for the whole batch, unless the bias depends on content.
+        of_bias: for the part that reads only the bias: once for the batch, unless the bias depends on content.
     """
 
     of_scores: int
     of_bias: int
 
 
-@runtime_checkable
-class ProcessorConfig(Protocol):
-    """What `transformer.py` and `flops.py` know of a processor."""
+class ProcessorConfig:
+    """Base class of processor configs, which are frozen dataclasses; only `build` has no default."""
 
     @property
     def why_not_cached(self) -> str | None:
-        """Why a row's result changes when keys are appended, so that no cache can be right; None if it does not."""
-        ...
+        """Reason why appending keys changes earlier rows, so that no KV cache can be right; None if it does not."""
+        return None
 
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
-        """What a pair of a query and a key costs; 2 FLOPs for a multiply-add."""
-        ...
+        """Return the cost of a pair of a query and a key: 2 FLOPs for a multiply-add; by default nothing is counted."""
+        return PairFlops(0, 0)
 
     def build(
         self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs
@@ -84,11 +85,11 @@ class ProcessorConfig(Protocol):
 
         Args:
             num_heads: H.
-            has_bias: whether it will be given a bias; rotary embedding is none.
+            has_bias: whether it will be given a bias; rotary embedding is not a bias.
             dtype: of its convolutions' operands; None for that of the scores.
             rngs: for its parameters.
         """
-        ...
+        raise NotImplementedError
 
 
 def add_bias(
@@ -127,10 +128,8 @@ def _for_every_sequence_backward(batch: int, _: None, dy_BXYZ: Array) -> tuple[A
 _for_every_sequence.defvjp(_for_every_sequence_forward, _for_every_sequence_backward)
 
 
-class Plain(nnx.Module):
+class Plain(nnx.Module, Processor):
     """No processing: scores + bias."""
-
-    key_halo: tuple[int, int] = (0, 0)
 
     def __call__(
         self,
@@ -143,20 +142,24 @@ class Plain(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainConfig:
+class PlainConfig(ProcessorConfig):
     """No processing."""
-
-    @property
-    def why_not_cached(self) -> None:
-        """None: a row's scores depend on no other key."""
-
-    def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
-        """Nothing but the addition of the bias, which is not counted."""
-        return PairFlops(0, 0)
 
     def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
         return Plain()
+
+
+class ScoreMod(NamedTuple):
+    """What modifies the scores between Q K^T and the softmax. A pytree: its arrays are parameters.
+
+    Args:
+        bias: position bias or contextual encoding, or None.
+        processor: function of scores, bias and mask; by default their sum.
+    """
+
+    bias: Bias | ContextualBias | None = None
+    processor: Processor = Plain()
 
 
 def key_convolution(
@@ -331,7 +334,7 @@ def _paddings(width: int, alignment: str, edge: str) -> tuple[tuple[int, int], t
     return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[edge]
 
 
-class Dape(nnx.Module):
+class Dape(nnx.Module, Processor):
     """DAPE V2 as a module; kernels and biases start U(+-1/sqrt(fan_in)), as PyTorch's Conv2d does."""
 
     def __init__(
@@ -357,6 +360,7 @@ class Dape(nnx.Module):
             self.output_bias_H = uniform((num_heads,), channels * width)
         self.has_bias = has_bias
         self.config = config
+        self.key_halo = config.key_halo
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def check_bias(self, is_given: bool) -> None:
@@ -364,11 +368,6 @@ class Dape(nnx.Module):
         if is_given != self.has_bias:
             given = "a bias is given" if is_given else "none is given"
             raise InputError(f"bias_BHTS: {given}, and the processor was built with has_bias={self.has_bias}")
-
-    @property
-    def key_halo(self) -> tuple[int, int]:
-        """See `Processor`."""
-        return self.config.key_halo
 
     def __call__(
         self,
@@ -400,7 +399,7 @@ class Dape(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class DapeConfig:
+class DapeConfig(ProcessorConfig):
     """DAPE 1xW.
 
     Args:

@@ -26,11 +26,12 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import InputError, require
 from dape_jax.kernels import why_not_fused
-from dape_jax.model.attention import Attention, Auto, Fused, attend_on_mesh
+from dape_jax.model.attention import Auto, Fused, Implementation, attend_on_mesh
 from dape_jax.model.biases import Bias, BiasConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
-from dape_jax.model.processors import Processor, ProcessorConfig
+from dape_jax.model.processors import ProcessorConfig, ScoreMod
+from dape_jax.model.scores import Mask
 from dape_jax.sharding import constrain, embed, matmul, stripe, unstripe
 
 # The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
@@ -127,7 +128,7 @@ class TransformerConfig:
     scale_embedding: bool
     output_bias: bool
     initializer: str
-    attention: Attention
+    attention: Implementation
     remat: str
     dtype: str
 
@@ -236,8 +237,7 @@ class SelfAttention(nnx.Module):
         has_bias = config.bias.shared_by_layers or self.bias is not None
         self.processor = config.processor.build(H, has_bias=has_bias, dtype=config.compute_dtype, rngs=score_rngs)
         self.rotary = config.rotary
-        self.causal = config.causal
-        self.window = config.window
+        self.mask = Mask(config.causal, config.window)
         self.attention = config.attention
         self.dtype = config.compute_dtype
 
@@ -264,14 +264,9 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """Attend every position to those that it sees, in `x_BTD` or in the cache, and write to the cache."""
         q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
-        options = {
-            "bias": shared_bias if self.bias is None else self.bias,
-            "processor": self.processor,
-            "causal": self.causal,
-            "window": self.window,
-        }
+        score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
-            out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, pos_T, **options)
+            out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, pos_T, score_mod, self.mask)
         else:
             corner = (layer, 0, pos_T[0], 0, 0)
             cache = Cache(
@@ -279,9 +274,8 @@ class SelfAttention(nnx.Module):
                 jax.lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], corner),
             )
             k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
-            out_BTHK = self.attention.for_any_rows()(
-                q_BTHK, k_BSGK, v_BSGK, pos_T, jnp.arange(k_BSGK.shape[1]), **options
-            )
+            k_pos_S = jnp.arange(k_BSGK.shape[1])
+            out_BTHK = self.attention.for_cached_decoding(q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, score_mod, self.mask)
         out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
         if self.output_bias_D is not None:
             out_BTD += self.output_bias_D[None, None].astype(self.dtype)
@@ -444,7 +438,7 @@ class Transformer(nnx.Module):
 
 def attention_of(
     config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, row_stride: int = 1
-) -> Attention:
+) -> Implementation:
     """The driver of a model's self-attention in a text of so many tokens: what `Auto` chooses, or the one it has.
 
     Args:
@@ -462,25 +456,19 @@ def attention_of(
         return attention
     H, K = config.num_heads, config.head_dim
 
-    def make() -> tuple[Bias | ContextualBias | None, Processor]:
+    def make() -> ScoreMod:
         bias = config.bias.build(H, K, nnx.Rngs(0))
-        return bias, config.processor.build(H, has_bias=bias is not None, dtype=config.compute_dtype, rngs=nnx.Rngs(0))
+        processor = config.processor.build(H, has_bias=bias is not None, dtype=config.compute_dtype, rngs=nnx.Rngs(0))
+        return ScoreMod(bias, processor)
 
-    bias, processor = nnx.eval_shape(make)
     q_BTHK, k_BSGK = (
         jax.ShapeDtypeStruct((1, rows, heads, K), config.compute_dtype)
         for rows, heads in ((length // row_stride, H), (length, config.num_kv_heads))
     )
-    options = {
-        "bias": bias,
-        "processor": processor,
-        "causal": config.causal,
-        "window": config.window,
-        "row_stride": row_stride,
-    }
+    args = q_BTHK, k_BSGK, nnx.eval_shape(make), Mask(config.causal, config.window, row_stride)
     if isinstance(attention, Auto):
-        return attention.choose(q_BTHK, k_BSGK, **options, platform=platform, device_kind=device_kind)
-    reason = why_not_fused(q_BTHK, k_BSGK, **options, platform=attention.platform or platform, device_kind=device_kind)
+        return attention.choose(*args, platform=platform, device_kind=device_kind)
+    reason = why_not_fused(*args, platform=attention.platform or platform, device_kind=device_kind)
     require(reason is None, "model.attention.name", "fused", f"auto or blockwise: {reason}")
     return attention
 

@@ -18,12 +18,12 @@ Not counted: embedding lookups, norms, softmax, activations, the optimizer, and 
 """
 
 import dataclasses
-import itertools
 
 from dape_jax.kernels.tpu import BLOCKS
-from dape_jax.model.attention import Attention, Blockwise, Fused
+from dape_jax.model.attention import Blockwise, Fused, Implementation
 from dape_jax.model.biases import NopeConfig
 from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.scores import Mask, causal_runs
 from dape_jax.model.transformer import TransformerConfig
 
 
@@ -152,7 +152,7 @@ def executed_flops(
     return _flops(config, length * batch_size, pairs, batch_size, batch_parts * accumulation_steps, passes)
 
 
-def pairs_computed(attention: Attention, length: int, window: int | None, row_stride: int = 1) -> int:
+def pairs_computed(attention: Implementation, length: int, window: int | None, row_stride: int = 1) -> int:
     """Pairs of a query and a key that a driver computes on a device that has every `row_stride`-th row of a text.
 
     `Dense` computes all; `Blockwise` in each of its runs of blocks those up to the run's last row, or up to the window;
@@ -166,14 +166,8 @@ def pairs_computed(attention: Attention, length: int, window: int | None, row_st
     if not isinstance(attention, Blockwise):
         return num_rows * length
     block = min(attention.block_size, num_rows)
-    num_blocks = -(-num_rows // block)
-    if window is not None and attention.num_buckets > 1:
-        return num_blocks * block * min(length, window - 1 + row_stride * block)
-    num_runs = min(attention.num_buckets, num_blocks)
-    cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
-    return sum(
-        (stop - start) * block * min(length, row_stride * stop * block) for start, stop in itertools.pairwise(cuts)
-    )
+    runs = causal_runs(num_rows, length, block, attention.num_buckets, Mask(window=window, row_stride=row_stride))
+    return sum((run.stop - run.start) * block * run.num_keys for run in runs)
 
 
 @dataclasses.dataclass(frozen=True)

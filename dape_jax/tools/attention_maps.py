@@ -45,10 +45,11 @@ from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
-from dape_jax.model.attention import Blockwise, masked_softmax, score
+from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
+from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Block, SelfAttention, model_structure
 from dape_jax.provenance import provenance
 
@@ -237,7 +238,7 @@ def row_maps(
     k_pos_S: Int[Array, "S"],
 ) -> tuple[dict[str, Float[Array, "H T S"]], Bool[Array, "T S"]]:
     """The maps of a block of rows, as the module defines them, and which pairs are visible."""
-    scores_BHTS, bias_BHTS, mask_TS = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, window=attention.window)
+    scores_BHTS, bias_BHTS, mask_TS = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, window=attention.mask.window)
     processed_BHTS = attention.processor(scores_BHTS, bias_BHTS, mask_TS)
     maps = {"scores": scores_BHTS}
     if bias_BHTS is not None:

@@ -1,0 +1,142 @@
+"""Attention scores: Q K^T, the mask over them, the softmax, and how many keys each block of query rows needs.
+
+In: `q_BTHK`, `k_BSGK` and their positions. Out: `scores_BHTS`, `mask_TS`, `probs_BHTS`. Next: `biases.py`.
+"""
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from dape_jax.errors import require
+
+
+@jax.tree_util.register_static  # so that a mask is a valid argument of a jitted function
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees, as a function of positions. Causal, with a window of 3:
+
+        k 0 1 2 3 4
+    q 0   x . . . .        key position <= query position
+    q 1   x x . . .        and, with a window, distance < window: a query sees itself and window - 1 keys before it
+    q 2   x x x . .        (on both sides if attention is not causal)
+    q 3   . x x x .
+    q 4   . . x x x
+
+    A key with a negative position is padding: no query at a position >= 0 sees it.
+
+    Args:
+        causal: a query sees no key after it. If False, it sees both sides (encoders).
+        window: a query sees keys at a distance below this, or None for all keys.
+        row_stride: step between the columns of neighbouring query rows. n > 1 is striped context parallelism: one
+            device holds every n-th row, and all keys. It does not change which keys a query sees, only how many keys
+            blockwise and fused attention read for a block of rows.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    row_stride: int = 1
+
+    def __post_init__(self):
+        require(self.window is None or self.window >= 1, "window", self.window, "must be 1 or more, or None")
+        require(self.row_stride >= 1, "row_stride", self.row_stride, "must be 1 or more")
+
+    def visible(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Bool[Array, "T S"]:
+        """Return True where the query sees the key; see the class."""
+        distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
+        if self.causal:  # as unsigned numbers, negative positions come after all others: one comparison instead of two
+            mask_TS = k_pos_S.astype(jnp.uint32)[None, :] <= q_pos_T.astype(jnp.uint32)[:, None]
+        else:
+            mask_TS = jnp.broadcast_to(k_pos_S[None, :] >= 0, distance_TS.shape)
+        return mask_TS if self.window is None else mask_TS & (jnp.abs(distance_TS) < self.window)
+
+
+class Scores(NamedTuple):
+    """The arguments of a processor.
+
+    Args:
+        scores_BHTS: A = Q K^T / sqrt(K).
+        bias_BHTS: B, or None; its batch dim is 1 if it does not depend on content.
+        mask_TS: True where the query sees the key.
+    """
+
+    scores_BHTS: Float[Array, "B H T S"]
+    bias_BHTS: Float[Array, "#B H T S"] | None
+    mask_TS: Bool[Array, "T S"]
+
+
+def products(
+    q_BTHK: Float[Array, "#B T H K"], k_BSGK: Float[Array, "B S G K"], dtype: jnp.dtype
+) -> Float[Array, "B H T S"]:
+    """Return Q K^T, accumulated in `dtype`. Each of the G key heads serves H / G neighbouring query heads."""
+    batch, num_keys, groups, head_dim = k_BSGK.shape
+    num_rows, heads = q_BTHK.shape[1:3]
+    # Rows next to columns: in another order the product would have to be transposed before it is a score.
+    q_BHTK = jnp.moveaxis(jnp.broadcast_to(q_BTHK, (batch, *q_BTHK.shape[1:])), 2, 1)
+    q_BGRTK = q_BHTK.reshape(batch, groups, -1, num_rows, head_dim)
+    scores_BGRTS = jnp.einsum("BGRTK,BSGK->BGRTS", q_BGRTK, k_BSGK, preferred_element_type=dtype)
+    return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
+
+
+def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
+    """Return the softmax over the visible keys; exactly 0 at masked keys.
+
+    A masked score is a large finite negative number, not -inf: a row without any visible key then gives 1 / S for every
+    key instead of NaN, and its gradient is finite too.
+    """
+    masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
+    return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
+
+
+class Run(NamedTuple):
+    """Consecutive blocks of query rows that read the same number of keys.
+
+    Args:
+        start: first block.
+        stop: one after the last block.
+        num_keys: keys that every block of the run reads.
+    """
+
+    start: int
+    stop: int
+    num_keys: int
+
+
+def causal_runs(
+    num_rows: int, num_keys: int, block: int, num_runs: int, mask: Mask, halo: tuple[int, int] = (0, 0)
+) -> list[Run]:
+    """Cut query rows into runs of blocks, each with the number of keys that it needs.
+
+    The rows must be the last of the keys: row t is at one of the `row_stride` columns from S - row_stride (T - t) on,
+    as in self-attention. With 8 rows and keys, blocks of 2 rows and two runs:
+
+        rows 0..3    x x x x          run 0: blocks 0 and 1 read keys 0..3
+        rows 4..7    x x x x x x x x  run 1: blocks 2 and 3 read keys 0..7
+
+    so n runs compute (n + 1) / 2n of the square. With a window there is one run, and each block reads the block and
+    window - 1 keys before it. With `num_runs` = 1, or if attention is not causal, every block reads all keys, and rows
+    may be anywhere.
+
+    Args:
+        num_rows: T.
+        num_keys: S.
+        block: rows in a block.
+        num_runs: number of runs, at most one per block.
+        mask: causality, window and row stride.
+        halo: keys to read in addition, to the left and to the right; see `Processor.key_halo`.
+    """
+    num_blocks = -(-num_rows // block)
+    left, right = halo
+    if num_runs == 1 or not mask.causal:
+        return [Run(0, num_blocks, num_keys)]
+    if mask.window is not None:
+        return [Run(0, num_blocks, min(num_keys, left + mask.window - 1 + mask.row_stride * block + right))]
+    num_runs = min(num_runs, num_blocks)
+    cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
+    return [
+        Run(start, stop, min(num_keys, num_keys - mask.row_stride * (num_rows - stop * block) + right))
+        for start, stop in itertools.pairwise(cuts)
+    ]
