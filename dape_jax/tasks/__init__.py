@@ -1,10 +1,12 @@
-"""The fifteen algorithmic tasks of the Chomsky hierarchy (CHE): strings, and what each is answered with.
+"""Algorithmic tasks: the fifteen of the Chomsky hierarchy (CHE), and associative recall.
 
-Read in that order: task, regular, context_free, context_sensitive, tapes.
+Read in this order: task, regular, context_free, context_sensitive, associative_recall, tapes, batches.
 """
 
+from dape_jax.tasks.associative_recall import ASSOCIATIVE_RECALL
 from dape_jax.tasks.context_free import CONTEXT_FREE
 from dape_jax.tasks.context_sensitive import CONTEXT_SENSITIVE
 from dape_jax.tasks.regular import REGULAR
 
-TASKS = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE
+CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # the tasks of the paper's table 6
+TASKS = CHE | ASSOCIATIVE_RECALL

@@ -3,15 +3,21 @@
 In: a `Task`, its strings. Out: arrays in host memory, all [B, T]: a tape, and beside every place of it the target, its
 weight in the loss, and whether the accuracy counts it. Next: `batches.py`, and `dape_jax.evaluation.accuracy`.
 
-A tape is the input, the computation tokens that it may have, and an output token for every symbol of the target, which
-the model's logits there are asked for. Reverse "abb", filled up to a multiple of 8:
+A tape is the input, optional computation tokens, and one output token for every symbol of the target, at which the
+model's logits are scored. Reverse "abb", padded to a multiple of 8:
 
     tape      a b b # # # . .         #: output token        .: padding, at position -1
     target    . . . b b a . .
     position  0 1 2 3 4 5 - -
 
-All strings of a batch have one length, so that there is nothing to mask but the padding, which is there for the
-program's sake: lengths that are filled up to the same T share one.
+A task that is answered in place has no output tokens: its last M symbols are scored. Associative recall of 2 pairs:
+
+    tape      c X a Y a c . .
+    target    . . . . Y X . .
+    position  0 1 2 3 4 5 - -
+
+All strings of a batch have one length, so only the padding is masked. It exists for compilation: lengths that are padded
+to the same T share one program.
 """
 
 import dataclasses
@@ -53,7 +59,10 @@ class TaskConfig:
 
     def __post_init__(self):
         require(self.task in TASKS, "data.task", self.task, f"one of {list(TASKS)}")
-        require(self.computation_steps >= 0, "data.computation_steps", self.computation_steps, "0 or more")
+        require(self.computation_steps >= 0, "data.computation_steps", self.computation_steps, "must be 0 or more")
+        allowed = f"must be 0: {self.task} is answered at its last input symbols"
+        in_place = self.of.answered_in_place
+        require(not in_place or self.computation_steps == 0, "data.computation_steps", self.computation_steps, allowed)
         require(self.pad_to > 0, "data.pad_to", self.pad_to, "a positive number of tokens")
         require(0 <= self.seed < 2**32, "data.seed", self.seed, "0 to 2**32 - 1")
 
@@ -64,7 +73,10 @@ class TaskConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of a tape: the input symbols, the computation token if there is one, and the output token."""
+        """Tokens of a tape: the input symbols, the computation token if there is one, and the output token.
+
+        A task that is answered in place uses the output token for padding alone.
+        """
         return len(self.of.input_symbols) + (self.computation_steps > 0) + 1
 
     @property
@@ -73,12 +85,15 @@ class TaskConfig:
         return len(self.of.output_symbols)
 
     def tape_length(self, length: int) -> int:
-        """Tokens of the tape of an input of so many symbols, without padding."""
-        return length * (1 + self.computation_steps) + self.of.output_length(length)
+        """Return the tokens of the tape of an input of `length` symbols, without padding."""
+        num_answers = 0 if self.of.answered_in_place else self.of.output_length(length)
+        return length * (1 + self.computation_steps) + num_answers
 
     def check_length(self, field: str, length: int) -> None:
         """Raise `InputError` unless there are strings of a length, and positions for their tapes."""
-        require(length > 0, field, length, "1 or more symbols")
+        longest = self.of.longest
+        allowed = "must be 1 or more symbols" + ("" if longest is None else f", at most {longest} for {self.task}")
+        require(0 < length <= (length if longest is None else longest), field, length, allowed)
         tape = self.tape_length(length)
         require(
             self.max_position is None or tape <= self.max_position,
@@ -140,7 +155,8 @@ def make_tapes(
         (bool: those of them that the accuracy counts), all [B, T]; the positions of all rows are the same.
     """
     task, (num, length), answers = config.of, inputs_BN.shape, targets_BM.shape[1]
-    begin = length * (1 + config.computation_steps)
+    after_input = length * (1 + config.computation_steps)
+    begin = length - answers if task.answered_in_place else after_input
     tape = begin + answers
     pad_to = config.pad_to if pad_to is None else pad_to
     shape = (num, -(-tape // pad_to) * pad_to)
@@ -149,7 +165,7 @@ def make_tapes(
     inputs, targets = np.full(shape, output, np.int32), np.zeros(shape, np.int32)
     weights, counted = np.zeros(shape, np.float32), np.zeros(shape, bool)
     inputs[:, :length] = inputs_BN
-    inputs[:, length:begin] = computation
+    inputs[:, length:after_input] = computation
     targets[:, begin:tape] = targets_BM
     weights[:, begin:tape] = 1
     counted[:, begin:tape] = task.counted(targets_BM)

@@ -27,6 +27,8 @@ class Task:
         solve: `solve(inputs_BN) -> targets_BM`, exactly.
         end: the output symbol after which a target holds nothing that counts; None where all of it counts.
         permutation_invariant: whether the order of the input's symbols does not matter.
+        answered_in_place: whether the answers are read at the last M symbols of the input, not at output tokens after it.
+        longest: the longest input that the task has; None without a limit.
     """
 
     level: str
@@ -37,6 +39,8 @@ class Task:
     solve: Callable[[Symbols], Int32[np.ndarray, "B M"]]
     end: int | None = None
     permutation_invariant: bool = False
+    answered_in_place: bool = False
+    longest: int | None = None
 
     @property
     def random_accuracy(self) -> float:
