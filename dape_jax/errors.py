@@ -45,9 +45,9 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
         require(value in values, f"{section}.{field}", value, f"must be one of {list(values)}")
 
 
-def printable(text: str) -> str:
-    r"""Return the text in one line without control characters, which could drive a terminal: shown as \x1b."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, keep: str = "") -> str:
+    r"""Return the text with control characters, which could drive a terminal, escaped (\x1b), except those in `keep`."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -176,7 +176,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(root):
 
 
 def check_page(page: Path, length: int) -> dict:
-    """The page links a readable picture for each layer; the JSON has statistics for every layer and head."""
+    """The page links a readable figure for each layer; the JSON has statistics for every layer and head."""
     text = page.read_text()
     content = json.loads((page.parent / "attention_maps.json").read_text())
     assert sorted(file.name for file in page.parent.iterdir()) == [
@@ -187,11 +187,11 @@ def check_page(page: Path, length: int) -> dict:
     ]
     assert "attention_maps.json" in text
     for layer, maps in enumerate(content["layers"]):
-        assert maps["picture"] == f"layer-{layer:02}.png"
-        assert f'src="{maps["picture"]}"' in text
-        picture = matplotlib.image.imread(page.parent / maps["picture"])
-        assert min(picture.shape[:2]) > 600
-        assert len(np.unique(picture[..., 0])) > 50
+        assert maps["figure"] == f"layer-{layer:02}.png"
+        assert f'src="{maps["figure"]}"' in text
+        figure = matplotlib.image.imread(page.parent / maps["figure"])
+        assert min(figure.shape[:2]) > 600
+        assert len(np.unique(figure[..., 0])) > 50
         assert len(maps["heads"]) == 2
         for head in maps["heads"]:
             assert list(head) == ["scores", "bias", "added", "probs"]
@@ -214,7 +214,7 @@ def test_a_run_is_drawn_once(workdir, root):
     first = next(i for i in range(store.num_documents) if len(store.document(i)) > 64)
     beginning = store.tokenizer.decode(store.document(first)[:64]).decode()
     assert content["text"]["beginning"] == beginning
-    assert f"held-out document {first} " in content["text"]["source"]
+    assert f"validation document {first} " in content["text"]["source"]
     text = page.read_text()
     assert beginning in text
     assert "<h1>a &lt;b&gt; $^$, step 2" in text
@@ -227,8 +227,8 @@ def test_a_run_is_drawn_once(workdir, root):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"length": 1}, ["length = 1", "2 tokens"]),
-        ({"length": 10_000}, ["length = 10000", "at most", "--text"]),
+        ({"length": 1}, ["length = 1", "must be at least 2 tokens"]),
+        ({"length": 10_000}, ["length = 10000", "must be at most", "--text"]),
         ({"length": 16, "step": "3"}, ["step = '3'", "newest"]),
         ({"length": 16, "text": "nowhere"}, ["text", "nowhere", "cannot be read"]),
         ({"length": 16, "text": "short"}, ["text", "short", "has 5 tokens", "16"]),

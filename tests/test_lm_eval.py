@@ -1,11 +1,10 @@
-"""The harness gets the log-likelihoods of the full forward and the texts of greedy generation, whatever the batch."""
+"""The harness gets log-likelihoods of the full forward and strings of greedy generation, whatever the batch."""
 
 import copy
 import dataclasses
 import functools
 import json
 import math
-import sys
 from pathlib import Path
 
 import jax
@@ -15,32 +14,28 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval.api.instance import Instance
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 from test_command_lines import run
 
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.evaluation.trained import TrainedModel, read_trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.transformer import model_structure
-from dape_jax.tools import lm_eval as module
 from dape_jax.tools.generate import Sampling, decoding_model, generate
-from dape_jax.tools.lm_eval import (
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from dape_jax.tools import lm_eval as module  # noqa: E402
+from dape_jax.tools.lm_eval import (  # noqa: E402
     CHUNK,
-    Continuation,
-    HarnessModel,
-    Row,
-    evaluate_tasks,
-    load_tasks,
+    DapeLM,
+    GenerationOptions,
+    ScoredRow,
+    generate_until_stop,
     make_batch,
-    read_continuation,
+    padded_width,
+    read_generation_kwargs,
     score,
-    texts_until,
-    width_of,
 )
-from dape_jax.training import loop
 
 END = Bytes.end_of_document
 SHORT = 24
@@ -77,22 +72,12 @@ TASKS = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    """A run that has learned nothing yet."""
-    root = tmp_path_factory.mktemp("harness")
-    loop.train(tiny.spec(root, train__num_steps=2, evaluation__blockwise_from=100), root / "run")
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(root) -> TrainedModel:
-    return read_trained(root / "run", "newest", {})
-
-
-@pytest.fixture(scope="module")
-def model(trained) -> HarnessModel:
-    """Its parameters all moved, so that the texts that it generates differ."""
-    model = HarnessModel(trained, max_length=LONGEST)
+def model(trained_run) -> DapeLM:
+    """A model with perturbed parameters, so that the strings that it generates differ."""
+    model = DapeLM(trained_run, max_length=LONGEST)
+    run = model.info.run
+    run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, blockwise_from=100))
+    model.info = dataclasses.replace(model.info, run=run)
     draw = np.random.default_rng(0)
     model._params = jax.tree.map(
         lambda x: jax.device_put(np.asarray(x) + draw.normal(0, 0.2, x.shape).astype(x.dtype), x.sharding),
@@ -101,34 +86,28 @@ def model(trained) -> HarnessModel:
     return model
 
 
-@pytest.fixture
-def own_tasks_alone(monkeypatch):
-    """Without the thousands of files of the harness's own, which take seconds to read."""
-    monkeypatch.setattr(module, "TaskManager", functools.partial(TaskManager, include_defaults=False))
-
-
 def ids_of(length: int, seed: int = 0) -> list[int]:
     text = " ".join(np.random.default_rng((length, seed)).choice(tiny.WORDS, length // 2 + 1))
     return list(text.encode()[:length])
 
 
-def requests_of(kind: str, *arguments: tuple) -> list[Instance]:
-    return [Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
+def requests_of(kind: str, *arguments: tuple) -> list:
+    return [lm_eval.api.instance.Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
 
 
-def log_probs(model: HarnessModel, tokens: list[int], length: int = LONGEST) -> np.ndarray:
+def log_probs(model: DapeLM, tokens: list[int], length: int = LONGEST) -> np.ndarray:
     """Of every token but the first, from the full forward: one program, since what comes after them does not matter.
 
     (It does to some models: `length` is how many tokens there are.)
     """
     rest = np.random.default_rng(0).integers(0, 256, length - len(tokens) + 1)
     inputs_BT = np.array([[*tokens[:-1], *rest]])
-    logits_BTV = full_forward(model.trained.run.model)(jax.device_get(model._params), inputs_BT)
+    logits_BTV = full_forward(model.info.run.model)(jax.device_get(model._params), inputs_BT)
     log_probs_TV = np.asarray(jax.nn.log_softmax(logits_BTV[0], axis=-1), np.float64)
     return log_probs_TV[np.arange(len(tokens) - 1), tokens[1:]]
 
 
-def shortened(model: HarnessModel, max_length: int) -> HarnessModel:
+def shortened(model: DapeLM, max_length: int) -> DapeLM:
     """The same model, its parameters not read again."""
     other = copy.copy(model)
     other.max_length = max_length
@@ -140,11 +119,11 @@ def full_forward(config):
     return jax.jit(lambda params, tokens_BT: decoding_model(config, params)(tokens_BT))
 
 
-def greedy_ids(model: HarnessModel, prompt: list[int], num: int) -> list[int]:
+def greedy_ids(model: DapeLM, prompt: list[int], num: int) -> list[int]:
     """Straight from the library, one prompt at a time."""
     num_ids = model._tokenizer.vocab_size
     steps = generate(
-        model.trained.run.model,
+        model.info.run.model,
         model._params,
         model._mesh,
         [np.array(prompt)],
@@ -170,7 +149,7 @@ def test_log_likelihoods_are_those_of_the_full_forward(model):
     """Rows of every width, and continuations from one token to more than a chunk."""
     cases = [(1, 1), (30, 9), (63, 1), (64, 1), (5, 60), (90, 12), (1, 200), (120, CHUNK - 60), (40, CHUNK + 5)]
     requests = [(("", ""), ids_of(context), ids_of(scored, seed=1)) for context, scored in cases]
-    widths = {width_of(context + scored - 1, LONGEST) for context, scored in cases}
+    widths = {padded_width(context + scored - 1, LONGEST) for context, scored in cases}
     assert widths == {64, 128, 200}
     found = model._loglikelihood_tokens(requests, disable_tqdm=True)
     for (_, context, scored), (total, _) in zip(requests, found, strict=True):
@@ -183,7 +162,7 @@ def test_log_likelihoods_are_those_of_the_full_forward(model):
     st.lists(st.tuples(st.integers(1, 250), st.integers(1, LONGEST)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
 )
-def test_neither_filling_nor_the_rest_of_the_batch_changes_anything(model, lengths, random):
+def test_scores_depend_neither_on_padding_nor_on_the_batch(model, lengths, random):
     requests = [(("", ""), ids_of(*both), ids_of(both[1], seed=1)) for both in lengths]
     together = model._loglikelihood_tokens(requests, disable_tqdm=True)
     order = list(range(len(requests)))
@@ -196,16 +175,16 @@ def test_neither_filling_nor_the_rest_of_the_batch_changes_anything(model, lengt
         assert is_greedy == together[i][1]
 
 
-def test_what_stands_to_the_right_of_a_row_changes_nothing(model):
-    """Whatever fills it up: not zeros alone."""
-    rows = [Row(ids_of(length), 3) for length in (9, 20, 33)]
+def test_padding_content_changes_nothing(model):
+    """Not only zeros."""
+    rows = [ScoredRow(ids_of(length), 3) for length in (9, 20, 33)]
     batch = make_batch(rows, 64, 8)
-    filled = jax.tree.map(np.copy, batch)
-    for line, stop in zip(filled["inputs"], batch["stop"], strict=True):
+    padded = jax.tree.map(np.copy, batch)
+    for line, stop in zip(padded["inputs"], batch["stop"], strict=True):
         line[stop:] = 77
-    assert np.any(filled["inputs"] != batch["inputs"])
-    config, params = model.trained.run.model, model._params
-    expected, found = (score(config, params, x, num_ids=257) for x in (batch, filled))
+    assert np.any(padded["inputs"] != batch["inputs"])
+    config, params = model.info.run.model, model._params
+    expected, found = (score(config, params, x, num_ids=257) for x in (batch, padded))
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(np.asarray(expected[0]) > 0, np.tile(np.arange(64) < 3, (8, 1)))
 
@@ -238,17 +217,17 @@ def test_long_contexts_lose_their_beginning_and_are_counted(model, caplog):
     requests = [(("", ""), ids_of(length), ids_of(3)) for length in (5, SHORT - 2, SHORT - 1, 90)]
     found = model._loglikelihood_tokens(requests, disable_tqdm=True)
     (record,) = caplog.records
-    assert "2 of 4 requests are longer than 24 tokens" in record.getMessage()
+    assert "2 of 4 requests exceed max_length = 24 tokens" in record.getMessage()
     for (_, context, scored), (total, _) in zip(requests, found, strict=True):
         expected = log_probs(model, (context + scored)[-SHORT - 1 :])[-3:].sum()
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    with pytest.raises(InputError, match="max_length = 24: at least 25, the tokens of one continuation"):
+    with pytest.raises(InputError, match="max_length = 24: must be at least 25, the tokens of one continuation"):
         model._loglikelihood_tokens([(("", ""), [1], ids_of(25))])
 
 
 @pytest.mark.parametrize("pair", [("", ""), ("a", "")])
 def test_an_empty_continuation_is_named(model, pair):
-    with pytest.raises(InputError, match="continuation = '': one character or more"):
+    with pytest.raises(InputError, match="continuation = '': must have at least one character"):
         model.loglikelihood(requests_of("loglikelihood", pair), disable_tqdm=True)
 
 
@@ -290,12 +269,12 @@ def test_every_token_is_scored_once(model, max_length):
 
 
 @pytest.mark.parametrize("changes", [{"edge": "listing"}, pytest.param({"leak": True}, marks=pytest.mark.slow)])
-def test_models_that_cannot_generate_are_scored_as_they_are(trained, model, changes):
-    """Not filled up: what stands on the right would change their rows."""
-    processor = dataclasses.replace(trained.run.model.processor, **changes)
-    run = dataclasses.replace(trained.run, model=dataclasses.replace(trained.run.model, processor=processor))
+def test_models_that_cannot_generate_are_scored_without_padding(model, changes):
+    """Padding would change their rows."""
+    processor = dataclasses.replace(model.info.run.model.processor, **changes)
+    run = dataclasses.replace(model.info.run, model=dataclasses.replace(model.info.run.model, processor=processor))
     other = copy.copy(model)
-    other.trained = dataclasses.replace(trained, run=run)
+    other.info = dataclasses.replace(model.info, run=run)
     requests = [(("", ""), ids_of(length), ids_of(4, seed=1)) for length in (6, 6, 30)]
     for (_, context, scored), (total, _), (of_prefix, _) in zip(
         requests, other._loglikelihood_tokens(requests), model._loglikelihood_tokens(requests), strict=True
@@ -309,13 +288,13 @@ def test_models_that_cannot_generate_are_scored_as_they_are(trained, model, chan
 
 
 @pytest.mark.slow
-def test_no_array_of_length_times_vocabulary(trained):
+def test_no_array_of_length_times_vocabulary(model):
     """Four times the length takes little more memory where nearly all of it is logits."""
-    config = dataclasses.replace(trained.run.model, vocab_size=50_000, num_outputs=50_000, attention=Blockwise(16))
+    config = dataclasses.replace(model.info.run.model, vocab_size=50_000, num_outputs=50_000, attention=Blockwise(16))
     _, params = model_structure(config)
 
     def temporary_bytes(length: int) -> int:
-        batch = make_batch([Row([1] * (length + 1), length)], length, 1)
+        batch = make_batch([ScoredRow([1] * (length + 1), length)], length, 1)
         batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
         program = score.lower(config, params, batch, num_ids=257).compile()
         return program.memory_analysis().temp_size_in_bytes
@@ -326,7 +305,7 @@ def test_no_array_of_length_times_vocabulary(trained):
 # ---- generation
 
 
-def greedy_text(model: HarnessModel, context: str, num: int) -> str:
+def greedy_text(model: DapeLM, context: str, num: int) -> str:
     """What follows, with no stop but the end of the document."""
     room = model.max_length - num
     ids = np.array(greedy_ids(model, (list(context.encode()) or [END])[-room:], num))
@@ -373,7 +352,7 @@ def test_no_step_is_taken_after_the_last_stop(texts, data):
             taken.append(token_B)
             yield token_B
 
-    assert texts_until(steps(), len(texts), Bytes(), stops) == [cut(text, stops) for text in texts]
+    assert generate_until_stop(steps(), len(texts), Bytes(), stops) == [cut(text, stops) for text in texts]
     assert len(taken) == needed
 
 
@@ -386,53 +365,55 @@ def steps_needed(text: str, stops: list[str]) -> int:
 @pytest.mark.parametrize(
     ("gen_kwargs", "expected"),
     [
-        ({"until": ["\n\n"]}, Continuation(("\n\n",), 256, Sampling(0.0))),
-        ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, Continuation(("a",), 7, Sampling(0.0))),
-        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, Continuation(("a",), 256, Sampling(0.0))),
-        ({"do_sample": True}, Continuation((), 256, Sampling(1.0))),
-        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, Continuation((), 256, Sampling(0.7, 5, 0.9))),
-        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1}, Continuation((), 256, Sampling(0.7))),
+        ({"until": ["\n\n"]}, GenerationOptions(("\n\n",), 256, Sampling(0.0))),
+        ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, GenerationOptions(("a",), 7, Sampling(0.0))),
+        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, GenerationOptions(("a",), 256, Sampling(0.0))),
+        ({"do_sample": True}, GenerationOptions((), 256, Sampling(1.0))),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.9}, GenerationOptions((), 256, Sampling(0.7, 5, 0.9))),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1},
+            GenerationOptions((), 256, Sampling(0.7)),
+        ),
     ],
 )
 def test_generation_kwargs_are_read(gen_kwargs, expected):
     before = json.dumps(gen_kwargs)
-    assert read_continuation(gen_kwargs, 1000) == expected
+    assert read_generation_kwargs(gen_kwargs, 1000) == expected
     assert json.dumps(gen_kwargs) == before
 
 
 @pytest.mark.parametrize(
     ("gen_kwargs", "words"),
     [
-        ({"num_beams": 4}, ["generation_kwargs = {'num_beams': 4}", "options of generation", "top_p"]),
+        ({"num_beams": 4}, ["generation_kwargs = {'num_beams': 4}", "not supported", "top_p"]),
         ({"repetition_penalty": 1.1}, ["repetition_penalty"]),
         ({"until": [3]}, ["generation_kwargs.until = [3]"]),
-        ({"max_gen_toks": 0}, ["generation_kwargs.max_gen_toks = 0", "1 or more"]),
-        ({"max_gen_toks": 1000}, ["max_gen_toks = 1000", "less than max_length = 1000", "--max_length"]),
+        ({"max_gen_toks": 0}, ["generation_kwargs.max_gen_toks = 0", "must be positive"]),
+        ({"max_gen_toks": 1000}, ["max_gen_toks = 1000", "must be below max_length = 1000"]),
         ({"do_sample": True, "temperature": -1.0}, ["temperature = -1.0"]),
         ({"do_sample": True, "top_p": 2}, ["top_p = 2"]),
     ],
 )
 def test_bad_generation_kwargs_are_named(gen_kwargs, words):
     with pytest.raises(InputError) as error:
-        read_continuation(gen_kwargs, 1000)
+        read_generation_kwargs(gen_kwargs, 1000)
     assert all(word in str(error.value) for word in words), error.value
 
 
-# ---- tasks
+# ---- the harness
 
 
 @pytest.fixture(scope="module")
-def tasks(root, model) -> Path:
-    """Task files and their data; half of the answers of the last are what the model generates."""
-    directory = root / "tasks"
-    directory.mkdir()
+def tasks(model, tmp_path_factory) -> Path:
+    """Task files and their data; half of the answers of `words_until` are what the model generates."""
+    directory = tmp_path_factory.mktemp("tasks")
     draw = np.random.default_rng(3)
     documents = []
     for index in range(6):
         *words, a, b, c = draw.choice(tiny.WORDS, 7, replace=False).tolist()
         context = " ".join(words)
         generated = cut(greedy_text(model, f"{context} ", UNTIL["max_gen_toks"]), UNTIL["until"])
-        answers = generated if index % 2 else "no text that a model gives"
+        answers = generated if index % 2 else "no string that a model gives"
         text = " ".join(draw.choice(tiny.WORDS, 80))
         documents.append({"context": context, "choices": [a, b, c], "answer": 0, "text": text, "answers": answers})
     (directory / "words.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
@@ -442,8 +423,11 @@ def tasks(root, model) -> Path:
 
 
 def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks):
+    from lm_eval.tasks import TaskManager  # reads thousands of files of the harness
+
     manager = TaskManager(include_path=tasks, include_defaults=False)
-    results = simple_evaluate(model, tasks=list(TASKS), task_manager=manager, log_samples=False)["results"]
+    evaluated = lm_eval.simple_evaluate(model, tasks=list(TASKS), task_manager=manager, log_samples=False)
+    results = evaluated["results"]
     documents = [json.loads(line) for line in (tasks / "words.jsonl").read_text().splitlines()]
     num_right = bits = num_bytes = 0
     for document in documents:
@@ -459,98 +443,34 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks)
     assert results["words_choice"]["acc,none"] == pytest.approx(num_right / 6)
     assert results["words_rolling"]["bits_per_byte,none"] == pytest.approx(bits / num_bytes, rel=1e-5)
     assert results["words_until"]["exact_match,none"] == 0.5
-
-
-def test_results_are_written_and_earlier_ones_are_kept(root, tasks, own_tasks_alone, tmp_path):
-    def evaluate(limit: float) -> tuple[str, dict]:
-        names = ["words_choice", "words_rolling"]
-        done = evaluate_tasks(root / "run", names, include_path=tasks, limit=limit, output=tmp_path / "new")
-        return done.table, json.loads((tmp_path / "new" / "lm_eval.json").read_text())
-
-    table, content = evaluate(4.0)
-    results = content["lm_eval"]
-    assert set(results["results"]) == set(results["versions"]) == {"words_choice", "words_rolling"}
-    assert results["n-samples"]["words_choice"] == {"original": 6, "effective": 4}
-    config = results["config"]
-    assert (config["workdir"], config["step"], config["max_length"]) == (str(root / "run"), 2, 64)
-    assert {"commit", "device", "versions"} < set(content)
-    bits = results["results"]["words_rolling"]["bits_per_byte,none"]
-    markdown = (tmp_path / "new" / "lm_eval.md").read_text()
-    assert f"| words_rolling | none | 0 | bits_per_byte | {bits:.4f} | N/A |" in markdown
-    assert f"{bits:.4f}" in table
-    assert "step 2, sequences of at most 64 tokens" in table
-
-    files = sorted(tmp_path.joinpath("new").iterdir())
-    assert evaluate(4.0)[1] == content
-    assert sorted(tmp_path.joinpath("new").iterdir()) == files
-    assert evaluate(5.0)[1] != content
-    (kept,) = (tmp_path / "new").glob("lm_eval.2*.json")
-    assert json.loads(kept.read_text()) == content
-    assert len(list((tmp_path / "new").iterdir())) == 2 * len(files)
-
-
-def test_groups_are_loaded_whole_and_once(tasks, own_tasks_alone, tmp_path):
-    (tmp_path / "group.yaml").write_text(
-        "group: words\ntask: [words_choice, words_rolling]\naggregate_metric_list:\n- {metric: acc}\n"
-    )
-    for file in tasks.glob("*.yaml"):
-        (tmp_path / file.name).write_text(file.read_text())
-    manager, loaded = load_tasks(["words", "words_until"], tmp_path)
-    assert len(loaded) == 2
-    assert set(manager.load(loaded)["tasks"]) == set(TASKS)
-    assert set(manager.load(loaded)["groups"]) == {"words"}
+    about = evaluated["config"]
+    assert (about["workdir"], about["step"], about["max_length"]) == (str(model.info.workdir), 4, LONGEST)
+    assert {"commit", "device", "versions"} < set(about)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tasks": []}, ["tasks = []", "one name or more"]),
-        ({"tasks": ["words_choice", "nothing"]}, ["tasks = ['nothing']", "--include_path"]),
-        ({"include_path": Path("nowhere")}, ["include_path = 'nowhere'", "a directory of task files"]),
-        ({"tasks": ["lost"]}, ["tasks = ['lost']", "cannot be read", "FileNotFoundError"]),
-        ({"tasks": ["broken"]}, ["tasks = ['broken']", "cannot be read"]),
-        ({"tasks": ["words_until"], "max_length": 40}, ["max_gen_toks = 40", "max_length = 40"]),
-        ({"tasks": ["beams"]}, ["generation_kwargs = {'num_beams': 4}"]),
-        ({"tasks": ["unsafe"]}, ["tasks = 'unsafe'", "do not run code"]),
-        ({"limit": 0.0}, ["limit = 0.0"]),
-        ({"num_fewshot": -1}, ["num_fewshot = -1"]),
-        ({"batch_size": 0}, ["batch_size = 0"]),
-        ({"max_length": 0}, ["max_length = 0"]),
+        ({"workdir": "nothing"}, ["workdir = 'nothing'", "train.py"]),
         ({"step": "5"}, ["step = '5'", "'newest', 'best'"]),
-        ({"workdir": Path("nothing")}, ["workdir = 'nothing'", "train.py"]),
+        ({"max_length": 0}, ["max_length = 0", "must be positive"]),
+        ({"batch_size": 0}, ["batch_size = 0", "must be positive, or auto"]),
+        ({"device": "cuda:0"}, ["device = 'cuda:0'", "JAX_PLATFORMS"]),
     ],
 )
-def test_bad_input_is_named_before_any_parameter_is_read(
-    root, tasks, own_tasks_alone, monkeypatch, tmp_path, changes, words
-):
-    for file in tasks.glob("*.yaml"):
-        (tmp_path / file.name).write_text(file.read_text())
-    until = (tasks / "words_until.yaml").read_text()
-    (tmp_path / "lost.yaml").write_text(
-        until.replace("words.jsonl", "lost.jsonl").replace("task: words_until", "task: lost")
-    )
-    (tmp_path / "broken.jsonl").write_text('{"context": \n')
-    broken = until.replace(f"{tasks}/words.jsonl", f"{tmp_path}/broken.jsonl")
-    (tmp_path / "broken.yaml").write_text(broken.replace("task: words_until", "task: broken"))
-    beams = until.replace('"max_gen_toks": 40', '"num_beams": 4').replace("task: words_until", "task: beams")
-    (tmp_path / "beams.yaml").write_text(beams)
-    (tmp_path / "unsafe.yaml").write_text(until.replace("task: words_until", "task: unsafe\nunsafe_code: true"))
+def test_bad_arguments_are_named_before_any_parameter_is_read(trained_run, monkeypatch, changes, words):
     monkeypatch.setattr(module, "restore", None)  # calling it would be a TypeError
-    request = {"workdir": root / "run", "tasks": ["words_choice"], "include_path": tmp_path} | changes
     with pytest.raises(InputError) as error:
-        evaluate_tasks(request.pop("workdir"), request.pop("tasks"), **request)
+        DapeLM(**{"workdir": str(trained_run)} | changes)
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
-    assert not list((root / "run").glob("lm_eval*"))
 
 
 # ---- the command line
 
 
 @pytest.mark.slow
-def test_without_the_extra_it_is_one_line(tmp_path):
-    done = run("-m", "dape_jax.tools.lm_eval", "--workdir=a", "--tasks=b")
-    assert done.stderr.splitlines()[-1] == "error: workdir = 'a': a directory that train.py has written"
+def test_without_the_extra_it_is_one_line():
     program = (
         "import runpy, sys; sys.modules['lm_eval'] = None; "
         "runpy.run_module('dape_jax.tools.lm_eval', run_name='__main__')"
@@ -558,21 +478,25 @@ def test_without_the_extra_it_is_one_line(tmp_path):
     done = run("-c", program)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "not installed: pip install 'dape_jax[lm-eval]'" in line
-    assert sys.modules["lm_eval"] is not None
+    assert "not installed; pip install 'dape_jax[lm-eval]'" in line
 
 
 @pytest.mark.slow
-def test_the_command_line_runs_tasks(root, tasks, tmp_path):
-    arguments = ["-m", "dape_jax.tools.lm_eval", f"--workdir={root}/run", f"--include_path={tasks}"]
-    done = run(*arguments, f"--tasks={','.join(TASKS)}", "--max_length=100", "--batch_size=4", f"--output={tmp_path}")
+def test_the_command_line_runs_tasks(trained_run, tasks, tmp_path):
+    def command(workdir: Path) -> list[str]:
+        arguments = ["-m", "dape_jax.tools.lm_eval", "run", "--model=dape_jax", f"--tasks={','.join(TASKS)}"]
+        arguments += [f"--model_args=workdir={workdir},max_length=100", f"--include_path={tasks}"]
+        return [*arguments, "--batch_size=4", f"--output_path={tmp_path}/out"]
+
+    done = run(*command(trained_run))
     assert done.returncode == 0, done.stderr
-    assert "words_until" in done.stdout
-    assert f"results: {tmp_path}" in done.stdout
+    assert "|words_until " in done.stdout
     assert "fork" not in done.stderr
-    assert (tmp_path / "lm_eval.txt").read_text() in done.stdout
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["lm_eval.json", "lm_eval.md", "lm_eval.txt"]
-    done = run(*arguments, "--tasks=nothing")
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    content = json.loads(file.read_text())
+    assert set(content["results"]) == set(TASKS)
+    assert content["config"]["workdir"] == str(trained_run)
+    assert content["config"]["commit"]
+    done = run(*command(tmp_path / "nothing"))
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: tasks = ['nothing']")
+    assert done.stderr.splitlines()[-1].startswith(f"error: workdir = '{tmp_path}/nothing'")
