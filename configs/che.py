@@ -9,7 +9,7 @@ Argument: task=NAME, one of
     regular            even_pairs modular_arithmetic parity_check cycle_navigation
     context-free       stack_manipulation reverse_string modular_arithmetic_brackets solve_equation
     context-sensitive  duplicate_string missing_duplicate_string odds_first binary_addition binary_multiplication
-                       compute_sqrt bucket_sort
+                       compute_sqrt bucket_sort associative_recall
 
 and any of
 

@@ -46,7 +46,7 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return the text with control characters, which could drive a terminal, escaped (\x1b), except those in `keep`."""
+    r"""Return the text with control characters, which could drive a terminal, escaped; `keep` lists exceptions."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -46,7 +46,7 @@ from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import ENCODER, Block, Transformer, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
-from dape_jax.tasks import TASKS
+from dape_jax.tasks import CHE, TASKS
 from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer
@@ -94,7 +94,7 @@ def to_jax(batch: dict[str, np.ndarray]) -> dict[str, Array]:
 @in_every_folder
 def test_golden_che_tapes(folder):
     golden = json.loads((folder / "full_inputs.json").read_text())
-    assert golden.keys() == TASKS.keys()
+    assert golden.keys() == CHE.keys()
     for task, examples in golden.items():
         assert len(examples) >= 3
         for example in examples:
@@ -115,7 +115,7 @@ def test_golden_che_tapes(folder):
 
 
 @in_every_folder
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", CHE)
 def test_golden_che_loss_and_accuracy(folder, task):
     """Given logits at the outputs, and nonsense everywhere else."""
     with np.load(folder / "loss_accuracy.npz") as arrays:

@@ -30,7 +30,7 @@ from dape_jax.experiments.catalogue import (
 )
 from dape_jax.experiments.run import Run, TaskRun, TextRun, config_of, run_experiment, runs_of
 from dape_jax.model.transformer import model_structure
-from dape_jax.tasks import TASKS
+from dape_jax.tasks import CHE as TASKS
 
 
 def runs_with_one_seed(name: str, preset: str) -> list[Run]:

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dape_jax.tasks import TASKS
+from dape_jax.errors import InputError
+from dape_jax.tasks import CHE as TASKS
+from dape_jax.tasks.associative_recall import ASSOCIATIVE_RECALL, NUM_KEYS, NUM_VALUES
+from dape_jax.tasks.tapes import TaskConfig, draw_tapes
+
+RECALL = ASSOCIATIVE_RECALL["associative_recall"]
 
 FOLDERS = [Path(__file__).parent / "golden" / "che"]
 if "DAPE_GOLDEN_DIR" in os.environ:
@@ -332,3 +337,54 @@ def test_permutation_invariant(task):
 @pytest.mark.parametrize("task", TASKS)
 def test_random_accuracy(task):
     assert TASKS[task].random_accuracy == (1 / 5 if task in FIVE else 1 / 2)
+
+
+# ---- associative recall
+
+
+def answers_by_dict(inputs: list[int]) -> list[int]:
+    num_pairs = len(inputs) // 3
+    value_of = dict(zip(inputs[: 2 * num_pairs : 2], inputs[1 : 2 * num_pairs : 2], strict=True))
+    return [value_of[query] - NUM_KEYS for query in inputs[2 * num_pairs :]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(length=LENGTHS, seed=SEEDS)
+def test_recall_asks_for_every_key_once(length, seed):
+    inputs_BN = RECALL.sample(np.random.default_rng(seed), 3, length)
+    pairs = length // 3
+    assert inputs_BN.dtype == np.int32
+    assert inputs_BN.shape == (3, max(1, 3 * pairs))
+    if pairs == 0:
+        assert (inputs_BN < NUM_KEYS).all()
+        assert RECALL.solve(inputs_BN).tolist() == [[0]] * 3
+        return
+    for row, answers in zip(inputs_BN.tolist(), RECALL.solve(inputs_BN).tolist(), strict=True):
+        keys, values, queries = row[: 2 * pairs : 2], row[1 : 2 * pairs : 2], row[2 * pairs :]
+        assert len(set(keys)) == pairs
+        assert sorted(queries) == sorted(keys)
+        assert all(
+            0 <= key < NUM_KEYS <= value < NUM_KEYS + NUM_VALUES for key, value in zip(keys, values, strict=True)
+        )
+        assert answers == answers_by_dict(row)
+
+
+def test_recall_is_answered_at_the_queries():
+    config = TaskConfig("associative_recall", computation_steps=0, pad_to=8, max_position=None, seed=0)
+    tapes = draw_tapes(config, 0, 0, 5, length=13)
+    inputs_BN = tapes["inputs"][:, :12]
+    assert tapes["inputs"].shape == (5, 16)
+    np.testing.assert_array_equal(np.flatnonzero(tapes["weights"][0]), [8, 9, 10, 11])
+    np.testing.assert_array_equal(tapes["counted"], tapes["weights"] > 0)
+    np.testing.assert_array_equal(tapes["targets"][:, 8:12], RECALL.solve(inputs_BN))
+    assert tapes["positions"][0].tolist() == [*range(12), *[-1] * 4]
+    assert (tapes["inputs"][:, 12:] == config.vocab_size - 1).all()
+
+
+def test_recall_says_what_it_has_not():
+    config = TaskConfig("associative_recall", computation_steps=0, pad_to=8, max_position=None, seed=0)
+    config.check_length("train.train_length", 768)
+    with pytest.raises(InputError, match=r"train\.train_length = 769: must be 1 or more symbols, at most 768"):
+        config.check_length("train.train_length", 769)
+    with pytest.raises(InputError, match=r"data\.computation_steps = 1: must be 0"):
+        TaskConfig("associative_recall", computation_steps=1, pad_to=8, max_position=None, seed=0)

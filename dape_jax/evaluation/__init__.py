@@ -1,5 +1,1 @@
-"""What a checkpoint is good for.
-
-Read in that order: memory, perplexity, by_position, evaluate, report (a comparison by length); recall; generate;
-attention_maps.
-"""
+"""Evaluate checkpoints. Read in this order: trained, memory, perplexity, by_position, evaluate, accuracy, report."""

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from dape_jax.errors import require
-from dape_jax.tasks import TASKS
+from dape_jax.tasks import CHE
 
 # The argument of a config file that makes the method; names as in the paper's tables.
 METHODS = {
@@ -118,7 +118,7 @@ PRESETS = {
         data="",
         on_tasks=TaskPreset(
             recipe="che.py",
-            tasks=tuple(TASKS),
+            tasks=tuple(CHE),
             methods=_TABLE6,
             num_steps=200_000,
             lengths=tuple(range(1, 501)),
@@ -251,8 +251,8 @@ _FIG2 = (*_BASELINES, "dape1x1-kerple", "dape1x3-kerple")
 _TABLE2 = ("nope", "rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
 _KERNELS = ("kerple", "dape1x1-kerple", "dape1x3-kerple", "dape1x5-kerple", "dape1x7-kerple")
 _ADDITIVE = ("alibi", "kerple", "fire")
-_PRINTED_TASKS = tuple(task for task in TASKS if task != "binary_multiplication")  # which table 6 is without
-_ORDERED_TASKS = tuple(task for task in _PRINTED_TASKS if not TASKS[task].permutation_invariant)
+_PRINTED_TASKS = tuple(task for task in CHE if task != "binary_multiplication")  # which table 6 is without
+_ORDERED_TASKS = tuple(task for task in _PRINTED_TASKS if not CHE[task].permutation_invariant)
 _SAME_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 
 
@@ -510,7 +510,7 @@ EXPERIMENTS = {
         source="table 6, appendix G, section 4.8",
         methods=_TABLE6,
         train_lengths=(40,),
-        tasks=tuple(TASKS),
+        tasks=tuple(CHE),
         measure="accuracy",
         claims=(
             Claim(

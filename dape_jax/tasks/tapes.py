@@ -16,8 +16,8 @@ A task that is answered in place has no output tokens: its last M symbols are sc
     target    . . . . Y X . .
     position  0 1 2 3 4 5 - -
 
-All strings of a batch have one length, so only the padding is masked. It exists for compilation: lengths that are padded
-to the same T share one program.
+All strings of a batch have one length, so only the padding is masked. Lengths that are padded to the same T share one
+compiled program.
 """
 
 import dataclasses

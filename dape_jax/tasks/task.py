@@ -27,7 +27,7 @@ class Task:
         solve: `solve(inputs_BN) -> targets_BM`, exactly.
         end: the output symbol after which a target holds nothing that counts; None where all of it counts.
         permutation_invariant: whether the order of the input's symbols does not matter.
-        answered_in_place: whether the answers are read at the last M symbols of the input, not at output tokens after it.
+        answered_in_place: whether answers are read at the last M symbols of the input, not at output tokens after it.
         longest: the longest input that the task has; None without a limit.
     """
 

@@ -231,13 +231,12 @@ class DapeLM(TemplateLM):
             batch_size: rows per batch, rounded up to a multiple of the devices; None or "auto" for as many as fit into
                 the run's `evaluation.batch_tokens`.
             max_batch_size: ignored; the harness passes it to every model.
-            device: refused; JAX chooses the devices.
+            device: ignored, likewise: JAX uses all devices of its platform.
 
         Raises:
             InputError: a missing checkpoint or a bad number, before any parameter is read.
         """
         super().__init__()
-        require(device is None, "device", device, "must be unset: JAX_PLATFORMS chooses the devices")
         self.info = read_trained(Path(workdir), str(step), {})
         self.max_length = max(self.info.run.evaluation.lengths) if max_length is None else max_length
         require(self.max_length > 0, "max_length", self.max_length, "must be positive")
