@@ -379,7 +379,7 @@ def test_a_row_is_drawn_as_if_it_were_alone():
         ({"temperature": -0.1}, ["temperature = -0.1", "0 (greedy) or more"]),
         ({"temperature": math.nan}, ["temperature = nan"]),
         ({"temperature": math.inf}, ["temperature = inf"]),
-        ({"top_k": 0}, ["top_k = 0", "1 or more"]),
+        ({"top_k": 0}, ["top_k = 0", "must be positive"]),
         ({"top_p": 0.0}, ["top_p = 0.0", "above 0"]),
         ({"top_p": 1.5}, ["top_p = 1.5", "at most 1"]),
     ],
