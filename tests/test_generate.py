@@ -411,11 +411,11 @@ def test_models_that_no_cache_can_serve_are_refused_with_the_reason(processor, w
 @pytest.mark.parametrize(
     ("prompts", "changes", "words"),
     [
-        ([], {}, ["prompts = []", "one prompt or more"]),
+        ([], {}, ["prompts = []", "at least one prompt"]),
         ([[1], []], {}, ["prompts[1] = []", "one token"]),
         ([[1], [2, 11]], {}, ["prompts[1] = 11", "0 to 10"]),
         ([[-1, 3]], {}, ["prompts[0] = -1"]),
-        ([[1]], {"max_new_tokens": 0}, ["max_new_tokens = 0", "1 or more"]),
+        ([[1]], {"max_new_tokens": 0}, ["max_new_tokens = 0", "must be positive"]),
         ([[1]], {"seed": -1}, ["seed = -1", "2**32"]),
     ],
 )
