@@ -5,7 +5,7 @@ r"""The language-model runs of the paper, by one argument.
         --config.data.path=data/books3 --workdir=runs/books3/dape1x3-kerple
     python eval.py --workdir=runs/books3/dape1x3-kerple
 
-Argument: 125m|350m|2.7b|6.7b first, then any of
+Argument: first a size, 125m|350m|2.7b|6.7b, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
@@ -17,8 +17,9 @@ All other options of a method (`docs/methods.md`) are fields: --config.model.pro
 command of each of its runs, and `run fig2 --preset=paper --data=DIR` runs them all.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
-1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. To expect
-(paper, Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20.
+1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. The paper's
+perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20. This
+project has not trained at this scale.
 
 The vocabulary is GPT-NeoX's as the official code pads it (vocab=50304; vocab=257 for a corpus prepared as bytes, whose
 perplexities are per byte and not comparable with the paper's). The tokenizer is that of the prepared corpus.
@@ -30,19 +31,23 @@ of 2.7b and 6.7b, which the paper does not give, are GPT-3's.
 Several devices: `docs/running.md`; what fits on which slice: `docs/planning.md`.
 """
 
+from pathlib import Path
+
 from ml_collections import ConfigDict, config_dict
 
-from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument
+from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument, read_module
 from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX, SIZES
+
+common = read_module(Path(__file__).with_name("common.py"))
 
 LEARNING_RATES = {"125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """The recipe."""
+    """Return the recipe's config for an argument; see above."""
     size, _, rest = (argument or "125m").partition(",")
-    require(size in SIZES, "config argument", size, f"a size first, one of {list(SIZES)}, then key=value")
+    require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
     choice = parse_argument(
         rest,
         **METHOD_ARGUMENTS,
@@ -54,53 +59,36 @@ def get_config(argument: str | None = None) -> ConfigDict:
         attention="auto",
         seed=0,
     )
+    train_length, seed = choice["train_length"], choice["seed"]
     config = ConfigDict()
-    config.model = dict(
+    config.model = common.model(
         **SIZES[size],
-        num_kv_heads=config_dict.placeholder(int),  # as num_heads; fewer for grouped-query attention
-        vocab_size=choice["vocab"],
-        num_outputs=config_dict.placeholder(int),  # as vocab_size
         **GPT_NEOX,
-        **choose_method(choice, choice["train_length"]),
-        window=config_dict.placeholder(int),  # all keys; --config.model.window=N for sliding-window attention
+        **choose_method(choice, train_length),
+        vocab_size=choice["vocab"],
         attention=choose("attention", choice["attention"]),
         remat="full",
-        dtype="auto",
     )
-    config.data = dict(
-        path="",  # --config.data.path is needed
-        tokenizer=config_dict.placeholder(str),  # that of the prepared corpus
-        cache_dir="data",
+    config.data = common.text(
+        path="",  # --config.data.path is required
+        tokenizer=config_dict.placeholder(str),  # None: that of the prepared corpus
         validation_fraction=0.01,
-        seed=choice["seed"],
+        seed=seed,
     )
-    config.optimizer = dict(
-        learning_rate=LEARNING_RATES[size],
-        warmup_fraction=0.01,
-        final_fraction=0.1,
-        beta1=0.9,
-        beta2=0.95,
-        epsilon=1e-8,
-        weight_decay=0.1,
-        clip_norm=1.0,
-    )
-    config.train = dict(
-        seed=choice["seed"],
-        train_length=choice["train_length"],
+    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size])
+    config.train = common.train(
+        seed=seed,
+        train_length=train_length,
         batch_size=choice["batch"],
         accumulation_steps=choice["accumulation"],
-        logits_chunk_tokens=8192,
         num_steps=choice["num_steps"],
         eval_interval=500,
         validation_batches=8,
         checkpoint_interval=1000,
-        max_to_keep=2,
-        max_bad_steps=0,  # stop at the first step whose loss is not finite
-        spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
     )
-    config.mesh = dict(data=1, fsdp=-1, context=1, tensor=1)
-    config.evaluation = dict(
-        lengths=tuple(2**n for n in range(7, 14) if 2**n >= choice["train_length"]),
+    config.mesh = common.mesh()
+    config.evaluation = common.perplexity(
+        lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),
         last_tokens=256,
         max_windows=512,
         batch_tokens=65_536,

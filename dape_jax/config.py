@@ -5,9 +5,12 @@ configures; its fields have no defaults here, so that a config file says everyth
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import typing
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -337,6 +340,21 @@ RESUMABLE_FIELDS = (
     "train.spike_nats",
     "evaluation",
 )
+
+
+def read_module(file: Path) -> ModuleType:
+    """Return the module in a file, for a config file, which is read by its path and belongs to no package.
+
+    Raises:
+        InputError: the file is missing.
+    """
+    require(file.is_file(), "config file", str(file), "must exist; configs/ is part of a clone, not of the package")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32}
