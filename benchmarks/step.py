@@ -45,7 +45,7 @@ from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.memory import available_bytes
 from dape_jax.experiments.catalogue import METHODS, PRESETS
-from dape_jax.experiments.run import TextRun, config_of
+from dape_jax.experiments.run import Run, config_of
 from dape_jax.model.attention import IMPLEMENTATIONS
 from dape_jax.model.transformer import SIZES, model_structure
 from dape_jax.planning.flops import GIB, mfu, model_flops
@@ -101,7 +101,7 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
     """
     size = PRESETS[preset].sizes[model]
     spec = config_of(
-        TextRun(
+        Run(
             method=method,
             train_length=length,
             lengths=(length,),

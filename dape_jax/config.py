@@ -348,7 +348,8 @@ def read_module(file: Path) -> ModuleType:
     Raises:
         InputError: the file is missing.
     """
-    require(file.is_file(), "config file", str(file), "must exist; configs/ is part of a clone, not of the package")
+    allowed = "must exist; recipes need configs/common.py beside them, which is only in a clone"
+    require(file.is_file(), "config file", str(file), allowed)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""What the experiments promise: a catalogue that agrees with the paper, no run twice, verdicts from figures."""
+"""Test the experiments: the catalogue agrees with the paper, no run is trained twice, verdicts follow from results."""
 
 import dataclasses
 import json
@@ -12,9 +12,10 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.config import read_run as read_config
+from dape_jax import command_line
+from dape_jax.config import RunConfig, TaskRunConfig, read_module, read_run
 from dape_jax.errors import InputError
+from dape_jax.experiments import __main__ as experiments_main
 from dape_jax.experiments import catalogue, report, run
 from dape_jax.experiments.catalogue import (
     EXPERIMENTS,
@@ -28,23 +29,17 @@ from dape_jax.experiments.catalogue import (
     Score,
     TaskPreset,
 )
-from dape_jax.experiments.run import Run, TaskRun, TextRun, config_of, run_experiment, runs_of
+from dape_jax.experiments.run import PlannedRun, Run, Settings, config_of, run_experiment, runs_of
 from dape_jax.model.transformer import model_structure
 from dape_jax.tasks import CHE as TASKS
 
+ROOT = Path(__file__).parents[1]
+
 
 def runs_with_one_seed(name: str, preset: str) -> list[Run]:
-    """Of an experiment, on a text or on all of its tasks."""
-    experiment = EXPERIMENTS[name]
-    return list(
-        runs_of(
-            experiment,
-            PRESETS[preset],
-            seeds=(0,),
-            data="" if experiment.tasks else "some/text",
-            tasks=experiment.tasks,
-        )
-    )
+    """Return the runs of an experiment with seed 0, on a text or on all of its tasks."""
+    tasks = EXPERIMENTS[name].tasks
+    return runs_of(EXPERIMENTS[name], Settings(preset, data="" if tasks else "some/text", seeds=(0,), tasks=tasks))
 
 
 # ---- the catalogue
@@ -55,15 +50,15 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 def test_every_run_has_a_valid_config_of_its_own(name: str, preset: str):
     runs = runs_with_one_seed(name, preset)
     assert len({item.name for item in runs}) == len(runs) > 0
-    configs = [read_config(config_of(item)) for item in runs]
+    configs = [read_run(config_of(item)) for item in runs]
     assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
     for item, config in zip(runs, configs, strict=True):
         assert (config.train.train_length, config.train.seed, config.data.seed) == (item.train_length, 0, 0)
         assert item.lengths == tuple(sorted(set(item.lengths)))
-        if isinstance(item, TaskRun):
+        if item.task:
             assert isinstance(config, TaskRunConfig)
             assert config.data.task == item.task
-            assert min(item.lengths) <= item.train_length < max(item.lengths)  # both means have something to say
+            assert min(item.lengths) <= item.train_length < max(item.lengths)  # so that both means exist
         else:
             assert isinstance(config, RunConfig)
             assert config.data.path == "some/text"
@@ -89,7 +84,7 @@ def test_the_paper_preset_has_the_published_settings():
 
 
 def test_the_paper_preset_has_the_published_settings_of_the_tasks():
-    runs = [item for item in runs_with_one_seed("table6", "paper") if isinstance(item, TaskRun)]
+    runs = runs_with_one_seed("table6", "paper")
     printed = catalogue.paper_tables()["table6"]
     of_paper = {(method, row["task"]) for method in printed["methods"] for row in printed["tasks"]}
     assert {(item.method, item.task) for item in runs if item.task != "binary_multiplication"} == of_paper
@@ -107,7 +102,7 @@ def test_the_paper_preset_has_the_published_settings_of_the_tasks():
         assert item.lengths[-460:] == tuple(range(41, 501))
 
 
-def test_the_same_tokens_in_a_step_at_every_train_length_where_the_paper_has_it_so():
+def test_steps_have_equal_numbers_of_tokens_where_the_papers_do():
     for preset in PRESETS:
         configs = [RunConfig.from_dict(config_of(item)) for item in runs_with_one_seed("fig3", preset)]
         tokens = {config.train.batch_size * config.train.train_length for config in configs}
@@ -116,17 +111,16 @@ def test_the_same_tokens_in_a_step_at_every_train_length_where_the_paper_has_it_
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_claims_compare_what_is_run(name: str):
+def test_claims_compare_results_of_runs(name: str):
     experiment = EXPERIMENTS[name]
     runs = runs_with_one_seed(name, "paper")
     measured = {
         Cell(item.method, item.paper_train_length, length, item.paper_size)
         for item in runs
-        if isinstance(item, TextRun)
         for length in item.lengths
-        if not (experiment.measure == "delta" and length == item.paper_train_length)
+        if not (experiment.metric == "delta" and length == item.paper_train_length)
     }
-    scored = {(item.method, item.task) for item in runs if isinstance(item, TaskRun)}
+    scored = {(item.method, item.task) for item in runs}
     sides = {side for claim in experiment.claims for less in claim.comparisons for side in (less.low, less.high)}
     assert {side for side in sides if isinstance(side, Cell)} <= measured
     assert {(m, side.task) for side in sides if isinstance(side, Score) for m in side.methods} <= scored
@@ -139,40 +133,55 @@ def test_every_method_is_used():
 
 
 @pytest.mark.parametrize("dataset", ["arxiv", "books3"])
-def test_the_papers_claims_hold_of_the_papers_figures(dataset: str):
+def test_the_papers_claims_hold_of_the_papers_numbers(dataset: str):
     checked = 0
     for name, experiment in EXPERIMENTS.items():
-        if experiment.tasks:
-            continue
-        look = report.looker(report.paper_group(name, dataset))
-        for claim in experiment.claims:
-            printed = tuple(
-                less
-                for less in claim.comparisons
-                if all(not isinstance(side, Cell) or look(side) for side in (less.low, less.high))
-            )
-            judgement = report.judge(dataclasses.replace(claim, comparisons=printed), look, min_seeds=1)
-            assert judgement.holding == judgement.comparisons, judgement
-            checked += len(printed)
+        for group in (group for group in report.paper_groups(name) if group.data == dataset):
+            lookup = report.lookup_in(group)
+            for claim in experiment.claims:
+                printed = tuple(
+                    less
+                    for less in claim.comparisons
+                    if all(not isinstance(side, Cell) or lookup(side) for side in (less.low, less.high))
+                )
+                judgement = report.judge(dataclasses.replace(claim, comparisons=printed), lookup, min_seeds=1)
+                assert judgement.holding == judgement.comparisons, judgement
+                checked += len(printed)
     assert checked > 80
 
 
 def test_the_papers_claims_hold_of_the_papers_table_of_tasks():
-    look = report.looker(report.paper_task_group("table6"))
-    judged = [report.judge(claim, look, min_seeds=1) for claim in EXPERIMENTS["table6"].claims]
+    (group,) = report.paper_groups("table6")
+    judged = [report.judge(claim, report.lookup_in(group), min_seeds=1) for claim in EXPERIMENTS["table6"].claims]
     assert {judgement.verdict for judgement in judged} == {"holds"}, judged
-    # Where the paper counts, its figures give its count.
+    # Where the paper counts tasks, its numbers give its count.
     assert [(item.holding, item.comparisons) for item in judged if "of 11" in item.claim] == [(8, 11), (6, 11)]
 
 
-def test_the_papers_figures_stand_only_beside_runs_with_their_tokens_in_a_step():
-    """Tables 2 and 5 have more at a train length of 512 or 1024 than figure 3."""
-    trained_at = {series.train_length for series in report.paper_group("fig3", "arxiv").series}
-    assert trained_at == {128, 4096}
-    assert {series.train_length for series in report.paper_group("table5", "arxiv").series} == {512}
+def test_the_papers_numbers_are_shown_only_beside_runs_with_as_many_tokens_in_a_step():
+    """Tables 2 and 5 have more tokens in a step at a train length of 512 or 1024 than figure 3."""
+    for name, trained_at in (("fig3", {128, 4096}), ("table5", {512})):
+        (group,) = [group for group in report.paper_groups(name) if group.data == "arxiv"]
+        assert {series.train_length for series in group.series} == trained_at
 
 
-def test_figures_of_the_paper_are_those_of_its_tables():
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_claims_that_compare_fire_with_and_without_dape_name_the_confound(name: str):
+    for claim in EXPERIMENTS[name].claims:
+        pairs = [
+            [side.methods if isinstance(side, Score) else (side.method,) for side in (less.low, less.high)]
+            for less in claim.comparisons
+            if not isinstance(less.low, float) and not isinstance(less.high, float)
+        ]
+        mixed = any(
+            any(low == "fire" for low in a) and any(high.endswith("-fire") for high in b)
+            for low_high in pairs
+            for a, b in (low_high, low_high[::-1])
+        )
+        assert ("FIRE" in claim.note) == mixed, claim.text
+
+
+def test_numbers_of_the_paper_are_those_of_its_tables():
     curves = catalogue.paper_tables()["curves"]
 
     def value(source: str, dataset: str, method: str, length: int, metric: str = "perplexity") -> float:
@@ -216,7 +225,7 @@ def test_a_claim_holds_if_it_does_with_every_seed(figures: list[tuple[float, flo
         assert judgement.verdict == ("holds" if all(a < factor * b for a, b in figures) else "does not hold")
 
 
-def test_what_is_not_a_number_holds_nothing():
+def test_a_comparison_with_nan_does_not_hold():
     low, high = Cell("a", 1, 1), Cell("b", 1, 1)
     for figures in ((1.0, math.nan), (math.nan, 1.0)):
         values = {low: dict(enumerate(figures)), high: {0: 2.0, 1: 2.0}}
@@ -225,7 +234,7 @@ def test_what_is_not_a_number_holds_nothing():
         assert "nan" in judgement.weakest
 
 
-def test_seeds_are_compared_with_themselves_and_missing_ones_are_not_made_up():
+def test_comparisons_are_of_the_same_seed_and_need_it_on_both_sides():
     low, high = Cell("a", 1, 1), Cell("b", 1, 1)
     values = {low: {0: 1.0, 1: 5.0, 3: 9.0}, high: {0: 2.0, 1: 6.0, 2: 0.1}}
     claim = Claim("", (Less(low, high), Less(0.5, high), Less(high, 7.0)))
@@ -237,7 +246,7 @@ def test_seeds_are_compared_with_themselves_and_missing_ones_are_not_made_up():
 
 @settings(max_examples=100, deadline=None)
 @given(margins=st.lists(st.integers(-9, 9).filter(bool), min_size=1, max_size=8, unique=True), data=st.data())
-def test_a_claim_of_a_number_holds_if_so_many_comparisons_do(margins: list[int], data: st.DataObject):
+def test_a_claim_that_needs_n_comparisons_holds_if_n_do(margins: list[int], data: st.DataObject):
     at_least = data.draw(st.integers(1, len(margins)))
     comparisons = tuple(Less(Cell("a", margin, 1), 100.0) for margin in margins)
     judgement = report.judge(
@@ -245,21 +254,89 @@ def test_a_claim_of_a_number_holds_if_so_many_comparisons_do(margins: list[int],
     )
     holding = sum(margin > 0 for margin in margins)
     assert (judgement.holding, judgement.verdict) == (holding, "holds" if holding >= at_least else "does not hold")
-    assert f"T{sorted(margins, reverse=True)[at_least - 1]} at" in judgement.weakest  # that which decides
+    assert f"T{sorted(margins, reverse=True)[at_least - 1]} at" in judgement.weakest  # the deciding one
     every = report.judge(Claim("", comparisons), lambda cell: dict.fromkeys((0, 1), 100.0 - cell.train_length))
     assert every.verdict == ("holds" if holding == len(margins) else "does not hold")
 
 
-def test_the_best_of_some_methods_is_that_of_each_seed_if_all_have_it():
+def test_the_best_of_some_methods_is_taken_for_each_seed_that_all_have():
     series = [
-        report.TaskSeries(method, "parity_check", {}, {}, beyond)
+        report.Series(method, "", "parity_check", 40, {}, beyond=beyond)
         for method, beyond in (("rope", {0: 1.0, 1: 2.0}), ("kerple", {0: 3.0, 1: 1.0, 2: 9.0}))
     ]
-    look = report.looker(report.TaskGroup("table6", "small", "", {}, series))
-    assert look(Score(("kerple",), "parity_check")) == {0: 3.0, 1: 1.0, 2: 9.0}
-    assert look(Score(("rope", "kerple"), "parity_check")) == {0: 3.0, 1: 2.0}
-    assert look(Score(("rope", "fire"), "parity_check")) == {}
-    assert look(Score(("rope",), "even_pairs")) == {}
+    lookup = report.lookup_in(report.Group("table6", "small", "", {}, series))
+    assert lookup(Score(("kerple",), "parity_check")) == {0: 3.0, 1: 1.0, 2: 9.0}
+    assert lookup(Score(("rope", "kerple"), "parity_check")) == {0: 3.0, 1: 2.0}
+    assert lookup(Score(("rope", "fire"), "parity_check")) == {}
+    assert lookup(Score(("rope",), "even_pairs")) == {}
+
+
+# ---- recipes and keys
+
+
+def flat(spec: dict, prefix: str = "") -> set[str]:
+    """Return the dotted names of all fields and sections."""
+    names = set()
+    for name, value in spec.items():
+        names |= {prefix + name} | (flat(value, f"{prefix}{name}.") if isinstance(value, dict) else set())
+    return names
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "small", "paper", "che"])
+def test_recipes_are_read_from_any_directory(recipe: str, tmp_path: Path, monkeypatch):
+    argument = "task=even_pairs" if recipe == "che" else None
+    expected = read_module(ROOT / "configs" / f"{recipe}.py").get_config(argument).to_dict()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path or ".").resolve() != ROOT])
+    assert read_module(ROOT / "configs" / f"{recipe}.py").get_config(argument).to_dict() == expected
+    monkeypatch.chdir(ROOT)
+    assert read_module(Path("configs", f"{recipe}.py")).get_config(argument).to_dict() == expected
+
+
+def test_a_copied_recipe_names_the_file_that_it_needs(tmp_path: Path):
+    (tmp_path / "mine.py").write_text((ROOT / "configs" / "small.py").read_text())
+    with pytest.raises(InputError, match=r"common\.py.*must exist"):
+        read_module(tmp_path / "mine.py")
+
+
+def test_keys_depend_on_the_fields_that_change_results_and_on_no_others(tmp_path: Path):
+    (item, *_) = runs_with_one_seed("fig2", "small")
+    spec = config_of(item)
+
+    def key(metric: str = "perplexity", **changes: object) -> str:
+        changed = json.loads(json.dumps(spec))
+        for field, value in changes.items():
+            section, name = field.split("__")
+            changed[section][name] = value
+        return PlannedRun(item, metric, {}, read_run(changed), "digest", tmp_path).key
+
+    assert key() != key(metric="delta")
+    for change in ({"train__num_steps": 7}, {"model__width": 8}, {"optimizer__learning_rate": 1.0}, {"train__seed": 9}):
+        assert key() != key(**change)
+    assert key() != key(evaluation__last_tokens=32)
+    for change in ({"train__logits_chunk_tokens": 64}, {"data__path": "copy"}, {"evaluation__batch_tokens": 4096}):
+        assert key() == key(**change)
+        assert key("step_ms") != key("step_ms", **change)
+
+
+@pytest.mark.parametrize("name", ["fig2", "table6"])
+def test_fields_left_out_of_keys_are_fields(name: str):
+    named = flat(config_of(runs_with_one_seed(name, "small")[0]))
+    unknown = set(run.UNIDENTIFYING_FIELDS) - named
+    assert all(name == "table6" and field.startswith("data.") for field in unknown), unknown
+
+
+def test_committed_results_are_of_the_catalogues_runs():
+    """Otherwise they would all be trained again."""
+    checked = 0
+    for name in ("fig2", "fig5", "table4", "table6"):
+        runs = {item.name: item for item in runs_of(EXPERIMENTS[name], Settings("small", seeds=(0, 1)))}
+        for file in (ROOT / "results" / name).glob("small*/*-seed*.json"):
+            found, item = run.read_result(file), runs[file.stem]
+            expected = PlannedRun(item, EXPERIMENTS[name].metric, {}, read_run(config_of(item)), found["data"], file)
+            assert found["key"] == expected.key, file
+            checked += 1
+    assert checked == 90
 
 
 # ---- running
@@ -279,25 +356,23 @@ def get_config(argument):
 
 TASK_CLAIM = Claim("b is better than a", (Less(Score(("a",), "even_pairs"), Score(("b",), "even_pairs")),))
 TASK_RECIPE = """
-import importlib.util
 from pathlib import Path
+from dape_jax.config import read_module
 
 def get_config(argument):
     task, bias, num_steps, seed = argument.split(",")
-    spec = importlib.util.spec_from_file_location("che", CHE)
-    che = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(che)
-    config = che.get_config(f"{task},bias={bias},{num_steps},{seed}")
+    config = read_module(Path(CHE)).get_config(f"{task},bias={bias},{num_steps},{seed}")
     config.model.update(num_layers=1, width=16, num_heads=2)
     config.train.update(train_length=4, batch_size=8, validation_batches=1)
     return config
-""".replace("CHE", repr(str(run.CONFIGS / "che.py")))
+""".replace("CHE", repr(str(ROOT / "configs" / "che.py")))
 
 
 @pytest.fixture
-def small_world(tmp_path: Path, monkeypatch) -> dict[str, Path]:
-    """Two experiments of two tiny models each, one of them in both."""
-    spec = tiny.spec(tmp_path, train__num_steps=2, evaluation__lengths=(16, 32))
+def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
+    """Return results and workdirs for three tiny experiments: two on a text that share a model, and one on tasks."""
+    sizes = {"model__num_layers": 1, "model__processor": {"name": "none"}}
+    spec = tiny.spec(tmp_path, train__num_steps=2, evaluation__lengths=(16, 32), **sizes)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(RECIPE.replace("SPEC", repr(json.dumps(spec))))
     monkeypatch.setattr(run, "CONFIGS", tmp_path / "configs")
@@ -311,19 +386,19 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, Path]:
     for name, methods in (("one", ("a", "b")), ("two", ("b", "c"))):
         monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (CLAIM,)))
     on_tasks = Experiment(
-        "title", "source", ("a", "b", "c"), (4,), (TASK_CLAIM,), tasks=tuple(TASKS), measure="accuracy"
+        "title", "source", ("a", "b", "c"), (4,), (TASK_CLAIM,), tasks=tuple(TASKS), metric="accuracy"
     )
     monkeypatch.setitem(EXPERIMENTS, "tasks", on_tasks)
-    return {"results": tmp_path / "results", "workdirs": tmp_path / "workdirs"}
+    return {"results": str(tmp_path / "results"), "workdirs": str(tmp_path / "workdirs")}
 
 
-def run_tiny(name: str, world: dict[str, Path], seeds: tuple[int, ...] = (), tasks: tuple[str, ...] = ()) -> list[Path]:
-    return run_experiment(name, "tiny", data="", seeds=seeds, tasks=tasks, **world)
+def run_tiny(name: str, world: dict[str, str], seeds: tuple[int, ...] = (), tasks: tuple[str, ...] = ()) -> list[Path]:
+    return run_experiment(name, Settings("tiny", seeds=seeds, tasks=tasks, **world))
 
 
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[str, int]]:
-    """Which models are trained, by bias and seed; nothing is, and figures are made up of the seed."""
+    """Return the list of models that would be trained, by bias and seed. Nothing is; results are made from the seed."""
     models = []
 
     def train(config, workdir):
@@ -331,28 +406,28 @@ def trained(monkeypatch) -> list[tuple[str, int]]:
         if "task" in config["data"]:
             models[-1] += (config["data"]["task"],)
 
-    def measure(experiment, item, config, workdir):
-        if experiment.measure == "accuracy":
-            reached = 0.5 + 0.25 * (item.method == "b")
-            of_lengths = [(length, reached + item.seed / 8 - length / 100) for length in item.lengths]
-            return {"lengths": [{"length": length, "accuracy": accuracy} for length, accuracy in of_lengths]}
-        return {"lengths": [{"length": length, "perplexity": length + item.seed / 8} for length in item.lengths]}
+    def evaluate_run(item, workdir):
+        seed, lengths = item.run.seed, item.run.lengths
+        if item.metric == "accuracy":
+            reached = 0.5 + 0.25 * (item.run.method == "b") + seed / 8
+            return {"lengths": [{"length": length, "accuracy": reached - length / 100} for length in lengths]}
+        return {"lengths": [{"length": length, "perplexity": length + seed / 8} for length in lengths]}
 
     monkeypatch.setattr(run, "train", train)
-    monkeypatch.setattr(run, "measure", measure)
+    monkeypatch.setattr(run, "evaluate_run", evaluate_run)
     return models
 
 
-def test_finished_runs_are_reused_and_a_killed_experiment_goes_on(small_world, trained, monkeypatch):
+def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, trained, monkeypatch):
     def killed(*arguments):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", killed)
+        patch.setattr(run, "evaluate_run", killed)
         with pytest.raises(KeyboardInterrupt):
             run_tiny("one", small_world)
     assert trained == [("kerple", 0)]
-    assert not list(small_world["results"].rglob("*.json"))
+    assert not list(Path(small_world["results"]).rglob("*.json"))
     (first,) = [file for file in run_tiny("one", small_world, (0,)) if file.name.startswith("a-")]
     before = first.read_bytes()
     assert trained[1:] == [("kerple", 0), ("alibi", 0)]
@@ -370,46 +445,46 @@ def test_finished_runs_are_reused_and_a_killed_experiment_goes_on(small_world, t
     assert [result["length"] for result in content["lengths"]] == [16, 32]
     assert {"commit", "device", "versions", "wall_seconds", "config", "data"} <= set(content)
 
-    # What the runs say, in three forms.
-    readme = report.write(small_world["results"]).read_text()
+    # The report, in three forms.
+    readme = report.write(Path(small_world["results"])).read_text()
     assert "| [one](#one) tiny, text | b is within ten times a | **holds** | 1 of 1 |" in readme
     assert "| [two](#two) tiny, text | b is within ten times a | **not tested** |" in readme
     assert "| fig2 | DAPE1x3-Kerple is the best of all at the train length | not tested | | no runs |" in readme
     assert "| a | 16 | 16.06 ± 0.06 | 32.06 ± 0.06 |" in readme
-    described = json.loads((small_world["results"] / "report.json").read_bytes())
+    described = json.loads((Path(small_world["results"]) / "report.json").read_bytes())
     (series,) = [series for series in described["one"]["tiny-text"]["series"] if series["method"] == "a"]
     assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
-    assert (small_world["results"] / "one" / "tiny-text.png").stat().st_size > 10_000
+    assert (Path(small_world["results"]) / "one" / "tiny-text.png").stat().st_size > 10_000
 
-    # Another text under the same name is not taken for this one, nor put beside it under another seed.
-    (small_world["results"].parent / "text" / "00.txt").write_text("another text " * 30)
+    # Another text of the same name is refused, also under another seed.
+    (Path(small_world["results"]).parent / "text" / "00.txt").write_text("another text " * 30)
     for seeds in ((), (2,)):
         with pytest.raises(InputError, match="another config or text"):
             run_tiny("one", small_world, seeds)
     assert len(trained) == 7
 
 
-def test_two_processes_do_not_write_the_same(small_world, trained, monkeypatch):
-    said = []
+def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatch):
+    refused = []
 
-    def measure(experiment, item, config, workdir, real=run.measure):
-        for name, changes in (("one", {"workdirs": small_world["workdirs"] / "other"}), ("two", {})):
-            with pytest.raises(InputError, match="another process is at work") as error:
+    def evaluate_run(item, workdir, real=run.evaluate_run):
+        for name, changes in (("one", {"workdirs": small_world["workdirs"] + "/other"}), ("two", {})):
+            with pytest.raises(InputError, match="in use by another process") as error:
                 run_tiny(name, small_world | changes)
-            said.append(str(error.value).split()[0])
-        return real(experiment, item, config, workdir)
+            refused.append(str(error.value).split()[0])
+        return real(item, workdir)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "measure", measure)
+        patch.setattr(run, "evaluate_run", evaluate_run)
         run_tiny("one", small_world, (0,))
-    assert said == ["--results", "--workdirs"] * 2
+    assert refused == ["--results", "--workdirs"] * 2
     assert trained == [("kerple", 0), ("alibi", 0)]
-    run_tiny("two", small_world, (0,))  # what they had is free again
+    run_tiny("two", small_world, (0,))  # the locks are released
 
 
-def test_what_no_report_can_be_made_of_is_named(small_world, trained):
+def test_damaged_results_are_named(small_world, trained):
     run_tiny("one", small_world)
-    file = small_world["results"] / "one" / "tiny-text" / "a-xs-T16-seed1.json"
+    file = Path(small_world["results"]) / "one" / "tiny-text" / "a-xs-T16-seed1.json"
     good = json.loads(file.read_bytes())
     optimizer = good["config"]["optimizer"] | {"learning_rate": 1.0}
     for changes in (
@@ -421,24 +496,24 @@ def test_what_no_report_can_be_made_of_is_named(small_world, trained):
         {"lengths": [{"length": 16}]},
         {"lengths": [{"length": 16, "perplexity": "low"}]},
         {"data": "another text"},
-        {"config": good["config"] | {"optimizer": optimizer}},  # whose spread would not be one over seeds
+        {"config": good["config"] | {"optimizer": optimizer}},  # the range would not be one over seeds
     ):
         file.write_text(json.dumps(good | changes))
         with pytest.raises(InputError, match=r"a-xs-T16-seed1\.json") as error:
-            report.write(small_world["results"])
+            report.write(Path(small_world["results"]))
         assert "\n" not in str(error.value)
     for text in ("{", "[]", "{}"):
         file.write_text(text)
         with pytest.raises(InputError, match=r"a-xs-T16-seed1\.json"):
-            report.write(small_world["results"])
+            report.write(Path(small_world["results"]))
         with pytest.raises(InputError, match=r"a-xs-T16-seed1\.json"):
             run_tiny("two", small_world)
 
-    # One seed, and a method that the catalogue has no more: what is left is reported.
+    # A method that is no longer in the catalogue is left out.
     file.write_text(json.dumps(good | {"method": "z"}))
     assert (
         "| [one](#one) tiny, text | b is within ten times a | **not tested** |"
-        in report.write(small_world["results"]).read_text()
+        in report.write(Path(small_world["results"])).read_text()
     )
 
 
@@ -446,7 +521,7 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     files = run_tiny("tasks", small_world, (0,))
     models = [(bias, 0, task) for task in ("even_pairs", "reverse_string") for bias in ("kerple", "alibi")]
     assert trained == models
-    assert files[1] == small_world["results"] / "tasks" / "tiny" / "b-even_pairs-seed0.json"
+    assert files[1] == Path(small_world["results"]) / "tasks" / "tiny" / "b-even_pairs-seed0.json"
     before = [file.read_bytes() for file in files]
     run_tiny("tasks", small_world)
     assert trained == models + [(bias, 1, task) for bias, _, task in models]
@@ -454,12 +529,12 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     assert len(trained) == 8
     assert [file.read_bytes() for file in files] == before
     content = json.loads(before[1])
-    assert {field: content[field] for field in ("method", "task", "train_length", "seed", "measure")} == {
+    assert {field: content[field] for field in ("method", "task", "train_length", "seed", "metric")} == {
         "method": "b",
         "task": "even_pairs",
         "train_length": 4,
         "seed": 0,
-        "measure": "accuracy",
+        "metric": "accuracy",
     }
     assert "--config.evaluation.num_sequences=8" in content["train_command"]
     assert content["config"]["evaluation"]["num_sequences"] == 8
@@ -469,15 +544,15 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     assert file.name == "a-bucket_sort-seed0.json"
     assert trained[8:] == [("kerple", 0, "bucket_sort"), ("alibi", 0, "bucket_sort")]
 
-    readme = report.write(small_world["results"]).read_text()
+    readme = report.write(Path(small_world["results"])).read_text()
     assert "| [tasks](#tasks) tiny | b is better than a | **holds** | 1 of 1 | a on even_pairs: 50.25" in readme
     # Lengths 5 and 7 are beyond training, 3 and 4 within; seeds differ by 12.5.
     assert "| even_pairs | regular | 50 | 50.25 ± 6.25 | 75.25 ± 6.25 |" in readme
     assert "| even_pairs | regular | 50 | 52.75 ± 6.25 | 77.75 ± 6.25 |" in readme
     assert "| bucket_sort | context-sensitive | 20 | 44.00 | 69.00 |" in readme
     assert "mean over 2 lengths, 5 to 7; 2 steps on lengths 1 to 4, 8 sequences of each length, seeds 0, 1" in readme
-    assert (small_world["results"] / "tasks" / "tiny.png").stat().st_size > 10_000
-    described = json.loads((small_world["results"] / "report.json").read_bytes())
+    assert (Path(small_world["results"]) / "tasks" / "tiny.png").stat().st_size > 10_000
+    described = json.loads((Path(small_world["results"]) / "report.json").read_bytes())
     (series,) = [
         series
         for series in described["tasks"]["tiny"]["series"]
@@ -486,7 +561,7 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     assert series["beyond"] == {"0": pytest.approx(69), "1": pytest.approx(81.5)}
     assert series["values"]["1"]["7"] == pytest.approx(80.5)
 
-    # What is damaged, or of another config, is named.
+    # Damaged results, and those of another config, are named.
     file = files[0].with_name("a-even_pairs-seed1.json")
     good = json.loads(file.read_bytes())
     for changes in (
@@ -498,11 +573,11 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     ):
         file.write_text(json.dumps(good | changes))
         with pytest.raises(InputError, match=r"a-even_pairs-seed1\.json") as error:
-            report.write(small_world["results"])
+            report.write(Path(small_world["results"]))
         assert "\n" not in str(error.value)
     file.write_text(json.dumps(good | {"data": "other strings"}))
     with pytest.raises(InputError, match="another config or text"):
-        run_tiny("tasks", small_world, (0,))  # whose runs would stand beside it
+        run_tiny("tasks", small_world, (0,))  # seeds 0 and 1 share a directory
     assert len(trained) == 10
 
 
@@ -510,12 +585,12 @@ def test_accuracy_is_measured(small_world, monkeypatch):
     tiny_tasks = dataclasses.replace(PRESETS["tiny"].on_tasks, methods=("b",))
     monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], on_tasks=tiny_tasks))
     (file,) = run_tiny("tasks", small_world, (0,), ("even_pairs",))
-    (written,) = small_world["workdirs"].glob("*/accuracy.json")
+    (written,) = Path(small_world["workdirs"]).glob("*/accuracy.json")
     (result,) = json.loads(written.read_bytes())["runs"]
     assert json.loads(file.read_bytes())["lengths"] == result["lengths"]
     assert [item["length"] for item in result["lengths"]] == [3, 4, 5, 7]
     assert {item["num_sequences"] for item in result["lengths"]} == {8}
-    (group,) = report.read(small_world["results"])
+    (group,) = report.read_groups(Path(small_world["results"]))
     (series,) = group.series
     assert series.beyond == {0: pytest.approx(100 * result["score"])}  # one definition of the score
     assert series.within == {0: pytest.approx(100 * result["trained"])}
@@ -523,54 +598,53 @@ def test_accuracy_is_measured(small_world, monkeypatch):
 
 def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     monkeypatch.setattr(run, "TIMED_TURNS", 2)
-    for name, measure, methods in (
+    for name, metric, methods in (
         ("plain", "perplexity", ("a",)),
         ("delta", "delta", ("a",)),
         ("time", "step_ms", ("a", "b")),
     ):
-        monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (), measure=measure))
+        monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (), metric=metric))
     (plain,), (delta,), times = (run_tiny(name, small_world, (0,)) for name in ("plain", "delta", "time"))
-    assert len([path for path in small_world["workdirs"].iterdir() if path.is_dir()]) == 1  # both are of one model
+    assert (
+        len([path for path in Path(small_world["workdirs"]).iterdir() if path.is_dir()]) == 1
+    )  # both are of one model
     local, full = [result["perplexity"] for result in json.loads(delta.read_bytes())["lengths"]]
-    groups = {group.experiment: group for group in report.read(small_world["results"])}
+    groups = {group.experiment: group for group in report.read_groups(Path(small_world["results"]))}
     measured = {result["length"]: result["perplexity"] for result in json.loads(plain.read_bytes())["lengths"]}
     assert groups["plain"].series[0].values[0] == measured
     assert measured[32] == pytest.approx(full, rel=1e-6)
     assert groups["delta"].series[0].values[0] == {32: pytest.approx(local - full, rel=1e-12)}  # equation 6
     assert groups["time"].series[1].values[0] == {16: json.loads(times[1].read_bytes())["step_ms"]}
 
-    # Another seed's times are taken beside one another, and finished ones stay.
+    # Times of another seed are measured together, and finished ones are kept.
     before = [file.read_bytes() for file in times]
     calls = []
     monkeypatch.setattr(run, "step_milliseconds", lambda configs: calls.append(configs) or [{"step_ms": 1.0}] * 2)
     again = run_tiny("time", small_world, (0, 1))
     assert [[config.train.seed for config in configs] for configs in calls] == [[1, 1]]
     assert [file.read_bytes() for file in again if file in times] == before
-    assert report.write(small_world["results"]).exists()
+    assert report.write(Path(small_world["results"])).exists()
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "changes", "words"),
     [
-        ({"name": "fig99"}, ["experiment", "fig99", "fig2"]),
-        ({"name": "table6", "tasks": ("even_pears",)}, ["--tasks", "even_pears", "even_pairs"]),
-        ({"name": "table6", "tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "each once"]),
-        ({"name": "table6", "data": "stdlib"}, ["--data", "stdlib", "own strings"]),
-        ({"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
-        ({"preset_name": "huge"}, ["--preset", "huge", "small"]),
-        ({"preset_name": "paper"}, ["--data", "paper"]),
-        ({"seeds": (1, 1)}, ["--seeds", "each once"]),
-        ({"preset_name": "tiny", "data": "/nowhere"}, ["data.path", "/nowhere"]),
+        ("fig99", {}, ["experiment", "fig99", "fig2"]),
+        ("table6", {"tasks": ("even_pears",)}, ["--tasks", "even_pears", "even_pairs"]),
+        ("table6", {"tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "each once"]),
+        ("table6", {"data": "stdlib"}, ["--data", "stdlib", "own strings"]),
+        ("fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
+        ("fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
+        ("fig2", {"preset": "paper"}, ["--data", "paper"]),
+        ("fig2", {"seeds": (1, 1)}, ["--seeds", "each once"]),
+        ("one", {"preset": "tiny", "data": "/nowhere"}, ["data.path", "/nowhere"]),
     ],
 )
-def test_bad_input_is_named(small_world, changes: dict, words: list[str]):
-    arguments = {"name": "fig2", "preset_name": "small", "data": "", "seeds": (), "tasks": ()} | small_world | changes
-    if changes.get("preset_name") == "tiny":
-        arguments["name"] = "one"
+def test_bad_input_is_named(small_world, name: str, changes: dict, words: list[str]):
     with pytest.raises(InputError) as error:
-        run_experiment(arguments.pop("name"), arguments.pop("preset_name"), **arguments)
+        run_experiment(name, Settings(**small_world | changes))
     assert all(word in str(error.value) for word in words)
-    assert not small_world["results"].exists()
+    assert not Path(small_world["results"]).exists()
 
 
 def test_a_report_on_nothing_or_on_something_else_is_refused(tmp_path: Path):
@@ -584,28 +658,66 @@ def test_a_report_on_nothing_or_on_something_else_is_refused(tmp_path: Path):
             report.write(tmp_path)
 
 
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings_of_flags", "words"),
+    [
+        (["list"], {}, ["fig1", "table9", "appendixE"]),
+        (["show", "fig5"], {}, ["Note: FIRE's official settings"]),
+        (["show", "fig6"], {}, ["--config.model.processor.leak=True", "below 1.1"]),
+        (["show", "fig2"], {"preset": "paper"}, ["configs/paper.py:125m,bias=kerple", "8192"]),
+        (["show", "table6"], {}, ["configs/che.py:task=even_pairs,bias=kerple,processor=dape,kernel=3", "8 of 11"]),
+        (["show", "table6"], {"preset": "paper", "tasks": ("odds_first",)}, ["11 runs", "evaluated at 1 to 500"]),
+    ],
+)
+def test_commands_print(arguments: list[str], settings_of_flags: dict, words: list[str], capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "from_flags", lambda kind: kind(**settings_of_flags))
+    experiments_main.main(["experiments", *arguments])
+    output = capsys.readouterr().out
+    assert all(word in output for word in words), output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings_of_flags", "words"),
+    [
+        (["show", "table6"], {"tasks": ("odds",)}, ["--tasks = 'odds'", "odds_first"]),
+        (["show", "fig7"], {}, ["experiment = 'fig7'"]),
+        ([], {}, ["command", "list"]),
+        (["run"], {}, ["run = ''", "fig2"]),
+        (["list", "fig2"], {}, ["list = 'fig2'"]),
+    ],
+)
+def test_commands_refuse(arguments: list[str], settings_of_flags: dict, words: list[str], monkeypatch):
+    monkeypatch.setattr(command_line, "from_flags", lambda kind: kind(**settings_of_flags))
+    with pytest.raises(InputError) as error:
+        experiments_main.main(["experiments", *arguments])
+    assert all(word in str(error.value) for word in words)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["list"], 0, ["fig1", "table9", "appendixE"]),
-        (["show", "fig6"], 0, ["--config.model.processor.leak=True", "below 1.1"]),
-        (["show", "fig2", "--preset=paper"], 0, ["configs/paper.py:125m,bias=kerple", "8192"]),
-        (["show", "table6"], 0, ["configs/che.py:task=even_pairs,bias=kerple,processor=dape,kernel=3", "8 of 11"]),
-        (["show", "table6", "--preset=paper", "--tasks=odds_first"], 0, ["11 runs", "evaluated at 1 to 500"]),
-        (["show", "table6", "--tasks=odds"], 2, ["error: --tasks = 'odds'", "odds_first"]),
-        (["show", "fig7"], 2, ["error: experiment = 'fig7'"]),
-        ([], 2, ["error: command", "list"]),
-        (["run"], 2, ["error: run", "fig2"]),
-        (["list", "fig2"], 2, ["error: list = 'fig2'"]),
+        (["show", "table6", "--preset=paper", "--tasks=odds_first", "--seeds=1,2"], 0, ["22 runs", "seed=2"]),
         (["list", "fig2", "x"], 2, ["COMMAND NAME"]),
         (["run", "fig2", "--seeds=a"], 2, ["--seeds"]),
     ],
 )
 def test_the_command_line(arguments: list[str], status: int, words: list[str]):
     command = [sys.executable, "-m", "dape_jax.experiments", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == status, done.stderr
     output = done.stdout if status == 0 else done.stderr
     assert all(word in output for word in words), output
     assert status == 0 or len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_recipes_work_on_the_command_line_of_another_directory(tmp_path: Path):
+    config = f"--config={ROOT / 'configs' / 'small.py'}:xs,bias=fire"
+    command = [sys.executable, str(ROOT / "train.py"), config, "--config.train.num_steps=0", "--workdir=run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "train.num_steps = 0" in done.stderr

@@ -1,4 +1,4 @@
-"""The paper's experiments by name. Read in that order: catalogue (what they are), run (how they are run), report.
+"""The paper's experiments by name. Read in this order: catalogue (data), run (train and evaluate), report (judge).
 
 python -m dape_jax.experiments list
 python -m dape_jax.experiments show fig2 --preset=small

@@ -1,11 +1,11 @@
-"""What finished runs say of the paper's claims: `results/README.md`, `report.json` and a picture of each experiment.
+"""Compare finished runs with the paper's claims: write `results/README.md`, `report.json` and a figure per experiment.
 
-In: the files that `run.py` wrote, and the paper's printed figures. Lengths and sizes are the paper's in claims and ours
-in tables; a preset's divisor stands between them. Experiments on the algorithmic tasks have groups and tables of their
-own, at the foot.
+Input: the files that `run.py` wrote, and the numbers that the paper prints. Lengths and sizes are the paper's in claims
+and in `Series`; tables and figures divide lengths by the preset's divisor.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import defaultdict
@@ -17,20 +17,20 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dape_jax.data.prepare.build import write_json
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.report import band, mark_train_lengths, markdown_table
 from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Experiment, Score, paper_tables
-from dape_jax.experiments.run import read_result
+from dape_jax.experiments.run import identity, read_result
+from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 
 Verdict = Literal["holds", "does not hold", "not tested"]
-MIN_SEEDS = 2  # one seed says nothing of the spread
+MIN_SEEDS = 2  # one seed does not show the spread
 
-# What a comparison reads: a figure's value for each seed; empty where there is none.
-Look = Callable[[Cell | Score], dict[int, float]]
+# From one side of a comparison to its value for each seed; empty if there is no result.
+Lookup = Callable[[Cell | Score], dict[int, float]]
 
-_ABOUT = ("commit", "device", "num_devices", "num_cpus", "versions")
+PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
 UNITS = {
     "perplexity": "perplexity",
     "delta": "delta perplexity",
@@ -41,91 +41,90 @@ UNITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """One method, trained at one length: its value at every length for every seed.
+    """Results of one model by seed and length. Accuracies are in per cent.
 
     Args:
         method: a key of `METHODS`.
-        size: the paper's.
+        size: the paper's; "" on a task.
+        task: a key of `TASKS`; "" on a text.
         train_length: the paper's.
         values: seed -> the paper's length -> value.
+        within: seed -> mean over lengths up to the train length; only on a task.
+        beyond: seed -> mean over longer lengths; only on a task.
     """
 
     method: str
     size: str
+    task: str
     train_length: int
     values: dict[int, dict[int, float]]
+    within: dict[int, float] = dataclasses.field(default_factory=dict)
+    beyond: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def lengths(self) -> list[int]:
+        """Return the lengths that have a value."""
+        return sorted({length for by_length in self.values.values() for length in by_length})
 
     def over_seeds(self, length: int) -> list[float]:
-        """The values at a length."""
-        return [values[length] for values in self.values.values() if length in values]
+        """Return the values at a length."""
+        return [by_length[length] for by_length in self.values.values() if length in by_length]
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskSeries:
-    """One method on one task: accuracies in per cent.
-
-    Args:
-        method: a key of `METHODS`.
-        task: a key of `TASKS`.
-        values: seed -> length -> accuracy; the paper prints none.
-        within: seed -> mean over the lengths of training; the paper prints none.
-        beyond: seed -> mean over the lengths beyond.
-    """
-
-    method: str
-    task: str
-    values: dict[int, dict[int, float]]
-    within: dict[int, float]
-    beyond: dict[int, float]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """All finished runs of an experiment under one preset on one text, or on the tasks.
+class Group:
+    """All finished runs of an experiment under one preset on one text or on the tasks, or what the paper prints.
 
     Args:
         experiment: a key of `EXPERIMENTS`.
         preset: a key of `PRESETS`.
-        data: the name of the text; "" for tasks.
-        about: commits, devices, versions and times of the runs.
+        data: the name of the text; "" on tasks.
+        about: commits, devices, versions and times of the runs; empty for the paper.
+        series: one for each model.
     """
 
     experiment: str
     preset: str
     data: str
     about: dict[str, list[Any]]
+    series: list[Series]
 
     @property
     def name(self) -> str:
-        """Of its directory, and of its picture."""
+        """Name of the group's directory, and stem of its figure."""
         return "-".join(filter(None, (self.preset, self.data)))
 
+    @property
+    def title(self) -> str:
+        """Name for readers."""
+        return ", ".join(filter(None, (self.preset, self.data)))
 
-@dataclasses.dataclass(frozen=True)
-class Group(_Group):
-    """Models on a text."""
+    @property
+    def divisor(self) -> int:
+        """The number by which the paper's lengths are divided in tables and figures."""
+        return 1 if EXPERIMENTS[self.experiment].tasks or not self.about else PRESETS[self.preset].length_divisor
 
-    series: list[Series]
+    @property
+    def unit(self) -> str:
+        """Unit of the values."""
+        return UNITS[EXPERIMENTS[self.experiment].metric]
 
-
-@dataclasses.dataclass(frozen=True)
-class TaskGroup(_Group):
-    """Models on the algorithmic tasks."""
-
-    series: list[TaskSeries]
+    def lengths(self) -> list[int]:
+        """Return the lengths that have a value."""
+        return sorted({length for series in self.series for length in series.lengths()})
 
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What became of a claim.
+    """The verdict on a claim.
 
     Args:
         claim: its text.
-        verdict: "holds" if every comparison holds with every seed, or as many as the claim asks for.
-        holding: comparisons that hold with every seed.
-        comparisons: all of them.
-        weakest: the comparison that decides, with its figures over seeds: of those that have to hold, the one that is
-            nearest to failing, or fails by most.
+        verdict: "holds" if every comparison, or as many as the claim needs, holds with every seed.
+        holding: number of comparisons that hold with every seed.
+        comparisons: number of comparisons.
+        weakest: the comparison that decides, with its values: of those that the claim needs, the one with the smallest
+            margin.
+        note: what else differs between the two sides.
     """
 
     claim: str
@@ -133,210 +132,226 @@ class Judgement:
     holding: int
     comparisons: int
     weakest: str
+    note: str
 
 
-def judge(claim: Claim, look: Look, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
-    """Decide a claim from figures.
+def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
+    """Return the verdict on a claim.
 
-    A comparison is of the same seed on both sides, and holds if it does so with every seed. A claim is not tested
-    unless all of its comparisons have figures from `min_seeds` seeds.
+    A comparison has the same seed on both sides, and holds if it holds with every seed. A claim is not tested unless
+    all of its comparisons have results of `min_seeds` seeds.
 
     Args:
-        claim: what is compared.
-        look: where the figures are.
-        divisor: of the lengths, for messages.
-        min_seeds: seeds that are needed.
+        claim: the claim.
+        lookup: where the results are.
+        divisor: lengths are divided by it in messages.
+        min_seeds: number of seeds that are needed.
     """
     compared, total = [], len(claim.comparisons)
     for less in claim.comparisons:
-        low, high = (look(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high))
+        low, high = (lookup(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high))
         seeds = sorted(set.intersection(*(set(side) for side in (low, high) if isinstance(side, dict))))
         if len(seeds) < min_seeds:
-            return Judgement(claim.text, "not tested", 0, total, "")
+            return Judgement(claim.text, "not tested", 0, total, "", claim.note)
         lows = [low[seed] if isinstance(low, dict) else low for seed in seeds]
         highs = [high[seed] if isinstance(high, dict) else high for seed in seeds]
         margins = [(less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True)]
-        margins = [-math.inf if math.isnan(margin) else margin for margin in margins]  # no number, nothing shown
+        margins = [-math.inf if math.isnan(margin) else margin for margin in margins]  # NaN shows nothing
         factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
-        text = f"{_side(less.low, lows, divisor)} < {factor}{_side(less.high, highs, divisor)}"
+        text = f"{_format_side(less.low, lows, divisor)} < {factor}{_format_side(less.high, highs, divisor)}"
         failing = [str(seed) for seed, margin in zip(seeds, margins, strict=True) if margin <= 0]
         compared.append((min(margins), f"{text}, but not with seed {' and '.join(failing)}" if failing else text))
     if not total:
-        return Judgement(claim.text, "not tested", 0, 0, "")
+        return Judgement(claim.text, "not tested", 0, 0, "", claim.note)
     holding = sum(margin > 0 for margin, _ in compared)
     needed = total if claim.at_least is None else claim.at_least
     _, deciding = sorted(compared, key=lambda item: item[0])[total - needed]
-    return Judgement(claim.text, "holds" if holding >= needed else "does not hold", holding, total, deciding)
+    verdict = "holds" if holding >= needed else "does not hold"
+    return Judgement(claim.text, verdict, holding, total, deciding, claim.note)
 
 
-def _side(side: Cell | Score | float, values: list[float], divisor: int) -> str:
+def _format_side(side: Cell | Score | float, values: list[float], divisor: int) -> str:
     if isinstance(side, Score):
         methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
-        return f"{' or '.join(methods)} on {side.task}: {_spread(values)}"
+        return f"{' or '.join(methods)} on {side.task}: {_format_spread(values)}"
     if isinstance(side, Cell):
-        return f"{side.method} T{side.train_length // divisor} at {side.length // divisor}: {_spread(values)}"
+        return f"{side.method} T{side.train_length // divisor} at {side.length // divisor}: {_format_spread(values)}"
     return f"{side:g}"
 
 
-def _spread(values: list[float]) -> str:
-    """Mean and half the range over seeds."""
+def _format_spread(values: list[float]) -> str:
+    """Return the mean and half the range over seeds, or "" without values."""
+    if not values:
+        return ""
     mean, half = sum(values) / len(values), (max(values) - min(values)) / 2
     digits = 2 if abs(mean) < 1000 else 0
     return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {half:.{digits}f}"
 
 
-# ---- figures: ours and the paper's
+def lookup_in(group: Group) -> Lookup:
+    """Return the function that looks up results in a group."""
+
+    def lookup(side: Cell | Score) -> dict[int, float]:
+        if isinstance(side, Cell):
+            model = (side.method, side.size, side.train_length)
+            values = [item.values for item in group.series if (item.method, item.size, item.train_length) == model]
+            return {seed: of[side.length] for by_seed in values for seed, of in by_seed.items() if side.length in of}
+        scores = [item.beyond for item in group.series if item.task == side.task and item.method in side.methods]
+        if len(scores) < len(side.methods):  # the best of all, or none
+            return {}
+        return {seed: max(score[seed] for score in scores) for seed in set.intersection(*map(set, scores))}
+
+    return lookup
 
 
-def read(results: Path) -> list[Group | TaskGroup]:
-    """The finished runs under a directory, in the catalogue's order.
+# ---- results: ours and the paper's
+
+# Method, size, train length and task; the paper's.
+Model = tuple[str, str, int, str]
+
+
+def models_of(experiment: Experiment) -> list[Model]:
+    """Return the models of an experiment in the catalogue's order."""
+    sizes = ("",) if experiment.tasks else experiment.sizes
+    return [
+        (method, size, train_length, task)
+        for task in experiment.tasks or ("",)
+        for size in sizes
+        for train_length in experiment.train_lengths
+        for method in experiment.methods
+    ]
+
+
+def read_groups(results: Path) -> list[Group]:
+    """Return the finished runs under a directory in the catalogue's order.
 
     Raises:
-        InputError: a file there is no run's.
+        InputError: a file is not a results file, or does not belong to those beside it.
     """
-    groups: list[Group | TaskGroup] = []
+    groups = []
     for name, experiment in EXPERIMENTS.items():
         for directory in sorted((results / name).glob("*/")):
             preset, _, data = directory.name.partition("-")
             if preset in PRESETS and (data == "") == bool(experiment.tasks):
-                values, about = _read_runs(experiment, sorted(directory.glob("*-seed*.json")))
-                if not values:
-                    continue
-                if experiment.tasks:
-                    groups.append(_task_group(name, preset, values, about))
-                else:
-                    groups.append(_text_group(name, preset, data, values, about))
+                group = _read_group(name, preset, data, sorted(directory.glob("*-seed*.json")))
+                groups += [group] if group.series else []
     return groups
 
 
-# By what a file says of its model: seed -> length -> value.
-Values = dict[tuple[Any, ...], dict[int, dict[int, float]]]
-
-
-def _read_runs(experiment: Experiment, files: list[Path]) -> tuple[Values, dict[str, list[Any]]]:
-    """What one directory's runs measured, and what is said about them."""
-    fields = ("method", "task") if experiment.tasks else ("method", "paper_size", "paper_train_length")
-    order = _order(experiment)
-    values: Values = defaultdict(dict)
-    settings: dict[tuple[Any, ...], Any] = {}
+def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
+    experiment = EXPERIMENTS[name]
+    order = models_of(experiment)
+    divisor = 1 if experiment.tasks else PRESETS[preset].length_divisor
+    values: dict[Model, dict[int, dict[int, float]]] = defaultdict(dict)
+    settings: dict[Model, Any] = {}
     digests: dict[str, str] = {}  # of the text, or of each task
     runs = []
     for file in files:
         run = read_result(file)
         try:
-            key = tuple(run[field] for field in fields)
-            if key not in order:  # the catalogue has it no more
+            if experiment.tasks:
+                model = (run["method"], "", run["train_length"], run["task"])
+            else:
+                model = (run["method"], run["paper_size"], run["paper_train_length"], "")
+            if model not in order:  # removed from the catalogue
                 continue
-            values[key][run["seed"]] = _measured(run, experiment.measure)
-            # What the seeds of a method have in common, without which their spread would be none over seeds.
-            setting = [run["config"][section] for section in ("model", "optimizer", "evaluation")]
-            setting.append(run["config"]["train"] | {"seed": 0})
+            measured = _measured(run, experiment.metric)
+            # Equal for all seeds of a model; otherwise the range of their results would not be one over seeds.
+            setting = {
+                key: section | {"seed": 0} for key, section in identity(run["config"], experiment.metric).items()
+            }
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"{file}: cannot be read as a run that measures {experiment.measure}: {error!r}"
-            ) from error
-        same = run["data"] == digests.setdefault(run["task"] if experiment.tasks else "", run["data"])
-        same &= setting == settings.setdefault(key, setting)
-        require(same, str(file), run["key"], "a run with the text of those beside it, and the config of other seeds")
+            raise InputError(f"{file}: must be a run that measures {experiment.metric}: {error!r}") from error
+        values[model][run["seed"]] = {length * divisor: value for length, value in measured.items()}
+        same_data = run["data"] == digests.setdefault(model[-1], run["data"])
+        same_setting = setting == settings.setdefault(model, setting)
+        allowed = "must have the text of the runs beside it and the config of its other seeds"
+        require(same_data and same_setting, str(file), run["key"], allowed)
         runs.append(run)
-    about = {field: sorted({json.dumps(run[field]) for run in runs}) for field in _ABOUT}
+    about = {field: sorted({json.dumps(run[field]) for run in runs}) for field in PROVENANCE}
     about["wall_seconds"] = [run["wall_seconds"] for run in runs]
     if experiment.tasks:
         about["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in runs})
         about["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in runs})
-    return {key: values[key] for key in order if key in values}, about
+    return Group(name, preset, data, about, [_series(model, values[model]) for model in order if model in values])
 
 
-def _order(experiment: Experiment) -> list[tuple[Any, ...]]:
-    """The models of an experiment, in the catalogue's order."""
-    if experiment.tasks:
-        return [(method, task) for task in experiment.tasks for method in experiment.methods]
-    return [(m, s, t) for s in experiment.sizes for t in experiment.train_lengths for m in experiment.methods]
-
-
-def _text_group(name: str, preset: str, data: str, values: Values, about: dict[str, list[Any]]) -> Group:
-    divisor = PRESETS[preset].length_divisor
-    of_paper = {
-        key: {seed: {length * divisor: value for length, value in of.items()} for seed, of in of_seeds.items()}
-        for key, of_seeds in values.items()
-    }
-    series = [Series(method, size, length, of_seeds) for (method, size, length), of_seeds in of_paper.items()]
-    return Group(name, preset, data, about, series)
-
-
-def _measured(run: dict[str, Any], measure: str) -> dict[int, float]:
-    if measure == "step_ms":
+def _measured(run: dict[str, Any], metric: str) -> dict[int, float]:
+    if metric == "step_ms":
         return {run["train_length"]: float(run["step_ms"])}
-    if measure == "accuracy":
+    if metric == "accuracy":
         return {int(result["length"]): 100 * float(result["accuracy"]) for result in run["lengths"]}
-    results, field = (run["deltas"], "delta") if measure == "delta" else (run["lengths"], "perplexity")
+    results, field = (run["deltas"], "delta") if metric == "delta" else (run["lengths"], "perplexity")
     return {int(result["length"]): float(result[field]) for result in results}
 
 
-def paper_group(name: str, dataset: str) -> Group:
-    """What the paper prints of an experiment on one of its datasets, as if it were a run with one seed."""
-    experiment = EXPERIMENTS[name]
+def _series(model: Model, values: dict[int, dict[int, float]]) -> Series:
+    method, size, train_length, task = model
+    within, beyond = {}, {}
+    for seed, by_length in values.items() if task else ():
+        for means, is_beyond in ((within, False), (beyond, True)):
+            chosen = [value for length, value in by_length.items() if (length > train_length) == is_beyond]
+            if chosen:
+                means[seed] = math.fsum(chosen) / len(chosen)
+    return Series(method, size, task, train_length, values, within, beyond)
+
+
+def paper_groups(name: str) -> list[Group]:
+    """Return what the paper prints of an experiment, one group for each of its texts, as runs with one seed."""
+    experiment, tables = EXPERIMENTS[name], paper_tables()
+    if experiment.tasks:
+        table = tables["table6"]
+        printed = {
+            (method, row["task"]): float(accuracy)
+            for row in table["tasks"]
+            for method, accuracy in zip(table["methods"], row["accuracy"], strict=True)
+        }
+        series = [
+            Series(method, size, task, train_length, {}, beyond={0: printed[method, task]})
+            for method, size, train_length, task in models_of(experiment)
+            if (method, task) in printed
+        ]
+        return [Group(name, "paper", "", {}, series)]
     batch = PRESETS["paper"].batch
     assert batch is not None
-    found: dict[tuple[str, str, int], dict[int, float]] = defaultdict(dict)
-    for curve in paper_tables()["curves"]:
-        # Where the paper keeps the tokens of a step, only a train length of 128 has the batch of everything else.
+    found: dict[str, dict[Model, dict[int, float]]] = {"arxiv": defaultdict(dict), "books3": defaultdict(dict)}
+    for curve in tables["curves"]:
+        # Where the paper keeps the tokens in a step equal, only the train length 128 has the usual batch size.
         usual = batch * curve["train_length"]
         step_tokens = curve["step_tokens"] if "step_tokens" in curve else usual
-        if (curve["metric"], curve["dataset"]) == (experiment.measure, dataset):
-            if step_tokens == (experiment.step_tokens or usual):
-                key = (curve["method"], curve["size"], curve["train_length"])
-                found[key] |= {int(length): value for length, value in curve["values"].items()}
+        if curve["metric"] == experiment.metric and step_tokens == (experiment.step_tokens or usual):
+            model = (curve["method"], curve["size"], curve["train_length"], "")
+            found[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
     wanted = [
-        (method, size, train_length)
-        for size in experiment.sizes
-        for train_length in experiment.train_lengths
-        for method in experiment.methods
-        if not experiment.overrides and (method, train_length) not in experiment.skipped
+        model
+        for model in models_of(experiment)
+        if not experiment.overrides and (model[0], model[2]) not in experiment.skipped
     ]
-    series = [Series(*key, {0: found[key]}) for key in wanted if key in found]
-    return Group(name, "paper", dataset, {}, series)
+    groups = [
+        Group(name, "paper", dataset, {}, [_series(model, {0: curves[model]}) for model in wanted if model in curves])
+        for dataset, curves in found.items()
+    ]
+    return [group for group in groups if group.series]
 
 
-def paper_groups(name: str) -> list[Group | TaskGroup]:
-    """All that the paper prints of an experiment."""
-    if EXPERIMENTS[name].tasks:
-        return [paper_task_group(name)]
-    return [group for dataset in ("arxiv", "books3") if (group := paper_group(name, dataset)).series]
+# ---- output
 
-
-def looker(group: Group | TaskGroup) -> Look:
-    """Read a group's figures one by one."""
-    return _score_looker(group) if isinstance(group, TaskGroup) else _cell_looker(group)
-
-
-def _cell_looker(group: Group) -> Look:
-    by_key = {(series.method, series.size, series.train_length): series.values for series in group.series}
-
-    def look(cell: Cell | Score) -> dict[int, float]:
-        assert isinstance(cell, Cell)
-        values = by_key.get((cell.method, cell.size, cell.train_length), {})
-        return {seed: lengths[cell.length] for seed, lengths in values.items() if cell.length in lengths}
-
-    return look
-
-
-# ---- what is written
+# Judgements of an experiment's claims in each of its groups, by experiment.
+Judged = dict[str, list[tuple[Group, list[Judgement]]]]
 
 
 def write(results: Path) -> Path:
-    """Write the report on all finished runs, and return its README.md.
+    """Write the report on all finished runs and return its README.md.
 
     Raises:
-        InputError: nothing to report, or nowhere to write.
+        InputError: there is nothing to report, or the directory cannot be written to.
     """
-    groups = read(results)
-    require(
-        bool(groups), "--results", str(results), "a directory with finished runs (python -m dape_jax.experiments run)"
-    )
+    groups = read_groups(results)
+    allowed = "must be a directory with finished runs (python -m dape_jax.experiments run)"
+    require(bool(groups), "--results", str(results), allowed)
     judged = {
         name: [
-            (group, [judge(claim, looker(group), _divisor(group)) for claim in experiment.claims])
+            (group, [judge(claim, lookup_in(group), group.divisor) for claim in experiment.claims])
             for group in groups
             if group.experiment == name
         ]
@@ -344,8 +359,7 @@ def write(results: Path) -> Path:
     }
     try:
         for group in groups:
-            figure = plot_tasks(group) if isinstance(group, TaskGroup) else plot(group)
-            figure.savefig(results / group.experiment / f"{group.name}.png", dpi=120)
+            plot(group).savefig(results / group.experiment / f"{group.name}.png", dpi=120)
         write_json(results / "report.json", _as_json(judged))
         (results / "README.md").write_text(_readme(judged) + "\n")
     except OSError as error:
@@ -353,33 +367,32 @@ def write(results: Path) -> Path:
     return results / "README.md"
 
 
-def _divisor(group: Group | TaskGroup) -> int:
-    return PRESETS[group.preset].length_divisor
+def _as_json(judged: Judged) -> dict[str, Any]:
+    def without_empty(item: Judgement | Series) -> dict[str, Any]:
+        return {field: value for field, value in dataclasses.asdict(item).items() if value not in ("", {})}
 
-
-def _as_json(judged: dict[str, list[tuple[Group | TaskGroup, list[Judgement]]]]) -> dict[str, Any]:
     return {
         name: {
             group.name: {
-                "claims": [dataclasses.asdict(judgement) for judgement in judgements],
-                "series": [dataclasses.asdict(series) for series in group.series],
+                "claims": [without_empty(judgement) for judgement in judgements],
+                "series": [without_empty(series) for series in group.series],
                 "about": group.about,
             }
-            for group, judgements in of_experiment
+            for group, judgements in groups
         }
-        for name, of_experiment in judged.items()
+        for name, groups in judged.items()
     }
 
 
-_INTRODUCTION = f"""# The paper's experiments, and what they show here
+_INTRODUCTION = f"""# The paper's experiments, reproduced
 
-Written by `python -m dape_jax.experiments report` from the runs beside it; `report.json` has the same figures. `small`
-is `configs/small.py`: every length of the paper divided by four, models of 0.4 M parameters and more, bytes of the
-standard library's source; and, for the tasks of table 6, `configs/che.py` with fewer steps. It tests whether a claim
-shows at that scale, not the paper's figures.
+`python -m dape_jax.experiments report` writes this page from the results files beside it; `report.json` has the same
+numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M parameters
+and more, bytes of the standard library's source. For the tasks of table 6 it is `configs/che.py` with fewer steps. It
+tests whether a claim holds at that scale; it does not reproduce the paper's numbers.
 
-A claim **holds** if every comparison in it holds with every seed, or as many of them as it says; it is **not tested**
-without at least {MIN_SEEDS} seeds of every run that it compares. Figures are the mean over seeds ± half their range.
+A claim **holds** if every comparison in it, or the number that it names, holds with every seed. It is **not tested**
+without at least {MIN_SEEDS} seeds of every run that it compares. Values are the mean over seeds ± half their range.
 
 ## Verdicts
 
@@ -387,50 +400,30 @@ without at least {MIN_SEEDS} seeds of every run that it compares. Figures are th
 | --- | --- | --- | ---: | --- |"""
 
 
-def _readme(judged: dict[str, list[tuple[Group | TaskGroup, list[Judgement]]]]) -> str:
-    lines = [_INTRODUCTION]
-    for name, of_experiment in judged.items():
-        if not of_experiment:
-            for claim in EXPERIMENTS[name].claims:
-                lines.append(f"| {name} | {claim.text} | not tested | | no runs |")
-        for group, judgements in of_experiment:
+def _readme(judged: Judged) -> str:
+    lines, notes = [_INTRODUCTION], defaultdict(list)
+    for name, groups in judged.items():
+        for claim in () if groups else EXPERIMENTS[name].claims:
+            lines.append(f"| {name} | {claim.text} | not tested | | no runs |")
+        for group, judgements in groups:
             for item in judgements:
-                tested = item.verdict != "not tested"
-                count = f"{item.holding} of {item.comparisons}" if tested else ""
-                where = f"[{name}](#{name}) {_title(group)}"
+                count = "" if item.verdict == "not tested" else f"{item.holding} of {item.comparisons}"
+                where = f"[{name}](#{name}) {group.title}"
                 lines.append(f"| {where} | {item.claim} | **{item.verdict}** | {count} | {item.weakest} |")
-    for name, of_experiment in judged.items():
-        if of_experiment:
+        for claim in EXPERIMENTS[name].claims:
+            notes[claim.note].append(f"{name}, {claim.text}")
+    lines += ["", "Notes on claims:", ""]
+    lines += [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
+    for name, groups in judged.items():
+        if groups:
             lines += ["", f"## {name}", "", f"{EXPERIMENTS[name].title} ({EXPERIMENTS[name].source})."]
-        for group, _ in of_experiment:
-            lines += ["", _section(group)]
-        if of_experiment:
+            lines += [part for group, _ in groups for part in ("", _section(group))]
             for paper in paper_groups(name):
-                lines += ["", _tables(paper, f"**Paper**{f', {paper.data}' if paper.data else ''}")]
+                lines += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     return "\n".join(lines)
 
 
-def _title(group: Group | TaskGroup) -> str:
-    return ", ".join(filter(None, (group.preset, group.data)))
-
-
-def _unit(group: Group | TaskGroup) -> str:
-    return UNITS[EXPERIMENTS[group.experiment].measure]
-
-
-def _tables(group: Group | TaskGroup, whose: str) -> str:
-    if isinstance(group, TaskGroup):
-        return _task_tables(group, whose)
-    return markdown_table(f"{whose}: {_unit(group)}{_seeds(group)}", _rows(group))
-
-
-def _seeds(group: Group | TaskGroup) -> str:
-    """Of our runs; the paper's figures have none."""
-    seeds = sorted({seed for series in group.series for seed in series.values})
-    return f", seeds {', '.join(map(str, seeds))}" if group.about else ""
-
-
-def _section(group: Group | TaskGroup) -> str:
+def _section(group: Group) -> str:
     minutes = sum(group.about["wall_seconds"]) / 60
     commits, devices, cpus = (
         ", ".join(str(json.loads(value)) for value in group.about[field]) for field in ("commit", "device", "num_cpus")
@@ -439,201 +432,142 @@ def _section(group: Group | TaskGroup) -> str:
         ", ".join(f"{package} {number}" for package, number in json.loads(item).items())
         for item in group.about["versions"]
     )
-    on_text = f" on {group.data}" if group.data else ""
+    whose = " on ".join(filter(None, (f"**Ours**, {group.preset}", group.data)))
     return (
-        f"{_tables(group, f'**Ours**, {group.preset}{on_text}')}\n\n"
+        f"{_tables(group, whose)}\n\n"
         f"![{group.experiment}]({group.experiment}/{group.name}.png)\n\n"
         f"`python -m dape_jax.experiments run {group.experiment} --preset={group.preset}`; commit {commits}; "
         f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in all."
     )
 
 
-def _rows(group: Group) -> list[list[str]]:
-    """Header and rows: one for each method and train length, with a column for each length."""
-    divisor = 1 if not group.about else _divisor(group)
-    lengths = sorted({length for s in group.series for values in s.values.values() for length in values})
-    sizes = {series.size for series in group.series}
-    rows = [["method", *(["size"] if len(sizes) > 1 else []), "trained at", *(str(n // divisor) for n in lengths)]]
-    for series in group.series:
-        names = [series.method, *([series.size] if len(sizes) > 1 else []), str(series.train_length // divisor)]
-        cells = [_spread(values) if (values := series.over_seeds(length)) else "" for length in lengths]
-        rows.append(names + cells)
-    return rows
-
-
-def plot(group: Group) -> Figure:
-    """Draw a group on a text: a panel for each size and train length, ours above what the paper prints."""
-    divisor = _divisor(group)
-    rows = [(_title(group), group, divisor)]
-    for paper in paper_groups(group.experiment):
-        if isinstance(paper, Group) and _is_drawn(paper):
-            rows.append((_title(paper), paper, 1))
-    panels = list(dict.fromkeys((series.size, series.train_length) for series in group.series))
-    merged = EXPERIMENTS[group.experiment].step_tokens is not None  # train lengths are what is compared
-    if merged:
-        panels = [(size, 0) for size in dict.fromkeys(size for size, _ in panels)]
-    figure = Figure(figsize=(5.4 * len(panels) + 1.2, 3.6 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), len(panels), squeeze=False)
-    methods = list(dict.fromkeys((s.method, s.train_length if merged else 0) for s in group.series))
-    palette = matplotlib.color_sequences["tab10" if len(methods) <= 10 else "tab20"]
-    colors = dict(zip(methods, palette, strict=False))
-    for row, (title, shown, scale) in enumerate(rows):
-        for column, (size, train_length) in enumerate(panels):
-            _panel(axes[row][column], shown, scale, size, train_length, colors)
-            trained = "" if merged else f", trained at {train_length // scale}"
-            shown_size = PRESETS[shown.preset].sizes[size]
-            axes[row][column].set_title(f"{title}: {shown_size}{trained}", fontsize=9)
-    if EXPERIMENTS[group.experiment].measure != "step_ms":  # whose bars have their names beside them
-        lines = {line.get_label(): line for panel in axes[0] for line in panel.get_lines()}
-        axes[0][-1].legend(handles=lines.values(), fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return figure
-
-
-def _is_drawn(paper: Group) -> bool:
-    return any(len(values) > 1 for series in paper.series for values in series.values.values())
-
-
-def _panel(
-    axes: Axes, group: Group, divisor: int, size: str, train_length: int, colors: dict[tuple[str, int], Any]
-) -> None:
-    shown = [s for s in group.series if s.size == size and train_length in (0, s.train_length)]
-    values_drawn = []
-    if EXPERIMENTS[group.experiment].measure == "step_ms":
-        means = [(s.method, sum(v := s.over_seeds(s.train_length)) / len(v)) for s in shown]
-        axes.barh([name for name, _ in means], [value for _, value in means])
-        axes.set_xlabel(_unit(group))
-        return
-    for series in shown:
-        key = (series.method, series.train_length if train_length == 0 else 0)
-        label = series.method if train_length else f"{series.method}, trained at {series.train_length // divisor}"
-        lengths = sorted({length for values in series.values.values() for length in values})
-        over_seeds = [series.over_seeds(length) for length in lengths]
-        means = [sum(values) / len(values) for values in over_seeds]
-        ours = [length // divisor for length in lengths]
-        width = 2.2 if series.method.startswith("dape") else 1.2
-        axes.plot(ours, means, marker="o", markersize=3, linewidth=width, label=label, color=colors[key])
-        band(axes, ours, [(min(values), max(values)) for values in over_seeds], colors[key])
-        values_drawn += means
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    if values_drawn and min(values_drawn) > 0 and max(values_drawn) > 4 * min(values_drawn):
-        axes.set_yscale("log")
-        for which in ("major", "minor"):
-            getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
-    axes.set_xlabel("sequence length (tokens)")
-    axes.set_ylabel(_unit(group))
-    axes.grid(alpha=0.3)
-
-
-# ---- the algorithmic tasks
-
-
-def _task_group(name: str, preset: str, values: Values, about: dict[str, list[Any]]) -> TaskGroup:
-    (train_length,) = EXPERIMENTS[name].train_lengths
-
-    def means(of_seeds: dict[int, dict[int, float]], *, beyond: bool) -> dict[int, float]:
-        chosen = {
-            seed: [value for length, value in of_lengths.items() if (length > train_length) == beyond]
-            for seed, of_lengths in of_seeds.items()
-        }
-        return {seed: math.fsum(accuracies) / len(accuracies) for seed, accuracies in chosen.items() if accuracies}
-
-    series = [
-        TaskSeries(method, task, of_seeds, means(of_seeds, beyond=False), means(of_seeds, beyond=True))
-        for (method, task), of_seeds in values.items()
-    ]
-    return TaskGroup(name, preset, "", about, series)
-
-
-def paper_task_group(name: str) -> TaskGroup:
-    """What the paper prints of the tasks, as if it were a run with one seed."""
-    table = paper_tables()["table6"]
-    printed = {
-        (method, row["task"]): float(accuracy)
-        for row in table["tasks"]
-        for method, accuracy in zip(table["methods"], row["accuracy"], strict=True)
-    }
-    wanted = [key for key in _order(EXPERIMENTS[name]) if key in printed]
-    series = [TaskSeries(method, task, {}, {}, {0: printed[method, task]}) for method, task in wanted]
-    return TaskGroup(name, "paper", "", {}, series)
-
-
-def _score_looker(group: TaskGroup) -> Look:
-    by_key = {(series.method, series.task): series.beyond for series in group.series}
-
-    def look(score: Cell | Score) -> dict[int, float]:
-        assert isinstance(score, Score)
-        of_methods = [by_key.get((method, score.task), {}) for method in score.methods]
-        seeds = set.intersection(*map(set, of_methods))  # the best of all, or none
-        return {seed: max(of_seeds[seed] for of_seeds in of_methods) for seed in seeds}
-
-    return look
-
-
-def _task_tables(group: TaskGroup, whose: str) -> str:
-    """Means over the lengths beyond training, as in the paper's table; and of ours those within."""
-    (train_length,) = EXPERIMENTS[group.experiment].train_lengths
+def _tables(group: Group, whose: str) -> str:
+    """Return a group's table; on tasks one for lengths beyond training, as in the paper, and one for those within."""
+    seeds = sorted({seed for series in group.series for seed in series.values})
+    with_seeds = f", seeds {', '.join(map(str, seeds))}" if group.about else ""
+    if not EXPERIMENTS[group.experiment].tasks:
+        return markdown_table(f"{whose}: {group.unit}{with_seeds}", _text_rows(group))
     if not group.about:
-        return markdown_table(f"{whose}: {_unit(group)}, mean over lengths 41 to 500", _task_rows(group, beyond=True))
+        return markdown_table(f"{whose}: {group.unit}, mean over lengths 41 to 500", _task_rows(group, beyond=True))
+    (train_length,) = EXPERIMENTS[group.experiment].train_lengths
     steps, sequences = (" or ".join(f"{n:,}" for n in group.about[field]) for field in ("num_steps", "num_sequences"))
-    trained = f"{steps} steps on lengths 1 to {train_length}, {sequences} sequences of each length{_seeds(group)}"
-    lengths = sorted({length for series in group.series for values in series.values.values() for length in values})
+    trained = f"{steps} steps on lengths 1 to {train_length}, {sequences} sequences of each length{with_seeds}"
     tables = []
     for beyond in (True, False):
-        if shown := [str(length) for length in lengths if (length > train_length) == beyond]:
+        if shown := [length for length in group.lengths() if (length > train_length) == beyond]:
             over = f"mean over {len(shown)} lengths, {shown[0]} to {shown[-1]}"
-            tables.append(
-                markdown_table(f"{whose}: {_unit(group)}, {over}; {trained}", _task_rows(group, beyond=beyond))
-            )
+            caption = f"{whose}: {group.unit}, {over}; {trained}"
+            tables.append(markdown_table(caption, _task_rows(group, beyond=beyond)))
     return "\n\n".join(tables)
 
 
-def _task_rows(group: TaskGroup, *, beyond: bool) -> list[list[str]]:
-    """Header and rows: one for each task, with a column for what a guess reaches and one for each method."""
+def _text_rows(group: Group) -> list[list[str]]:
+    """Return header and rows: one row for each model, one column for each length."""
+    lengths, has_sizes = group.lengths(), len({series.size for series in group.series}) > 1
+    lengths_here = [str(length // group.divisor) for length in lengths]
+    rows = [["method", *(["size"] if has_sizes else []), "trained at", *lengths_here]]
+    for series in group.series:
+        names = [series.method, *([series.size] if has_sizes else []), str(series.train_length // group.divisor)]
+        rows.append(names + [_format_spread(series.over_seeds(length)) for length in lengths])
+    return rows
+
+
+def _task_rows(group: Group, *, beyond: bool) -> list[list[str]]:
+    """Return header and rows: one row for each task, one column for chance and one for each method."""
     means = {(series.method, series.task): series.beyond if beyond else series.within for series in group.series}
-    rows = [["task", "level", "guess", *_methods(group)]]
+    methods = [m for m in EXPERIMENTS[group.experiment].methods if any(m == found for found, _ in means)]
+    rows = [["task", "level", "chance", *methods]]
     for task in dict.fromkeys(series.task for series in group.series):
-        cells = [_spread(list(of.values())) if (of := means.get((method, task))) else "" for method in _methods(group)]
+        cells = [
+            _format_spread(list(means[method, task].values())) if (method, task) in means else "" for method in methods
+        ]
         rows.append([task, TASKS[task].level, f"{100 * TASKS[task].random_accuracy:.0f}", *cells])
     return rows
 
 
-def _methods(group: TaskGroup) -> list[str]:
-    found = {series.method for series in group.series}
-    return [method for method in EXPERIMENTS[group.experiment].methods if method in found]
+# ---- figures
 
 
-def plot_tasks(group: TaskGroup) -> Figure:
-    """Draw a group on tasks: a panel for each, accuracy against length."""
-    tasks, methods = list(dict.fromkeys(series.task for series in group.series)), _methods(group)
-    colors = dict(zip(methods, matplotlib.color_sequences["tab10" if len(methods) <= 10 else "tab20"], strict=False))
-    across = min(3, len(tasks))
-    down = -(-len(tasks) // across)
-    figure = Figure(figsize=(4.2 * across + 1.8, 3.4 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).ravel()
-    for axes in panels[len(tasks) :]:
-        axes.remove()
-    lines = {}
-    for axes, task in zip(panels, tasks, strict=False):
-        for series in (series for series in group.series if series.task == task):
-            lengths = sorted({length for values in series.values.values() for length in values})
-            over_seeds = [[v[length] for v in series.values.values() if length in v] for length in lengths]
-            means = [sum(values) / len(values) for values in over_seeds]
-            width, color = 2.2 if series.method.startswith("dape") else 1.2, colors[series.method]
-            marker = "o" if len(lengths) <= 40 else None
-            (lines[series.method],) = axes.plot(
-                lengths, means, marker=marker, markersize=3, linewidth=width, color=color
-            )
-            band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
-        guess = 100 * TASKS[task].random_accuracy
-        axes.axhline(guess, color="gray", linestyle=":", linewidth=1.5)
-        axes.annotate("guess", (0.99, guess - 1), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8)
-        mark_train_lengths(axes, EXPERIMENTS[group.experiment].train_lengths)
-        axes.set_title(f"ours, {_title(group)}: {task}", fontsize=9)
-        axes.set_xlim(left=0)
-        axes.set_ylim(-3, 105)
-        axes.set_xlabel("input length (symbols)")
-        axes.set_ylabel(_unit(group))
-        axes.grid(alpha=0.3)
-    figure.legend([lines[method] for method in methods], methods, fontsize=8, loc="outside right center")
+def plot(group: Group) -> Figure:
+    """Draw a group: a panel for each task, or for each size and train length with the paper's curves below."""
+    experiment = EXPERIMENTS[group.experiment]
+    # One panel compares train lengths where the paper keeps the tokens in a step equal.
+    compares_train_lengths = experiment.step_tokens is not None
+
+    def panel_of(series: Series) -> tuple[str, str, int]:
+        return series.task, series.size, 0 if compares_train_lengths else series.train_length
+
+    panels = list(dict.fromkeys(panel_of(series) for series in group.series))
+    groups = [group, *(paper for paper in paper_groups(group.experiment) if len(paper.lengths()) > 1)]
+    across = min(3, len(panels)) if experiment.tasks else len(panels)
+    down = -(-len(panels) // across) * len(groups)
+    figure = Figure(figsize=(5.4 * across + 1.2, 3.6 * down), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).ravel()
+    curves = list(dict.fromkeys((s.method, compares_train_lengths and s.train_length) for s in group.series))
+    colors = dict(zip(curves, matplotlib.color_sequences["tab10" if len(curves) <= 10 else "tab20"], strict=False))
+    for empty in axes[len(groups) * len(panels) :]:
+        empty.remove()
+    for panel_axes, (shown, panel) in zip(axes, itertools.product(groups, panels), strict=False):
+        task, size, train_length = panel
+        series = [item for item in shown.series if panel_of(item) == panel]
+        if experiment.metric == "step_ms":
+            _draw_times(panel_axes, shown, series)
+        else:
+            for item in series:
+                name = item.method + f", trained at {item.train_length // shown.divisor}" * compares_train_lengths
+                _draw_curve(
+                    panel_axes,
+                    item,
+                    shown.divisor,
+                    name,
+                    colors[item.method, compares_train_lengths and item.train_length],
+                )
+            (_scale_task_axes if task else _scale_text_axes)(panel_axes, shown, series)
+        trained = f", trained at {train_length // shown.divisor}" if train_length and not task else ""
+        panel_axes.set_title(f"{shown.title}: {task or PRESETS[shown.preset].sizes[size]}{trained}", fontsize=9)
+    if experiment.metric != "step_ms":  # bars have their names beside them
+        lines = {line.get_label(): line for panel in axes[: len(panels)] for line in panel.get_lines()}
+        handles = [line for label, line in lines.items() if not str(label).startswith("_")]
+        axes[across - 1].legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
+
+
+def _draw_times(axes: Axes, group: Group, series: list[Series]) -> None:
+    times = [item.over_seeds(item.train_length) for item in series]
+    axes.barh([item.method for item in series], [sum(values) / len(values) for values in times])
+    axes.set_xlabel(group.unit)
+
+
+def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
+    """Draw the mean over seeds and the range around it."""
+    over_seeds = [series.over_seeds(length) for length in series.lengths()]
+    lengths = [length // divisor for length in series.lengths()]
+    means = [sum(values) / len(values) for values in over_seeds]
+    width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
+    axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
+    band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
+
+
+def _scale_text_axes(axes: Axes, group: Group, series: list[Series]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    means = [sum(values) / len(values) for item in series for n in item.lengths() if (values := item.over_seeds(n))]
+    if means and min(means) > 0 and max(means) > 4 * min(means):
+        axes.set_yscale("log")
+        for which in ("major", "minor"):
+            getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel(group.unit)
+    axes.grid(alpha=0.3)
+
+
+def _scale_task_axes(axes: Axes, group: Group, series: list[Series]) -> None:
+    chance = 100 * TASKS[series[0].task].random_accuracy
+    axes.axhline(chance, color="gray", linestyle=":", linewidth=1.5)
+    axes.annotate("chance", (0.99, chance - 1), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8)
+    mark_train_lengths(axes, [series[0].train_length])
+    axes.set_xlim(left=0)
+    axes.set_ylim(-3, 105)
+    axes.set_xlabel("input length (symbols)")
+    axes.set_ylabel(group.unit)
+    axes.grid(alpha=0.3)

@@ -1,40 +1,36 @@
-"""Runs an experiment: what the catalogue names, through `train` and `evaluate`. Next: `report.py`.
+"""Run an experiment of the catalogue: train its models, evaluate them, write one file each. Next: `report.py`.
 
-    runs/experiments/<16 hex digits>/                       workdir of a model, named by its config and its text
-    results/fig2/small-stdlib/kerple-xs-T32-seed0.json      what was measured of it
-    results/table6/small/kerple-even_pairs-seed0.json       or, on a task, which needs no text
+    runs/experiments/<16 hex digits>/                       run directory of a model, named by its config and text
+    results/fig2/small-stdlib/kerple-xs-T32-seed0.json      the results of a model on a text
+    results/table6/small/kerple-even_pairs-seed0.json       the results of a model on an algorithmic task
 
-A file in results/ is written whole, when its run has finished, and is never written again (but for times that a kill
-left without those they were measured beside). A model or a measurement that another experiment has finished is taken
-from there: figure 2 and table 4 share their Kerple.
+A file in results/ is written atomically when its run has finished. It is never written again, except for step times
+that were interrupted, because they are only comparable if measured together. Experiments share their models and
+results: figure 2 and table 4 have the same Kerple.
 """
 
-import contextlib
 import dataclasses
-import fcntl
-import hashlib
-import importlib.util
 import itertools
 import json
 import logging
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dape_jax.config import RunConfig, TaskRunConfig, resolved
-from dape_jax.config import read_run as read_config
-from dape_jax.data.prepare.build import read_json, write_json
+from dape_jax.command_line import flag
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_module, read_run, resolved
 from dape_jax.data.store import DataConfig, load_corpus
-from dape_jax.errors import InputError, require
+from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.evaluate import evaluate
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, Preset, find, lengths_from
+from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, find_experiment, lengths_from
+from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import provenance
 from dape_jax.sharding import make_mesh, put_batch
@@ -46,11 +42,11 @@ from dape_jax.training.step import init_state, make_train_step, shardings_of
 logger = logging.getLogger(__name__)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-TIMED_TURNS, TIMED_STEPS = 4, 5  # of each method, and steps of a turn
+TIMED_TURNS, TIMED_STEPS = 4, 5  # turns of each model, and steps in a turn
 
-# What every run's file has, besides its figures.
+# Fields of every results file, besides the results.
 FIELDS = {
-    **dict.fromkeys(("key", "data", "method", "measure", "commit", "device"), str),
+    **dict.fromkeys(("key", "data", "method", "metric", "commit", "device"), str),
     **dict.fromkeys(("train_length", "seed", "num_devices", "num_cpus"), int),
     **dict.fromkeys(("versions", "config"), dict),
     "wall_seconds": float,
@@ -58,19 +54,30 @@ FIELDS = {
 TEXT_FIELDS = {"paper_size": str, "size": str, "paper_train_length": int}
 TASK_FIELDS = {"task": str}
 
+# Config fields that do not change results: those that may change when a run is resumed, and of the evaluation those
+# that affect only performance. The text and the evaluated lengths are part of a run's key by themselves.
+UNIDENTIFYING_FIELDS = (
+    *(field for field in RESUMABLE_FIELDS if field != "evaluation"),
+    *(f"evaluation.{field}" for field in ("lengths", "batch_tokens", "blockwise_from", "block_size")),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One model of an experiment under a preset.
+    """One model of an experiment under a preset, on a text or on an algorithmic task.
 
     Args:
         method: a key of `METHODS`.
-        train_length: T, in tokens; of a task the longest input, in symbols.
-        lengths: of the evaluation.
-        seed: of the parameters, and of the order of the text or the strings of the task.
+        train_length: T in tokens; on a task the longest input, in symbols.
+        lengths: evaluation lengths.
+        seed: seed of the parameters and of the data.
         recipe: file under `configs/`.
-        argument: of the recipe.
-        overrides: fields of its config that are set besides.
+        argument: the recipe's argument.
+        overrides: config fields to set, as by flags.
+        size: the recipe's model size; "" on a task.
+        paper_size: the paper's size that it replaces; "" on a task.
+        paper_train_length: the paper's train length that it replaces; on a task the same.
+        task: a key of `TASKS`; "" on a text.
     """
 
     method: str
@@ -80,336 +87,296 @@ class Run:
     recipe: str
     argument: str
     overrides: dict[str, Any]
+    paper_train_length: int
+    size: str = ""
+    paper_size: str = ""
+    task: str = ""
+
+    @property
+    def model(self) -> str:
+        """Name of the model, the same for every seed."""
+        return f"{self.method}-{self.task}" if self.task else f"{self.method}-{self.size}-T{self.train_length}"
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Name of the run, and the stem of its results file."""
         return f"{self.model}-seed{self.seed}"
 
     @property
-    def model(self) -> str:
-        """What the runs with other seeds are other runs of."""
-        raise NotImplementedError
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What its file says of it."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class TextRun(Run):
-    """A model of an experiment on a text.
-
-    Args:
-        paper_size: the size in the paper that it stands for.
-        paper_train_length: the train length in the paper that it stands for.
-        size: of the recipe.
-    """
-
-    paper_size: str
-    paper_train_length: int
-    size: str
-
-    @property
-    def model(self) -> str:
-        """See `Run`."""
-        return f"{self.method}-{self.size}-T{self.train_length}"
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """See `Run`."""
-        fields = ("method", "paper_size", "paper_train_length", "size", "train_length", "seed")
+    def description(self) -> dict[str, Any]:
+        """Fields of this run in its results file."""
+        fields = ("method", *(TASK_FIELDS if self.task else TEXT_FIELDS), "train_length", "seed")
         return {field: getattr(self, field) for field in fields}
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskRun(Run):
-    """A model of an experiment on the algorithmic tasks.
+class Settings:
+    """Flags of the command line; empty ones take the preset's value."""
 
-    Args:
-        task: a key of `TASKS`.
-    """
+    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: two CPU cores in minutes, or as published.")
+    data: str = flag("", "Text to train on, as in --config.data.path; the preset's if empty.")
+    seeds: tuple[int, ...] = flag((), "One run of every model for each seed; the preset's if empty.")
+    tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
+    results: str = flag("results", "Directory of the results and of the report.")
+    workdirs: str = flag("runs/experiments", "Directory of the models.")
 
-    task: str
-
-    @property
-    def model(self) -> str:
-        """See `Run`."""
-        return f"{self.method}-{self.task}"
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """See `Run`."""
-        return {field: getattr(self, field) for field in ("method", "task", "train_length", "seed")}
+    def __post_init__(self):
+        require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
+        for field in ("seeds", "tasks"):
+            values = getattr(self, field)
+            require(len(set(values)) == len(values), f"--{field}", values, "must be listed each once")
 
 
-def runs_of(
-    experiment: Experiment, preset: Preset, *, seeds: tuple[int, ...], data: str, tasks: tuple[str, ...]
-) -> Sequence[Run]:
-    """What an experiment trains under a preset, seed by seed.
-
-    Args:
-        experiment: of the catalogue.
-        preset: what stands for the paper's settings.
-        seeds: one run of every model for each; empty for the preset's.
-        data: the text; "" for the preset's own, if it has one.
-        tasks: of an experiment on tasks; empty for the preset's.
+def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
+    """Return the runs of an experiment, ordered by seed.
 
     Raises:
-        InputError: seeds or tasks that are given twice, tasks that the experiment does not have, or data that it does
-            not read.
+        InputError: a task that the experiment does not have, or a text for an experiment on tasks.
     """
-    require(len(set(seeds)) == len(seeds), "--seeds", seeds, "each once")
-    require(len(set(tasks)) == len(tasks), "--tasks", tasks, "each once")
-    seeds = seeds or preset.seeds
-    if experiment.tasks:
-        require(data == "", "--data", data, "for experiments on a text; the tasks draw their own strings")
-        for task in tasks:
-            require(task in experiment.tasks, "--tasks", task, f"one or more of {list(experiment.tasks)}")
-        return _task_runs(experiment, preset, seeds, tasks or preset.on_tasks.tasks)
-    require(not tasks, "--tasks", tasks, "for experiments on tasks; this one is on a text")
-    return _text_runs(experiment, preset, seeds, data or preset.data)
+    if not experiment.tasks:
+        require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
+        return _text_runs(experiment, settings)
+    allowed = "must be empty: this experiment is on tasks, which draw their own strings"
+    require(settings.data == "", "--data", settings.data, allowed)
+    for task in settings.tasks:
+        require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
+    return _task_runs(experiment, settings)
 
 
-def _text_runs(experiment: Experiment, preset: Preset, seeds: tuple[int, ...], data: str) -> list[TextRun]:
+def _text_runs(experiment: Experiment, settings: Settings) -> list[Run]:
+    preset = PRESETS[settings.preset]
+    data = settings.data or preset.data
     runs = []
     for seed, paper_size, paper_length, method in itertools.product(
-        seeds, experiment.sizes, experiment.train_lengths, experiment.methods
+        settings.seeds or preset.seeds, experiment.sizes, experiment.train_lengths, experiment.methods
     ):
         if (method, paper_length) in experiment.skipped:
             continue
-        size = preset.sizes[paper_size]
-        train_length = paper_length // preset.length_divisor
+        size, train_length = preset.sizes[paper_size], paper_length // preset.length_divisor
         batch = preset.batch
         if batch is not None and experiment.step_tokens is not None:
             batch = experiment.step_tokens // paper_length
         if experiment.step_batch is not None:
             batch = experiment.step_batch
         argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
-        if batch is not None:
-            argument += f",batch={batch}"
-        # Every model of an experiment is evaluated from the shortest of its train lengths on.
+        # Where train lengths are compared, every model is evaluated from the shortest of them.
         shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
-        run = TextRun(
+        run = Run(
             method=method,
             train_length=train_length,
             lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest)),
             seed=seed,
             recipe=preset.recipe,
-            argument=argument,
+            argument=argument if batch is None else f"{argument},batch={batch}",
             overrides=experiment.overrides | ({"data.path": data} if data else {}),
-            paper_size=paper_size,
             paper_train_length=paper_length,
             size=size,
+            paper_size=paper_size,
         )
         runs.append(run)
     return runs
 
 
-def _task_runs(experiment: Experiment, preset: Preset, seeds: tuple[int, ...], tasks: tuple[str, ...]) -> list[TaskRun]:
-    settings = preset.on_tasks
+def _task_runs(experiment: Experiment, settings: Settings) -> list[Run]:
+    preset = PRESETS[settings.preset]
+    on_tasks = preset.on_tasks
     (train_length,) = experiment.train_lengths
+    methods = [method for method in experiment.methods if method in on_tasks.methods]
     return [
-        TaskRun(
+        Run(
             method=method,
             train_length=train_length,
-            lengths=settings.lengths,
+            lengths=on_tasks.lengths,
             seed=seed,
-            recipe=settings.recipe,
-            argument=f"task={task},{METHODS[method]},num_steps={settings.num_steps},seed={seed}",
-            overrides=experiment.overrides | {"evaluation.num_sequences": settings.num_sequences},
+            recipe=on_tasks.recipe,
+            argument=f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},seed={seed}",
+            overrides=experiment.overrides | {"evaluation.num_sequences": on_tasks.num_sequences},
+            paper_train_length=train_length,
             task=task,
         )
-        for seed in seeds
-        for task in tasks
-        for method in experiment.methods
-        if method in settings.methods
+        for seed, task, method in itertools.product(
+            settings.seeds or preset.seeds, settings.tasks or on_tasks.tasks, methods
+        )
     ]
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """The nested dict of a run's config, as `train.py` would read it.
+    """Return the nested dict of a run's config, as `train.py` would read it.
 
     Raises:
-        InputError: the recipes are not beside the package.
+        InputError: the recipe is missing, or refuses its argument.
     """
-    file = CONFIGS / run.recipe
-    spec = importlib.util.spec_from_file_location(f"configs.{file.stem}", file)
-    if spec is None or spec.loader is None or not file.exists():
-        raise InputError(f"preset: {file} is not there; experiments run in a clone, with its configs/")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config(run.argument).to_dict()
-    for field, value in run.overrides.items():
-        *sections, last = field.split(".")
-        section = config
-        for name in sections:
-            section = section[name]
-        require(last in section, "overrides", field, f"a field of {sorted(section)}")
-        section[last] = value
-    return config
+    config = read_module(CONFIGS / run.recipe).get_config(run.argument)
+    config.lock()  # an override of a field that is not there is an error
+    config.update_from_flattened_dict(run.overrides)
+    return config.to_dict()
 
 
 def train_command(run: Run) -> str:
-    """The command that trains a run by hand."""
+    """Return the command that trains a run by hand."""
     flags = [f"--config.{field}={value}" for field, value in run.overrides.items()]
     return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
-def run_experiment(
-    name: str,
-    preset_name: str,
-    *,
-    data: str,
-    seeds: tuple[int, ...],
-    tasks: tuple[str, ...],
-    results: Path,
-    workdirs: Path,
-) -> list[Path]:
-    """Run what is not finished yet of an experiment.
+def identity(spec: dict[str, Any], metric: str) -> dict[str, Any]:
+    """Return the part of a resolved config that determines a run's results: all of it for times of steps."""
+    return spec if metric == "step_ms" else _without(spec, UNIDENTIFYING_FIELDS)
+
+
+def _without(spec: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+    return {
+        key: _without(value, fields, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in spec.items()
+        if f"{prefix}{key}" not in fields
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A run with its config and files.
 
     Args:
-        name: of the experiment.
-        preset_name: "small" or "paper".
-        data: the text, as in `--config.data.path`; "" for the preset's own.
-        seeds: one run of every model for each; empty for the preset's.
-        tasks: of an experiment on tasks; empty for the preset's.
-        results: directory that the measurements go to.
-        workdirs: directory that the models go to.
+        run: the run.
+        metric: what is measured.
+        spec: nested dict of its config.
+        config: the checked config.
+        data_digest: digest of its data.
+        file: its results file.
+    """
 
-    Returns:
-        The files of all its runs.
+    run: Run
+    metric: str
+    spec: dict[str, Any]
+    config: RunConfig | TaskRunConfig
+    data_digest: str
+    file: Path
+
+    @property
+    def key(self) -> str:
+        """Digest that is equal for runs with equal results."""
+        return json_digest(
+            [identity(resolved(self.config), self.metric), self.data_digest, self.metric, self.run.lengths]
+        )
+
+    @property
+    def workdir_name(self) -> str:
+        """Digest that is equal for runs of equal models."""
+        return json_digest([identity(resolved(self.config), self.metric), self.data_digest])[:16]
+
+    def write(self, results: dict[str, Any], seconds: float) -> None:
+        """Write the results file."""
+        content = {"key": self.key, "data": self.data_digest, **self.run.description, "metric": self.metric}
+        content |= {"train_command": train_command(self.run), "wall_seconds": round(seconds, 1), **results}
+        write_json(self.file, content | provenance("flax", "optax") | {"config": resolved(self.config)})
+
+
+def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
+    """Return the runs of an experiment with their configs; see `run_experiment`."""
+    experiment = find_experiment(name)
+    runs = runs_of(experiment, settings)
+    has_data = bool(experiment.tasks or settings.data or PRESETS[settings.preset].data)
+    allowed = f"must be the text to train on; the preset {settings.preset!r} has no default"
+    require(has_data, "--data", settings.data, allowed)
+    specs = [config_of(run) for run in runs]
+    configs = [read_run(spec) for spec in specs]
+    for config in configs:
+        model_structure(config.model)
+    digests = data_digests(configs)
+    directory = Path(settings.results, name, "-".join([settings.preset, *data_names(configs)]))
+    return [
+        PlannedRun(run, experiment.metric, spec, config, digest, directory / f"{run.name}.json")
+        for run, spec, config, digest in zip(runs, specs, configs, digests, strict=True)
+    ]
+
+
+def run_experiment(name: str, settings: Settings) -> list[Path]:
+    """Run the unfinished runs of an experiment and return the results files of all its runs.
 
     Raises:
         InputError: bad input, before any device work.
     """
-    experiment = find(name)
-    require(preset_name in PRESETS, "--preset", preset_name, f"one of {list(PRESETS)}")
-    preset = PRESETS[preset_name]
-    runs = runs_of(experiment, preset, seeds=seeds, data=data, tasks=tasks)
-    require(
-        bool(experiment.tasks or data or preset.data),
-        "--data",
-        data,
-        f"the text to train on; the preset {preset_name!r} has none of its own",
-    )
-    configs = [config_of(run) for run in runs]
-    checked = [read_config(config) for config in configs]
-    for config in checked:
-        model_structure(config.model)
-    digests = data_digests(checked)
-    directory = results / name / "-".join([preset_name, *data_names(checked)])
-    keys = [
-        _digest([resolved(config), digest, experiment.measure, run.lengths])
-        for config, digest, run in zip(checked, digests, runs, strict=True)
-    ]
-    files = [directory / f"{run.name}.json" for run in runs]
-    others = [file for other in EXPERIMENTS for file in sorted((results / other).glob("*/*-seed*.json"))]
-    finished = {read_result(file)["key"]: file for file in others}
-    expected = dict(zip(files, keys, strict=True))
-    data_of = {run.model: digest for run, digest in zip(runs, digests, strict=True)}
-    for file in sorted(directory.glob("*-seed*.json")):  # of other seeds too, which the report puts beside these
+    planned, workdirs = plan_runs(name, settings), Path(settings.workdirs)
+    _check_existing(planned)
+    paths = [path for other in EXPERIMENTS for path in sorted(Path(settings.results, other).glob("*/*-seed*.json"))]
+    finished = {read_result(path)["key"]: path for path in paths}
+    directory = planned[0].file.parent
+    with exclusive_lock(directory, "--results", ".lock"), exclusive_lock(workdirs, "--workdirs", ".lock"):
+        unfinished = []
+        for item in planned:
+            if not item.file.exists() and item.key in finished:
+                logger.info("%s: the same run as %s", item.file.name, finished[item.key])
+                write_json(item.file, read_result(finished[item.key]))
+            elif not item.file.exists():
+                unfinished.append(item)
+        logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
+        if planned[0].metric == "step_ms":
+            _run_timings(planned)
+        else:
+            for number, item in enumerate(unfinished, 1):
+                logger.info("%s: run %d of %d: %s", name, number, len(unfinished), item.run.name)
+                started = time.monotonic()
+                workdir = workdirs / item.workdir_name
+                train(item.spec, workdir)
+                item.write(evaluate_run(item, workdir), time.monotonic() - started)
+    return [item.file for item in planned]
+
+
+def _check_existing(planned: list[PlannedRun]) -> None:
+    """Raise `InputError` if the directory has results of other data, or of these runs with another config."""
+    expected = {item.file: item.key for item in planned}
+    digests = {item.run.model: item.data_digest for item in planned}
+    for file in sorted(planned[0].file.parent.glob("*-seed*.json")):
         found, model = read_result(file), file.name.rpartition("-seed")[0]
-        same = model not in data_of or found["data"] == data_of[model]
-        same &= file not in expected or found["key"] == expected[file]
-        require(same, str(file), found["key"], "holds a run with another config or text; give another --results")
-    for directory_of, flag in ((directory, "--results"), (workdirs, "--workdirs")):
-        try:
-            directory_of.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{flag} = {str(directory_of)!r}: cannot be written to: {error}") from error
+        same_data = model not in digests or found["data"] == digests[model]
+        same_config = file not in expected or found["key"] == expected[file]
+        allowed = "is a run with another config or text; choose another --results"
+        require(same_data and same_config, str(file), found["key"], allowed)
 
-    def finish(index: int, measured: dict[str, Any], seconds: float) -> None:
-        run = runs[index]
-        about = run.about | {"measure": experiment.measure}
-        about |= {"train_command": train_command(run), "wall_seconds": round(seconds, 1)}
-        content = {"key": keys[index], "data": digests[index], **about, **measured, **provenance("flax", "optax")}
-        write_json(files[index], content | {"config": resolved(checked[index])})
 
-    with _alone("--results", directory), _alone("--workdirs", workdirs):
-        todo = []
-        for index, (file, key) in enumerate(zip(files, keys, strict=True)):
-            if file.exists():
-                continue
-            if key in finished:
-                logger.info("%s: the same run as %s", file.name, finished[key])
-                write_json(file, read_result(finished[key]))
-            else:
-                todo.append(index)
-        logger.info("%s: %d runs, %d of them finished", name, len(runs), len(runs) - len(todo))
-        if experiment.measure == "step_ms":
-            timed = {index: config for index, config in enumerate(checked) if isinstance(config, RunConfig)}
-            sizes = [(run.about["size"], run.seed) for run in runs]
-            for size in dict.fromkeys(sizes):
-                together = [index for index in timed if sizes[index] == size]
-                if set(together) & set(todo):  # compared side by side, so all of them or none
-                    started = time.monotonic()
-                    times = step_milliseconds([timed[index] for index in together])
-                    seconds_each = (time.monotonic() - started) / len(together)
-                    for index, measured in zip(together, times, strict=True):
-                        finish(index, measured, seconds_each)
-            return files
-        for number, index in enumerate(todo, 1):
-            run = runs[index]
-            logger.info("%s: run %d of %d: %s", name, number, len(todo), run.name)
-            started = time.monotonic()
-            workdir = workdirs / _digest([resolved(checked[index]), digests[index]])[:16]
-            train(configs[index], workdir)
-            finish(index, measure(experiment, run, checked[index], workdir), time.monotonic() - started)
-    return files
+def _run_timings(planned: list[PlannedRun]) -> None:
+    """Measure times of steps: models of one size and seed together, unless all of them are finished."""
+    groups = itertools.groupby(planned, lambda item: (item.run.seed, item.run.size))
+    for together in [list(items) for _, items in groups]:
+        if all(item.file.exists() for item in together):
+            continue
+        started = time.monotonic()
+        times = step_milliseconds([item.config for item in together if isinstance(item.config, RunConfig)])
+        seconds_each = (time.monotonic() - started) / len(together)
+        for item, results in zip(together, times, strict=True):
+            item.write(results, seconds_each)
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """What `run_experiment` wrote of a run.
+    """Return the content of a results file.
 
     Raises:
-        InputError: it cannot be read, or is no run's.
+        InputError: the file cannot be read, or is not a results file.
     """
-    run = read_json(file)
-    fields = FIELDS | (TASK_FIELDS if "task" in run else TEXT_FIELDS)
-    wrong = [field for field, kind in fields.items() if field not in run or not isinstance(run[field], kind)]
-    require(not wrong, str(file), wrong, "fields that every run has")
-    return run
+    content = read_json(file)
+    fields = FIELDS | (TASK_FIELDS if "task" in content else TEXT_FIELDS)
+    wrong = [field for field, kind in fields.items() if not isinstance(content.get(field), kind)]
+    require(not wrong, str(file), wrong, "must be fields of a run's results, each of its type")
+    return content
 
 
-@contextlib.contextmanager
-def _alone(flag: str, directory: Path) -> Iterator[None]:
-    """Have a directory to this process alone, so that no two write the same model or measurement.
-
-    Raises:
-        InputError: another process has it.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            allowed = "another process is at work in it; wait for it, or give another"
-            raise InputError(f"{flag} = {str(directory)!r}: {allowed}") from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def measure(experiment: Experiment, run: Run, config: RunConfig | TaskRunConfig, workdir: Path) -> dict[str, Any]:
-    """What the evaluator says of a trained model at the experiment's lengths, under its protocol."""
-    if isinstance(config, TaskRunConfig):
-        # As many as are asked for now: the model may have been trained when the config said another number.
-        num_sequences = config.evaluation.num_sequences
-        written = evaluate_tasks([workdir], lengths=run.lengths, num_sequences=num_sequences, output=workdir)
-        (result,) = json.loads((written.directory / "accuracy.json").read_bytes())["runs"]
-        return {"lengths": result["lengths"]}
-    written = evaluate([workdir], lengths=run.lengths, protocol=experiment.measure, output=workdir)
-    name = "delta.json" if experiment.measure == "delta" else "lengths.json"
-    (result,) = json.loads((written.directory / name).read_bytes())["runs"]
-    return {field: result[field] for field in ("lengths", "deltas") if field in result}
+def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
+    """Return the results of a trained model at the run's lengths."""
+    lengths = item.run.lengths
+    if isinstance(item.config, TaskRunConfig):
+        num_sequences = item.config.evaluation.num_sequences
+        report = evaluate_tasks([workdir], lengths=lengths, num_sequences=num_sequences, output=workdir)
+        (results,) = json.loads((report.directory / "accuracy.json").read_bytes())["runs"]
+        return {"lengths": results["lengths"]}
+    report = evaluate([workdir], lengths=lengths, protocol=item.metric, output=workdir)
+    name = "delta.json" if item.metric == "delta" else "lengths.json"
+    (results,) = json.loads((report.directory / name).read_bytes())["runs"]
+    return {field: results[field] for field in ("lengths", "deltas") if field in results}
 
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
-    """Time of a training step of each model, in turns, on random tokens: median, and the quartiles around it.
+    """Return the median and quartiles of each model's training steps on random tokens, measured in turns.
 
-    Only the model whose turn it is holds memory: of the largest, a device has no room for two.
+    Only one model is in memory at a time: two of the largest would not fit on a device.
     """
     steps: list[Any] = [None] * len(configs)
     seconds: list[list[float]] = [[] for _ in configs]
@@ -427,7 +394,7 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
         with jax.set_mesh(mesh):
             batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
-            state, _ = jax.block_until_ready(steps[index](state, batch))  # compiles, in the first turn
+            state, _ = jax.block_until_ready(steps[index](state, batch))  # the first turn compiles here
             for _ in range(TIMED_STEPS):
                 started = time.perf_counter()
                 state, _ = jax.block_until_ready(steps[index](state, batch))
@@ -441,7 +408,7 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
 
 
 def data_digests(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
-    """Of what each run reads, whatever its seed: its text, or the strings that its task draws."""
+    """Return the digest of each run's text, or of the strings that its task draws, the same for every seed."""
     unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
     digests = {
         data: load_corpus(data).digest if isinstance(data, DataConfig) else tapes.digest(data)
@@ -451,13 +418,9 @@ def data_digests(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
 
 
 def data_names(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
-    """What the runs' texts are called in results/: the last part of their path. Tasks have none."""
+    """Return the names of the runs' texts in results/, the last part of each path; tasks have none."""
     paths = dict.fromkeys(config.data.path for config in configs if isinstance(config, RunConfig))
     names = [Path(os.path.expanduser(path)).name for path in paths]
     return [
         "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name) or "text" for name in names
     ]
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
