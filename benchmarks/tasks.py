@@ -1,20 +1,21 @@
-"""How fast are the tasks' batches made, inputs and answers, and is the accelerator ever waiting for them?
+"""Measure how fast batches of the algorithmic tasks are made, and so whether the accelerator waits for them.
 
     python -m benchmarks.tasks
 
-Sampled, solved and laid out as tapes are batches of 128 sequences, at the longest length of training and of evaluation,
-in one thread, as a run does it ahead of its steps. Tokens are those of the tapes. Out, in --output: `sampling.json`,
-the table as `sampling.txt` and `sampling.md`.
+Batches of 128 sequences are sampled, solved and laid out as tapes, at the longest length of training and of evaluation,
+in one thread, as a run does it ahead of its steps. Output in --output: `sampling.json`, and the table as `sampling.txt`
+and `sampling.md`.
 """
 
+import dataclasses
 import time
 from pathlib import Path
 
 import numpy as np
-from absl import flags
 from tqdm import tqdm
 
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.tasks import TASKS
@@ -22,18 +23,22 @@ from dape_jax.tasks.tapes import TaskConfig, make_tapes
 
 LENGTHS = (40, 500)
 BATCH_SIZE = 128
-UNTIMED = 3  # batches, of each task and length
+UNTIMED = 3  # batches of each task and length that are not timed
 
 
-def define_flags() -> None:
-    flags.DEFINE_integer(
-        "batches", 100, f"Batches that are timed of each task and length, after {UNTIMED} that are not."
-    )
-    flags.DEFINE_string("output", "results/tasks", "Directory of the report.")
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Flags of the command line."""
+
+    batches: int = flag(100, f"Batches to time for each task and length, after {UNTIMED} that are not timed.")
+    output: str = flag("results/tasks", "Directory of the report.")
+
+    def __post_init__(self):
+        require(self.batches >= 1, "--batches", self.batches, "must be at least 1")
 
 
-def measure(config: TaskConfig, length: int, num_batches: int) -> dict[str, float]:
-    """Median milliseconds of a batch, and the tokens a second that they make."""
+def time_batches(config: TaskConfig, length: int, num_batches: int) -> dict[str, float]:
+    """Return the median milliseconds of the three parts of a batch, and the tokens of tapes per second."""
     rng = np.random.default_rng(length)
     times = []
     for _ in range(UNTIMED + num_batches):
@@ -55,28 +60,28 @@ def measure(config: TaskConfig, length: int, num_batches: int) -> dict[str, floa
 
 
 def main(_arguments: list[str]) -> None:
-    num_batches = flags.FLAGS.batches
-    require(num_batches >= 1, "--batches", num_batches, "at least 1")
-    directory = Path(flags.FLAGS.output)
+    """Time every task and write the report."""
+    settings = from_flags(Settings)
+    directory = Path(settings.output)
     report.make_directory(directory)
-    tasks, rows = {}, [["", *(f"{what} at {length}" for length in LENGTHS for what in ("ms", "million tokens/s"))]]
+    tasks, rows = {}, [["", *(f"{unit} at {length}" for length in LENGTHS for unit in ("ms", "million tokens/s"))]]
     for name in tqdm(TASKS, unit="task"):
         config = TaskConfig(name, computation_steps=0, pad_to=1, max_position=None, seed=0)
-        tasks[name] = [measure(config, length, num_batches) for length in LENGTHS]
+        tasks[name] = [time_batches(config, length, settings.batches) for length in LENGTHS]
         rows.append([name])
-        for found in tasks[name]:
+        for times in tasks[name]:
             rows[-1] += [
-                f"{found['sample_ms'] + found['solve_ms'] + found['tape_ms']:.2f}",
-                f"{found['tokens_per_second'] / 1e6:.1f}",
+                f"{times['sample_ms'] + times['solve_ms'] + times['tape_ms']:.2f}",
+                f"{times['tokens_per_second'] / 1e6:.1f}",
             ]
     caption = (
-        f"Making a batch of {BATCH_SIZE} tapes (strings, answers, layout) by input length, one thread: milliseconds a "
-        f"batch (median of {num_batches}) and tokens of tapes a second."
+        f"Making a batch of {BATCH_SIZE} tapes (strings, answers, layout) by input length, one thread: milliseconds "
+        f"per batch (median of {settings.batches}) and tokens of tapes per second."
     )
-    content = {"batch_size": BATCH_SIZE, "batches": num_batches, "tasks": tasks}
+    content = {"batch_size": BATCH_SIZE, "batches": settings.batches, "tasks": tasks}
     print(report.save("sampling", directory, content, caption, rows, None).table)
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_flags(Settings)
     command_line.run(main)

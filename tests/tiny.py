@@ -1,4 +1,4 @@
-"""A run small enough for a test, and text for it."""
+"""The config of a run that is small enough for a test, and a text for it."""
 
 import copy
 import random
@@ -64,7 +64,7 @@ SPEC = {
 
 
 def write_text(directory: Path) -> Path:
-    """Forty files of repeated words, 100 to 600 bytes each."""
+    """Write forty files of repeated words, 100 to 600 bytes each, and return their directory."""
     directory.mkdir(parents=True)
     draw = random.Random(0)
     for i in range(40):
@@ -73,7 +73,7 @@ def write_text(directory: Path) -> Path:
 
 
 def spec(root: Path, **changes: Any) -> dict[str, Any]:
-    """The small run's config on text under `root`; changes are dotted, with __ for the dot: train__num_steps=3."""
+    """Return the small config on a text under `root`, with changes such as train__num_steps=3."""
     result = copy.deepcopy(SPEC)
     text = root / "text"
     if not text.exists():
