@@ -128,7 +128,7 @@ def in_float64(case: Case, arrays: list):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """So that few rows are many blocks."""
-    monkeypatch.setattr(tpu, "BLOCKS", (32,))
+    monkeypatch.setattr(tpu.tiling, "BLOCKS", (32,))
 
 
 CASES = {
