@@ -1,27 +1,27 @@
-"""What the kernel for TPUs takes, without a TPU: compiled ahead of time, one layer for each line.
+"""Measure the TPU kernels without a TPU: compile one layer ahead of time for each row of a table.
 
     make tpu-aot
     python -m benchmarks.tpu --topologies=v5e:2x2 --lengths=2048,4096,8192,16384,32768
 
-One layer is q, k, v -> out, without projections, Kerple and DAPE 1x3 unless flags say otherwise, in bfloat16. Written
-are OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. The columns:
+One layer is q, k, v -> out without projections, in bfloat16, by default with Kerple and DAPE 1x3. The command writes
+OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. Columns:
 
-    direction     forward, or backward: forward and the gradients of everything in one program
-    temp MiB      temporary memory of the compiled program, inputs and outputs not counted
-    GB            moved between main memory and chip: blocks that the kernel's pipeline brings and takes back
-                  (`kernels.tpu.cost`), operands and results of everything else, bodies of loops as often as they run
-    bandwidth ms  the time that takes at the chip's bandwidth
-    schedule ms   of the kernel, its own instructions, one bundle for each cycle, as often as its loops run; of other
-                  drivers the compiler's estimate of cycles. Either leaves out much of the waiting for memory
+    direction     forward, or backward: forward and all gradients in one program
+    temp MiB      temporary memory of the compiled program, without inputs and outputs
+    GB            HBM traffic: blocks copied by the kernel's pipeline (`kernels.tpu.cost`), operands and results of all
+                  other operations, loop bodies as often as they run
+    bandwidth ms  time of this traffic at the chip's bandwidth
+    schedule ms   kernels: instruction bundles, one per cycle, as often as their loops run; other implementations: the
+                  compiler's estimate of cycles. Both leave out most of the time spent waiting for memory
     compile s     seconds of compilation
 
-`blockwise` is the driver for TPUs where there is no kernel; `naive` is `Dense`: what XLA makes of the layer. Where a
-program does not fit, the reason stands in the JSON. GB of `naive` are the compiler's own count (`cost_analysis`), which
-is right where there are no loops; `operand_gb` in the JSON is counted as for the others.
+`blockwise` is what a TPU runs where there is no kernel. `naive` is `Dense`: what XLA makes of the layer. If a program
+does not fit, the JSON has the reason. GB of `naive` are the compiler's own count (`cost_analysis`), which is right
+without loops; `operand_gb` in the JSON is counted as for the others.
 
-The schedule is read from the compiler's listing of its last pass, which is asked for with flags that nobody promises;
-where they are gone, the column is empty. Clocks (GHz) are no vendor's promise either: v4 1.05, v5e 1.5, v5p 1.75,
-v6e 1.64; v4 and v5p have two cores, which share sequences out.
+The schedule is read from the compiler's listing of its last pass, requested by undocumented flags. Without them the
+column is empty. Clock rates (GHz) are not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p
+have two cores, which share the sequences.
 """
 
 import collections
@@ -49,14 +49,15 @@ from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.hardware import find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.kernels import tpu
-from dape_jax.model.attention import Auto, Dense, Fused, Implementation
+from dape_jax.kernels.tables import left_pad
+from dape_jax.model.attention import Attention, Auto, Dense, Fused
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.hlo import read_work
 
 DIRECTIONS = ("forward", "backward")
-DRIVERS: dict[str, Implementation] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
+IMPLEMENTATIONS: dict[str, Attention] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
 CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
 MIB = 2**20
@@ -64,33 +65,33 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Flags."""
 
-    topologies: tuple[str, ...] = flag(("v5e:2x2",), "Slices to compile for; one chip of each is used.")
+    topologies: tuple[str, ...] = flag(("v5e:2x2",), "Slices to compile for. One chip of each is used.")
     lengths: tuple[int, ...] = flag((2048, 8192), "Sequence lengths in tokens.")
-    models: tuple[str, ...] = flag(("125m",), f"Whose heads and head widths: {', '.join(SIZES)}.")
-    directions: tuple[str, ...] = flag(DIRECTIONS, "What to compile.")
-    implementations: tuple[str, ...] = flag(("fused",), f"What to compile: {', '.join(DRIVERS)}.")
+    models: tuple[str, ...] = flag(("125m",), f"Model sizes that give H and K: {', '.join(SIZES)}.")
+    directions: tuple[str, ...] = flag(DIRECTIONS, f"Programs to compile: {', '.join(DIRECTIONS)}.")
+    implementations: tuple[str, ...] = flag(("fused",), f"Implementations: {', '.join(IMPLEMENTATIONS)}.")
     batch: int = flag(1, "Batch size B.")
     kernel_width: int = flag(3, "Kernel width W of DAPE.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
     bias: str = flag("kerple", "Position bias.")
-    output: str = flag("results/tpu", "Directory of the JSON and the picture.")
+    output: str = flag("results/tpu", "Directory of the JSON, the tables and the figure.")
 
     def __post_init__(self):
-        for name, allowed in {"models": SIZES, "directions": DIRECTIONS, "drivers": DRIVERS}.items():
+        choices = {"models": SIZES, "directions": DIRECTIONS, "implementations": IMPLEMENTATIONS}
+        for name, allowed in choices.items():
             value = getattr(self, name)
-            require(bool(value) and set(value) <= set(allowed), f"--{name}", value, f"some of {tuple(allowed)}")
-        require(self.bias in BIASES, "--bias", self.bias, f"one of {tuple(BIASES)}")
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "lengths of 1 or more")
+            require(bool(value) and set(value) <= set(allowed), f"--{name}", value, f"must be some of {tuple(allowed)}")
+        require(self.bias in BIASES, "--bias", self.bias, f"must be one of {tuple(BIASES)}")
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
         for topology in self.topologies:
-            hardware = read_topology(topology)
-            require(hardware.is_tpu, "--topologies", topology, "slices of TPUs")
+            require(read_topology(topology).is_tpu, "--topologies", topology, "must be slices of TPUs")
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One line of the table."""
+    """One row of the table."""
 
     topology: str
     model: str
@@ -101,7 +102,7 @@ class Request:
 
 
 def compile_layer(request: Request) -> dict[str, Any]:
-    """Compile a layer for one chip and read what it takes; in a process of its own, see `slices.in_process`."""
+    """Compile a layer for one chip and return its memory and traffic. Runs in its own process (`in_process`)."""
     options = {"chip_config_name": "megacore"} if request.topology.startswith("v4") else {}
     devices = topologies.get_topology_desc(platform="tpu", topology_name=request.topology, **options).devices
     mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
@@ -118,7 +119,9 @@ def compile_layer(request: Request) -> dict[str, Any]:
     def forward(params, q_BTHK, k_BSHK, v_BSHK):
         bias, processor = nnx.merge(graphdef, params)
         pos_T = jnp.arange(request.length)
-        return DRIVERS[request.implementation](q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, ScoreMod(bias, processor))
+        return IMPLEMENTATIONS[request.implementation](
+            q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=bias, processor=processor
+        )
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, dout_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
@@ -136,13 +139,22 @@ def compile_layer(request: Request) -> dict[str, Any]:
         except NotImplementedError as error:
             return {"fits": False, "reason": str(error)}
         seconds = time.monotonic() - started
-        tilings = tpu.tilings(arrays[0], arrays[1], config, dtype=jnp.dtype(jnp.bfloat16), row_stride=1, window=None)
+        tilings = tpu.tilings(
+            arrays[0],
+            arrays[1],
+            width=config.kernel_width,
+            pad=left_pad(config),
+            num_channels=config.channels,
+            dtype=jnp.dtype(jnp.bfloat16),
+            row_stride=1,
+            window=None,
+        )
     passes = tilings[: 1 + DIRECTIONS.index(request.direction)]
     stats = compiled.memory_analysis()
     assert stats is not None
     try:
         work = read_work(compiled.as_text() or "")
-    except jax.errors.JaxRuntimeError:  # of some programs for v5p and v6e the compiler cannot read its own text
+    except jax.errors.JaxRuntimeError:  # the compiler cannot parse its own text of some programs for v5p and v6e
         work = None
     moved = None if work is None else work.hbm_bytes
     if request.implementation == "naive":
@@ -155,27 +167,27 @@ def compile_layer(request: Request) -> dict[str, Any]:
         "operand_gb": None if work is None else work.hbm_bytes / 1e9,
         "cycles": None if work is None else work.cycles,
         "compile_s": seconds,
-        "kernels": [of_kernel(t, settings.batch) for t in passes] if request.implementation == "fused" else [],
+        "kernels": [describe_kernel(t, settings.batch) for t in passes] if request.implementation == "fused" else [],
     }
 
 
-def of_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
-    """What one pass of the kernel does: bytes, FLOPs, and how often its parts run."""
+def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
+    """Return the traffic and FLOPs of one pass, and how often its loops run."""
     cost = tpu.cost(t, batch, jnp.dtype(jnp.bfloat16).itemsize)
     return {
         "name": "dape_backward" if t.backward else "dape_forward",
         "bytes": cost.bytes_accessed,
         "flops": cost.flops,
-        "block": t.block,
-        "steps": batch * tpu.num_steps(t),  # pairs of a block of rows and a window of columns
-        "turns": t.block // tpu.GROUP // t.unroll,  # of the loop over groups, in a step
-        "runs": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the outer loop
+        "block": t.block_rows,
+        "steps": batch * t.num_steps,  # grid steps that compute something
+        "iterations": t.loop_iterations,  # of the loop over groups, in one step
+        "outer_steps": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the grid's outer axis
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """A run of bundles between two labels of the compiler's listing."""
+    """Consecutive bundles between two labels of the compiler's listing."""
 
     label: str
     num_bundles: int
@@ -183,7 +195,7 @@ class Region:
 
 
 def read_regions(listing: str) -> list[Region]:
-    """Cut a listing of bundles at its labels: LB begins the body of a loop, PF what a condition jumps over."""
+    """Split a listing of bundles at its labels: LB starts a loop body, PF the target of a forward jump."""
     regions: list[Region] = []
     label, start, address, has_matmul = "entry", 0, 0, False
     for line in listing.splitlines():
@@ -198,40 +210,39 @@ def read_regions(listing: str) -> list[Region]:
     return [*regions, Region(label, address + 1 - start, has_matmul)]
 
 
-def bundles(regions: list[Region], steps: int, turns: int, runs: int) -> int:
-    """Bundles that a kernel issues.
+def count_bundles(regions: list[Region], steps: int, iterations: int, outer_steps: int) -> int:
+    """Return how many bundles a kernel issues.
 
-    Of two loops over groups the first is that of the first window of columns, which only some steps are; all count as
-    the second. What else multiplies matrices is in every step; the rest counts once for every run of the outer loop.
+    The first of two loops over groups is that of the first tile, which only some steps run; all steps count the second.
+    Other regions with a matmul run once in each step, and regions without one once in each outer step.
     """
     loops = [region.num_bundles for region in regions if region.label == "LB" and region.has_matmul]
-    of_step = sum(region.num_bundles for region in regions if region.label != "LB" and region.has_matmul)
-    rest = sum(region.num_bundles for region in regions if not region.has_matmul)
-    return steps * (turns * loops[-1] + of_step) + runs * rest
+    once_per_step = sum(region.num_bundles for region in regions if region.label != "LB" and region.has_matmul)
+    once_per_outer_step = sum(region.num_bundles for region in regions if not region.has_matmul)
+    return steps * (iterations * loops[-1] + once_per_step) + outer_steps * once_per_outer_step
 
 
 def schedule_ms(folder: Path, kernel: dict[str, Any], topology: str) -> float | None:
-    """Milliseconds of a pass by the compiler's listing in a folder; None if there is none."""
+    """Return the milliseconds of a pass according to the compiler's listing in a folder, or None without a listing."""
     listings = [file for file in folder.glob("*-final_bundles.txt") if kernel["name"] in file.name]
     listings = [file for file in listings if "schedule-analysis" not in file.name]
     if not listings:
         return None
     chip = topology.partition(":")[0]
-    count = bundles(
-        read_regions(listings[0].read_text(errors="replace")), kernel["steps"], kernel["turns"], kernel["runs"]
-    )
+    regions = read_regions(listings[0].read_text(errors="replace"))
+    count = count_bundles(regions, kernel["steps"], kernel["iterations"], kernel["outer_steps"])
     return 1e3 * count / CLOCK_HZ[chip] / CORES[chip]
 
 
 def measure(request: Request, libtpu: Path) -> dict[str, Any]:
-    """One line: what the compiler says, and what follows from it."""
+    """Return one row: the compiler's results and the times computed from them."""
     chip = read_topology(request.topology).chip
     with tempfile.TemporaryDirectory() as folder:
-        wanted = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = f"{wanted} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        os.environ["LIBTPU_INIT_ARGS"] = f"{dump} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
         outcome = in_process(compile_layer, request, libtpu)
         row = {"topology": request.topology, "model": request.model, "length": request.length}
-        row |= {"direction": request.direction, "driver": request.implementation} | outcome
+        row |= {"direction": request.direction, "implementation": request.implementation} | outcome
         if not outcome["fits"]:
             return row
         times = [schedule_ms(Path(folder), kernel, request.topology) for kernel in outcome["kernels"]]
@@ -250,21 +261,21 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
 
 
 def moved_gb(outcome: dict[str, Any]) -> float:
-    """Of the whole program; where its text cannot be read, of the kernel alone."""
+    """Return the traffic of the whole program, or of the kernels alone if the program's text cannot be parsed."""
     return (outcome["hbm_bytes"] or sum(kernel["bytes"] for kernel in outcome["kernels"])) / 1e9
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The table, its header first."""
+    """Return the cells of the table, header first."""
     header = ["slice", "model", "length", "direction", "", "temp MiB", "GB", "bandwidth ms", "schedule ms", "compile s"]
 
-    def line(row: dict[str, Any]) -> list[str]:
-        first = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["driver"]]
+    def row_cells(row: dict[str, Any]) -> list[str]:
+        labels = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["implementation"]]
         if not row["fits"]:
-            return [*first, "does not fit", "", "", "", ""]
+            return [*labels, "does not fit", "", "", "", ""]
         schedule = row["schedule_ms"]
         return [
-            *first,
+            *labels,
             f"{row['temporary_mib']:,.1f}",
             f"{row['moved_gb']:.3f}",
             f"{row['bandwidth_ms']:.2f}",
@@ -272,7 +283,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
             f"{row['compile_s']:.0f}",
         ]
 
-    return [header, *map(line, rows)]
+    return [header, *map(row_cells, rows)]
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
@@ -282,7 +293,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     lines: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows:
         if row["fits"] and row["direction"] == "backward":
-            lines[row["topology"].partition(":")[0], row["model"], row["driver"]].append(row)
+            lines[row["topology"].partition(":")[0], row["model"], row["implementation"]].append(row)
     for name, points in lines.items():
         points = sorted(points, key=lambda row: row["length"])
         lengths = [row["length"] for row in points]
@@ -305,15 +316,15 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
 
 
 def main(_: list[str]) -> None:
-    """Flags, compilations, then what is left behind."""
+    """Parse flags, compile every combination and write the report."""
     settings = from_flags(Settings)
     libtpu, directory = find_libtpu(), Path(settings.output)
     report.make_directory(directory)
-    asked = itertools.product(
+    requests = itertools.product(
         settings.topologies, settings.models, settings.lengths, settings.directions, settings.implementations
     )
     rows = []
-    with tqdm(list(asked), unit="program", desc="tpu") as bar:
+    with tqdm(list(requests), unit="program", desc="tpu") as bar:
         for names in bar:
             bar.set_postfix_str(" ".join(map(str, names)))
             rows.append(measure(Request(*names, settings), libtpu))

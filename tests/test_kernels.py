@@ -445,27 +445,27 @@ def test_every_column_that_counts_is_some_tile_s_own(data):
     pad = width - 1 if causal else width // 2
     t = tpu.Tiling(
         num_rows=rows, num_keys=keys, num_heads=2, num_groups=2, head_dim=8, width=width, pad=pad, num_channels=4,
-        row_stride=row_stride, window=window, block=data.draw(st.sampled_from(tpu.BLOCKS), "block"), backward=backward,
-        dtype=jnp.dtype(jnp.float32), vmem_bytes=0, interpret=True,
+        row_stride=row_stride, window=window, block_rows=data.draw(st.sampled_from(tpu.BLOCKS), "block_rows"), backward=backward,
+        dtype=jnp.dtype(jnp.float32), vmem_limit_bytes=0, interpret=True,
     )  # fmt: skip
-    assert t.own > 0
+    assert t.owned_columns > 0
     reach, ahead = keys if window is None else window, t.ahead * backward
     needed = set()
     for row in range(rows):
         column = first + row_stride * row
         for read in (max(column - reach + 1 - pad * backward, 0), column + ahead):
-            needed.add((row // t.block, read // t.own))
+            needed.add((row // t.block_rows, read // t.owned_columns))
     taken = set()
     for block in range(t.num_blocks):
-        begin, end = (int(x) for x in t.tiles_of(block, first, np))
+        begin, end = (int(x) for x in t.tile_range(block, first, np))
         assert 0 <= begin <= end < t.num_tiles
         for tile in range(begin, end + 1):
             taken.add((block, tile))
-            low, high = (int(x) for x in t.blocks_of(tile, first))
+            low, high = (int(x) for x in t.block_range(tile, first))
             assert low <= block <= high
-            slab = t.step(block, tile, first).slab
-            assert 0 <= slab - t.room
-            assert slab + t.slab <= t.table_columns
+            slab = t.step(block, tile, first).slab_start
+            assert 0 <= slab - t.slab_margin
+            assert slab + t.slab_columns <= t.table_columns
     assert needed <= taken
 
 
@@ -591,4 +591,4 @@ def test_a_schedule_is_read_from_a_listing():
     assert [(region.label, region.num_bundles, region.has_matmul) for region in regions] == [
         ("entry", 2, True), ("LB", 2, True), ("PF", 1, False), ("LB", 3, True), ("PF", 1, False),
     ]  # fmt: skip
-    assert benchmark.bundles(regions, steps=10, turns=4, runs=3) == 10 * (4 * 3 + 2) + 3 * 2
+    assert benchmark.count_bundles(regions, steps=10, iterations=4, outer_steps=3) == 10 * (4 * 3 + 2) + 3 * 2

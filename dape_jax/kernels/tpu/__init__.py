@@ -1,4 +1,8 @@
-"""The operator on TPUs."""
+"""The fused operator on TPUs (Pallas, Mosaic): a block of rows with all heads, streaming over tiles of keys.
+
+In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these, without a score in
+HBM. Read `tiling.py` (grid, halo, layouts), `forward.py`, then `backward.py`; `docs/kernel.md` explains the design.
+"""
 
 import functools
 from typing import Any
@@ -8,13 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import Operator
-from dape_jax.kernels.tpu.backward import _call_backward
-from dape_jax.kernels.tpu.forward import _call_forward
-from dape_jax.kernels.tpu.tiling import AWAY, BLOCKS, GROUP, VMEM_BYTES, Tiling, _tilings, cost, num_steps, tilings
+from dape_jax.kernels.tables import Operator, left_pad
+from dape_jax.kernels.tpu.backward import backward_pass
+from dape_jax.kernels.tpu.forward import forward_pass
+from dape_jax.kernels.tpu.tiling import (
+    BLOCKS,
+    GROUP_ROWS,
+    MASKED_SCORE,
+    VMEM_BYTES,
+    Tiling,
+    cost,
+    tilings,
+    vmem_bytes,
+)
 from dape_jax.model.processors import DapeConfig
 
-__all__ = ["BLOCKS", "GROUP", "VMEM_BYTES", "Tiling", "attend", "cost", "num_steps", "tilings", "why_not"]
+__all__ = ["BLOCKS", "GROUP_ROWS", "VMEM_BYTES", "Tiling", "attend", "cost", "tilings", "vmem_bytes", "why_not"]
 
 
 def attend(
@@ -29,66 +42,80 @@ def attend(
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
-    """Attention by the kernel; arguments as `kernels.attend_fused` has them.
+    """Return attention computed by the kernels.
 
     Args:
         q_BTHK: queries.
         k_BSGK: keys.
         v_BSGK: values.
-        first: the column at which the first row stands.
-        operator: what is done to the scores.
-        dtype: of the convolutions' operands.
-        row_stride: columns from one row to the next.
-        window: columns that a row sees; None for all.
-        interpret: whether, and how, the kernel is interpreted.
+        first: column of row 0.
+        operator: bias and processor.
+        dtype: dtype of the convolutions' operands.
+        row_stride: columns between neighbouring rows.
+        window: columns that a row sees, or None for all.
+        interpret: see `kernels.attend_fused`.
 
     Raises:
-        NotImplementedError: the chip's fast memory does not hold a block of rows with its tables.
+        NotImplementedError: see `tilings`.
     """
-    tilings = _tilings(
+    forward_tiling, backward_tiling = tilings(
         q_BTHK,
         k_BSGK,
         width=operator.width,
         pad=operator.pad,
         num_channels=operator.hidden_CN.shape[0],
-        dtype=jnp.dtype(dtype),
+        dtype=dtype,
         row_stride=row_stride,
         window=window,
         interpret=interpret,
     )
-    return _attend(*tilings, q_BTHK, k_BSGK, v_BSGK, first, operator)
+    return _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
 
 
 def why_not(
-    q_BTHK: Any, k_BSGK: Any, config: DapeConfig, *, row_stride: int, window: int | None, device_kind: str | None
+    q_BTHK: jax.ShapeDtypeStruct | Array,
+    k_BSGK: jax.ShapeDtypeStruct | Array,
+    config: DapeConfig,
+    *,
+    row_stride: int,
+    window: int | None,
+    device_kind: str | None,
 ) -> str | None:
-    """Why the chip cannot run the kernel; None if it can."""
-    options = {"row_stride": row_stride, "window": window, "device_kind": device_kind}
+    """Return why the kernels cannot run on the device, or None if they can."""
     try:
-        tilings(q_BTHK, k_BSGK, config, dtype=q_BTHK.dtype, **options)
+        tilings(
+            q_BTHK,
+            k_BSGK,
+            width=config.kernel_width,
+            pad=left_pad(config),
+            num_channels=config.channels,
+            dtype=q_BTHK.dtype,
+            row_stride=row_stride,
+            window=window,
+            device_kind=device_kind,
+        )
     except NotImplementedError as error:
         return str(error)
     return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(forward, backward, q_BTHK, k_BSGK, v_BSGK, first, operator):
-    return _attend_forward(forward, backward, q_BTHK, k_BSGK, v_BSGK, first, operator)[0]
+def _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
+    return _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)[0]
 
 
-def _attend_forward(forward, backward, q_BTHK, k_BSGK, v_BSGK, first, operator):
-    del backward
-    out_BHTK, lse = _call_forward(forward, q_BTHK, k_BSGK, v_BSGK, first, operator)
+def _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
+    del backward_tiling
+    out_BHTK, lse = forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
     return jnp.moveaxis(out_BHTK, 1, 2), (q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse)
 
 
-def _attend_backward(forward, backward, saved, dout_BTHK):
+def _attend_backward(forward_tiling, backward_tiling, saved, dout_BTHK):
     q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse = saved
-    lse = lse.reshape(lse.shape[0], -1)[:, : forward.num_rows * forward.heads]
-    lost = -lse.shape[1] % (backward.block * backward.heads)
-    # Rows that fill up the last block have no probability anywhere.
-    lse = jnp.pad(lse, ((0, 0), (0, lost)), constant_values=-AWAY)
-    gradients = _call_backward(backward, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse, dout_BTHK)
+    # The passes may differ in their blocks, and so in the padding of rows. Padded rows get probabilities of 0.
+    lse = lse.reshape(lse.shape[0], -1)[:, : forward_tiling.num_rows * forward_tiling.padded_heads]
+    lse = jnp.pad(lse, ((0, 0), (0, -lse.shape[1] % backward_tiling.block_sublanes)), constant_values=-MASKED_SCORE)
+    gradients = backward_pass(backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse, dout_BTHK)
     dq_BTHK, dk_BSGK, dv_BSGK, doperator = gradients
     return dq_BTHK, dk_BSGK, dv_BSGK, np.zeros((), jax.dtypes.float0), doperator
 

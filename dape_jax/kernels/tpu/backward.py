@@ -1,7 +1,23 @@
-"""The backward pass."""
+"""The backward kernel: all gradients, from the output, its gradient and the log-sum-exp of the forward pass.
+
+Grid: (sequence, tile of keys, block of rows), blocks innermost. A step repeats the forward computation of its scores,
+hidden features and probabilities, then applies the transposed convolutions, which roll in the opposite direction:
+
+    dtotal  = probs * (dout V^T - sum(dout * out))              dO, one matmul per head
+    dhidden = Conv2^T(dtotal),  dbefore = dhidden * (1 or SLOPE)
+    dscores = dtotal + Conv1^T(dbefore)
+    dQ += dscores K,  dK += dscores^T Q,  dV += probs^T dout,  dW1 += dbefore taps^T,  dW2 += dtotal taps^T
+
+A column that several tiles compute counts in the tile that owns it. Where gradients accumulate:
+
+    k, v                    VMEM, while the blocks of their tile pass
+    convolution weights     VMEM, to the end of the sequence
+    left correction         VMEM, in the first tile of columns
+    q, distance tables      HBM, in float32: too large for VMEM. Each step copies its block in, adds, and copies it back
+"""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,82 +27,170 @@ from jaxtyping import Array
 
 from dape_jax.kernels.tables import SLOPE, Operator
 from dape_jax.kernels.tpu.forward import (
-    _convolve,
-    _dot,
-    _hidden,
-    _in_first_tile_and_others,
-    _look_up,
-    _roll,
-    _shear,
-    _where,
+    convolve,
+    dot,
+    group_rows,
+    head_rows,
+    hidden_features,
+    loop_over_groups,
+    read_table,
+    roll,
+    select,
+    shear,
+    sheared_scratch,
 )
 from dape_jax.kernels.tpu.tiling import (
-    GROUP,
+    GROUP_ROWS,
     LANES,
+    SUBLANES,
     Tiling,
-    _by_block,
-    _by_tile,
-    _call,
-    _compiler_params,
-    _from_tiles,
-    _left,
-    _slabs,
-    _stacked,
-    _table,
-    _whole,
+    call,
     cost,
+    from_tiles,
+    iota,
+    slab_specs,
+    to_blocks,
+    to_left_blocks,
+    to_matrix,
+    to_table,
+    to_tiles,
+    whole_spec,
 )
 
 
-def _unsheared(t: Tiling, dhidden_ref: Any, dadded_ref: Any) -> Array:
-    """What was gathered for the slab, as the gradient of its part of the tables: `_shear` transposed."""
+class Inputs(NamedTuple):
+    """Inputs of the backward kernel: arrays, their block specs, or refs of one step's blocks. Blocks are
+
+    Args:
+        q: [1, H, block_rows, K].
+        k: [1, 1, G, 128, K].
+        v: [1, 1, G, 128, K].
+        out: [1, H, block_rows, K].
+        dout: [1, H, block_rows, K].
+        lse: [1, 1, block_rows * padded heads / 128, 128].
+        matrix_1: first convolution.
+        matrix_2: second convolution.
+        transposed_1: transposed first convolution.
+        transposed_2: transposed second convolution.
+        left: [1, P, padded channels, 128].
+        slab: pieces [padded channels + padded heads, 128].
+        dq: zeros in HBM, donated to the output of the same name.
+        dtable: zeros in HBM, donated to the output of the same name.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+    matrix_1: Any
+    matrix_2: Any
+    transposed_1: Any
+    transposed_2: Any
+    left: Any
+    slab: list[Any]
+    dq: Any
+    dtable: Any
+
+
+class Outputs(NamedTuple):
+    """Gradients. Blocks are
+
+    Args:
+        dq: all of it, in HBM.
+        dk: [1, 1, G, 128, K].
+        dv: [1, 1, G, 128, K].
+        dmatrix_1: [1, padded channels, W * padded heads].
+        dmatrix_2: [1, padded heads, W * padded channels].
+        dtable: all of it, in HBM.
+        dleft: [1, 1, P, padded channels, 128].
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dmatrix_1: Any
+    dmatrix_2: Any
+    dtable: Any
+    dleft: Any
+
+
+class Scratch(NamedTuple):
+    """VMEM of the backward kernel. The first three are [block_rows * padded heads, 128].
+
+    Args:
+        scores: of the tile; overwritten with their gradient, a group at a time.
+        dprobs: dout V^T - sum(dout * out).
+        probs: of the tile.
+        dq: [H, block_rows, K], sum over tiles, copied from and to HBM.
+        dslab: [padded channels + padded heads, margin + slab], likewise.
+        dk: [G, 128, K], sum over blocks.
+        dv: [G, 128, K], sum over blocks.
+        hidden: sheared table.
+        added: sheared table.
+        dhidden: gradient of the sheared table.
+        dadded: gradient of the sheared table.
+        semaphores: of copies from HBM and to HBM, of dq and dslab.
+    """
+
+    scores: Any
+    dprobs: Any
+    probs: Any
+    dq: Any
+    dslab: Any
+    dk: Any
+    dv: Any
+    hidden: Any
+    added: Any
+    dhidden: Any
+    dadded: Any
+    semaphores: Any
+
+
+def unshear(t: Tiling, dhidden_ref: Any, dadded_ref: Any) -> Array:
+    """Return the gradient of the slab and its margin: the transpose of `forward.shear`."""
     total: Any = 0
-    for r in range(GROUP):
-        of_row = jnp.concatenate(
-            [
-                dhidden_ref[r * t.channels : (r + 1) * t.channels, :],
-                dadded_ref[r * t.heads : (r + 1) * t.heads, :],
-            ]
-        )
-        wide = jnp.concatenate([of_row, jnp.zeros((of_row.shape[0], t.room), jnp.float32)], 1)
-        total += _roll(wide, t.room - t.row_stride * r)
+    for r in range(GROUP_ROWS):
+        dhidden = dhidden_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :]
+        dadded = dadded_ref[r * t.padded_heads : (r + 1) * t.padded_heads, :]
+        row = jnp.concatenate([dhidden, dadded])
+        row = jnp.concatenate([row, jnp.zeros((row.shape[0], t.slab_margin), jnp.float32)], 1)
+        total += roll(row, t.slab_margin - t.row_stride * r)
     return total
 
 
-def _backward_kernel(
-    first_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    out_ref,
-    dout_ref,
-    lse_ref,
-    weight_1_ref,
-    weight_2_ref,
-    transposed_1_ref,
-    transposed_2_ref,
-    left_ref,
-    *more_refs,
-    t: Tiling,
-):
-    table_refs, (_, _, *more_refs) = more_refs[: t.slab_parts], more_refs[t.slab_parts :]  # two arrays of zeros
-    dq_ref, dk_ref, dv_ref, dweight_1_ref, dweight_2_ref, dtable_ref, dleft_ref, *scratch_refs = more_refs
-    scores_ref, dprobs_ref, probs_ref, dq_block_ref, dslab_ref, dk_sum_ref, dv_sum_ref, *scratch_refs = scratch_refs
-    hidden_ref, added_ref, dhidden_ref, dadded_ref, semaphores = scratch_refs
+def group_lse(t: Tiling, lse_ref: Any, group: Any) -> Array:
+    """Return the log-sum-exp of a group as [8 * padded heads, 1]: lanes become sublanes."""
+    square = (LANES, LANES)
+    diagonal = iota(square, 0) == iota(square, 1)
+    num_rows = t.group_sublanes // LANES
+    rows = [lse_ref[0, 0, pl.ds(group * num_rows + i, 1), :] for i in range(num_rows)]
+    columns = [jnp.where(diagonal, jnp.broadcast_to(row, square), 0.0) for row in rows]
+    return jnp.concatenate([jnp.sum(column, 1, keepdims=True) for column in columns])
+
+
+def rows_to_lanes(x: Array, num_sublanes: int) -> Array:
+    """Put the 8 rows of a group side by side: [8 * num_sublanes, 128] -> [num_sublanes, 8 * 128]."""
+    return jnp.concatenate([x[r * num_sublanes : (r + 1) * num_sublanes] for r in range(GROUP_ROWS)], 1)
+
+
+def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, t: Tiling) -> None:
+    """Add the gradients of one block of rows and one tile of keys."""
     tile, block = pl.program_id(1), pl.program_id(2)
-    begin, end = t.tiles_of(block, first_ref[0])
+    begin, end = t.tile_range(block, first_ref[0])
     step = t.step(block, tile, first_ref[0])
     needed = (tile >= begin) & (tile <= end)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
-    of_head = [pl.ds(head, t.block, stride=t.heads) for head in range(t.num_heads)]
-    share = t.num_heads // t.num_groups
+    lane = iota((SUBLANES, LANES), 1)
+    heads_per_group = t.num_heads // t.num_groups
 
-    # Gradients that many steps add to and that are too large to stay: read, added to and written by each.
-    batch, columns = pl.program_id(0), pl.ds(pl.multiple_of(step.slab - t.room, LANES), t.room + t.slab)
-    rows = pl.ds(pl.multiple_of(block * t.block, t.block), t.block)
-    pairs = [(dq_ref.at[batch, :, rows, :], dq_block_ref), (dtable_ref.at[batch, :, columns], dslab_ref)]
-    reads = [pltpu.make_async_copy(main, fast, semaphores.at[0, i]) for i, (main, fast) in enumerate(pairs)]
-    writes = [pltpu.make_async_copy(fast, main, semaphores.at[1, i]) for i, (main, fast) in enumerate(pairs)]
+    # Sums in HBM. The copies in start first and are awaited last.
+    batch = pl.program_id(0)
+    columns = pl.ds(pl.multiple_of(step.slab_start - t.slab_margin, LANES), t.slab_margin + t.slab_columns)
+    rows = pl.ds(pl.multiple_of(block * t.block_rows, t.block_rows), t.block_rows)
+    pairs = [(outputs.dq.at[batch, :, rows, :], scratch.dq), (outputs.dtable.at[batch, :, columns], scratch.dslab)]
+    reads = [pltpu.make_async_copy(hbm, vmem, scratch.semaphores.at[0, i]) for i, (hbm, vmem) in enumerate(pairs)]
+    writes = [pltpu.make_async_copy(vmem, hbm, scratch.semaphores.at[1, i]) for i, (hbm, vmem) in enumerate(pairs)]
 
     @pl.when(needed)
     def _():
@@ -95,122 +199,105 @@ def _backward_kernel(
 
     @pl.when((tile == 0) & (block == 0))
     def _():
-        for ref in (dweight_1_ref, dweight_2_ref):
+        for ref in (outputs.dmatrix_1, outputs.dmatrix_2):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
-        if t.heads > t.num_heads:
-            scores_ref[...] = jnp.zeros(scores_ref.shape, jnp.float32)
-            dprobs_ref[...] = jnp.zeros(dprobs_ref.shape, jnp.float32)
+        if t.padded_heads > t.num_heads:
+            scratch.scores[...] = jnp.zeros(scratch.scores.shape, jnp.float32)
+            scratch.dprobs[...] = jnp.zeros(scratch.dprobs.shape, jnp.float32)
 
     @pl.when(tile == 0)
     def _():
-        dleft_ref[...] = jnp.zeros(dleft_ref.shape, jnp.float32)
+        outputs.dleft[...] = jnp.zeros(outputs.dleft.shape, jnp.float32)
 
     @pl.when(block == 0)
     def _():
-        dk_sum_ref[...] = jnp.zeros(dk_sum_ref.shape, jnp.float32)
-        dv_sum_ref[...] = jnp.zeros(dv_sum_ref.shape, jnp.float32)
+        scratch.dk[...] = jnp.zeros(scratch.dk.shape, jnp.float32)
+        scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)
 
     @pl.when(needed)
     def _():
-        _shear(t, table_refs, hidden_ref, added_ref)
-        dhidden_ref[...] = jnp.zeros(dhidden_ref.shape, jnp.float32)
-        dadded_ref[...] = jnp.zeros(dadded_ref.shape, jnp.float32)
-        visible = step.visible(t.block, 1)
-        for head, lines in enumerate(of_head):
-            scores = _dot(q_ref[0, head], k_ref[0, 0, head // share], (1, 1)) * t.head_dim**-0.5
-            scores_ref[lines, :] = jnp.where(visible, scores, 0.0)
-            dout = dout_ref[0, head]
-            mean = jnp.sum(dout.astype(jnp.float32) * out_ref[0, head].astype(jnp.float32), 1, keepdims=True)
-            dprobs_ref[lines, :] = _dot(dout, v_ref[0, 0, head // share], (1, 1)) - mean
+        shear(t, inputs.slab, scratch.hidden, scratch.added)
+        scratch.dhidden[...] = jnp.zeros(scratch.dhidden.shape, jnp.float32)
+        scratch.dadded[...] = jnp.zeros(scratch.dadded.shape, jnp.float32)
+        visible = step.visible(t.block_rows, 1)
+        for head, rows in enumerate(head_rows(t)):
+            scores = dot(inputs.q[0, head], inputs.k[0, 0, head // heads_per_group], (1, 1)) * t.head_dim**-0.5
+            scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
+            dout = inputs.dout[0, head]
+            mean = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
+            scratch.dprobs[rows, :] = dot(dout, inputs.v[0, 0, head // heads_per_group], (1, 1)) - mean
 
-    def lines_of(group: Any) -> Any:
-        return pl.ds(pl.multiple_of(group * t.lines, t.lines), t.lines)
-
-    def lse_of(group: Any) -> Array:
-        """[lines, 1]: the numbers of a group, which lie along the lanes."""
-        square = (LANES, LANES)
-        diagonal = jax.lax.broadcasted_iota(jnp.int32, square, 0) == jax.lax.broadcasted_iota(jnp.int32, square, 1)
-        rows = [lse_ref[0, 0, pl.ds(group * (t.lines // LANES) + i, 1), :] for i in range(t.lines // LANES)]
-        columns = [jnp.where(diagonal, jnp.broadcast_to(row, square), 0.0) for row in rows]
-        return jnp.concatenate([jnp.sum(column, 1, keepdims=True) for column in columns])
-
-    def along_lanes(x: Array, lines: int) -> Array:
-        """The 8 rows of a group side by side: [8 lines, 128] -> [lines, 8 x 128]."""
-        return jnp.concatenate([x[r * lines : (r + 1) * lines] for r in range(GROUP)], 1)
-
-    def of_group(group: Any, with_left: bool) -> None:
-        turn = step.turn(group)
-        shift, lines = turn[1], lines_of(group)
-        scores, dprobs = scores_ref[lines, :], dprobs_ref[lines, :]
-        given = weight_1_ref[...], hidden_ref, left_ref if with_left else None
-        taps_1, before, exists = _hidden(step, group, scores, turn, *given)
+    def process(group: Any, in_first_tile: bool) -> None:
+        # Forward again. Arrays are rolled right by `shift` where they meet the tables.
+        offset, rows = step.slab_offset(group), group_rows(t, group)
+        start, shift = offset
+        scores, dprobs = scratch.scores[rows, :], scratch.dprobs[rows, :]
+        left_ref = inputs.left if in_first_tile else None
+        taps_1, before, exists = hidden_features(
+            step, group, scores, offset, inputs.matrix_1[...], scratch.hidden, left_ref
+        )
         positive = before > 0
-        hidden = _where(exists, jnp.where(positive, before, SLOPE * before)).astype(t.dtype)
-        taps_2 = [_roll(hidden, t.pad - w) for w in range(t.width)]
-        update = _convolve(t, weight_2_ref[...], taps_2, t.channels) + _look_up(added_ref, turn, lane)
-        total = _roll(update, LANES - shift) + scores
+        hidden = select(exists, jnp.where(positive, before, SLOPE * before)).astype(t.dtype)
+        taps_2 = [roll(hidden, t.pad - w) for w in range(t.width)]
+        change = convolve(t, inputs.matrix_2[...], taps_2, t.padded_channels) + read_table(scratch.added, offset, lane)
+        total = roll(change, LANES - shift) + scores
+        lanes = iota(total.shape, 1)
+        visible, owned = step.visible(t.group_sublanes, t.padded_heads, group), step.owned(lanes)
+        # Outside of these lanes a result would need scores of another tile.
+        correct = visible & (lanes >= 2 * t.pad) & (lanes < LANES - 2 * t.ahead)
+        probs = jnp.where(correct, jnp.exp(total - group_lse(t, inputs.lse, group)), 0.0)
 
-        lanes = jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
-        visible, own = step.visible(t.lines, t.heads, group), step.own(lanes)
-        # Beyond these lanes the scores that a result needs are another tile's.
-        known = visible & (lanes >= 2 * t.pad) & (lanes < LANES - 2 * t.ahead)
-        probs = jnp.where(known, jnp.exp(total - lse_of(group)), 0.0)
+        # Backward through softmax and convolutions.
         dtotal = probs * dprobs
-
         source = dtotal.astype(t.dtype)
-        dtaps_2 = [_roll(source, shift + (w - t.pad) + LANES) for w in range(t.width)]
-        dhidden = _convolve(t, transposed_2_ref[...], dtaps_2, t.heads)
-        dbefore = _where(exists, jnp.where(positive, dhidden, SLOPE * dhidden))
+        dtaps_2 = [roll(source, shift + (w - t.pad) + LANES) for w in range(t.width)]
+        dhidden = convolve(t, inputs.transposed_2[...], dtaps_2, t.padded_heads)
+        dbefore = select(exists, jnp.where(positive, dhidden, SLOPE * dhidden))
         source = dbefore.astype(t.dtype)
-        dtaps_1 = [_roll(source, w - t.pad) for w in range(t.width)]
-        dscores = _roll(_convolve(t, transposed_1_ref[...], dtaps_1, t.channels), LANES - shift) + dtotal
-        scores_ref[lines, :] = jnp.where(visible & own, dscores, 0.0)
-        probs_ref[lines, :] = jnp.where(own, probs, 0.0)
+        dtaps_1 = [roll(source, w - t.pad) for w in range(t.width)]
+        dconvolved = convolve(t, inputs.transposed_1[...], dtaps_1, t.padded_channels)
+        dscores = roll(dconvolved, LANES - shift) + dtotal
+        scratch.scores[rows, :] = jnp.where(visible & owned, dscores, 0.0)
+        scratch.probs[rows, :] = jnp.where(owned, probs, 0.0)
 
-        # From here on a column counts in the tile that owns it alone.
-        own_turned = step.own((lane - shift) & (LANES - 1))
-        dbefore = _where(own_turned, dbefore)
-        dupdate = _where(own_turned, dtaps_2[t.pad].astype(jnp.float32)).astype(t.dtype)
-        stacked_1 = jnp.concatenate([along_lanes(tap, t.heads) for tap in taps_1])
-        stacked_2 = jnp.concatenate([along_lanes(tap, t.channels) for tap in taps_2])
-        dweight_1_ref[0] += _dot(along_lanes(dbefore.astype(t.dtype), t.channels), stacked_1, (1, 1))
-        dweight_2_ref[0] += _dot(along_lanes(dupdate, t.heads), stacked_2, (1, 1))
+        # Parameters: from here on, only columns that this tile owns count.
+        owned_rolled = step.owned((lane - shift) & (LANES - 1))
+        dbefore = select(owned_rolled, dbefore)
+        dchange = select(owned_rolled, dtaps_2[t.pad].astype(jnp.float32)).astype(t.dtype)
+        stacked_1 = jnp.concatenate([rows_to_lanes(tap, t.padded_heads) for tap in taps_1])
+        stacked_2 = jnp.concatenate([rows_to_lanes(tap, t.padded_channels) for tap in taps_2])
+        outputs.dmatrix_1[0] += dot(rows_to_lanes(dbefore.astype(t.dtype), t.padded_channels), stacked_1, (1, 1))
+        outputs.dmatrix_2[0] += dot(rows_to_lanes(dchange, t.padded_heads), stacked_2, (1, 1))
 
-        here, begin = lane >= shift, turn[0]
-        after = pl.multiple_of(begin + LANES, LANES)
-        dadded = _where(own_turned, _roll(dtotal, shift))
-        for ref, gradient in ((dhidden_ref, dbefore), (dadded_ref, dadded)):
-            ref[:, pl.ds(begin, LANES)] += _where(here, gradient)
-            ref[:, pl.ds(after, LANES)] += _where(~here, gradient)
-        if with_left:
-            of_channels = jax.lax.broadcasted_iota(jnp.int32, (t.channels, LANES), 1)
+        here = lane >= shift
+        following = pl.multiple_of(start + LANES, LANES)
+        dadded = select(owned_rolled, roll(dtotal, shift))
+        for ref, gradient in ((scratch.dhidden, dbefore), (scratch.dadded, dadded)):
+            ref[:, pl.ds(start, LANES)] += select(here, gradient)
+            ref[:, pl.ds(following, LANES)] += select(~here, gradient)
+        if in_first_tile:
+            row_lane = iota((t.padded_channels, LANES), 1)  # in `left` a lane is a row
             for column in range(t.pad):
-                at = (t.halo[0] + column + shift) & (LANES - 1)
-                for r in range(GROUP):
-                    row = GROUP * group + r
-                    of_row = _roll(dbefore[r * t.channels : (r + 1) * t.channels], row - at + LANES)
-                    dleft_ref[0, 0, column] -= jnp.where(of_channels == row, of_row, 0.0)
+                column_lane = (t.halo[0] + column + shift) & (LANES - 1)
+                for r in range(GROUP_ROWS):
+                    row = GROUP_ROWS * group + r
+                    drow = dbefore[r * t.padded_channels : (r + 1) * t.padded_channels]
+                    drow = roll(drow, row - column_lane + LANES)
+                    outputs.dleft[0, 0, column] -= jnp.where(row_lane == row, drow, 0.0)
 
-    def groups(with_left: bool) -> None:
-        def body(group, _):
-            of_group(group, with_left)
-            return 0
-
-        jax.lax.fori_loop(0, t.block // GROUP, body, 0)
-
-    _in_first_tile_and_others(t, tile, needed, groups)
+    loop_over_groups(t, tile, needed, process)
 
     @pl.when(needed)
     def _():
         for read in reads:
             read.wait()
-        dslab_ref[...] += _unsheared(t, dhidden_ref, dadded_ref)
-        for head, lines in enumerate(of_head):
-            dscores = scores_ref[lines, :].astype(q_ref.dtype)
-            probs = probs_ref[lines, :].astype(q_ref.dtype)
-            dq_block_ref[head] += _dot(dscores, k_ref[0, 0, head // share], (1, 0))
-            dk_sum_ref[head // share] += _dot(dscores, q_ref[0, head], (0, 0))
-            dv_sum_ref[head // share] += _dot(probs, dout_ref[0, head], (0, 0))
+        scratch.dslab[...] += unshear(t, scratch.dhidden, scratch.dadded)
+        for head, rows in enumerate(head_rows(t)):
+            dscores = scratch.scores[rows, :].astype(inputs.q.dtype)
+            probs = scratch.probs[rows, :].astype(inputs.q.dtype)
+            scratch.dq[head] += dot(dscores, inputs.k[0, 0, head // heads_per_group], (1, 0))
+            scratch.dk[head // heads_per_group] += dot(dscores, inputs.q[0, head], (0, 0))
+            scratch.dv[head // heads_per_group] += dot(probs, inputs.dout[0, head], (0, 0))
         for write in writes:
             write.start()
         for write in writes:
@@ -218,94 +305,139 @@ def _backward_kernel(
 
     @pl.when(block == t.num_blocks - 1)
     def _():
-        dk_ref[0, 0] = (dk_sum_ref[...] * t.head_dim**-0.5).astype(dk_ref.dtype)
-        dv_ref[0, 0] = dv_sum_ref[...].astype(dv_ref.dtype)
+        outputs.dk[0, 0] = (scratch.dk[...] * t.head_dim**-0.5).astype(outputs.dk.dtype)
+        outputs.dv[0, 0] = scratch.dv[...].astype(outputs.dv.dtype)
 
 
-def _call_backward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator, out_BHTK, lse, dout_BTHK):
+def backward_pass(
+    t: Tiling,
+    q_BTHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    first: Array,
+    operator: Operator,
+    out_BHTK: Array,
+    lse: Array,
+    dout_BTHK: Array,
+) -> tuple[Array, Array, Array, Operator]:
+    """Run the backward kernel; return the gradients of q, k, v and the operator."""
     batch, dtype = q_BTHK.shape[0], q_BTHK.dtype
-    rows, lines = t.num_blocks * t.block, t.block * t.heads
-    weights = [
-        _stacked(t, operator.scores_WHC, t.heads, t.channels),
-        _stacked(t, operator.output_WCH, t.channels, t.heads),
-        _stacked(t, operator.scores_WHC.swapaxes(1, 2), t.channels, t.heads),
-        _stacked(t, operator.output_WCH.swapaxes(1, 2), t.heads, t.channels),
+    H, C, W = t.num_heads, t.num_channels, t.width
+    matrices = [
+        to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels),
+        to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads),
+        to_matrix(t, operator.scores_WHC.swapaxes(1, 2), t.padded_channels, t.padded_heads),
+        to_matrix(t, operator.output_WCH.swapaxes(1, 2), t.padded_heads, t.padded_channels),
     ]
-    table, untable = jax.vjp(functools.partial(_table, t), operator.hidden_CN, operator.added_HN)
-    left, unleft = jax.vjp(functools.partial(_left, t), operator.left_PCT)
+    table, table_vjp = jax.vjp(functools.partial(to_table, t), operator.hidden_CN, operator.added_HN)
+    left, left_vjp = jax.vjp(functools.partial(to_left_blocks, t), operator.left_PCT)
+    lse_block = t.block_sublanes // LANES, LANES
+    score_scratch = pltpu.VMEM((t.block_sublanes, LANES), jnp.float32)
+    tile_scratch = pltpu.VMEM((t.num_groups, LANES, t.head_dim), jnp.float32)
+    hidden_scratch, added_scratch = sheared_scratch(t)
 
-    def block_of(j, i, first_ref):
-        return jnp.clip(i, *t.blocks_of(j, first_ref[0]))
+    def needed_block(tile, block, first_ref):
+        return jnp.clip(block, *t.block_range(tile, first_ref[0]))
 
-    of_block = pl.BlockSpec(
-        (1, t.num_heads, t.block, t.head_dim), lambda b, j, i, first_ref: (b, 0, block_of(j, i, first_ref), 0)
+    def left_block(tile, block):
+        # After the first tile the index stays at the last block, so that nothing is copied again.
+        return jnp.where(tile == 0, block, t.num_blocks - 1)
+
+    block_spec = pl.BlockSpec(
+        (1, H, t.block_rows, t.head_dim), lambda b, j, i, first_ref: (b, 0, needed_block(j, i, first_ref), 0)
     )
-    of_tile = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), lambda b, j, i, _: (b, j, 0, 0, 0))
-    of_lse = pl.BlockSpec(
-        (1, 1, lines // LANES, LANES), lambda b, j, i, first_ref: (b, block_of(j, i, first_ref), 0, 0)
+    tile_spec = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), lambda b, j, i, _: (b, j, 0, 0, 0))
+    lse_spec = pl.BlockSpec((1, 1, *lse_block), lambda b, j, i, first_ref: (b, needed_block(j, i, first_ref), 0, 0))
+    hbm_spec = pl.BlockSpec(memory_space=pl.ANY)
+
+    dq = jax.ShapeDtypeStruct((batch, H, t.padded_rows, t.head_dim), jnp.float32)
+    dtable = jax.ShapeDtypeStruct((batch, *table.shape), jnp.float32)
+    dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, LANES, t.head_dim), dtype)
+    matrix_shapes = (t.padded_channels, W * t.padded_heads), (t.padded_heads, W * t.padded_channels)
+    inputs = Inputs(
+        q=to_blocks(t, q_BTHK),
+        k=to_tiles(t, k_BSGK),
+        v=to_tiles(t, v_BSGK),
+        out=jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0))),
+        dout=to_blocks(t, dout_BTHK),
+        lse=lse.reshape(batch, t.num_blocks, *lse_block),
+        matrix_1=matrices[0],
+        matrix_2=matrices[1],
+        transposed_1=matrices[2],
+        transposed_2=matrices[3],
+        left=left,
+        slab=[table] * t.slab_parts,
+        dq=jnp.zeros(dq.shape, dq.dtype),
+        dtable=jnp.zeros(dtable.shape, dtable.dtype),
     )
-
-    def left_block(j, i):
-        # In later tiles the last block stays where it is, so that nothing is read or written again.
-        return jnp.where(j == 0, i, t.num_blocks - 1)
-
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-
-    def of_sequence(shape: tuple[int, ...]) -> tuple[tuple[int, ...], Any, pl.BlockSpec]:
-        return (batch, *shape), jnp.float32, pl.BlockSpec((1, *shape), lambda b, *_: (b, *(0,) * len(shape)))
-
-    tiles = (batch, t.num_tiles, t.num_groups, LANES, t.head_dim)
-    inputs = [
-        (_by_block(t, q_BTHK), of_block),
-        (_by_tile(t, k_BSGK), of_tile),
-        (_by_tile(t, v_BSGK), of_tile),
-        (jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, rows - t.num_rows), (0, 0))), of_block),
-        (_by_block(t, dout_BTHK), of_block),
-        (lse.reshape(batch, t.num_blocks, lines // LANES, LANES), of_lse),
-        *[(weight, _whole(weight, t)) for weight in weights],
-        (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0))),
-        *_slabs(t, table, lambda b, j, i, first_ref: (block_of(j, i, first_ref), j)),
-        (jnp.zeros((batch, t.num_heads, rows, t.head_dim), jnp.float32), anywhere),
-        (jnp.zeros((batch, *table.shape), jnp.float32), anywhere),
-    ]
-    dq, dk, dv, dweight_1, dweight_2, dtable, dleft = _call(
+    num_operands = 1 + len(jax.tree.leaves(inputs))  # `first` is operand 0
+    outputs = call(
         t,
-        _backward_kernel,
-        (batch, t.num_tiles, t.num_blocks),
-        inputs,
-        [
-            ((batch, t.num_heads, rows, t.head_dim), jnp.float32, anywhere),
-            (tiles, dtype, of_tile),
-            (tiles, dtype, of_tile),
-            of_sequence((t.channels, t.width * t.heads)),
-            of_sequence((t.heads, t.width * t.channels)),
-            ((batch, *table.shape), jnp.float32, anywhere),
-            (
-                (batch, *left.shape),
-                jnp.float32,
-                pl.BlockSpec((1, 1, *left.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0)),
-            ),
-        ],
-        [
-            *[pltpu.VMEM((lines, LANES), jnp.float32)] * 3,
-            pltpu.VMEM((t.num_heads, t.block, t.head_dim), jnp.float32),
-            pltpu.VMEM((t.channels + t.heads, t.room + t.slab), jnp.float32),
-            *[pltpu.VMEM((t.num_groups, LANES, t.head_dim), jnp.float32)] * 2,
-            *[pltpu.VMEM((GROUP * t.channels, t.slab), jnp.float32), pltpu.VMEM((GROUP * t.heads, t.slab), jnp.float32)]
-            * 2,
-            pltpu.SemaphoreType.DMA((2, 2)),
-        ],
-        first,
+        backward_kernel,
         name="dape_backward",
-        input_output_aliases={len(inputs) - 1: 0, len(inputs): 5},  # zeros, after `first`: dq, dtable
-        compiler_params=_compiler_params(t),
+        grid=(batch, t.num_tiles, t.num_blocks),
+        first=first,
+        inputs=inputs,
+        in_specs=Inputs(
+            q=block_spec,
+            k=tile_spec,
+            v=tile_spec,
+            out=block_spec,
+            dout=block_spec,
+            lse=lse_spec,
+            matrix_1=whole_spec(t, matrices[0]),
+            matrix_2=whole_spec(t, matrices[1]),
+            transposed_1=whole_spec(t, matrices[2]),
+            transposed_2=whole_spec(t, matrices[3]),
+            left=pl.BlockSpec((1, *left.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0)),
+            slab=slab_specs(t, table.shape[0], lambda b, j, i, first_ref: (needed_block(j, i, first_ref), j)),
+            dq=hbm_spec,
+            dtable=hbm_spec,
+        ),
+        out_shape=Outputs(
+            dq=dq,
+            dk=dtiles,
+            dv=dtiles,
+            dmatrix_1=jax.ShapeDtypeStruct((batch, *matrix_shapes[0]), jnp.float32),
+            dmatrix_2=jax.ShapeDtypeStruct((batch, *matrix_shapes[1]), jnp.float32),
+            dtable=dtable,
+            dleft=jax.ShapeDtypeStruct((batch, *left.shape), jnp.float32),
+        ),
+        out_specs=Outputs(
+            dq=hbm_spec,
+            dk=tile_spec,
+            dv=tile_spec,
+            dmatrix_1=pl.BlockSpec((1, *matrix_shapes[0]), lambda b, *_: (b, 0, 0)),
+            dmatrix_2=pl.BlockSpec((1, *matrix_shapes[1]), lambda b, *_: (b, 0, 0)),
+            dtable=hbm_spec,
+            dleft=pl.BlockSpec((1, 1, *left.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0)),
+        ),
+        scratch=Scratch(
+            scores=score_scratch,
+            dprobs=score_scratch,
+            probs=score_scratch,
+            dq=pltpu.VMEM((H, t.block_rows, t.head_dim), jnp.float32),
+            dslab=pltpu.VMEM((t.padded_channels + t.padded_heads, t.slab_margin + t.slab_columns), jnp.float32),
+            dk=tile_scratch,
+            dv=tile_scratch,
+            hidden=hidden_scratch,
+            added=added_scratch,
+            dhidden=hidden_scratch,
+            dadded=added_scratch,
+            semaphores=pltpu.SemaphoreType.DMA((2, 2)),
+        ),
+        input_output_aliases={
+            num_operands - 2: Outputs._fields.index("dq"),
+            num_operands - 1: Outputs._fields.index("dtable"),
+        },
         cost_estimate=cost(t, batch, dtype.itemsize),
     )
-    dq_BTHK = jnp.moveaxis(dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(dtype)
-    dk_BSGK, dv_BSGK = (_from_tiles(t, x).astype(k_BSGK.dtype) for x in (dk, dv))
-    dhidden_CN, dadded_HN = untable(dtable.sum(0))
-    (dleft_PCT,) = unleft(dleft.sum(0))
-    H, C, W = t.num_heads, t.num_channels, t.width
-    dscores_WHC = dweight_1.sum(0).reshape(t.channels, W, t.heads).transpose(1, 2, 0)[:, :H, :C]
-    doutput_WCH = dweight_2.sum(0).reshape(t.heads, W, t.channels).transpose(1, 2, 0)[:, :C, :H]
+    dq_BTHK = jnp.moveaxis(outputs.dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(dtype)
+    dk_BSGK, dv_BSGK = (from_tiles(t, x).astype(k_BSGK.dtype) for x in (outputs.dk, outputs.dv))
+    dhidden_CN, dadded_HN = table_vjp(outputs.dtable.sum(0))
+    (dleft_PCT,) = left_vjp(outputs.dleft.sum(0))
+    dmatrix_1 = outputs.dmatrix_1.sum(0).reshape(t.padded_channels, W, t.padded_heads)
+    dmatrix_2 = outputs.dmatrix_2.sum(0).reshape(t.padded_heads, W, t.padded_channels)
+    dscores_WHC = dmatrix_1.transpose(1, 2, 0)[:, :H, :C]
+    doutput_WCH = dmatrix_2.transpose(1, 2, 0)[:, :C, :H]
     return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dhidden_CN, dadded_HN, dleft_PCT)

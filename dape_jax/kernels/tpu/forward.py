@@ -1,7 +1,21 @@
-"""The forward pass, and operations inside a kernel that the backward pass shares."""
+"""The forward kernel, and the operations on a group of rows that the backward kernel repeats.
+
+Grid: (sequence, block of rows, tile of keys), tiles innermost. As in FlashAttention, VMEM holds for each row and head
+of the block a running maximum m, a running sum l of exp(score - m), and the sum of values weighted likewise:
+
+    for tile in tiles of the block:
+        scores = Q K^T / sqrt(K)                                one matmul per head
+        for group of 8 rows in the block:
+            total = scores + added + Conv2(LeakyReLU(Conv1(scores) + hidden - left))
+            new m, new l, probs = exp(total - m), decay = exp(old m - m)
+        values = values * decay + probs V                       one matmul per head
+    out = values / l,  log-sum-exp = m + log(l)
+
+The log-sum-exp is saved for the backward pass. Scores, hidden features and probabilities never leave VMEM.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,239 +25,364 @@ from jaxtyping import Array
 
 from dape_jax.kernels.tables import SLOPE, Operator
 from dape_jax.kernels.tpu.tiling import (
-    AWAY,
-    GROUP,
+    GROUP_ROWS,
     LANES,
+    MASKED_SCORE,
+    SUBLANES,
+    SlabOffset,
+    Step,
     Tiling,
-    _at_once,
-    _by_block,
-    _by_tile,
-    _call,
-    _compiler_params,
-    _left,
-    _slabs,
-    _stacked,
-    _Step,
-    _table,
-    _whole,
+    call,
     cost,
+    iota,
+    rows_per_dot,
+    slab_specs,
+    to_blocks,
+    to_left_blocks,
+    to_matrix,
+    to_table,
+    to_tiles,
+    whole_spec,
 )
 
+# ---- Operations in VMEM, shared with the backward kernel
 
-def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """A matmul accumulated in float32, and of float32 in float32."""
+
+def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Return the matmul over one dim of each operand, accumulated in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _roll(x: Array, by: Any) -> Array:
-    """out[.., lane] = x[.., lane - by], round the register."""
+def roll(x: Array, by: Any) -> Array:
+    """Roll along the lanes: out[.., lane] = x[.., lane - by], modulo their number."""
     if isinstance(by, int):
         return pltpu.roll(x, by % x.shape[-1], 1) if by % x.shape[-1] else x
     return pltpu.roll(x, by & (LANES - 1), 1)
 
 
-def _convolve(t: Tiling, weight: Array, taps: list[Array], inputs: int) -> Array:
-    """One matmul for every `_at_once` rows of a group: taps [8 I, 128] -> [8 O, 128]."""
-    lines = _at_once(t, inputs) * inputs
+def select(mask: Array, x: Array, other: Any = 0.0) -> Array:
+    """Return `x` where the mask is True, else `other`. The mask is one register, [8, 128], repeated over sublanes."""
+    return jnp.where(mask[None], x.reshape(-1, SUBLANES, LANES), other).reshape(x.shape)
+
+
+def convolve(t: Tiling, matrix: Array, taps: list[Array], inputs: int) -> Array:
+    """Convolve a group: taps [8 * inputs, 128] -> [8 * outputs, 128], one matmul for every `rows_per_dot` rows."""
+    num_sublanes = rows_per_dot(t, inputs) * inputs
     rows = [
-        _dot(weight, jnp.concatenate([tap[start : start + lines] for tap in taps]), (1, 0))
-        for start in range(0, GROUP * inputs, lines)
+        dot(matrix, jnp.concatenate([tap[start : start + num_sublanes] for tap in taps]), (1, 0))
+        for start in range(0, GROUP_ROWS * inputs, num_sublanes)
     ]
     return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
-def _where(mask: Array, x: Array, other: Any = 0.0) -> Array:
-    """`x` where a mask [8, 128] that is the same on all lines allows it."""
-    return jnp.where(mask[None], x.reshape(-1, GROUP, LANES), other).reshape(x.shape)
+def shear(t: Tiling, slab_refs: Sequence[Any], hidden_ref: Any, added_ref: Any) -> None:
+    """Copy the slab 8 times, for row r of a group shifted right by the distance between row 0 and row r."""
+    slab = jnp.concatenate([ref[...] for ref in slab_refs], 1)
+    for r in range(GROUP_ROWS):
+        shifted = roll(slab, t.row_stride * r)[:, t.slab_margin :]
+        hidden_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :] = shifted[: t.padded_channels]
+        added_ref[r * t.padded_heads : (r + 1) * t.padded_heads, :] = shifted[t.padded_channels :]
 
 
-def _shear(t: Tiling, table_refs: Sequence[Any], hidden_ref: Any, added_ref: Any) -> None:
-    """Copy the slab 8 times over, for row r of a group shifted by r rows."""
-    wide = jnp.concatenate([ref[...] for ref in table_refs], 1)
-    for r in range(GROUP):
-        shifted = _roll(wide, t.row_stride * r)[:, t.room :]
-        hidden_ref[r * t.channels : (r + 1) * t.channels, :] = shifted[: t.channels]
-        added_ref[r * t.heads : (r + 1) * t.heads, :] = shifted[t.channels :]
+def read_table(sheared_ref: Any, offset: SlabOffset, lane: Array) -> Array:
+    """Return a group's entries of a sheared table, rolled right by `offset.shift`.
+
+    Both pieces start at multiples of 128; lanes before the shift belong to the second:
+
+        sheared   |. . . a b c d|e f g . . . .|      entries wanted: a b c d e f g, from `start + shift` on
+        returned  |e f g a b c d|
+    """
+    here = sheared_ref[:, pl.ds(offset.start, LANES)]
+    after = sheared_ref[:, pl.ds(pl.multiple_of(offset.start + LANES, LANES), LANES)]
+    pieces = (x.reshape(-1, SUBLANES, LANES) for x in (here, after))
+    return jnp.where((lane >= offset.shift)[None], *pieces).reshape(here.shape)
 
 
-def _look_up(sheared_ref: Any, turn: tuple[Any, Any], lane: Array) -> Array:
-    """A group's part of a sheared table, turned as the group's scores are."""
-    begin, shift = turn
-    here = sheared_ref[:, pl.ds(begin, LANES)]
-    after = sheared_ref[:, pl.ds(pl.multiple_of(begin + LANES, LANES), LANES)]
-    return jnp.where((lane >= shift)[None], *(x.reshape(-1, GROUP, LANES) for x in (here, after))).reshape(here.shape)
-
-
-def _hidden(
-    step: _Step,
+def hidden_features(
+    step: Step,
     group: Any,
     scores: Array,
-    turn: tuple[Any, Any],
-    weight: Array,
+    offset: SlabOffset,
+    matrix: Array,
     hidden_ref: Any,
     left_ref: Any | None,
 ) -> tuple[list[Array], Array, Array]:
-    """Taps of Conv1, what it gives before the activation, and whether a lane's column exists; all turned."""
-    t, shift = step.t, turn[1]
-    lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
+    """Apply the first convolution to a group's scores. All results are rolled right by `offset.shift`.
+
+    Args:
+        step: positions of block and tile.
+        group: index of the group in its block.
+        scores: [8 * padded heads, 128].
+        offset: where the group's entries start in the slab.
+        matrix: the first convolution.
+        hidden_ref: sheared table of hidden features.
+        left_ref: correction of the first columns, or None if the tile has none of them.
+
+    Returns:
+        The taps, the features before LeakyReLU, and whether the column of a lane is a column (not left of column 0).
+    """
+    t = step.t
+    lane = iota((SUBLANES, LANES), 1)
     source = scores.astype(t.dtype)
-    taps = [_roll(source, shift + (t.pad - w) + LANES) for w in range(t.width)]
-    before = _convolve(t, weight, taps, t.heads) + _look_up(hidden_ref, turn, lane)
+    taps = [roll(source, offset.shift + (t.pad - w) + LANES) for w in range(t.width)]
+    before = convolve(t, matrix, taps, t.padded_heads) + read_table(hidden_ref, offset, lane)
     if left_ref is not None:
         for column in range(t.pad):
-            at = (t.halo[0] + column + shift) & (LANES - 1)
-            rows = [_roll(left_ref[0, column], at - (GROUP * group + r) + LANES) for r in range(GROUP)]
-            before -= _where(lane == at, jnp.concatenate(rows))
-    exists = step.column + ((lane - shift) & (LANES - 1)) >= 0
+            column_lane = (t.halo[0] + column + offset.shift) & (LANES - 1)
+            # In `left` a lane is a row. Roll each row's lane to that of the column.
+            rows = [
+                roll(left_ref[0, column], column_lane - (GROUP_ROWS * group + r) + LANES) for r in range(GROUP_ROWS)
+            ]
+            before -= select(lane == column_lane, jnp.concatenate(rows))
+    exists = step.key_column + ((lane - offset.shift) & (LANES - 1)) >= 0
     return taps, before, exists
 
 
-def _forward_kernel(
-    first_ref,
-    q_ref,
-    k_ref,
-    v_ref,
-    weight_1_ref,
-    weight_2_ref,
-    left_ref,
-    *more_refs,
-    t: Tiling,
-):
-    table_refs, (out_ref, lse_ref, *scratch_refs) = more_refs[: t.slab_parts], more_refs[t.slab_parts :]
-    scores_ref, probs_ref, decay_ref, max_ref, sum_ref, values_ref, hidden_ref, added_ref = scratch_refs
+def head_rows(t: Tiling) -> list[Any]:
+    """Return for each head the sublanes of its rows in a block: every `padded_heads`-th."""
+    return [pl.ds(head, t.block_rows, stride=t.padded_heads) for head in range(t.num_heads)]
+
+
+def group_rows(t: Tiling, group: Any) -> Any:
+    """Return the sublanes of a group in a block."""
+    return pl.ds(pl.multiple_of(group * t.group_sublanes, t.group_sublanes), t.group_sublanes)
+
+
+def loop_over_groups(t: Tiling, tile: Any, needed: Any, process: Callable[[Any, bool], None]) -> None:
+    """Call `process(iteration, in_first_tile)` for the groups of a block, if the step is needed.
+
+    The first tile has its own loop, since only its columns need the correction `left`.
+    """
+
+    def loop(*, in_first_tile: bool) -> None:
+        def body(iteration, _):
+            process(iteration, in_first_tile)
+            return 0
+
+        jax.lax.fori_loop(0, t.loop_iterations, body, 0)
+
+    if not t.pad:
+        pl.when(needed)(lambda: loop(in_first_tile=False))
+        return
+    pl.when(needed & (tile == 0))(lambda: loop(in_first_tile=True))
+    pl.when(needed & (tile > 0))(lambda: loop(in_first_tile=False))
+
+
+def sheared_scratch(t: Tiling) -> tuple[Any, Any]:
+    """Return VMEM for the sheared slabs of the two tables: hidden features, and what is added to scores."""
+    return (
+        pltpu.VMEM((GROUP_ROWS * t.padded_channels, t.slab_columns), jnp.float32),
+        pltpu.VMEM((GROUP_ROWS * t.padded_heads, t.slab_columns), jnp.float32),
+    )
+
+
+# ---- The kernel
+
+
+class Inputs(NamedTuple):
+    """Inputs of the forward kernel: arrays, their block specs, or refs of one step's blocks. Blocks are
+
+    Args:
+        q: [1, H, block_rows, K].
+        k: [1, 1, G, 128, K].
+        v: [1, 1, G, 128, K].
+        matrix_1: first convolution.
+        matrix_2: second convolution.
+        left: [1, P, padded channels, 128].
+        slab: pieces [padded channels + padded heads, 128].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    matrix_1: Any
+    matrix_2: Any
+    left: Any
+    slab: list[Any]
+
+
+class Outputs(NamedTuple):
+    """Outputs of the forward kernel. Blocks are
+
+    Args:
+        out: [1, H, block_rows, K].
+        lse: [1, 1, block_rows * padded heads / 128, 128]: log-sum-exp of each row and head, in the order of sublanes.
+    """
+
+    out: Any
+    lse: Any
+
+
+class Scratch(NamedTuple):
+    """VMEM of the forward kernel. The first five are [block_rows * padded heads, 128].
+
+    Args:
+        scores: of the tile.
+        probs: of the tile, relative to the running maximum.
+        decay: exp(old maximum - new maximum).
+        max: running maximum, the same in all lanes.
+        sum: running sum of probs; lanes are summed after the last tile.
+        values: [H, block_rows, K], running weighted sum of values.
+        hidden: sheared table.
+        added: sheared table.
+    """
+
+    scores: Any
+    probs: Any
+    decay: Any
+    max: Any
+    sum: Any
+    values: Any
+    hidden: Any
+    added: Any
+
+
+def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, t: Tiling) -> None:
+    """Process one tile of keys for one block of rows."""
     block, tile = pl.program_id(1), pl.program_id(2)
-    begin, end = t.tiles_of(block, first_ref[0])
+    begin, end = t.tile_range(block, first_ref[0])
     step = t.step(block, tile, first_ref[0])
     needed = (tile >= begin) & (tile <= end)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (GROUP, LANES), 1)
-    of_head = [pl.ds(head, t.block, stride=t.heads) for head in range(t.num_heads)]
-    share = t.num_heads // t.num_groups
+    lane = iota((SUBLANES, LANES), 1)
+    heads_per_group = t.num_heads // t.num_groups
 
     @pl.when(tile == 0)
     def _():
-        max_ref[...] = jnp.full(max_ref.shape, AWAY, jnp.float32)
-        sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
-        values_ref[...] = jnp.zeros(values_ref.shape, jnp.float32)
-        if t.heads > t.num_heads:
-            scores_ref[...] = jnp.zeros(scores_ref.shape, jnp.float32)
+        scratch.max[...] = jnp.full(scratch.max.shape, MASKED_SCORE, jnp.float32)
+        scratch.sum[...] = jnp.zeros(scratch.sum.shape, jnp.float32)
+        scratch.values[...] = jnp.zeros(scratch.values.shape, jnp.float32)
+        if t.padded_heads > t.num_heads:
+            scratch.scores[...] = jnp.zeros(scratch.scores.shape, jnp.float32)
 
     @pl.when(needed)
     def _():
-        _shear(t, table_refs, hidden_ref, added_ref)
-        visible = step.visible(t.block, 1)
-        for head, lines in enumerate(of_head):
-            scores = _dot(q_ref[0, head], k_ref[0, 0, head // share], (1, 1)) * t.head_dim**-0.5
-            scores_ref[lines, :] = jnp.where(visible, scores, 0.0)
+        shear(t, inputs.slab, scratch.hidden, scratch.added)
+        visible = step.visible(t.block_rows, 1)
+        for head, rows in enumerate(head_rows(t)):
+            scores = dot(inputs.q[0, head], inputs.k[0, 0, head // heads_per_group], (1, 1)) * t.head_dim**-0.5
+            scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
 
-    def loaded(group: Any) -> dict[str, Any]:
-        lines = pl.ds(pl.multiple_of(group * t.lines, t.lines), t.lines)
-        refs = {"scores": scores_ref, "max": max_ref, "sum": sum_ref}
-        return {"group": group, "lines": lines} | {name: ref[lines, :] for name, ref in refs.items()}
+    def load(rows: Any) -> tuple[Array, Array, Array]:
+        return scratch.scores[rows, :], scratch.max[rows, :], scratch.sum[rows, :]
 
-    def processed(group: Any, of_group: dict[str, Any], with_left: bool) -> tuple[Array, Array, Array, Array]:
-        turn = step.turn(group)
-        given = weight_1_ref[...], hidden_ref, left_ref if with_left else None
-        _, before, exists = _hidden(step, group, of_group["scores"], turn, *given)
-        hidden = _where(exists, jnp.maximum(before, SLOPE * before)).astype(t.dtype)
-        taps = [_roll(hidden, t.pad - w) for w in range(t.width)]
-        update = _convolve(t, weight_2_ref[...], taps, t.channels) + _look_up(added_ref, turn, lane)
-        total = _roll(update, LANES - turn[1]) + of_group["scores"]
-        lanes = jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
-        counts = step.visible(t.lines, t.heads, group) & step.own(lanes)
-        total = jnp.where(counts, total, AWAY)
-        largest = jnp.maximum(of_group["max"], jnp.max(total, 1, keepdims=True))
-        decay = jnp.exp(of_group["max"] - largest)
-        probs = jnp.where(counts, jnp.exp(total - largest), 0.0)
-        return largest, of_group["sum"] * decay + probs, decay, probs  # the sum's lanes are added up at the end
+    def update(group: Any, left_ref: Any | None, scores: Array, old_max: Array, old_sum: Array) -> tuple[Array, ...]:
+        """Return the new maximum, sum, decay and probs of a group."""
+        offset = step.slab_offset(group)
+        _, before, exists = hidden_features(step, group, scores, offset, inputs.matrix_1[...], scratch.hidden, left_ref)
+        hidden = select(exists, jnp.maximum(before, SLOPE * before)).astype(t.dtype)
+        taps = [roll(hidden, t.pad - w) for w in range(t.width)]
+        change = convolve(t, inputs.matrix_2[...], taps, t.padded_channels) + read_table(scratch.added, offset, lane)
+        total = roll(change, LANES - offset.shift) + scores
+        lanes = iota(total.shape, 1)
+        counts = step.visible(t.group_sublanes, t.padded_heads, group) & step.owned(lanes)
+        total = jnp.where(counts, total, MASKED_SCORE)
+        new_max = jnp.maximum(old_max, jnp.max(total, 1, keepdims=True))
+        decay = jnp.exp(old_max - new_max)
+        probs = jnp.where(counts, jnp.exp(total - new_max), 0.0)
+        return new_max, old_sum * decay + probs, decay, probs
 
-    def groups(with_left: bool) -> None:
-        def body(turn, _):
-            numbers = [turn * t.unroll + i for i in range(t.unroll)]
-            # All loads first and all stores last: between them the compiler may overlap the groups.
-            given = [loaded(number) for number in numbers]
-            results = [processed(*pair, with_left) for pair in zip(numbers, given, strict=True)]
-            for of_group, result in zip(given, results, strict=True):
-                for ref, value in zip((max_ref, sum_ref, decay_ref, probs_ref), result, strict=True):
-                    ref[of_group["lines"], :] = value
-            return 0
+    def process(iteration: Any, in_first_tile: bool) -> None:
+        left_ref = inputs.left if in_first_tile else None
+        groups = [iteration * t.unroll + i for i in range(t.unroll)]
+        rows_of_groups = [group_rows(t, group) for group in groups]
+        # All loads first and all stores last, so that the compiler may overlap the groups in between.
+        loaded = [load(rows) for rows in rows_of_groups]
+        updated = [update(group, left_ref, *values) for group, values in zip(groups, loaded, strict=True)]
+        for rows, values in zip(rows_of_groups, updated, strict=True):
+            for ref, value in zip((scratch.max, scratch.sum, scratch.decay, scratch.probs), values, strict=True):
+                ref[rows, :] = value
 
-        jax.lax.fori_loop(0, t.block // GROUP // t.unroll, body, 0)
-
-    _in_first_tile_and_others(t, tile, needed, groups)
+    loop_over_groups(t, tile, needed, process)
 
     @pl.when(needed)
     def _():
-        for head, lines in enumerate(of_head):
-            values = _dot(probs_ref[lines, :].astype(v_ref.dtype), v_ref[0, 0, head // share], (1, 0))
-            values_ref[head] = values_ref[head] * decay_ref[lines, :][:, : t.head_dim] + values
+        for head, rows in enumerate(head_rows(t)):
+            probs = scratch.probs[rows, :].astype(inputs.v.dtype)
+            values = dot(probs, inputs.v[0, 0, head // heads_per_group], (1, 0))
+            scratch.values[head] = scratch.values[head] * scratch.decay[rows, :][:, : t.head_dim] + values
 
     @pl.when(tile == t.num_tiles - 1)
     def _():
-        total = jnp.broadcast_to(jnp.sum(sum_ref[...], 1, keepdims=True), sum_ref.shape)
-        lse = (max_ref[...] + jnp.log(total)).reshape(-1, LANES, LANES)
-        # Every lane of a line has the same number: 128 lines become one, each giving one lane.
-        diagonal = jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) == jax.lax.broadcasted_iota(
-            jnp.int32, lse.shape, 2
-        )
-        lse_ref[0, 0] = jnp.sum(jnp.where(diagonal, lse, 0.0), 1)
-        sum_ref[...] = 1.0 / total
-        for head, lines in enumerate(of_head):
-            out_ref[0, head] = (values_ref[head] * sum_ref[lines, :][:, : t.head_dim]).astype(out_ref.dtype)
+        total = jnp.broadcast_to(jnp.sum(scratch.sum[...], 1, keepdims=True), scratch.sum.shape)
+        lse = (scratch.max[...] + jnp.log(total)).reshape(-1, LANES, LANES)
+        # All lanes of a sublane hold the same number. Take the diagonal of each 128 x 128: sublanes become lanes.
+        diagonal = iota(lse.shape, 1) == iota(lse.shape, 2)
+        outputs.lse[0, 0] = jnp.sum(jnp.where(diagonal, lse, 0.0), 1)
+        scratch.sum[...] = 1.0 / total
+        for head, rows in enumerate(head_rows(t)):
+            out = scratch.values[head] * scratch.sum[rows, :][:, : t.head_dim]
+            outputs.out[0, head] = out.astype(outputs.out.dtype)
 
 
-def _in_first_tile_and_others(t: Tiling, tile: Any, needed: Any, groups: Callable[[bool], None]) -> None:
-    """The loop over groups, with the correction of the first columns in the first tile alone."""
-    if not t.pad:
-        pl.when(needed)(lambda: groups(False))
-        return
-    pl.when(needed & (tile == 0))(lambda: groups(True))
-    pl.when(needed & (tile > 0))(lambda: groups(False))
+def forward_pass(
+    t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator
+) -> tuple[Array, Array]:
+    """Run the forward kernel.
 
-
-def _call_forward(t: Tiling, q_BTHK, k_BSGK, v_BSGK, first, operator: Operator) -> tuple[Array, Array]:
+    Returns:
+        The output [B, H, T, K], and the log-sum-exp [B, blocks, block_rows * padded heads / 128, 128].
+    """
     batch, dtype = q_BTHK.shape[0], q_BTHK.dtype
-    rows, lines = t.num_blocks * t.block, t.block * t.heads
-    weight_1 = _stacked(t, operator.scores_WHC, t.heads, t.channels)
-    weight_2 = _stacked(t, operator.output_WCH, t.channels, t.heads)
-    table, left = _table(t, operator.hidden_CN, operator.added_HN), _left(t, operator.left_PCT)
+    matrix_1 = to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels)
+    matrix_2 = to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads)
+    table = to_table(t, operator.hidden_CN, operator.added_HN)
+    left = to_left_blocks(t, operator.left_PCT)
+    lse_block = t.block_sublanes // LANES, LANES
+    score_scratch = pltpu.VMEM((t.block_sublanes, LANES), jnp.float32)
+    hidden_scratch, added_scratch = sheared_scratch(t)
 
-    def tile_of(b, i, j, first_ref):
-        return b, jnp.clip(j, *t.tiles_of(i, first_ref[0])), 0, 0, 0
+    def needed_tile(block, tile, first_ref):
+        return jnp.clip(tile, *t.tile_range(block, first_ref[0]))
 
-    of_block = pl.BlockSpec((1, t.num_heads, t.block, t.head_dim), lambda b, i, j, _: (b, 0, i, 0))
-    of_tile = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), tile_of)
-    out, lse = _call(
+    block_spec = pl.BlockSpec((1, t.num_heads, t.block_rows, t.head_dim), lambda b, i, j, _: (b, 0, i, 0))
+    tile_spec = pl.BlockSpec(
+        (1, 1, t.num_groups, LANES, t.head_dim),
+        lambda b, i, j, first_ref: (b, needed_tile(i, j, first_ref), 0, 0, 0),
+    )
+    outputs = call(
         t,
-        _forward_kernel,
-        (batch, t.num_blocks, t.num_tiles),
-        [
-            (_by_block(t, q_BTHK), of_block),
-            (_by_tile(t, k_BSGK), of_tile),
-            (_by_tile(t, v_BSGK), of_tile),
-            (weight_1, _whole(weight_1, t)),
-            (weight_2, _whole(weight_2, t)),
-            (left, pl.BlockSpec((1, *left.shape[1:]), lambda b, i, j, _: (i, 0, 0, 0))),
-            *_slabs(t, table, lambda b, i, j, first_ref: (i, tile_of(b, i, j, first_ref)[1])),
-        ],
-        [
-            ((batch, t.num_heads, rows, t.head_dim), dtype, of_block),
-            (
-                (batch, t.num_blocks, lines // LANES, LANES),
-                jnp.float32,
-                pl.BlockSpec((1, 1, lines // LANES, LANES), lambda b, i, j, _: (b, i, 0, 0)),
-            ),
-        ],
-        [
-            *[pltpu.VMEM((lines, LANES), jnp.float32)] * 5,
-            pltpu.VMEM((t.num_heads, t.block, t.head_dim), jnp.float32),
-            pltpu.VMEM((GROUP * t.channels, t.slab), jnp.float32),
-            pltpu.VMEM((GROUP * t.heads, t.slab), jnp.float32),
-        ],
-        first,
+        forward_kernel,
         name="dape_forward",
-        compiler_params=_compiler_params(t),
+        grid=(batch, t.num_blocks, t.num_tiles),
+        first=first,
+        inputs=Inputs(
+            q=to_blocks(t, q_BTHK),
+            k=to_tiles(t, k_BSGK),
+            v=to_tiles(t, v_BSGK),
+            matrix_1=matrix_1,
+            matrix_2=matrix_2,
+            left=left,
+            slab=[table] * t.slab_parts,
+        ),
+        in_specs=Inputs(
+            q=block_spec,
+            k=tile_spec,
+            v=tile_spec,
+            matrix_1=whole_spec(t, matrix_1),
+            matrix_2=whole_spec(t, matrix_2),
+            left=pl.BlockSpec((1, *left.shape[1:]), lambda b, i, j, _: (i, 0, 0, 0)),
+            slab=slab_specs(t, table.shape[0], lambda b, i, j, first_ref: (i, needed_tile(i, j, first_ref))),
+        ),
+        out_shape=Outputs(
+            out=jax.ShapeDtypeStruct((batch, t.num_heads, t.padded_rows, t.head_dim), dtype),
+            lse=jax.ShapeDtypeStruct((batch, t.num_blocks, *lse_block), jnp.float32),
+        ),
+        out_specs=Outputs(
+            out=block_spec,
+            lse=pl.BlockSpec((1, 1, *lse_block), lambda b, i, j, _: (b, i, 0, 0)),
+        ),
+        scratch=Scratch(
+            scores=score_scratch,
+            probs=score_scratch,
+            decay=score_scratch,
+            max=score_scratch,
+            sum=score_scratch,
+            values=pltpu.VMEM((t.num_heads, t.block_rows, t.head_dim), jnp.float32),
+            hidden=hidden_scratch,
+            added=added_scratch,
+        ),
         cost_estimate=cost(t, batch, dtype.itemsize),
     )
-    return out[:, :, : t.num_rows], lse
+    return outputs.out[:, :, : t.num_rows], outputs.lse

@@ -1,29 +1,60 @@
-"""The operator on TPUs (Pallas, Mosaic): a block of rows with all heads, streaming the keys.
+"""Tiling of the TPU kernels: grid, blocks, halos, layouts in HBM and VMEM, memory and cost.
 
-In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these; no scores. Pictures,
-and why it is so, are in `docs/kernel.md`; in short:
+Scores of one sequence are computed a block of rows (all heads) by a tile of keys at a time and never leave VMEM:
 
-Rows come in blocks, keys in tiles of 128 columns, which are the lanes of a register. A result needs scores of columns
-beside it, so neighbouring tiles overlap by a halo, and each owns the columns between: nothing is carried along. A
-softmax over all tiles is kept up as in FlashAttention: a maximum, a sum and a weighted sum of values for every row.
+                     tile 0      tile 1      tile 2        128 columns = keys = lanes; neighbouring tiles overlap
+                 +-----------+-----------+-----------+
+        block 0  |  x x      |  skipped  |  skipped  |     x: visible scores
+                 |  x x x    |           |           |     32, 64 or 128 rows of all heads
+                 +-----------+-----------+-----------+
+        block 1  |  x x x x  |  x        |  skipped  |
+                 |  x x x x  |  x x      |           |
+                 +-----------+-----------+-----------+
 
-In fast memory the scores stand with lines (row, head) and lanes (column). 8 rows are a group, and of a group a
-convolution is a matmul: its taps are copies of the group, rolled along the lanes and stacked as the contraction.
+**Grid.** Forward is (sequence, block, tile): the tiles of a block follow each other, and its running softmax stays in
+VMEM. Backward is (sequence, tile, block): the blocks of a tile follow each other, and the gradients of its keys and
+values stay in VMEM. A grid step is one block and one tile. Steps that no row needs do nothing, and their index maps
+return the blocks of a neighbouring step, so that the pipeline copies nothing for them.
 
-What the bias gives is a function of the distance row - column. A group's rows need the table 8 times, each shifted by a
-row: the slab of it that a block and tile need is brought, and sheared so in fast memory. Where a group's part of the
-slab begins at no multiple of 128, it is not the slab that is moved but the scores, which are rolled for their taps
-anyway.
+**Halo.** A result at column j reads hidden features at j - pad .. j + ahead, and those read scores as far again. A tile
+computes 128 columns and owns those between its halos; the next tile starts where the owned columns end. W = 3:
 
-The backward pass computes a tile's probabilities anew from the saved log-sum-exp, all blocks of rows for one tile
-after the other. Gradients of keys, values and kernels stay in fast memory while that lasts; those of queries and tables
-are added up in main memory.
+        lane            0   1   2   3   ...   125   126   127
+        scores          x   x   x   x   ...    x     x     x      computed from Q and K
+        hidden              x   x   x   ...    x     x            correct
+        results                 x   x   ...    x                  correct, and owned by this tile (lanes 2 .. 125)
+
+The backward pass convolves twice more, transposed, so its halo is twice as wide. Nothing is carried between tiles.
+
+**Layout in VMEM.** A register has 8 sublanes x 128 lanes. Scores are [(row, head), 128]: sublanes are row-major, lanes
+are columns. 8 rows are a group: [8 * padded heads, 128]. A convolution is a matmul over a group, whose taps are copies
+of the group rolled along the lanes and stacked along the contraction dim:
+
+        [channels, W * heads] @ [W * heads, 128]      for every row of the group
+
+**Distance tables.** The bias contributes a function of the distance row - column, tabulated in HBM as
+[padded channels + padded heads, table_columns], distance falling to the right. A step needs a slab of it:
+
+        table   |....................[  margin  |      slab      ]..............|
+
+`shear` (in `forward.py`) copies the slab 8 times to VMEM, one copy for each row of a group, shifted by its distance to
+the group's first row. A group's part of the slab may start at any lane. Then the scores are rolled to the table, not
+the table to the scores: scores are smaller, and their taps need a roll in any case.
+
+        array                     HBM                                            VMEM, for a grid step
+        q, out and gradients      [B, H, blocks * block_rows, K]                 [H, block_rows, K]
+        k, v and gradients        [B, tiles, G, 128, K], halos duplicated        [G, 128, K]
+        convolution weights       [rows * outputs, W * rows * inputs]            all of it, loaded once
+        distance tables           [padded channels + padded heads, columns]      slab, then 8 sheared copies
+        left correction           [blocks, P, padded channels, 128]              [P, padded channels, 128]
+        log-sum-exp               [B, blocks, block_rows * padded heads / 128, 128]
+        scores, probs, hidden     never                                          [block_rows * padded heads, 128]
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,28 +63,38 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from dape_jax.kernels.tables import left_pad, vary_alike
-from dape_jax.model.processors import DapeConfig
+from dape_jax.kernels.tables import vary_alike
 from dape_jax.sharding import this_device_kind
 
 LANES = 128  # of a register: the columns of a tile
-GROUP = 8  # rows that are mixed at once
-AWAY = -1e30  # a score that gives probability 0
+SUBLANES = 8  # of a register of 32-bit numbers
+GROUP_ROWS = 8  # rows whose convolutions are computed together
+MASKED_SCORE = -1e30  # its probability is 0
 MIB = 2**20
 
-# Fast memory of a core that a kernel may be given, by what JAX calls the chip. (On a CPU it is interpreted.)
+# VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
 VMEM_BYTES = {
     **dict.fromkeys(("TPU v4",), 15 * MIB),
     **dict.fromkeys(("TPU v5", "TPU v5p"), 60 * MIB),
     **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e", "cpu"), 100 * MIB),
 }
-COMPILERS_SHARE = 0.2  # for what it keeps there itself
-BLOCKS = (128, 64, 32)  # rows in a block, the first that fits
+COMPILER_SHARE = 0.2  # of VMEM, left to the compiler for temporary values
+BLOCKS = (128, 64, 32)  # rows of a block; the first size that fits into VMEM is used
+
+
+def round_up(number: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `number`."""
+    return pl.cdiv(number, multiple) * multiple
+
+
+def iota(shape: tuple[int, ...], dim: int) -> Array:
+    """Return the index along `dim` in an array of two or more dims. (Mosaic has no iota in one dim.)"""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a call is cut up; all of it known when the program is compiled.
+    """Static description of one kernel call: sizes, and how they are cut into blocks and tiles.
 
     Args:
         num_rows: T.
@@ -62,14 +103,14 @@ class Tiling:
         num_groups: G, heads of keys and values.
         head_dim: K.
         width: W.
-        pad: columns of zeros to the left of a convolution.
+        pad: columns that a convolution reads to its left.
         num_channels: C.
-        row_stride: columns from one row to the next.
-        window: columns that a row sees; None for all.
-        block: rows of a block.
-        backward: whether a tile's halo is that of the backward pass.
-        dtype: of the convolutions' operands.
-        vmem_bytes: that the kernel may use.
+        row_stride: columns between neighbouring rows.
+        window: columns that a row sees, or None for all.
+        block_rows: rows of a block.
+        backward: whether this is the backward pass, whose halo is wider.
+        dtype: dtype of the convolutions' operands.
+        vmem_limit_bytes: VMEM that the kernel may use.
         interpret: see `kernels.attend_fused`.
     """
 
@@ -83,363 +124,453 @@ class Tiling:
     num_channels: int
     row_stride: int
     window: int | None
-    block: int
+    block_rows: int
     backward: bool
     dtype: jnp.dtype
-    vmem_bytes: int
+    vmem_limit_bytes: int
     interpret: Any
 
     @property
     def ahead(self) -> int:
-        """Columns to its right that a column reads."""
+        """Return how many columns a convolution reads to its right."""
         return self.width - 1 - self.pad
 
     @property
     def halo(self) -> tuple[int, int]:
-        """Columns of a tile to either side of its own.
+        """Return the columns of a tile to the left and right of those it owns.
 
-        Two convolutions read 2 pad columns to the left and 2 ahead to the right; their transposes, as many in the other
-        direction.
+        Two convolutions read 2 pad columns to the left and 2 ahead to the right. Their transposes read the same number
+        in the opposite direction.
         """
         read = 2 * self.pad, 2 * self.ahead
         return (sum(read), sum(read)) if self.backward else read
 
     @property
-    def own(self) -> int:
-        """Columns that are a tile's own."""
+    def owned_columns(self) -> int:
+        """Return how many columns a tile owns: the distance between neighbouring tiles."""
         return LANES - sum(self.halo)
 
     @property
     def num_tiles(self) -> int:
-        """Windows over all keys; in the backward pass over the hidden columns too, which end `ahead` after the keys."""
-        return pl.cdiv(self.num_keys + self.ahead * self.backward, self.own)
+        """Return the number of tiles. In the backward pass they cover hidden features, which end `ahead` after S."""
+        return pl.cdiv(self.num_keys + self.ahead * self.backward, self.owned_columns)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of rows."""
-        return pl.cdiv(self.num_rows, self.block)
+        """Return the number of blocks of rows."""
+        return pl.cdiv(self.num_rows, self.block_rows)
 
     @property
-    def heads(self) -> int:
-        """H, filled up with heads of zeros to whole registers, of 16 lines if the numbers have 16 bits."""
-        return pl.cdiv(self.num_heads, 16) * 16
+    def padded_rows(self) -> int:
+        """Return the rows of all blocks."""
+        return self.num_blocks * self.block_rows
 
     @property
-    def channels(self) -> int:
-        """C, filled up alike."""
-        return pl.cdiv(self.num_channels, 16) * 16
+    def padded_heads(self) -> int:
+        """Return H padded to whole registers: 16 sublanes if numbers have 16 bits."""
+        return round_up(self.num_heads, 16)
 
     @property
-    def lines(self) -> int:
-        """Lines of a group's scores."""
-        return GROUP * self.heads
+    def padded_channels(self) -> int:
+        """Return C padded to whole registers."""
+        return round_up(self.num_channels, 16)
+
+    @property
+    def block_sublanes(self) -> int:
+        """Return the sublanes of a block's scores."""
+        return self.block_rows * self.padded_heads
+
+    @property
+    def group_sublanes(self) -> int:
+        """Return the sublanes of a group's scores."""
+        return GROUP_ROWS * self.padded_heads
 
     @property
     def unroll(self) -> int:
-        """Groups in one turn of the loop, whose instructions the compiler can overlap."""
-        return 1 if self.backward or self.interpret else min(4, self.block // GROUP)
+        """Return the groups in one loop iteration. The compiler can overlap their instructions."""
+        return 1 if self.backward or self.interpret else min(4, self.block_rows // GROUP_ROWS)
 
     @property
-    def slab(self) -> int:
-        """Columns of the tables that the groups of a block and tile need."""
-        return (self.row_stride * (self.block - GROUP) + LANES - 1) // LANES * LANES + 2 * LANES
+    def loop_iterations(self) -> int:
+        """Return the iterations of the loop over the groups of a block."""
+        return self.block_rows // GROUP_ROWS // self.unroll
 
     @property
-    def room(self) -> int:
-        """Columns before the slab, from which the later rows of a group are shifted in."""
-        return pl.cdiv((GROUP - 1) * self.row_stride, LANES) * LANES
+    def slab_columns(self) -> int:
+        """Return the columns of the tables that the groups of a block need for one tile."""
+        return round_up(self.row_stride * (self.block_rows - GROUP_ROWS), LANES) + 2 * LANES
 
     @property
-    def origin(self) -> int:
-        """The column of the tables whose distance is 0. All that a real row reads is to its left, but for a block."""
-        return pl.cdiv(self.num_keys + 2 * self.row_stride * self.block + LANES + self.room, LANES) * LANES
-
-    @property
-    def table_columns(self) -> int:
-        """Columns of the tables."""
-        return self.origin + pl.cdiv(self.row_stride * self.block, LANES) * LANES + self.slab + 2 * LANES
+    def slab_margin(self) -> int:
+        """Return the columns loaded before the slab. `shear` shifts them into the copies for later rows of a group."""
+        return round_up((GROUP_ROWS - 1) * self.row_stride, LANES)
 
     @property
     def slab_parts(self) -> int:
-        """Parts of 128 columns in which a slab is brought, with the room before it."""
-        return (self.room + self.slab) // LANES
+        """Return the pieces of 128 columns in which the margin and the slab are loaded."""
+        return (self.slab_margin + self.slab_columns) // LANES
 
-    def step(self, block: Any, tile: Any, first: Any) -> "_Step":
-        """Where a block and a tile stand."""
-        row = first + self.row_stride * self.block * block
-        return _Step(self, row, tile * self.own - self.halo[0])
+    @property
+    def table_origin(self) -> int:
+        """Return the table column of distance 0.
 
-    def tiles_of(self, block: Any, first: Any, xp: Any = jnp) -> tuple[Any, Any]:
-        """First and last tile with a column of its own that a row of the block makes use of."""
-        row = first + self.row_stride * self.block * block
-        last = row + self.row_stride * (self.block - 1) + self.ahead * self.backward
+        Entries for visible columns are to its left. A block of padded rows may read to its right.
+        """
+        return round_up(self.num_keys + 2 * self.row_stride * self.block_rows + LANES + self.slab_margin, LANES)
+
+    @property
+    def table_columns(self) -> int:
+        """Return the number of columns of the tables."""
+        return self.table_origin + round_up(self.row_stride * self.block_rows, LANES) + self.slab_columns + 2 * LANES
+
+    @property
+    def num_steps(self) -> int:
+        """Return the grid steps of one sequence that compute something."""
+        begin, end = self.tile_range(np.arange(self.num_blocks), 0, np)
+        return int((end - begin + 1).sum())
+
+    def step(self, block: Any, tile: Any, first: Any) -> "Step":
+        """Return the positions of a block and a tile, given the column `first` of row 0."""
+        query_column = first + self.row_stride * self.block_rows * block
+        return Step(self, query_column, tile * self.owned_columns - self.halo[0])
+
+    def tile_range(self, block: Any, first: Any, xp: Any = jnp) -> tuple[Any, Any]:
+        """Return the first and last tile that own a column used by a row of the block."""
+        row = first + self.row_stride * self.block_rows * block
+        last = row + self.row_stride * (self.block_rows - 1) + self.ahead * self.backward
         begin = 0 if self.window is None else row - self.window + 1 - self.pad * self.backward
-        return xp.maximum(begin, 0) // self.own, xp.minimum(last // self.own, self.num_tiles - 1)
+        return xp.maximum(begin, 0) // self.owned_columns, xp.minimum(last // self.owned_columns, self.num_tiles - 1)
 
-    def blocks_of(self, tile: Any, first: Any) -> tuple[Any, Any]:
-        """First and last block with a row that makes use of a column of the tile's own: `tiles_of` turned round."""
-        step = self.row_stride * self.block
-        begin = tile * self.own - self.ahead * self.backward - first - self.row_stride * (self.block - 1)
+    def block_range(self, tile: Any, first: Any) -> tuple[Any, Any]:
+        """Return the first and last block with a row that uses a column of the tile: the inverse of `tile_range`."""
+        step = self.row_stride * self.block_rows
+        begin = tile * self.owned_columns - self.ahead * self.backward - first - self.row_stride * (self.block_rows - 1)
         end = self.num_blocks - 1
         if self.window is not None:
-            reach = (tile + 1) * self.own - 1 + self.window - 1 + self.pad * self.backward - first
+            reach = (tile + 1) * self.owned_columns - 1 + self.window - 1 + self.pad * self.backward - first
             end = jnp.clip(reach // step, 0, end)
         return jnp.clip(-(-begin // step), 0, end), end
 
 
+class SlabOffset(NamedTuple):
+    """Where a group's entries start in the slab: at `start + shift`.
+
+    Args:
+        start: a multiple of 128.
+        shift: 0 .. 127. The group's scores are rolled right by as many lanes to meet the table.
+    """
+
+    start: Any
+    shift: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Positions of the block of rows and the tile of columns of one grid step.
+
+    Args:
+        t: tiling.
+        query_column: column of the block's first row.
+        key_column: column of the tile's first lane; negative in the left halo of tile 0.
+    """
+
+    t: Tiling
+    query_column: Any
+    key_column: Any
+
+    @property
+    def slab_start(self) -> Any:
+        """Return the table column at which the slab starts, a multiple of 128."""
+        t = self.t
+        last = t.table_origin - self.query_column + self.key_column - t.row_stride * (t.block_rows - GROUP_ROWS)
+        return last // LANES * LANES
+
+    def slab_offset(self, group: Any) -> SlabOffset:
+        """Return where in the slab the entries of a group's first row start."""
+        t = self.t
+        column = t.table_origin - self.query_column + self.key_column - t.row_stride * GROUP_ROWS * group
+        column -= self.slab_start
+        start = column // LANES * LANES
+        return SlabOffset(pl.multiple_of(start, LANES), column - start)
+
+    def visible(self, num_sublanes: int, sublanes_per_row: int, group: Any = 0) -> Array:
+        """Return whether a row sees a column: [num_sublanes, 128], beginning with the first row of `group`."""
+        lane, sublane = (iota((num_sublanes, LANES), dim) for dim in (1, 0))
+        distance = self.query_column - self.key_column
+        distance = distance + self.t.row_stride * (GROUP_ROWS * group + sublane // sublanes_per_row) - lane
+        visible = (distance >= 0) & (self.key_column + lane >= 0)
+        return visible if self.t.window is None else visible & (distance < self.t.window)
+
+    def owned(self, lane: Array) -> Array:
+        """Return whether the tile owns the column in a lane."""
+        left = self.t.halo[0]
+        return (lane >= left) & (lane < left + self.t.owned_columns)
+
+
 def tilings(
-    q_BTHK: Any,
-    k_BSGK: Any,
-    config: DapeConfig,
+    q_BTHK: jax.ShapeDtypeStruct | Array,
+    k_BSGK: jax.ShapeDtypeStruct | Array,
     *,
+    width: int,
+    pad: int,
+    num_channels: int,
     dtype: jnp.dtype,
     row_stride: int,
     window: int | None,
+    interpret: Any = False,
     device_kind: str | None = None,
 ) -> tuple[Tiling, Tiling]:
-    """How forward and backward pass are cut up; arguments as `attend` and `kernels.why_not_fused` have them.
+    """Choose the tilings of the forward and of the backward pass.
+
+    Args:
+        q_BTHK: queries, or their shape and dtype.
+        k_BSGK: keys, or their shape and dtype.
+        width: W.
+        pad: see `Tiling`.
+        num_channels: C.
+        dtype: dtype of the convolutions' operands.
+        row_stride: columns between neighbouring rows.
+        window: columns that a row sees, or None for all.
+        interpret: see `kernels.attend_fused`.
+        device_kind: of the device, as JAX calls it, or None for the present one.
 
     Raises:
-        NotImplementedError: see `attend`.
+        NotImplementedError: the size of the device's VMEM is unknown, or no block of rows fits into it.
     """
-    sizes = {"width": config.kernel_width, "pad": left_pad(config), "num_channels": config.channels}
-    options = {"dtype": dtype, "row_stride": row_stride, "window": window, "interpret": False}
-    return _tilings(q_BTHK, k_BSGK, device_kind, **sizes, **options)
-
-
-def _tilings(q_BTHK: Any, k_BSGK: Any, device_kind: str | None = None, **options: Any) -> tuple[Tiling, Tiling]:
-    """Of the forward and of the backward pass."""
     num_rows, num_heads, head_dim = q_BTHK.shape[1:]
     num_keys, num_groups = k_BSGK.shape[1:3]
-    shapes = {"num_rows": num_rows, "num_keys": num_keys, "num_heads": num_heads, "num_groups": num_groups}
-    make = functools.partial(Tiling, head_dim=head_dim, **shapes, **options)
-    forward, backward = (
-        _tiling(functools.partial(make, backward=backward), q_BTHK.dtype.itemsize, device_kind or this_device_kind())
-        for backward in (False, True)
+    device_kind = device_kind or this_device_kind()
+    if device_kind not in VMEM_BYTES:
+        raise NotImplementedError(f"the VMEM size of {device_kind} is unknown; it is known for {', '.join(VMEM_BYTES)}")
+    limit = VMEM_BYTES[device_kind]
+    make = functools.partial(
+        Tiling,
+        num_rows=num_rows,
+        num_keys=num_keys,
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_dim=head_dim,
+        width=width,
+        pad=pad,
+        num_channels=num_channels,
+        row_stride=row_stride,
+        window=window,
+        dtype=jnp.dtype(dtype),
+        vmem_limit_bytes=limit,
+        interpret=interpret,
     )
-    return forward, backward
 
+    def choose(*, backward: bool) -> Tiling:
+        candidates = [make(block_rows=rows, backward=backward) for rows in BLOCKS]
+        needed = [vmem_bytes(t, q_BTHK.dtype.itemsize) for t in candidates]
+        fitting = [t for t, size in zip(candidates, needed, strict=True) if size <= (1 - COMPILER_SHARE) * limit]
+        if not fitting:
+            raise NotImplementedError(
+                f"a block of {BLOCKS[-1]} rows needs {needed[-1] / MIB:.0f} MiB of VMEM; {device_kind} has "
+                f"{limit / MIB:.0f} MiB, of which the compiler needs {COMPILER_SHARE:.0%}"
+            )
+        # The smallest block that holds all rows, else the largest that fits.
+        return next((t for t in reversed(fitting) if t.block_rows >= num_rows), fitting[0])
 
-def num_steps(t: Tiling) -> int:
-    """Pairs of a block and a tile that are computed in a sequence."""
-    begin, end = t.tiles_of(np.arange(t.num_blocks), 0, np)
-    return int((end - begin + 1).sum())
+    return choose(backward=False), choose(backward=True)
 
 
 def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
-    """What a call computes and moves: planning reads it out of the compiled program, which does not show it otherwise.
+    """Return FLOPs and HBM traffic of a call. The compiled program shows neither, so planning reads this estimate.
 
-    FLOPs are those of all tiles that are computed, the columns that tiles share and those after a row among them, but
-    not heads and channels of zeros. Bytes are those of the blocks that the pipeline brings from main memory and takes
-    back, in lines of 128 lanes.
+    FLOPs count all steps that are computed, with halos and masked columns, but without padded heads and channels. Bytes
+    count the blocks that the pipeline copies between HBM and VMEM, rows of K numbers padded to 128 lanes.
+
+    Args:
+        t: tiling of the call.
+        batch: B.
+        itemsize: bytes of a number in q, k and v.
     """
-    steps = batch * num_steps(t)
-    pairs = steps * t.block * LANES
+    steps = batch * t.num_steps
+    pairs = steps * t.block_rows * LANES
     products, convolutions = (5, 6) if t.backward else (2, 2)
     flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
-    line = pl.cdiv(t.head_dim, LANES) * LANES
-    block, tile = t.num_heads * t.block * line * itemsize, t.num_groups * LANES * line * itemsize
-    slab = (t.channels + t.heads) * (t.room + t.slab) * 4
+    padded_dim = round_up(t.head_dim, LANES)
+    block_numbers = t.num_heads * t.block_rows * padded_dim
+    tile = t.num_groups * LANES * padded_dim * itemsize
+    slab = (t.padded_channels + t.padded_heads) * (t.slab_margin + t.slab_columns) * 4
     if t.backward:
-        # q, out and its gradient; dq, read and written; so the slab, which is read once besides.
-        of_step = 3 * block + 2 * t.num_heads * t.block * line * 4 + 3 * slab
-        num_bytes = steps * of_step + batch * t.num_tiles * 4 * tile
+        # A step reads q, out, dout and the slab, and reads and writes dq (float32) and the slab's gradient.
+        step_bytes = 3 * block_numbers * itemsize + 2 * block_numbers * 4 + 3 * slab
+        num_bytes = steps * step_bytes + batch * t.num_tiles * 4 * tile
     else:
-        num_bytes = batch * t.num_blocks * 2 * block + steps * (2 * tile + slab)
+        num_bytes = batch * t.num_blocks * 2 * block_numbers * itemsize + steps * (2 * tile + slab)
     return pl.CostEstimate(flops=flops, transcendentals=pairs * t.num_heads, bytes_accessed=num_bytes)
 
 
 def vmem_bytes(t: Tiling, itemsize: int) -> int:
-    """Fast memory that a call takes by what it holds; the compiler adds to it.
+    """Return the VMEM that scratch and pipelined blocks need, without the compiler's temporary values.
 
     Args:
-        t: the call.
+        t: tiling of the call.
         itemsize: bytes of a number in q, k and v.
     """
-    line = LANES * 4
-    of_rows = t.block * t.heads * line  # scores, for one
-    of_heads = t.num_heads * t.block * LANES
-    of_tiles = t.num_groups * LANES * LANES
-    slab = (t.channels + t.heads) * (t.room + t.slab) * 4
-    sheared = GROUP * (t.channels + t.heads) * t.slab * 4
+    scores = t.block_sublanes * LANES * 4
+    block_numbers = t.num_heads * t.block_rows * LANES
+    tile_numbers = t.num_groups * LANES * LANES
+    slab = (t.padded_channels + t.padded_heads) * (t.slab_margin + t.slab_columns) * 4
+    sheared = GROUP_ROWS * (t.padded_channels + t.padded_heads) * t.slab_columns * 4
     if not t.backward:
-        return 5 * of_rows + of_heads * (4 + 4 * itemsize) + of_tiles * 4 * itemsize + 2 * slab + sheared
-    held = 3 * of_rows + of_heads * (4 + 6 * itemsize) + of_tiles * (8 + 8 * itemsize)
-    return held + 3 * slab + 2 * sheared
+        return 5 * scores + block_numbers * (4 + 4 * itemsize) + tile_numbers * 4 * itemsize + 2 * slab + sheared
+    arrays = 3 * scores + block_numbers * (4 + 6 * itemsize) + tile_numbers * (8 + 8 * itemsize)
+    return arrays + 3 * slab + 2 * sheared
 
 
-def _tiling(make: Callable[..., Tiling], itemsize: int, kind: str) -> Tiling:
-    """The first of `BLOCKS` that fits into fast memory, or what is enough for all rows."""
-    if kind not in VMEM_BYTES:
-        raise NotImplementedError(f"{kind}; how much fast memory it has is known of {', '.join(VMEM_BYTES)}")
-    limit = VMEM_BYTES[kind]
-    tilings = [make(block=block, vmem_bytes=limit) for block in BLOCKS]
-    needed = [vmem_bytes(t, itemsize) for t in tilings]
-    fitting = [t for t, held in zip(tilings, needed, strict=True) if held <= (1 - COMPILERS_SHARE) * limit]
-    if not fitting:
-        raise NotImplementedError(
-            f"a block of {BLOCKS[-1]} rows takes {needed[-1] / MIB:.0f} MiB of fast memory; "
-            f"{kind} has {limit / MIB:.0f} MiB, and the compiler needs {COMPILERS_SHARE:.0%} of it"
-        )
-    # No more rows than there are, up to a block of the next smaller size.
-    return next((t for t in reversed(fitting) if t.block >= t.num_rows), fitting[0])
+# ---- Layouts in HBM
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """Where a block of rows and a tile of columns stand.
-
-    Args:
-        t: the call.
-        row: column at which the block's first row stands.
-        column: column of the tile's first lane.
-    """
-
-    t: Tiling
-    row: Any
-    column: Any
-
-    @property
-    def slab(self) -> Any:
-        """Column of the tables where the slab begins."""
-        last = self.t.origin - self.row + self.column - self.t.row_stride * (self.t.block - GROUP)
-        return last // LANES * LANES
-
-    def turn(self, group: Any) -> tuple[Any, Any]:
-        """A group's part of the slab: a multiple of 128, and how far after it lane 0 stands."""
-        at = self.t.origin - self.row + self.column - self.t.row_stride * GROUP * group - self.slab
-        begin = at // LANES * LANES
-        return pl.multiple_of(begin, LANES), at - begin
-
-    def visible(self, num_lines: int, of_a_row: int, group: Any = 0) -> Array:
-        """[lines, 128]: whether a row, which has `of_a_row` lines, sees a column; `group` says which is the first."""
-        lane = jax.lax.broadcasted_iota(jnp.int32, (num_lines, LANES), 1)
-        line = jax.lax.broadcasted_iota(jnp.int32, (num_lines, LANES), 0)
-        distance = self.row - self.column + self.t.row_stride * (GROUP * group + line // of_a_row) - lane
-        seen = (distance >= 0) & (self.column + lane >= 0)
-        return seen if self.t.window is None else seen & (distance < self.t.window)
-
-    def own(self, lane: Array) -> Array:
-        """Whether a lane holds a column of the tile's own."""
-        left = self.t.halo[0]
-        return (lane >= left) & (lane < left + self.t.own)
-
-
-def _by_block(t: Tiling, x_BTHK: Array) -> Array:
-    """[B, T, H, K] -> [B, H, rows of all blocks, K]."""
+def to_blocks(t: Tiling, x_BTHK: Array) -> Array:
+    """Lay rows out by head and pad them to whole blocks: [B, T, H, K] -> [B, H, padded rows, K]."""
     x_BHTK = jnp.moveaxis(x_BTHK, 1, 2)
-    return jnp.pad(x_BHTK, ((0, 0), (0, 0), (0, t.num_blocks * t.block - t.num_rows), (0, 0)))
+    return jnp.pad(x_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0)))
 
 
-def _by_tile(t: Tiling, x_BSGK: Array) -> Array:
-    """[B, S, G, K] -> [B, tiles, G, 128, K], with zeros where there is no key."""
+def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
+    """Cut keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, 128, K], with zeros where there is no key."""
     left, right = t.halo
     x_BGSK = jnp.moveaxis(x_BSGK, 1, 2)
-    behind = t.num_tiles * t.own - t.num_keys
-    x = jnp.pad(x_BGSK, ((0, 0), (0, 0), (left, max(right + behind, 0)), (0, 0)))
+    missing = t.num_tiles * t.owned_columns - t.num_keys
+    x = jnp.pad(x_BGSK, ((0, 0), (0, 0), (left, max(right + missing, 0)), (0, 0)))
     batch, groups, _, dim = x.shape
 
     def cut(x: Array) -> Array:
-        return x[:, :, : t.num_tiles * t.own].reshape(batch, groups, t.num_tiles, t.own, dim)
+        x = x[:, :, : t.num_tiles * t.owned_columns]
+        return x.reshape(batch, groups, t.num_tiles, t.owned_columns, dim)
 
     parts = [cut(x)]
-    if left + right:  # the beginning of the next tile
-        after = jnp.pad(x[:, :, t.own :], ((0, 0), (0, 0), (0, t.own), (0, 0)))
-        parts.append(cut(after)[:, :, :, : left + right])
+    if left + right:  # the first columns of the next tile
+        following = jnp.pad(x[:, :, t.owned_columns :], ((0, 0), (0, 0), (0, t.owned_columns), (0, 0)))
+        parts.append(cut(following)[:, :, :, : left + right])
     return jnp.concatenate(parts, 3).transpose(0, 2, 1, 3, 4)
 
 
-def _from_tiles(t: Tiling, x: Array) -> Array:
-    """[B, tiles, G, 128, K] -> [B, S, G, K]: of each tile its own columns."""
-    own = x[:, :, :, t.halo[0] : t.halo[0] + t.own]
+def from_tiles(t: Tiling, x: Array) -> Array:
+    """Join the columns that tiles own: [B, tiles, G, 128, K] -> [B, S, G, K]."""
+    owned = x[:, :, :, t.halo[0] : t.halo[0] + t.owned_columns]
     batch, _, groups, _, dim = x.shape
-    return own.transpose(0, 1, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
+    return owned.transpose(0, 1, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
 
 
-def _table(t: Tiling, hidden_CN: Array, added_HN: Array) -> Array:
-    """Both tables, one above the other, against falling distance: column x has distance origin - x."""
+def to_table(t: Tiling, hidden_CN: Array, added_HN: Array) -> Array:
+    """Stack both tables, distance falling to the right: column x has distance table_origin - x."""
 
-    def filled(table: Array, lines: int) -> Array:
-        before = t.table_columns - 1 - t.origin - t.ahead
-        behind = t.origin - t.num_keys + 1
-        return jnp.pad(table, ((0, lines - table.shape[0]), (before, behind)))
+    def pad(table: Array, num_sublanes: int) -> Array:
+        before = t.table_columns - 1 - t.table_origin - t.ahead
+        after = t.table_origin - t.num_keys + 1
+        return jnp.pad(table, ((0, num_sublanes - table.shape[0]), (before, after)))
 
-    return jnp.concatenate([filled(hidden_CN, t.channels), filled(added_HN, t.heads)])[:, ::-1]
+    return jnp.concatenate([pad(hidden_CN, t.padded_channels), pad(added_HN, t.padded_heads)])[:, ::-1]
 
 
-def _left(t: Tiling, left_PCT: Array) -> Array:
-    """[P, C, T] -> [blocks, P, channels, 128]: a lane for every row of a block."""
+def to_left_blocks(t: Tiling, left_PCT: Array) -> Array:
+    """Lay out the correction of the first columns: [P, C, T] -> [blocks, P, padded channels, 128], a lane for a row."""
     P, C, T = left_PCT.shape
-    some = max(P, 1)  # a kernel takes no empty array; this one is not read where there is nothing to the left
-    filled = jnp.pad(left_PCT, ((0, some - P), (0, t.channels - C), (0, t.num_blocks * t.block - T)))
-    blocks = jnp.moveaxis(filled.reshape(some, t.channels, t.num_blocks, t.block), 2, 0)
-    return jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, LANES - t.block)))
+    at_least_one = max(P, 1)  # Pallas takes no empty array; this one is not read if P = 0
+    left_PCT = jnp.pad(left_PCT, ((0, at_least_one - P), (0, t.padded_channels - C), (0, t.padded_rows - T)))
+    blocks = jnp.moveaxis(left_PCT.reshape(at_least_one, t.padded_channels, t.num_blocks, t.block_rows), 2, 0)
+    return jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, LANES - t.block_rows)))
 
 
-def _at_once(t: Tiling, inputs: int) -> int:
-    """Rows in one matmul of a convolution: two if the contraction has space for them, as two blocks of a diagonal."""
+def rows_per_dot(t: Tiling, inputs: int) -> int:
+    """Return the rows in one matmul of a convolution: two, block-diagonally, if the contraction fits into 128."""
     return 2 if 2 * t.width * inputs <= LANES else 1
 
 
-def _stacked(t: Tiling, kernel_WIO: Array, inputs: int, outputs: int) -> Array:
-    """A convolution's kernel as [rows O, W rows I], the matrix that `_convolve` multiplies with."""
-    width, given, made = kernel_WIO.shape
-    rows = _at_once(t, inputs)
-    kernel_WIO = jnp.pad(kernel_WIO, ((0, 0), (0, inputs - given), (0, outputs - made)))
+def to_matrix(t: Tiling, kernel_WIO: Array, inputs: int, outputs: int) -> Array:
+    """Lay a convolution's kernel out as the matrix of `forward.convolve`: [rows * outputs, W * rows * inputs].
+
+    With two rows per matmul, each tap is block-diagonal:
+
+        [ tap 0   0   | tap 1   0   | ... ]
+        [   0   tap 0 |   0   tap 1 | ... ]
+    """
+    width, num_inputs, num_outputs = kernel_WIO.shape
+    rows = rows_per_dot(t, inputs)
+    kernel_WIO = jnp.pad(kernel_WIO, ((0, 0), (0, inputs - num_inputs), (0, outputs - num_outputs)))
     diagonal = jnp.einsum("rs,WIO->WrOsI", jnp.eye(rows, dtype=kernel_WIO.dtype), kernel_WIO)
     diagonal = diagonal.reshape(width, rows * outputs, rows * inputs)
     return jnp.concatenate(list(diagonal), 1).astype(t.dtype)
 
 
-def _whole(x: Any, t: Tiling) -> pl.BlockSpec:
-    """All of an array, brought once."""
+# ---- Block specs and the call
+
+
+def whole_spec(t: Tiling, x: Array) -> pl.BlockSpec:
+    """Return the spec of an array that is copied to VMEM once and kept there."""
     once = {} if t.interpret else {"pipeline_mode": pl.Buffered(1)}
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, **once)
 
 
-def _slabs(t: Tiling, table: Array, place: Callable[..., Any]) -> list[tuple[Array, pl.BlockSpec]]:
-    """The slab of a step in parts, one beside the other; `place` says the step's block and tile."""
+def slab_specs(t: Tiling, num_sublanes: int, block_and_tile: Callable[..., tuple[Any, Any]]) -> list[pl.BlockSpec]:
+    """Return the specs of a step's slab and its margin, in pieces of 128 columns side by side.
+
+    Args:
+        t: tiling of the call.
+        num_sublanes: of the tables.
+        block_and_tile: maps the arguments of an index map to the block and tile of the step.
+    """
 
     def part(i: int) -> pl.BlockSpec:
-        def index(b, outer, inner, first_ref):
-            block, tile = place(b, outer, inner, first_ref)
-            begin = (t.step(block, tile, first_ref[0]).slab - t.room) // LANES
-            # A step that is left out has no slab, but a place for one.
+        def index(*grid_and_first):
+            block, tile = block_and_tile(*grid_and_first)
+            begin = (t.step(block, tile, grid_and_first[-1][0]).slab_start - t.slab_margin) // LANES
+            # A skipped step may lie outside the table; its index must not.
             return 0, jnp.clip(begin, 0, t.table_columns // LANES - t.slab_parts) + i
 
-        return pl.BlockSpec((table.shape[0], LANES), index)
+        return pl.BlockSpec((num_sublanes, LANES), index)
 
-    return [(table, part(i)) for i in range(t.slab_parts)]
+    return [part(i) for i in range(t.slab_parts)]
 
 
-def _call(
+def call(
     t: Tiling,
     kernel: Callable[..., None],
+    *,
+    name: str,
     grid: tuple[int, ...],
-    inputs: list[tuple[Array, pl.BlockSpec]],
-    outputs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]],
-    scratch: list[Any],
     first: Array,
+    inputs: Any,
+    in_specs: Any,
+    out_shape: Any,
+    out_specs: Any,
+    scratch: Any,
     **options: Any,
-) -> Sequence[Array]:
-    """`pl.pallas_call` with `first` beforehand; all that is given and made varies over the same mesh axes."""
-    arrays = vary_alike(first.reshape(1), *(array for array, _ in inputs))
-    axes = jax.typeof(arrays[0]).manual_axis_type
-    # Pallas' usual interpreter is quick, but not made for the inside of a `shard_map`.
+) -> Any:
+    """Run `kernel(first_ref, inputs, outputs, scratch, t=t)` over the grid; return the outputs.
+
+    Args:
+        t: tiling of the call.
+        kernel: the kernel. Its arguments are trees of refs.
+        name: of the kernel in the compiled program.
+        grid: (sequences, outer, inner).
+        first: column of row 0, prefetched to SMEM, because index maps depend on it.
+        inputs: tree of arrays.
+        in_specs: their specs, as a tree of the same structure.
+        out_shape: tree of shapes and dtypes.
+        out_specs: their specs.
+        scratch: tree of VMEM buffers.
+        **options: of `pl.pallas_call`.
+    """
+    # Inside a shard_map all operands and results must vary over the same mesh axes.
+    first, inputs = vary_alike(first.reshape(1), inputs)
+    axes = jax.typeof(first).manual_axis_type
+    # The default interpreter is faster, but does not work inside a shard_map.
     interpret = pltpu.InterpretParams() if t.interpret is True and axes.varying else t.interpret
-    in_specs, out_specs = [spec for _, spec in inputs], [spec for *_, spec in outputs]
+    # Sequences are independent. So are blocks of rows in the forward pass; the backward pass sums over them.
+    semantics = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
     return pl.pallas_call(
         functools.partial(kernel, t=t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=grid, in_specs=in_specs, out_specs=out_specs, scratch_shapes=scratch
+            num_scalar_prefetch=1, grid=grid, in_specs=(in_specs,), out_specs=(out_specs,), scratch_shapes=(scratch,)
         ),
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype, _ in outputs],
+        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes), (out_shape,)),
         interpret=interpret,
+        name=name,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=t.vmem_limit_bytes),
         **options,
-    )(*arrays)
-
-
-def _compiler_params(t: Tiling) -> pltpu.CompilerParams:
-    # Sequences are independent of each other, and so are blocks of rows while nothing is gathered over them.
-    order = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
-    return pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=t.vmem_bytes)
+    )(first, inputs)[0]
