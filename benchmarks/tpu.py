@@ -50,14 +50,14 @@ from dape_jax.evaluation import report
 from dape_jax.hardware import find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad
-from dape_jax.model.attention import Attention, Auto, Dense, Fused
+from dape_jax.model.attention import Auto, Dense, Fused, Implementation
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig
+from dape_jax.model.processors import DapeConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.hlo import read_work
 
 DIRECTIONS = ("forward", "backward")
-IMPLEMENTATIONS: dict[str, Attention] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
+IMPLEMENTATIONS: dict[str, Implementation] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
 CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
 MIB = 2**20
@@ -119,9 +119,8 @@ def compile_layer(request: Request) -> dict[str, Any]:
     def forward(params, q_BTHK, k_BSHK, v_BSHK):
         bias, processor = nnx.merge(graphdef, params)
         pos_T = jnp.arange(request.length)
-        return IMPLEMENTATIONS[request.implementation](
-            q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, bias=bias, processor=processor
-        )
+        implementation = IMPLEMENTATIONS[request.implementation]
+        return implementation(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, ScoreMod(bias, processor))
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, dout_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)

@@ -39,9 +39,9 @@ def small_tiles(monkeypatch):
     Taps are a loop where there are more than five.
     """
     monkeypatch.setattr(gpu, "BLOCK_ROWS", 16)
-    monkeypatch.setattr(gpu, "LANES", 16)
+    monkeypatch.setattr(gpu, "BAND_WIDTH", 16)
     monkeypatch.setattr(gpu, "NUM_RUNS", 2)
-    monkeypatch.setattr(gpu, "UNROLLED", 1500)
+    monkeypatch.setattr(gpu, "MAX_UNROLLED", 1500)
 
 
 def make_layer(bias: str, processor: DapeConfig, heads: int, dtype=jnp.float32):
@@ -144,13 +144,13 @@ def test_equal_to_attend_for_any_sizes(small_tiles, data):
 
 def test_what_no_kernel_writes_is_not_read():
     """The interpreter fills outputs with NaN: where a row sees no key that is what is left, and it goes no further."""
-    plan = gpu.Plan(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
-    rows, keys, taps = 16, 40, plan.together * plan.filled
+    t = gpu.Tiling(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
+    rows, keys, taps = 16, 40, t.taps_per_dot * t.padded_heads
     shapes = [(2, 2, rows, keys), (taps, 16), (taps, 16), (keys + 1, 16), (keys + 1, 16), (1, rows, 16)]
     operands = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
-    place = jnp.array([2, 0], jnp.int32)
-    out, pull = jax.vjp(lambda *operands: gpu.process(plan, place, *operands), *operands)
-    seen = np.asarray(gpu.seen(plan, *place, rows, keys))
+    starts = jnp.array([2, 0], jnp.int32)
+    out, pull = jax.vjp(lambda *operands: gpu.process(t, starts, *operands), *operands)
+    seen = np.asarray(gpu.visible(t, *starts, rows, keys))
     assert np.isnan(out[:, :, ~seen]).all()
     assert np.isfinite(out[:, :, seen]).all()
 
