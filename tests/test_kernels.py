@@ -1,7 +1,10 @@
-"""The fused kernels, and beside them the drivers that have none: one suite that all of them pass.
+"""Test the fused kernels and the other implementations with one suite.
 
-What each must give is what a row by itself gives, in float64. A kernel is interpreted here, on CPU; how it compiles for
-TPUs that are not here is tested at the foot, with libtpu.
+The reference computes one row at a time in float64. Kernels are interpreted on CPU. The tests at the end of the file
+compile them for TPUs with libtpu.
+
+Compilation takes most of the time, so tests share programs: `compiled(case, implementation)` takes positions as
+arguments, and returns values and all gradients.
 """
 
 import copy
@@ -37,7 +40,7 @@ from dape_jax.model.transformer import Transformer, attention_of
 from dape_jax.planning import flops
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
-DRIVERS = {
+IMPLEMENTATIONS = {
     "dense": Dense(),
     "blockwise": Blockwise(block_size=32, num_buckets=3),
     **{platform: Fused(platform) for platform in KERNELS},
@@ -47,7 +50,7 @@ OF_DISTANCE = [name for name in BIASES if name != "fire"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer and its sizes, the tests' usual ones where it does not say otherwise."""
+    """A layer and its sizes."""
 
     bias: str = "kerple"
     width: int = 3
@@ -59,12 +62,12 @@ class Case:
     groups: int = 3
     head_dim: int = 8
     batch: int = 1
-    length: int = 45  # of keys; odd, and more than a block of rows
+    length: int = 45  # of keys; odd, and more than one block of rows
     row_stride: int = 1
     window: int | None = None
 
     def layer(self, dtype=jnp.float32):
-        """Bias and processor, drawn at random."""
+        """Return a bias and a processor with random parameters."""
         rngs = nnx.Rngs(0)
         bias = BIASES[self.bias]().build(self.heads, self.head_dim, rngs)
         options = {"alignment": self.alignment, "inputs": self.inputs, "residual": self.residual}
@@ -72,7 +75,7 @@ class Case:
         return bias, config.build(self.heads, has_bias=bias is not None, dtype=dtype, rngs=rngs)
 
     def arrays(self, dtype=jnp.float32):
-        """Queries, keys, values and what the gradient of the result is."""
+        """Return queries, keys, values and the gradient of the output."""
         rows = self.length // self.row_stride
         sizes = [(rows, self.heads), (self.length, self.groups), (self.length, self.groups), (rows, self.heads)]
         keys = jax.random.split(jax.random.key(1), 4)
@@ -81,29 +84,32 @@ class Case:
             for key, (n, heads) in zip(keys, sizes, strict=True)
         ]
 
+    def positions(self):
+        """Return the positions of queries and keys."""
+        k_pos = 3 + jnp.arange(self.length)
+        return k_pos[self.row_stride // 2 :: self.row_stride][: self.length // self.row_stride], k_pos
+
     def run(self, implementation):
-        """The result, and gradients of all parameters and arrays, as a compiled function of these."""
+        """Return a jitted function of parameters, arrays and positions to the output and all gradients; parameters."""
         graphdef, params = nnx.split(self.layer())
 
-        def forward(params, q, k, v):
+        def forward(params, q, k, v, q_pos, k_pos):
             bias, processor = nnx.merge(graphdef, params)
             dtype = jnp.promote_types(q.dtype, jnp.float32)
             processor.dtype = None if dtype == q.dtype else q.dtype
-            pos = 3 + jnp.arange(self.length)
-            rows = pos[self.row_stride // 2 :: self.row_stride][: q.shape[1]]
             mask = Mask(window=self.window, row_stride=self.row_stride)
-            return implementation(q, k, v, rows, pos, ScoreMod(bias, processor), mask)
+            return implementation(q, k, v, q_pos, k_pos, ScoreMod(bias, processor), mask)
 
         @jax.jit
-        def both(params, q, k, v, dout):
-            out, pullback = jax.vjp(forward, params, q, k, v)
+        def both(params, q, k, v, dout, q_pos, k_pos):
+            out, pullback = jax.vjp(lambda *args: forward(*args, q_pos, k_pos), params, q, k, v)
             return out, pullback(dout.astype(out.dtype))
 
         return both, nnx.to_pure_dict(params)
 
 
 class RowByRow:
-    """Every row by itself: `attend` says what that gives."""
+    """Compute every row by itself with `Dense`."""
 
     def __call__(self, q, k, v, q_pos, k_pos, *score_mod_and_mask):
         def row(q_and_pos):
@@ -115,46 +121,60 @@ class RowByRow:
 
 @functools.cache
 def expected(case: Case):
-    """The truth, in float64."""
+    """Return the reference result in float64."""
     return in_float64(case, case.arrays())
 
 
 def in_float64(case: Case, arrays: list):
     both, params = case.run(RowByRow())
     with jax.enable_x64(True):
-        return jax.device_get(both(*jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, *arrays))))
+        arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (params, *arrays))
+        return jax.device_get(both(*arrays, *case.positions()))
+
+
+@functools.cache
+def compiled(case: Case, implementation: str):
+    """Return values and all gradients as a function of q, k, v, dout, q_pos and k_pos, compiled once per module.
+
+    TPU kernels have blocks of 32 rows, so that few rows are many blocks.
+    """
+    both, params = case.run(IMPLEMENTATIONS[implementation])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tpu.tiling, "BLOCKS", (32,))
+        program = both.lower(params, *case.arrays(), *case.positions()).compile()
+    return functools.partial(program, params)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """So that few rows are many blocks."""
+    """Use blocks of 32 rows, so that few rows are many blocks."""
     monkeypatch.setattr(tpu.tiling, "BLOCKS", (32,))
 
 
 CASES = {
-    "kerple3": Case(groups=1, heads=4, batch=2, length=150),  # blocks of rows, and two tiles of columns
+    "kerple3": Case(groups=1, heads=4, batch=2, length=150),  # several blocks of rows, two tiles
     "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40),
 }
 MORE = {
     "t5-5": Case("t5", width=5, channels=32, length=140),
     "nope7": Case("nope", width=7, head_dim=20, heads=17, groups=17, length=33),
-    "rows-of-devices": Case(row_stride=2, length=90),
+    "row-stride-2": Case(row_stride=2, length=90),
     "kerple1": Case(width=1, length=130),
     "one-token": Case(length=1),
     "two-tokens": Case(length=2, width=7),
     "sandwich3": Case("sandwich"),
     "kerple-power3": Case("kerple_power", length=64),
     "equation2": Case(residual=False),
-    "of-scores": Case(inputs="scores"),
-    "of-bias": Case("alibi", inputs="bias", width=5),
+    "inputs-scores": Case(inputs="scores"),
+    "inputs-bias": Case("alibi", inputs="bias", width=5),
     "causal2": Case(width=2, alignment="causal"),
     "window": Case(window=7, length=150, width=5),
     "window-of-one": Case(window=1),
-    "three-windows-of-columns": Case("alibi", length=300, width=7, channels=16),
+    "three-tiles": Case("alibi", length=300, width=7, channels=16),
     "many-heads": Case(heads=34, groups=2, channels=40, length=40),
     "wide-heads": Case(head_dim=128, heads=2, groups=2, channels=64),
-    "rows-far-apart": Case("t5", row_stride=8, length=168, width=5),
-    "rows-apart-in-a-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
+    "row-stride-8": Case("t5", row_stride=8, length=168, width=5),
+    "row-stride-and-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
 }
 
 
@@ -171,37 +191,35 @@ def slowly(cases: list) -> list:
 
 
 def assert_close(found, exact, tolerance: float) -> None:
-    """To a share of the largest number of each array, and of 1."""
+    """Compare trees, with errors relative to the largest number of each array, or to 1 if that is larger."""
     assert jax.tree.structure(found) == jax.tree.structure(exact)
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(exact), strict=True):
-        # A bias's parameter gets a sum over all pairs, of terms that are each larger than it and cancel.
+        # The gradient of a bias's parameter sums terms over all pairs that are larger than the sum.
         sums = 5 if jax.tree_util.keystr(path[-1:]) in ("['p_H']", "['a_H']", "['table_NH']") else 1
         close = {"rtol": 0, "atol": sums * tolerance * max(1.0, float(np.abs(y).max()))}
         np.testing.assert_allclose(np.asarray(x, np.float64), y, **close, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("case", "implementation"),
     each(CASES, *KERNELS)
     + slowly(each(CASES, "dense", "blockwise") + each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3]),
 )
-def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, implementation):
-    """And of them: two calls give the same bits; rows and gradients know nothing of what comes after them."""
-    both, params = case.run(DRIVERS[implementation])
-    arrays = case.arrays()
-    found = jax.device_get(both(params, *arrays))
+def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
+    """Also: two calls give equal bits, and rows and gradients do not depend on later tokens."""
+    run, arrays, positions = compiled(case, implementation), case.arrays(), case.positions()
+    found = jax.device_get(run(*arrays, *positions))
     assert_close(found, expected(case), 3e-5 if case.bias == "sandwich" else 1e-5)
-    for x, y in zip(*map(jax.tree.leaves, (found, jax.device_get(both(params, *arrays)))), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (found, jax.device_get(run(*arrays, *positions)))), strict=True):
         np.testing.assert_array_equal(x, y)
 
-    # Rows up to t, of which the last stands at column `end - 1`, see other tokens after it change.
+    # Change the tokens after row t, whose column is `end - 1`.
     t = arrays[0].shape[1] // 2
     end = t * case.row_stride + case.row_stride // 2 + 1
     q, k, v, dout = arrays
     changed = [jnp.concatenate([x[:, :n], 7 + x[:, n:]], 1) for x, n in ((q, t + 1), (k, end), (v, end))]
-    before, (_, *gradients) = jax.device_get(both(params, *arrays[:3], dout.at[:, t + 1 :].set(0)))
-    after, _ = jax.device_get(both(params, *changed, dout))
+    before, (_, *gradients) = jax.device_get(run(*arrays[:3], dout.at[:, t + 1 :].set(0), *positions))
+    after, _ = jax.device_get(run(*changed, dout, *positions))
     np.testing.assert_array_equal(before[:, : t + 1], after[:, : t + 1])
     for gradient, n in zip(gradients, (t + 1, end, end), strict=True):
         np.testing.assert_array_equal(gradient[:, n:], 0)
@@ -209,16 +227,17 @@ def test_values_and_all_gradients_are_those_of_a_row_by_itself(case, implementat
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_a_prefix_is_enough(implementation):
-    """f(x[:t]) = f(x)[:t], and a few last rows against all keys are those rows."""
-    case = Case(width=5)
-    (bias, processor), (q, k, v, _), pos = case.layer(), case.arrays(), jnp.arange(case.length)
-    run = jax.jit(functools.partial(DRIVERS[implementation], score_mod=ScoreMod(bias, processor)))
-    every = run(q, k, v, pos, pos)
+def test_prefix_invariance(implementation):
+    """f(x[:t]) = f(x)[:t]; and the last rows, computed alone against all keys, are the same."""
+    case = CASES["kerple3"]
+    (bias, processor), (q, k, v, dout), (pos, _) = case.layer(), case.arrays(), case.positions()
+    every, _ = compiled(case, implementation)(q, k, v, dout, pos, pos)
+    score_mod = ScoreMod(bias, processor)
+    run = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], score_mod=score_mod))
     np.testing.assert_allclose(run(q[:, :33], k[:, :33], v[:, :33], pos[:33], pos[:33]), every[:, :33], atol=2e-6)
-    np.testing.assert_allclose(run(q[:, 40:], k, v, pos[40:], pos), every[:, 40:], atol=2e-6)
-    any_rows = DRIVERS[implementation].for_cached_decoding(q[:, 7:9], k, v, pos[7:9], pos, ScoreMod(bias, processor))
-    np.testing.assert_allclose(any_rows, every[:, 7:9], atol=2e-6)
+    np.testing.assert_allclose(run(q[:, 145:], k, v, pos[145:], pos), every[:, 145:], atol=2e-6)
+    any_rows = jax.jit(functools.partial(IMPLEMENTATIONS[implementation].for_cached_decoding, score_mod=score_mod))
+    np.testing.assert_allclose(any_rows(q[:, 7:9], k, v, pos[7:9], pos), every[:, 7:9], atol=2e-6)
 
 
 @pytest.mark.parametrize("implementation", [*KERNELS])
@@ -231,7 +250,7 @@ def test_a_prefix_is_enough(implementation):
     ],
 )
 def test_golden(file, implementation):
-    """The reference implementation's layers, but for their last W//2 rows, where its right edge is another."""
+    """Equal the reference implementation, except in the last W//2 rows, where its right edge differs."""
     data, meta = load(file)
     params = {x.removeprefix("param."): jnp.asarray(y, jnp.float32) for x, y in data.items() if x.startswith("param.")}
     bias, processor = build(params, meta, edge="prefix")
@@ -239,7 +258,8 @@ def test_golden(file, implementation):
     q, k, v = (heads_last(jnp.asarray(data[x], jnp.float32)) for x in "qkv")
     if meta["name"].startswith("rope"):
         q, k = Rope()(q, pos), Rope()(k, pos)
-    out = jax.jit(functools.partial(DRIVERS[implementation], score_mod=ScoreMod(bias, processor)))(q, k, v, pos, pos)
+    run = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], score_mod=ScoreMod(bias, processor)))
+    out = run(q, k, v, pos, pos)
     rows = meta["T"] - meta["k"] // 2
     error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
     np.testing.assert_allclose(heads_last(out)[:, :, :rows], data["out"][:, :, :rows], rtol=0, atol=error)
@@ -247,28 +267,28 @@ def test_golden(file, implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_bfloat16_is_as_near_the_truth_as_dense_is(implementation):
+def test_bfloat16_is_as_accurate_as_dense(implementation):
     case = Case(channels=16)
     arrays = case.arrays(jnp.bfloat16)
     exact = jax.tree.leaves(in_float64(case, arrays))
 
     def errors(implementation):
         both, params = case.run(implementation)
-        found = jax.device_get(both(params, *arrays))
+        found = jax.device_get(both(params, *arrays, *case.positions()))
         assert found[0].dtype == jnp.bfloat16
         return [
             np.linalg.norm(np.asarray(x, np.float64) - y) / (1e-3 + np.linalg.norm(y))
             for x, y in zip(jax.tree.leaves(found), exact, strict=True)
         ]
 
-    for ours, dense in zip(errors(DRIVERS[implementation]), errors(Dense()), strict=True):
+    for ours, dense in zip(errors(IMPLEMENTATIONS[implementation]), errors(Dense()), strict=True):
         assert ours < max(1.5 * dense, 2e-3)
 
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("rows", ["all", pytest.param("first", marks=pytest.mark.slow)])
-def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows):
-    """With memory full of NaNs, transfers as late as may be, races looked for; also where rows end before the keys."""
+def test_the_tpu_kernel_accesses_memory_correctly(rows):
+    """With NaNs in uninitialised memory, copies delayed to their waits, and detection of races."""
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -290,15 +310,20 @@ def test_the_tpu_kernel_reads_and_writes_all_that_it_must_and_nothing_else(rows)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_positions_that_do_not_neighbour_give_nan(implementation):
-    """Which positions these are is known when the program runs, and a number would be a wrong one."""
-    (bias, processor), (q, k, v, _), pos = Case().layer(), Case().arrays(), jnp.arange(45)
-    run = jax.jit(functools.partial(DRIVERS[implementation], score_mod=ScoreMod(bias, processor)))
-    assert np.isfinite(run(q, k, v, 5 + pos, 5 + pos)).all()
-    assert np.isnan(run(q, k, v, 2 * pos, 2 * pos)).all()
-    assert np.isnan(run(q, k, v, pos, pos.at[-1].set(-1))).all()
+def test_positions_that_are_not_consecutive_give_nan(implementation):
+    """In all rows, also those that see no key. Positions are known only when the program runs."""
+    case = CASES["alibi-causal4"]
+    run, arrays, pos = compiled(case, implementation), case.arrays(), jnp.arange(case.length)
+
+    def output(q_pos, k_pos):
+        return run(*arrays, q_pos, k_pos)[0]
+
+    assert np.isfinite(output(5 + pos, 5 + pos)).all()
+    assert np.isnan(output(2 * pos, 2 * pos)).all()
+    assert np.isnan(output(pos, pos.at[-1].set(-1))).all()
+    assert np.isnan(output(pos, pos.at[0].set(4))).all()
     for shift in (-1000, -1, 1, 1000):
-        assert np.isnan(run(q, k, v, shift + pos, pos)).all()
+        assert np.isnan(output(shift + pos, pos)).all()
 
 
 def shapes(case: Case, dtype=jnp.float32):
@@ -316,7 +341,7 @@ def shapes(case: Case, dtype=jnp.float32):
         ({"width": 9}, {}, ["W = 9", "7"]),
     ],
 )
-def test_what_has_no_kernel_is_refused_with_the_reason(change, options, words):
+def test_unsupported_arguments_are_refused_with_the_reason(change, options, words):
     case = dataclasses.replace(Case(), **change)
     bias, processor = case.layer()
     options = {"platform": "tpu", "score_mod": ScoreMod(bias, processor)} | options
@@ -354,18 +379,14 @@ def test_methods_without_a_kernel_are_refused():
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_bias_and_processor_belong_together(implementation):
-    (bias, processor), (_, of_none), (q, k, v, _), pos = (
-        Case().layer(),
-        Case("nope").layer(),
-        Case().arrays(),
-        jnp.arange(45),
-    )
-    for score_mod in (ScoreMod(processor=processor), ScoreMod(bias, of_none)):
+    (bias, processor), (_, without_bias) = Case().layer(), Case("nope").layer()
+    (q, k, v, _), pos = Case().arrays(), jnp.arange(45)
+    for score_mod in (ScoreMod(processor=processor), ScoreMod(bias, without_bias)):
         with pytest.raises(InputError, match="has_bias"):
             Fused(implementation)(q, k, v, pos, pos, score_mod)
 
 
-def test_a_config_that_asks_for_a_kernel_that_there_is_not_is_refused():
+def test_a_config_with_an_unsupported_kernel_is_refused():
     spec = copy.deepcopy(tiny.SPEC["model"]) | {"attention": {"name": "fused"}}
     with pytest.raises(InputError, match=r"attention\.name = 'fused'.*'cpu'"):
         attention_of(read_model(spec), 64, "cpu")
@@ -376,7 +397,7 @@ def test_a_config_that_asks_for_a_kernel_that_there_is_not_is_refused():
 
 
 def on(kind: str):
-    """As if the devices were others."""
+    """Pretend that the devices are of another kind."""
     device = AbstractDevice(device_kind=kind, num_cores=1, platform=kind.split()[0].lower())
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
@@ -406,18 +427,19 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
     assert sum("Fire is not a DistanceBias" in line for line in said) == 2
 
 
-def test_auto_is_the_driver_that_it_chooses():
+def test_auto_equals_the_implementation_that_it_chooses():
     for length, implementation in [(20, Dense()), (45, attention.BLOCKWISE["cpu"])]:
         case = Case(length=length)
         (ours, params), (theirs, _) = case.run(Auto()), case.run(implementation)
-        for x, y in zip(*(jax.tree.leaves(both(params, *case.arrays())) for both in (ours, theirs)), strict=True):
+        results = [jax.tree.leaves(both(params, *case.arrays(), *case.positions())) for both in (ours, theirs)]
+        for x, y in zip(*results, strict=True):
             np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
 @pytest.mark.parametrize("sizes", [(12, 64), (16, 64), (32, 80), (32, 128)])
-def test_blocks_fit_into_a_chip(kind, sizes):
-    """The largest block that does; and where none does, the reason."""
+def test_blocks_fit_into_vmem(kind, sizes):
+    """Or the reason says that none does."""
     heads, head_dim = sizes
     config = DapeConfig(3, 32)
     for length in (2048, 131_072):
@@ -433,8 +455,8 @@ def test_blocks_fit_into_a_chip(kind, sizes):
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_every_column_that_counts_is_some_tile_s_own(data):
-    """Tiles of a block and blocks of a tile are each other's, and hold all that is read, wherever the rows stand."""
+def test_tiles_own_every_column_that_counts(data):
+    """`tile_range` and `block_range` are inverse and cover every column that a row reads, for any rows."""
     rows = data.draw(st.integers(1, 400), "T")
     row_stride = data.draw(st.sampled_from([1, 2, 8]), "row_stride")
     first = data.draw(st.integers(0, 500), "column of the first row")
@@ -443,10 +465,11 @@ def test_every_column_that_counts_is_some_tile_s_own(data):
     width, causal = data.draw(st.sampled_from([1, 2, 3, 5, 7]), "W"), data.draw(st.booleans(), "causal")
     backward = data.draw(st.booleans(), "backward")
     pad = width - 1 if causal else width // 2
+    block_rows = data.draw(st.sampled_from(tpu.BLOCKS), "block_rows")
     t = tpu.Tiling(
         num_rows=rows, num_keys=keys, num_heads=2, num_groups=2, head_dim=8, width=width, pad=pad, num_channels=4,
-        row_stride=row_stride, window=window, block_rows=data.draw(st.sampled_from(tpu.BLOCKS), "block_rows"), backward=backward,
-        dtype=jnp.dtype(jnp.float32), vmem_limit_bytes=0, interpret=True,
+        row_stride=row_stride, window=window, block_rows=block_rows, backward=backward, dtype=jnp.dtype(jnp.float32),
+        vmem_limit_bytes=0, interpret=True,
     )  # fmt: skip
     assert t.owned_columns > 0
     reach, ahead = keys if window is None else window, t.ahead * backward
@@ -471,8 +494,8 @@ def test_every_column_that_counts_is_some_tile_s_own(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", KERNELS)
-def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(implementation):
-    """A language model whose layers are scanned and rematerialised: loss and gradients of all parameters."""
+def test_rematerialised_layers_in_a_scan(implementation):
+    """Compare the loss and all gradients of a language model with those of `dense`."""
     tokens = jax.random.randint(jax.random.key(0), (2, 40), 0, 257)
 
     def loss_and_gradients(attention):
@@ -497,7 +520,7 @@ def test_layers_in_a_loop_that_keep_nothing_for_the_backward_pass(implementation
 
 
 class OnMesh:
-    """Self-attention over the devices of the mesh."""
+    """Apply self-attention with rows striped over the devices of the mesh."""
 
     def __init__(self, attention):
         self.attention = attention
@@ -507,20 +530,20 @@ class OnMesh:
         return unstripe(attend_on_mesh(self.attention, q, k, v, stripe(q_pos, 0), *score_mod_and_mask), 1)
 
 
-OF_DEVICES = Case(heads=4, groups=2, batch=4, length=80)
+STRIPED = Case(heads=4, groups=2, batch=4, length=80)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (1, 1, 2, 1)])
-def test_rows_over_devices_agree(sizes):
-    """Each device its share of batch and rows: dense on one device, forward and all gradients.
+def test_striped_rows_equal_one_device(sizes):
+    """Divide batch and rows over devices; compare values and all gradients with the reference.
 
-    No more than two: devices that wait for each other inside the interpreter each need a core, or wait for ever.
+    Two devices at most: devices that wait for each other inside the interpreter need a core each, or never finish.
     """
     with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])):
-        both, params = OF_DEVICES.run(OnMesh(Fused("tpu")))
-        found = jax.device_get(both(params, *OF_DEVICES.arrays()))
-    assert_close(found, expected(OF_DEVICES), 1e-5)
+        both, params = STRIPED.run(OnMesh(Fused("tpu")))
+        found = jax.device_get(both(params, *STRIPED.arrays(), *STRIPED.positions()))
+    assert_close(found, expected(STRIPED), 1e-5)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -529,21 +552,21 @@ def test_rows_over_devices_agree(sizes):
     [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": "bias"}, {"residual": False}],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
-def test_every_kind_of_operator_goes_over_devices(changes, implementation, monkeypatch):
-    """What of it is a constant is alike on all devices, and a kernel wants no mixture: traced, forward and backward."""
-    case = dataclasses.replace(OF_DEVICES, **changes)
+def test_every_kind_of_operator_can_be_traced_on_a_mesh(changes, implementation, monkeypatch):
+    """All operands of a kernel must vary over the same mesh axes, also those that are constant in some operators."""
+    case = dataclasses.replace(STRIPED, **changes)
     monkeypatch.setattr(attention, "device_platform", lambda: implementation)
     with jax.set_mesh(make_mesh(MeshConfig(1, 2, 2, 2), jax.devices())):
         both, params = case.run(OnMesh(Fused()))
-        out, gradients = jax.eval_shape(both, params, *case.arrays())
+        out, gradients = jax.eval_shape(both, params, *case.arrays(), *case.positions())
     assert out.shape == case.arrays()[0].shape
     assert jax.tree.structure(gradients[0]) == jax.tree.structure(params)
 
 
-# ---- compiled ahead of time, for TPUs that are not here
+# ---- Compiled ahead of time for TPUs
 
 
-def compiled(libtpu, topology: str, model: str, length: int, direction: str = "backward") -> dict:
+def compile_for(libtpu, topology: str, model: str, length: int, direction: str = "backward") -> dict:
     request = benchmark.Request(topology, model, length, direction, "fused", benchmark.Settings())
     row = benchmark.measure(request, libtpu)
     assert row["fits"], row["reason"]
@@ -552,17 +575,17 @@ def compiled(libtpu, topology: str, model: str, length: int, direction: str = "b
 
 @pytest.mark.slow
 def test_memory_on_a_tpu_is_linear_in_length(libtpu):
-    """What XLA makes of the same layer takes 7.3 GiB at 2048 and 54 GB of traffic, and does not fit at 8192."""
-    rows = {length: compiled(libtpu, "v5e:2x2", "125m", length) for length in (2048, 8192, 32_768)}
+    """Without the kernel, XLA needs 7.3 GiB and 54 GB of traffic at 2048, and does not fit at 8192."""
+    rows = {length: compile_for(libtpu, "v5e:2x2", "125m", length) for length in (2048, 8192, 32_768)}
     memory = {length: row["temporary_mib"] for length, row in rows.items()}
     assert memory[2048] < 50
     assert memory[8192] < 256
     assert memory[32_768] < 1.2 * 4 * memory[8192]
-    assert compiled(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
+    assert compile_for(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
     naive_ms = 1e3 * 54e9 / flops.chip_of("TPU v5e").hbm_bytes_per_second
     assert rows[2048]["schedule_ms"] < naive_ms / 10
     assert rows[2048]["bandwidth_ms"] < rows[2048]["schedule_ms"]
-    # What the compiled program says of the kernel is what planning reads.
+    # The compiled program includes the cost estimate of the kernels, which planning reads.
     assert rows[2048]["hbm_bytes"] > sum(kernel["bytes"] for kernel in rows[2048]["kernels"]) > 0
 
 
@@ -570,12 +593,12 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
 @pytest.mark.parametrize(
     ("topology", "model"), [("v4:2x2x1", "350m"), ("v5e:2x2", "2.7b"), ("v5p:2x2x1", "6.7b"), ("v6e:2x2", "125m")]
 )
-def test_it_compiles_for_other_chips_and_sizes(libtpu, topology, model):
-    compiled(libtpu, topology, model, 2048)
+def test_the_kernels_compile_for_other_chips_and_sizes(libtpu, topology, model):
+    compile_for(libtpu, topology, model, 2048)
 
 
 def test_a_schedule_is_read_from_a_listing():
-    """Labels cut it; of two loops that multiply matrices the second is every window's but the first."""
+    """Labels divide it. Of two loops with matmuls the first belongs to the first tile, the second to the others."""
     listing = """
      0   :  { %v1 = vld }
    0x1   :  { %v2 = vmatmul }
