@@ -4,8 +4,8 @@ In: the arguments of `attend`. Out: the same values and gradients, or `NotImplem
 `attention.py`, whose `Fused` and `Auto` call it.
 
 `tables.py` turns bias and processor into the arrays that a kernel reads: the kernels of the two convolutions, and the
-bias's contribution as functions of the distance. `tpu.py` and `gpu.py` are one kernel each. `docs/kernel.md` explains
-how they work.
+bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels. `docs/kernel.md` explains how
+they work.
 """
 
 import importlib
