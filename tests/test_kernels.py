@@ -286,27 +286,35 @@ def test_bfloat16_is_as_accurate_as_dense(implementation):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("rows", ["all", pytest.param("first", marks=pytest.mark.slow)])
-def test_the_tpu_kernel_accesses_memory_correctly(rows):
+@pytest.mark.parametrize(
+    ("case", "num_rows"),
+    [
+        # Two sequences, two blocks and two tiles: the interpreter is slow.
+        pytest.param(dataclasses.replace(CASES["kerple3"], length=152, row_stride=4), 38, id="every-fourth"),
+        pytest.param(CASES["kerple3"], 150, id="all", marks=pytest.mark.slow),
+        pytest.param(CASES["kerple3"], 20, id="first", marks=pytest.mark.slow),  # rows end before the keys
+    ],
+)
+def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows):
     """With NaNs in uninitialised memory, copies delayed to their waits, and detection of races."""
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    case = CASES["kerple3"]
-    (bias, processor), (q, k, v, dout), pos = case.layer(), case.arrays(), jnp.arange(case.length)
-    end = case.length if rows == "all" else 20
+    score_mod, mask = ScoreMod(*case.layer()), Mask(row_stride=case.row_stride)
+    (q, k, v, dout), (q_pos, k_pos) = case.arrays(), case.positions()
+    q, dout, q_pos = q[:, :num_rows], dout[:, :num_rows], q_pos[:num_rows]
 
     def run(implementation, q, k, v):
-        return implementation(q, k, v, pos[:end], pos, ScoreMod(bias, processor))
+        return implementation(q, k, v, q_pos, k_pos, score_mod, mask)
 
     fused = functools.partial(attend_fused, platform="tpu", interpret=careful)
-    out, pullback = jax.vjp(functools.partial(run, fused), q[:, :end], k, v)
+    out, pullback = jax.vjp(functools.partial(run, fused), q, k, v)
     out = jax.device_get(out)
     assert not interpret_pallas_call.races.races_found, "in the forward pass"
-    gradients = jax.device_get(pullback(dout[:, :end]))
+    gradients = jax.device_get(pullback(dout))
     assert not interpret_pallas_call.races.races_found, "in the backward pass"
-    expected, pullback = jax.vjp(functools.partial(run, Dense()), q[:, :end], k, v)
-    assert_close((out, gradients), jax.device_get((expected, pullback(dout[:, :end]))), 1e-5)
+    expected, pullback = jax.vjp(functools.partial(run, Dense()), q, k, v)
+    assert_close((out, gradients), jax.device_get((expected, pullback(dout))), 1e-5)
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
