@@ -19,7 +19,7 @@ from ml_collections import config_dict
 
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, require
-from dape_jax.evaluation.perplexity import EvaluationConfig
+from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -27,7 +27,7 @@ from dape_jax.model.positions import ROTARY
 from dape_jax.model.processors import PROCESSORS
 from dape_jax.model.transformer import TransformerConfig
 from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
-from dape_jax.tasks.tapes import AccuracyConfig, TaskConfig
+from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 
 # The rooms that offer a choice by name; each is a dict from name to config dataclass.

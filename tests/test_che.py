@@ -29,17 +29,11 @@ from test_training import interrupt_at, saved_arrays
 from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
 from dape_jax.errors import InputError
-from dape_jax.evaluation import accuracy
-from dape_jax.evaluation.accuracy import (
-    TrainedOnTask,
-    columns,
-    compile_tapes,
-    evaluate_tasks,
-    summarise,
-    tape_batches,
-)
+from dape_jax.evaluation import accuracy, comparison
+from dape_jax.evaluation.accuracy import Tapes, columns, compile_tapes, evaluate_tasks, length_accuracy
+from dape_jax.evaluation.programs import padded_batches
 from dape_jax.evaluation.report import ReportPaths
-from dape_jax.evaluation.trained import are_algorithmic, read_trained, read_trained_on_task, restore
+from dape_jax.evaluation.trained import TrainedOnTask, are_algorithmic, read_trained, read_trained_on_task, restore
 from dape_jax.model.attention import Dense
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -135,7 +129,7 @@ def test_golden_che_loss_and_accuracy(folder, task):
     nll_BT = nll(jnp.asarray(logits_BTV, jnp.float32), jnp.asarray(tapes["targets"]))
     assert float(jnp.average(nll_BT, weights=jnp.asarray(tapes["weights"]))) == pytest.approx(float(loss), abs=1e-6)
     right_BT = (logits_BTV.argmax(axis=-1) == tapes["targets"]) & tapes["counted"]
-    found = summarise(length, right_BT.sum(axis=1), tapes["counted"].sum(axis=1))
+    found = length_accuracy(length, right_BT.sum(axis=1), tapes["counted"].sum(axis=1))
     assert found.accuracy == pytest.approx(float(right_share), abs=1e-6)
     # And as validation computes them, from the model's own logits.
     sums = [nll_BT * tapes["weights"], tapes["weights"], right_BT, tapes["counted"]]
@@ -409,8 +403,10 @@ def one_by_one(workdir: Path, length: int, num: int) -> tuple[int, int]:
     model = nnx.merge(model_structure(config)[0], jax.device_put(params, jax.devices()[0]))
     answer = jax.jit(lambda tokens, pos: model(tokens, pos).argmax(axis=-1))
     right = counted = 0
-    program = {"batch_size": 8, "padded": 96}
-    for batch, num_real in tape_batches(trained.run.data, length, num_sequences=num, **program):
+    tapes = Tapes(trained.run.data, length, num, padded=96)
+    for rows, num_real in padded_batches(num, 8):
+        batch = tapes.batch(rows)
+        batch |= {"targets": tapes.targets_BT[rows], "counted": tapes.counted_BT[rows]}
         for row in range(num_real):
             inputs_T, targets_T, positions_T, counted_T = (
                 batch[name][row][batch["positions"][row] >= 0] for name in ("inputs", "targets", "positions", "counted")
@@ -448,8 +444,8 @@ def test_every_model_is_asked_the_same_strings(runs, root):
     for seed, batch_size, padded, max_position in ((0, 5, 48, None), (7, 12, 64, None), (3, 4, 48, 100)):
         config = TaskConfig("reverse_string", 0, 8, max_position, seed)
         rows = []
-        options = {"num_sequences": 12, "batch_size": batch_size, "padded": padded}
-        batches = list(tape_batches(config, 20, **options))
+        tapes = Tapes(config, 20, 12, padded)
+        batches = [(tapes.batch(numbers), num_real) for numbers, num_real in padded_batches(12, batch_size)]
         for batch, num_real in batches:
             assert batch["inputs"].shape == (batch_size, padded)
             rows.extend(batch["inputs"][:num_real, :20].tolist())
@@ -459,7 +455,7 @@ def test_every_model_is_asked_the_same_strings(runs, root):
             assert len(set(drawn)) == len(batches) == 3
     assert asked[0] == asked[7] == asked[3]
     assert len({tuple(row) for row in asked[0]}) == 12
-    batch, _ = next(tape_batches(task_config("reverse_string"), 19, num_sequences=12, batch_size=12, padded=48))
+    batch = Tapes(task_config("reverse_string"), 19, 12, padded=48).batch(np.arange(12))
     assert batch["inputs"][:, :19].tolist() != [row[:19] for row in asked[0]]
 
 
@@ -482,7 +478,7 @@ def test_what_an_evaluation_leaves_behind(runs, root, tmp_path):
     report = evaluate_tasks([root / "dape", root / "other"], output=tmp_path)
     found = check_table(report, ["<=", "5", ">", "5", "2", "5", "6", "20"])
     assert "<= 5: mean over 2 lengths; > 5, the score: mean over 2 lengths, 6 to 20." in report.table
-    assert "right in 50.00 (reverse_string)" in report.table
+    assert "Chance: 50.00 (reverse_string)" in report.table
     assert found[0]["lengths"] == found[1]["lengths"]
     assert [run["name"] for run in found] == ["dape", "other"]
     for run in found:
@@ -500,14 +496,14 @@ def test_what_an_evaluation_leaves_behind(runs, root, tmp_path):
 
 @pytest.mark.slow
 def test_several_tasks_have_a_column_and_panels(runs, random, root, tmp_path):
-    pictures = []
+    figures = []
     for workdirs in ([root / "dape"], [root / "dape", random]):
         report = evaluate_tasks(workdirs, lengths=(2, 20), output=tmp_path / str(len(workdirs)))
         found = check_table(report, [*(["task"] if len(workdirs) > 1 else []), "<=", "5", ">", "5", "2", "20"])
-        pictures.append(matplotlib.image.imread(tmp_path / str(len(workdirs)) / "accuracy.png"))
+        figures.append(matplotlib.image.imread(tmp_path / str(len(workdirs)) / "accuracy.png"))
     assert [run["task"] for run in found] == ["reverse_string", "binary_addition"]
-    assert "right in 50.00 (reverse_string, binary_addition)" in report.table
-    assert pictures[1].shape[1] > pictures[0].shape[1]
+    assert "Chance: 50.00 (reverse_string, binary_addition)" in report.table
+    assert figures[1].shape[1] > figures[0].shape[1]
 
 
 @pytest.mark.parametrize(
@@ -547,7 +543,7 @@ def test_devices_that_share_a_tape_answer_the_same(request, runs, root, tmp_path
 def test_interval_holds_the_accuracy(rows):
     counted_B = np.array([counted for counted, _ in rows])
     right_B = np.array([round(counted * share) for counted, share in rows])
-    found = summarise(5, right_B, counted_B)
+    found = length_accuracy(5, right_B, counted_B)
     assert found.accuracy == right_B.sum() / counted_B.sum()
     assert (found.num_symbols, found.num_sequences) == (counted_B.sum(), len(rows))
     assert 0 <= found.low <= found.accuracy + 1e-12
@@ -558,7 +554,7 @@ def test_interval_holds_the_accuracy(rows):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=200))
 def test_interval_of_one_symbol_each_is_wilsons(rights):
-    found = summarise(5, np.array(rights, int), np.ones(len(rights), int))
+    found = length_accuracy(5, np.array(rights, int), np.ones(len(rights), int))
     wilson = scipy.stats.binomtest(sum(rights), len(rights)).proportion_ci(method="wilson")
     assert (found.low, found.high) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
 
@@ -570,7 +566,7 @@ def test_interval_covers_what_it_says(spread):
     for _ in range(400):
         share_B = np.where(rng.random(64) < 0.5, 0.5 - spread, 0.5 + spread)
         counted_B = rng.integers(5, 30, 64)
-        found = summarise(5, rng.binomial(counted_B, share_B), counted_B)
+        found = length_accuracy(5, rng.binomial(counted_B, share_B), counted_B)
         hits += found.low <= 0.5 <= found.high
     assert 0.92 <= hits / 400 <= 0.98
 
@@ -648,12 +644,12 @@ def test_a_bias_that_is_causal_alone_is_named_before_the_work(tmp_path):
 @pytest.mark.parametrize(
     ("names", "options", "words"),
     [
-        ([], {}, "workdir = .*one workdir or more"),
-        (["dape"], {"lengths": (0,)}, r"evaluation.lengths = \(0,\): positive numbers"),
+        ([], {}, "workdir = .*must be one workdir or more"),
+        (["dape"], {"lengths": (0,)}, r"evaluation.lengths = \(0,\): must be one or more positive"),
         (["dape"], {"lengths": (6, 3)}, "evaluation.lengths = .*increasing"),
-        (["dape"], {"num_sequences": 0}, "evaluation.num_sequences = 0: a positive number"),
+        (["dape"], {"num_sequences": 0}, "evaluation.num_sequences = 0: must be positive"),
         (["dape"], {"step": "3"}, "step = '3': one of"),
-        (["dape", "dape"], {}, "workdir = .*different names on each task"),
+        (["dape", "dape"], {}, "workdir = .*must have different names"),
         (["dape"], {"mesh": MeshConfig(1, 1, 8, 1), "lengths": (3,)}, None),
         (["dape"], {"mesh": MeshConfig(1, 1, 4, 2)}, "model.vocab_size = 3: a multiple of mesh.tensor = 2"),
         (["dape"], {"mesh": MeshConfig(1, 1, 16, 1)}, "mesh = 'context=16': must multiply to 8 devices"),
@@ -665,7 +661,7 @@ def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, monkeyp
     def no_device_work(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(accuracy, "restore", no_device_work)
+    monkeypatch.setattr(comparison, "restore", no_device_work)
     with pytest.raises(AssertionError if words is None else InputError, match=words):
         evaluate_tasks([root / name for name in names], **options, output=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -683,7 +679,7 @@ def test_an_output_that_cannot_be_written_is_named(runs, root, tmp_path):
         ("evaluation", "lengths", (2, 6), r"evaluation.lengths = .*give --lengths"),
         ("evaluation", "num_sequences", 4, r"evaluation.num_sequences = \[12, 4\]: .*give --num_sequences"),
         ("evaluation", "dropout", True, r"evaluation.dropout = .*give --dropout"),
-        ("train", "train_length", 6, r"train.train_length = \[5, 6\]: the same for all"),
+        ("train", "train_length", 6, r"train.train_length = \[5, 6\]: must be the same for all"),
     ],
 )
 def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypatch, section, field, value, words):
@@ -811,7 +807,7 @@ def test_config_file_lists_every_task():
 def test_an_interval_does_not_vanish_by_rounding():
     for right, counted in ((15, 22), (1, 49)):
         for num in (1, 3):
-            found = summarise(5, np.full(num, right), np.full(num, counted))
+            found = length_accuracy(5, np.full(num, right), np.full(num, counted))
             assert found.high - found.low > 0.2
 
 

@@ -1,1 +1,4 @@
-"""Evaluate checkpoints. Read in this order: trained, memory, perplexity, by_position, evaluate, accuracy, report."""
+"""The evaluator of the paper: perplexity by length and by position, and accuracy on the algorithmic tasks.
+
+Reading order: trained (load a model), memory, programs, comparison; results, statistics, perplexity; accuracy; report.
+"""

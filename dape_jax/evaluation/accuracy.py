@@ -1,11 +1,12 @@
-"""Accuracy by length, of models on the algorithmic tasks. In: checkpoints. Out: files: `accuracy.*`. Next: `report.py`.
+"""Accuracy by length of models on the algorithmic tasks. In: workdirs of runs on tasks. Out: files `accuracy.*`.
 
-At every length so many fresh strings are answered, the same for every model, and the symbols of the answers that are
-right are counted, as `tapes.py` says which count. The score is the mean of the accuracies at lengths above the train
-length.
+At every length the same number of new strings is answered, the same strings for every model, and the right symbols of
+the answers are counted; `tapes.py` says which symbols count. The score is the mean of the accuracies at lengths above
+the train length.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,20 +23,20 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tqdm import tqdm
 
-from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.memory import Program, compile_programs
-from dape_jax.evaluation.perplexity import batch_size_at
-from dape_jax.evaluation.trained import TrainedOnTask, abstract_params, read_trained_on_task, restore
+from dape_jax.evaluation.comparison import read_models, require_same, score_models
+from dape_jax.evaluation.config import AccuracyConfig
+from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
+from dape_jax.evaluation.trained import TrainedOnTask, abstract_params, read_trained_on_task
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
-from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, put_batch, replicated
-from dape_jax.tasks.tapes import EVALUATION, AccuracyConfig, Batch, TaskConfig, make_tapes
+from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
+from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import positions_of
 
-TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # columns, of the lengths that were evaluated
+TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # preferred columns among many lengths
 MAX_COLUMNS = 8
-MARKED = 60  # lengths at most that a picture has a mark for each of
+MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,12 @@ class LengthAccuracy:
     """Accuracy at one length.
 
     Args:
-        length: N that was asked for; a task may have only shorter ones, by a symbol.
-        accuracy: share of the symbols that are right.
-        low: lower end of its 95 % interval; see `summarise`.
-        high: its upper end.
-        num_sequences: strings.
-        num_symbols: symbols that count, of all strings.
+        length: input length N; a task that has no input of that length uses one symbol less.
+        accuracy: share of symbols that are right.
+        low: lower end of the 95 % interval; see `length_accuracy`.
+        high: upper end of the interval.
+        num_sequences: number of strings.
+        num_symbols: number of symbols that count, over all strings.
     """
 
     length: int
@@ -61,22 +62,23 @@ class LengthAccuracy:
 
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
-    """One model's accuracy by length, and its means.
+    """Accuracy by length of one model, and its means.
 
     Args:
         task: a key of `TASKS`.
-        name: the workdir's own name.
-        workdir: where it was read from.
-        step: of the checkpoint.
-        train_length: the longest input of training, in symbols.
-        random_accuracy: of a guess.
-        dropout: whether it was on.
+        name: name of the workdir.
+        workdir: run directory.
+        step: number of the checkpoint.
+        train_length: longest input of training, in symbols.
+        random_accuracy: accuracy of a random guess.
+        dropout: whether dropout was on.
         lengths: one result for each length.
-        trained: mean accuracy over the lengths up to the train length; None without any.
-        score: mean accuracy over the lengths above it; None without any.
-        reference_score: the same without the first length above it, which the reference leaves out.
+        trained: mean accuracy over the lengths up to the train length, or None without any.
+        score: mean accuracy over the lengths above it, or None without any.
+        reference_score: the same without the first length above it, which the reference omits.
 
-    Differs: the reference's score, a list of the accuracies at 1, 2, .. sliced from index 41 on, begins with length 42.
+    Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
+        length 42.
     """
 
     task: str
@@ -105,79 +107,76 @@ def evaluate_tasks(
     """Evaluate one checkpoint of every workdir and write one comparison.
 
     Args:
-        workdirs: of the runs; those on the same task have different names.
+        workdirs: run directories; those of the same task have different names.
         step: "newest", "best" (the lowest validation loss) or a number.
-        lengths: of the inputs, in symbols; empty for those of each run's config.
-        num_sequences: strings of each length; None for the number in each run's config.
-        dropout: whether it stays on; None for what each run's config says.
-        mesh: of the devices; None spreads sequences over all of them. With `context`, devices share a sequence.
-        output: where the results go; None for the workdir, or the directory that all workdirs have in common.
+        lengths: input lengths in symbols, by default those of each run's config.
+        num_sequences: strings of each length, by default the number in each run's config.
+        dropout: whether dropout stays on, by default as each run's config says.
+        mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
+        output: directory of the results; by default the workdir, or the longest path common to all workdirs.
 
     Returns:
-        Where the results lie: a directory, the table and the picture. The "runs" of the JSON there are `TaskResult`s.
+        Paths of the results. The "runs" of the JSON are `TaskResult`s.
 
     Raises:
-        InputError: bad input, or a length that does not fit into memory, before any weights are read.
+        InputError: bad input, or a length that does not fit into memory, before any parameters are read.
     """
-    require(bool(workdirs), "workdir", [], "one workdir or more")
-    given = {"lengths": lengths or None, "num_sequences": num_sequences, "dropout": dropout}
-    replaced = {field: value for field, value in given.items() if value is not None}
-    models = [read_trained_on_task(workdir, step, replaced, mesh) for workdir in workdirs]
-    labels = [model.label for model in models]
-    require(len(set(labels)) == len(labels), "workdir", labels, "different names on each task")
-    for field in ("lengths", "num_sequences", "dropout"):
-        values = [getattr(model.run.evaluation, field) for model in models]
-        require(len(set(values)) == 1, f"evaluation.{field}", values, f"the same for all; give --{field}")
-    trained_at = [model.run.train.train_length for model in models]
-    require(len(set(trained_at)) == 1, "train.train_length", trained_at, "the same for all")
+    overrides = {"lengths": lengths or None, "num_sequences": num_sequences, "dropout": dropout}
+    models = read_models(read_trained_on_task, workdirs, step, overrides, mesh)
+    fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")
+    require_same(models, *fields)
     for model in models:
         check_mesh(make_mesh(model.mesh), {"T": ("evaluation.pad_to", model.run.evaluation.pad_to)})
-    output = report.common_directory(workdirs) if output is None else output
-    report.make_directory(output)
-    # All programs before any weights: what does not fit is refused before hours go into what does.
-    programs = [compile_tapes(model) for model in models]
-    results = [score_on_task(*of_model) for of_model in zip(models, programs, strict=True)]
-    content = {"runs": [dataclasses.asdict(result) for result in results]}
-    return report.save("accuracy", output, content, caption(results), cells(results), plot(results))
+
+    def score_model(
+        model: TrainedOnTask, programs: dict[int, Program], params: Params, mesh: Mesh
+    ) -> Iterator[TaskResult]:
+        yield task_result(model, answer_tapes(model, programs, params, mesh))
+
+    results, directory = score_models(models, compile_tapes, score_model, output)
+    return report.save_runs("accuracy", directory, results, caption(results), cells(results), plot(results))
 
 
-# ---- what is asked
+# ---- tapes
 
 
 def padded_length(config: TaskConfig, length: int, pad_to: int) -> int:
-    """T: tokens of the tapes of a length, filled up."""
+    """Return T, the number of tokens of padded tapes for inputs of one length."""
     return -(-config.tape_length(length) // pad_to) * pad_to
 
 
-def tape_batches(
-    config: TaskConfig, length: int, *, num_sequences: int, batch_size: int, padded: int
-) -> Iterator[tuple[Batch, int]]:
-    """The tapes that a length is judged on, and how many rows of the batch are real.
+class Tapes:
+    """Tapes of one length: fresh strings that depend only on task and length, not on the model or its batches.
 
-    The strings depend on nothing but task and length, whatever seed a model was trained with and however many fit into
-    a batch. Random positions are drawn anew for every batch, as in training.
+    Random positions are drawn for every batch, as in training.
 
     Args:
-        config: of the task.
-        length: of the strings.
-        num_sequences: in all.
-        batch_size: rows of a batch; the last is filled up with copies of its last row.
+        config: config of the task.
+        length: length of the strings.
+        num_sequences: number of strings.
         padded: T.
     """
-    rng = np.random.default_rng([EVALUATION, length])
-    inputs_BN = config.of.sample(rng, num_sequences, length)
-    targets_BM = config.of.solve(inputs_BN)
-    for first in range(0, num_sequences, batch_size):
-        rows = np.minimum(np.arange(first, first + batch_size), num_sequences - 1)
-        batch = make_tapes(config, inputs_BN[rows], targets_BM[rows], rng, pad_to=padded)
-        yield batch, min(batch_size, num_sequences - first)
+
+    def __init__(self, config: TaskConfig, length: int, num_sequences: int, padded: int):
+        self.config, self.padded = config, padded
+        self.rng = np.random.default_rng([EVALUATION, length])
+        self.inputs_BN = config.of.sample(self.rng, num_sequences, length)
+        self.targets_BM = config.of.solve(self.inputs_BN)
+        unused = np.random.default_rng(0)  # of positions, which targets do not depend on
+        tapes = make_tapes(config, self.inputs_BN, self.targets_BM, unused, pad_to=padded)
+        self.targets_BT, self.counted_BT = tapes["targets"], tapes["counted"]
+
+    def batch(self, rows: Int[np.ndarray, "B"]) -> Batch:
+        """Return what the model reads of some of the tapes."""
+        tapes = make_tapes(self.config, self.inputs_BN[rows], self.targets_BM[rows], self.rng, pad_to=self.padded)
+        return {name: tapes[name] for name in ("inputs", "positions")}
 
 
-# ---- the programs
+# ---- answers
 
 
-def model_at(config: TransformerConfig, padded: int, evaluation: AccuracyConfig) -> TransformerConfig:
-    """The same model with the attention that suits the length. (Not causal, all rows are of one bucket.)"""
+def model_for_tapes(config: TransformerConfig, padded: int, evaluation: AccuracyConfig) -> TransformerConfig:
+    """Return a model's config for tapes of one length: dense below `evaluation.blockwise_from`, else blockwise."""
     blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
     return dataclasses.replace(config, attention=blockwise if padded >= evaluation.blockwise_from else Dense())
 
@@ -185,7 +184,8 @@ def model_at(config: TransformerConfig, padded: int, evaluation: AccuracyConfig)
 def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
     """Make `step({"params": params, "number": number}, batch) -> answers_BT`, jitted.
 
-    At every place of a tape the likeliest symbol. The number of the batch is what dropout's random numbers depend on.
+    The answer at every place of a tape is the most probable symbol. Dropout's random numbers depend on the number of
+    the batch.
     """
 
     def step(model_and_number: dict[str, Any], batch: dict[str, Array]) -> Int[Array, "B T"]:
@@ -197,7 +197,7 @@ def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
 
 
 def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
-    """One model's programs, by the T of the tapes; none of its weights are read.
+    """Compile the programs of one model, by the T of the tapes; its parameters are not read.
 
     Raises:
         InputError: a length does not fit into memory.
@@ -206,10 +206,11 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
     run, evaluation = trained.run, trained.run.evaluation
 
     def step_at(padded: int) -> tuple[Wrapped, int]:
-        graphdef, _ = model_structure(model_at(run.model, padded, evaluation))
-        fitting = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
-        # As many batches as that takes, and as equal ones as can be: less of the last is filling.
-        even = -(-evaluation.num_sequences // -(-evaluation.num_sequences // fitting))
+        graphdef, _ = model_structure(model_for_tapes(run.model, padded, evaluation))
+        largest = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
+        # The same number of batches, of as equal sizes as possible, so that the last has less padding.
+        num_batches = -(-evaluation.num_sequences // largest)
+        even = -(-evaluation.num_sequences // num_batches)
         return make_answer_step(graphdef, evaluation.dropout), batch_size_at(padded, even, evaluation, mesh)
 
     tapes = sorted({padded_length(run.data, length, evaluation.pad_to) for length in evaluation.lengths})
@@ -226,88 +227,57 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
     return {program.length: program for program in programs}
 
 
-def score_on_task(trained: TrainedOnTask, programs: dict[int, Program]) -> TaskResult:
-    """Ask one model, on all devices, and sum up."""
-    mesh, params = restore(trained)
-    run = trained.run
-    lengths = list(accuracies(run.data, run.evaluation, programs, params, mesh, trained.label))
-
-    def mean(above: int, to: int | float) -> float | None:
-        chosen = [result.accuracy for result in lengths if above < result.length <= to]
-        return math.fsum(chosen) / len(chosen) if chosen else None
-
-    train_length = run.train.train_length
-    return TaskResult(
-        task=run.data.task,
-        name=trained.workdir.absolute().name,
-        workdir=str(trained.workdir),
-        step=trained.step,
-        train_length=train_length,
-        random_accuracy=run.data.of.random_accuracy,
-        dropout=run.evaluation.dropout,
-        lengths=lengths,
-        trained=mean(0, train_length),
-        score=mean(train_length, math.inf),
-        reference_score=mean(train_length + 1, math.inf),
-    )
-
-
-def accuracies(
-    config: TaskConfig,
-    evaluation: AccuracyConfig,
-    programs: dict[int, Program],
-    params: Params,
-    mesh: Mesh,
-    name: str,
-) -> Iterator[LengthAccuracy]:
-    """Run a model's programs: each length.
+def answer_tapes(
+    trained: TrainedOnTask, programs: dict[int, Program], params: Params, mesh: Mesh
+) -> list[LengthAccuracy]:
+    """Run the programs of one model; return its accuracy at each length.
 
     Args:
-        config: of the task.
-        evaluation: lengths and protocol.
-        programs: from `compile_tapes`.
-        params: the parameters, placed as they were said to be.
-        mesh: where they live.
-        name: shown by the progress bar.
+        trained: description of the model.
+        programs: result of `compile_tapes`.
+        params: parameters, sharded as the programs were compiled for.
+        mesh: mesh of the parameters.
     """
+    config, evaluation = trained.run.data, trained.run.evaluation
     num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
-    number = 0
-    with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
+    numbers = itertools.count()  # of batches, over all lengths
+    accuracies = []
+    with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
         for length in evaluation.lengths:
             bar.set_postfix_str(f"length {length}")
-            padded = padded_length(config, length, evaluation.pad_to)
-            program = programs[padded]
-            right, counted = [], []
-            for batch, num_real in tape_batches(
-                config,
-                length,
-                num_sequences=evaluation.num_sequences,
+            program = programs[padded_length(config, length, evaluation.pad_to)]
+            tapes = Tapes(config, length, evaluation.num_sequences, program.length)
+
+            def answer(batch: dict[str, jax.Array], program: Program = program) -> jax.Array:
+                number = jax.device_put(np.int32(next(numbers)), replicated(mesh))
+                return program.step({"params": params, "number": number}, batch)
+
+            answers_BT = run_in_batches(
+                answer,
+                tapes.batch,
+                num_rows=evaluation.num_sequences,
                 batch_size=program.batch_size,
-                padded=padded,
-            ):
-                arguments = {"params": params, "number": jax.device_put(np.int32(number), replicated(mesh))}
-                read = {name: batch[name] for name in ("inputs", "positions")}
-                answers_BT = jax.device_get(program.step(arguments, put_batch(read, mesh)))
-                counted_BT = batch["counted"][:num_real]
-                right.append(((answers_BT == batch["targets"])[:num_real] & counted_BT).sum(axis=1))
-                counted.append(counted_BT.sum(axis=1))
-                number += 1
-                bar.update(num_real * config.tape_length(length))
-            yield summarise(length, np.concatenate(right), np.concatenate(counted))
+                mesh=mesh,
+                progress=lambda num_rows, length=length: bar.update(num_rows * config.tape_length(length)),
+            )
+            right_B = ((answers_BT == tapes.targets_BT) & tapes.counted_BT).sum(axis=1)
+            counted_B = tapes.counted_BT.sum(axis=1)
+            accuracies.append(length_accuracy(length, right_B, counted_B))
+    return accuracies
 
 
-def summarise(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndarray, "B"]) -> LengthAccuracy:
-    """Sum up a length: right symbols of counted ones, over all sequences, and the 95 % interval.
+def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndarray, "B"]) -> LengthAccuracy:
+    """Return the accuracy at one length: right symbols / symbols that count, over all sequences, and a 95 % interval.
 
-    The interval is Wilson's, for as many independent symbols as would vary as the sequences do: the symbols of one
-    sequence hang together. With one symbol each, those are the sequences; where nothing varies, they are too, so that a
-    model that was never wrong has an interval all the same.
+    The symbols of one sequence are not independent. The interval is Wilson's for the number of independent symbols that
+    would have the variance observed between sequences. With one symbol each, that is the number of sequences; it is
+    also used where nothing varies, so that a model that is always right has an interval too.
 
-    Differs: the reference takes the mean over 8 batches of 64 sequences each. Where an END says how many symbols of a
-        sequence count (addition, multiplication, stack manipulation), batches of short targets weigh more there.
+    Differs: the reference takes the mean over 8 batches of 64 sequences each. Where an END decides how many symbols of
+        a sequence count (addition, multiplication, stack manipulation), batches of short targets weigh more there.
     """
     accuracy = right_B.sum() / counted_B.sum()
-    # In integers up to the division, so that what does not vary does not: rounding would make its interval vanish.
+    # In integers up to the division: rounding would give equal sequences a variance, and make their interval vanish.
     off_B = right_B * counted_B.sum() - right_B.sum() * counted_B
     variance = np.sum((off_B / counted_B.sum() ** 2) ** 2)
     independent = accuracy * (1 - accuracy) / variance if variance > 0 else len(right_B)
@@ -325,26 +295,49 @@ def summarise(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndar
     )
 
 
-# ---- what it leaves behind
+def task_result(trained: TrainedOnTask, lengths: list[LengthAccuracy]) -> TaskResult:
+    """Return the result of one model, with its mean accuracies."""
+
+    def mean(above: int, to: int | float) -> float | None:
+        chosen = [result.accuracy for result in lengths if above < result.length <= to]
+        return math.fsum(chosen) / len(chosen) if chosen else None
+
+    run, train_length = trained.run, trained.run.train.train_length
+    return TaskResult(
+        task=run.data.task,
+        name=trained.name,
+        workdir=str(trained.workdir),
+        step=trained.step,
+        train_length=train_length,
+        random_accuracy=run.data.of.random_accuracy,
+        dropout=run.evaluation.dropout,
+        lengths=lengths,
+        trained=mean(0, train_length),
+        score=mean(train_length, math.inf),
+        reference_score=mean(train_length + 1, math.inf),
+    )
+
+
+# ---- table and figure
 
 
 def columns(lengths: Sequence[int]) -> list[int]:
-    """The lengths that the table has columns for: all, round ones, or some of equal distance, the last among them."""
+    """Return the lengths in the table: all if they are few, else preferred ones, else equally spaced ones."""
     if len(lengths) <= MAX_COLUMNS:
         return list(lengths)
-    round_ones = [length for length in TABLE_LENGTHS if length in lengths]
-    if len(round_ones) >= MAX_COLUMNS // 2:
-        return round_ones[-MAX_COLUMNS:]
+    preferred = [length for length in TABLE_LENGTHS if length in lengths]
+    if len(preferred) >= MAX_COLUMNS // 2:
+        return preferred[-MAX_COLUMNS:]
     return [lengths[round((i + 1) * len(lengths) / MAX_COLUMNS) - 1] for i in range(MAX_COLUMNS)]
 
 
 def percent(accuracy: float | None) -> str:
-    """As the paper's table has it; a dash where there is none."""
+    """Return an accuracy as the paper's table prints it, or a dash for None."""
     return "-" if accuracy is None else f"{100 * accuracy:.2f}"
 
 
 def cells(results: Sequence[TaskResult]) -> list[list[str]]:
-    """Header and rows: each model's means, and its accuracy at some lengths."""
+    """Return the header, and a row for each model: its means, and its accuracy at some lengths."""
     train_length = results[0].train_length
     shown = columns([result.length for result in results[0].lengths])
     several = len({run.task for run in results}) > 1
@@ -357,26 +350,26 @@ def cells(results: Sequence[TaskResult]) -> list[list[str]]:
 
 
 def caption(results: Sequence[TaskResult]) -> str:
-    """What the table shows."""
+    """Return the caption of the table."""
     first = results[0]
     lengths, train_length = [result.length for result in first.lengths], first.train_length
     beyond = [length for length in lengths if length > train_length]
     span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
-    guesses: dict[str, list[str]] = {}
-    for task, guess in {run.task: run.random_accuracy for run in results}.items():
-        guesses.setdefault(percent(guess), []).append(task)
+    chances: dict[str, list[str]] = {}
+    for task, chance in {run.task: run.random_accuracy for run in results}.items():
+        chances.setdefault(percent(chance), []).append(task)
     return (
         f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols"
         f"{', dropout on' if first.dropout else ''}; {first.lengths[0].num_sequences} sequences of each length. "
         f"<= {train_length}: mean over {len(lengths) - len(beyond)} lengths; > {train_length}, the score: mean over "
-        f"{len(beyond)} lengths{span}. A random guess is right in "
-        + "; ".join(f"{guess} ({', '.join(tasks)})" for guess, tasks in guesses.items())
+        f"{len(beyond)} lengths{span}. Chance: "
+        + "; ".join(f"{chance} ({', '.join(tasks)})" for chance, tasks in chances.items())
         + "."
     )
 
 
 def plot(results: Sequence[TaskResult]) -> Figure:
-    """Draw accuracy against length: a panel for each task, a colour for each method, a guess dotted."""
+    """Draw accuracy against length: a panel for each task, a colour for each method, a dotted line for chance."""
     tasks, names = list(dict.fromkeys(run.task for run in results)), list(dict.fromkeys(run.name for run in results))
     across = 2 if len(tasks) in (2, 4) else min(3, len(tasks))
     down = -(-len(tasks) // across)
@@ -386,10 +379,10 @@ def plot(results: Sequence[TaskResult]) -> Figure:
         axes.remove()
     lines: dict[str, Line2D] = {}
     for number, (axes, task) in enumerate(zip(panels, tasks, strict=False)):
-        lines |= draw_task(axes, [run for run in results if run.task == task], names)
+        lines |= plot_task(axes, [run for run in results if run.task == task], names)
         if number % across == 0:
             axes.set_ylabel("accuracy")
-        if number + across >= len(tasks):  # nothing below it
+        if number + across >= len(tasks):  # the lowest panel of its column
             axes.set_xlabel("input length N (symbols)")
             axes.tick_params(labelbottom=True)
     shown = [*names, "train length", "random guess"]
@@ -402,12 +395,12 @@ def plot(results: Sequence[TaskResult]) -> Figure:
     return figure
 
 
-def draw_task(axes: Axes, runs: Sequence[TaskResult], names: list[str]) -> dict[str, Line2D]:
-    """One panel; gives its lines by their names."""
+def plot_task(axes: Axes, runs: Sequence[TaskResult], names: list[str]) -> dict[str, Line2D]:
+    """Draw one panel; return its lines by name."""
     lines = {}
     for run in runs:
         lengths = [result.length for result in run.lengths]
-        color, marker = f"C{names.index(run.name) % 10}", "o" if len(lengths) <= MARKED else None
+        color, marker = f"C{names.index(run.name) % 10}", "o" if len(lengths) <= MAX_MARKERS else None
         accuracies = [result.accuracy for result in run.lengths]
         (lines[run.name],) = axes.plot(lengths, accuracies, marker=marker, markersize=3, color=color)
         report.band(axes, lengths, [(result.low, result.high) for result in run.lengths], color)

@@ -1,91 +1,200 @@
-"""Perplexity by length, after the paper's protocol. In: a model and held-out documents. Next: `by_position.py`.
+"""Perplexity by length, after the paper's protocol. In: workdirs of language models. Out: files, by `report.py`.
 
-The whole N-token sequence is processed and its last tokens are scored. Every length ends at the same places of the same
-documents, so lengths differ in how much comes before, not in what is predicted:
+The whole N-token sequence is processed and its last tokens are scored. Sequences of every length end at the same places
+of the same documents, so lengths differ in how much context there is, not in what is predicted:
 
     document   . . . . . . . . . . . . . . . . e          e: where a window ends
     N = 4                      [i i i i]                  inputs; the target of each is the token after it
     N = 8              [i i i i i i i i]
     scored                          t t                   the last 2 targets, the same for both
 
-The paper's appendix A asks what the context before the last T_train tokens is worth: their perplexity given those
-tokens alone, less their perplexity given all N (equation 6). Here the first is the perplexity at the length T_train,
-all of its targets scored, since sequences of all lengths end at the same places.
+Appendix A of the paper measures the gain from the context before the last T_train tokens: their perplexity given only
+those tokens, minus their perplexity given all N (equation 6). The first is the perplexity at length T_train with all
+targets scored, because sequences of all lengths end at the same places.
+
+Reading order: `evaluate`, then the functions in the order in which it calls them.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
-import scipy.stats
 from jax.sharding import Mesh
 from jax.stages import Wrapped
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 from tqdm import tqdm
 
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
-from dape_jax.evaluation.memory import Program, compile_programs
-from dape_jax.model.attention import Auto, Dense
-from dape_jax.model.positions import Rope, stretched
-from dape_jax.model.transformer import Params, TransformerConfig, model_structure
-from dape_jax.sharding import BATCH_AXES, put_batch
-from dape_jax.tasks.tapes import AccuracyConfig
+from dape_jax.evaluation import report
+from dape_jax.evaluation.comparison import read_models, require_same, score_models
+from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
+from dape_jax.evaluation.results import DeltaRunResult, EvaluatedModel, PositionsRunResult, RunResult
+from dape_jax.evaluation.statistics import delta_result, length_result, positions_result
+from dape_jax.evaluation.trained import TrainedModel, abstract_params, read_trained, validation_corpus
+from dape_jax.model.positions import STRETCHES, Rope
+from dape_jax.model.transformer import Params, model_structure
+from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 from dape_jax.training.step import make_nll_step
 
+PROTOCOLS = ("perplexity", "delta")
 
-@dataclasses.dataclass(frozen=True)
-class EvaluationConfig:
-    """Args of the evaluation by length.
-
-    Args:
-        lengths: sequence lengths N, in tokens.
-        last_tokens: scored tokens at the end of a sequence; at N below it, all N, and so fewer than elsewhere.
-        max_windows: windows that are scored at most; see `choose_windows`.
-        batch_tokens: tokens processed at once; a batch holds as many sequences as fit, and one at least.
-        blockwise_from: from this length on attention is fused or blockwise, so that memory is linear in length.
-        block_size: rows of a block where it is blockwise.
-    """
-
-    lengths: tuple[int, ...]
-    last_tokens: int
-    max_windows: int
-    batch_tokens: int
-    blockwise_from: int
-    block_size: int
-
-    def __post_init__(self):
-        require(len(self.lengths) > 0, "evaluation.lengths", self.lengths, "one length or more")
-        for length in self.lengths:
-            require(
-                isinstance(length, int) and length > 0, "evaluation.lengths", self.lengths, "positive numbers of tokens"
-            )
-        require(
-            list(self.lengths) == sorted(set(self.lengths)), "evaluation.lengths", self.lengths, "increasing, each once"
-        )
-        for field in ("last_tokens", "max_windows", "batch_tokens", "blockwise_from", "block_size"):
-            require(getattr(self, field) > 0, f"evaluation.{field}", getattr(self, field), "a positive number")
+NllByLength = dict[int, Float64[np.ndarray, "windows scored"]]  # nats, of the scored tokens of every window
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A place in a document where sequences of all lengths end: the token at `end - 1` is the last target."""
+    """Place in a document where sequences of all lengths end: the token at `end - 1` is the last target."""
 
     document: int
     end: int
 
 
-def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Window]:
-    """Places to score: windows of the longest length at the end of documents, then before those, without overlap.
-
-    All documents that are long enough give one before any gives two, so that a few long ones do not decide the figure.
+def evaluate(
+    workdirs: list[Path],
+    *,
+    step: str = "newest",
+    lengths: tuple[int, ...] = (),
+    last_tokens: int | None = None,
+    max_windows: int | None = None,
+    data: str | None = None,
+    rotary: tuple[str, ...] = ("rope",),
+    protocol: str = "perplexity",
+    by_position: bool = False,
+    mesh: MeshConfig | None = None,
+    output: Path | None = None,
+) -> report.ReportPaths:
+    """Evaluate one checkpoint of every workdir and write one comparison.
 
     Args:
-        store: held-out documents.
-        longest: the longest N; a window takes N inputs and one more token, the last target.
-        max_windows: at most so many; among documents of equal standing the choice is random, and always the same.
+        workdirs: run directories with different names.
+        step: "newest", "best" (the lowest validation loss) or a number.
+        lengths: sequence lengths, by default those of each run's config.
+        last_tokens: scored tokens, by default the number in each run's config.
+        max_windows: maximum number of scored windows, by default the number in each run's config.
+        data: another corpus, in the form of `data.path`, whose validation documents are scored.
+        rotary: variants to evaluate of every model: "rope" is the model as trained; "pi", "ntk" and "yarn", only for
+            models with RoPE, stretch positions by length / train length; see `positions.stretched`.
+        protocol: "perplexity" of the last tokens by length, which writes `lengths.*`; or "delta", the gain from the
+            context before the last T_train tokens at each length above T_train, which writes `delta.*`.
+        by_position: measure the loss by position in windows of the longest length instead; writes `positions.*`.
+        mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
+        output: directory of the results; by default the workdir, or the longest path common to all workdirs.
+
+    Returns:
+        Paths of the results. The "runs" of the JSON are `RunResult`s, `DeltaRunResult`s or `PositionsRunResult`s, one
+        for each model and rotary variant.
+
+    Raises:
+        InputError: bad input, or a length that does not fit into memory, before any parameters are read.
+    """
+    kind = check_protocol(protocol, by_position, last_tokens)
+    overrides = {"lengths": lengths or None, "last_tokens": last_tokens, "max_windows": max_windows}
+    models = read_models(read_trained, workdirs, step, overrides, mesh)
+    if kind == "delta":
+        require_same(models, "train.train_length")
+    models = [with_protocol(model, kind) for model in models]
+    for model in models:
+        check_rotary(model, rotary)
+        check_lengths(model)
+    require_same(models, "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
+
+    corpora = [validation_corpus(model, data) for model in models]
+    digests = [corpus.digest for corpus in corpora]
+    require(len(set(digests)) == 1, "data", digests, "must be the same text for all; give --data")
+    store, evaluation = corpora[0].validation, models[0].run.evaluation
+    windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
+
+    def compile_model(model: TrainedModel) -> dict[str, list[Program]]:
+        return {variant: compile_lengths(model, variant, len(windows)) for variant in rotary}
+
+    def score_model(
+        model: TrainedModel, programs: dict[str, list[Program]], params: Params, mesh: Mesh
+    ) -> Iterator[RunResult | PositionsRunResult]:
+        for variant in rotary:
+            evaluated = identity(model, variant, digests[0])
+            nll = score_windows(programs[variant], params, mesh, store, windows, evaluated.name)
+            yield summarise(kind, evaluated, windows, nll)
+
+    results, directory = score_models(models, compile_model, score_model, output)
+    return report.WRITERS[kind](results, directory)
+
+
+# ---- what is compared
+
+
+def check_protocol(protocol: str, by_position: bool, last_tokens: int | None) -> str:
+    """Return "perplexity", "delta" or "positions", or raise `InputError` for options that exclude each other."""
+    require(protocol in PROTOCOLS, "protocol", protocol, f"must be one of {list(PROTOCOLS)}")
+    is_delta = protocol == "delta"
+    require(not (by_position and is_delta), "by_position", by_position, "cannot be combined with --protocol=delta")
+    allowed = "must not be given with --protocol=delta, which scores as many tokens as the train length"
+    require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
+    allowed = "must not be given with --by_position, which scores all tokens"
+    require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
+    return "positions" if by_position else protocol
+
+
+def with_protocol(model: TrainedModel, kind: str) -> TrainedModel:
+    """Return the model with the lengths and scored tokens that a kind of comparison has.
+
+    "delta" takes T_train and the lengths above it, and scores T_train tokens; "positions" takes the longest length, and
+    scores all of it.
+
+    Raises:
+        InputError: "delta", and no length is above the train length.
+    """
+    if kind == "perplexity":
+        return model
+    evaluation, train_length = model.run.evaluation, model.run.train.train_length
+    if kind == "delta":
+        longer = tuple(length for length in evaluation.lengths if length > train_length)
+        allowed = f"must have one or more above the train length, {train_length}"
+        require(bool(longer), "evaluation.lengths", evaluation.lengths, allowed)
+        lengths, last_tokens = (train_length, *longer), train_length
+    else:
+        last_tokens = max(evaluation.lengths)
+        lengths = (last_tokens,)
+    evaluation = dataclasses.replace(evaluation, lengths=lengths, last_tokens=last_tokens)
+    return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
+
+
+def check_rotary(model: TrainedModel, rotary: tuple[str, ...]) -> None:
+    """Raise `InputError` unless the rotary variants exist, each once, and are possible for the model."""
+    allowed = f"must be one or more of {list(STRETCHES)}, each once"
+    is_known = bool(rotary) and set(rotary) <= set(STRETCHES) and len(set(rotary)) == len(rotary)
+    require(is_known, "rotary", rotary, allowed)
+    trained_with = model.run.model.rotary
+    allowed = f"must be 'rope', as trained, for {model.workdir}, whose model.rotary is {trained_with}"
+    require(rotary == ("rope",) or type(trained_with) is Rope, "rotary", rotary, allowed)
+
+
+def check_lengths(model: TrainedModel) -> None:
+    """Raise `InputError` unless the devices that share a sequence divide every length and its scored tokens."""
+    mesh, evaluation = make_mesh(model.mesh), model.run.evaluation
+    for length in evaluation.lengths:
+        check_mesh(mesh, {"T": ("evaluation.lengths", length)})
+        scored, context = min(evaluation.last_tokens, length), mesh.shape["context"]
+        allowed = f"must be a multiple of mesh.context = {context}"
+        require(scored % context == 0, "evaluation.last_tokens", scored, allowed)
+
+
+# ---- windows
+
+
+def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Window]:
+    """Return the windows to score: of the longest length, at the end of documents, then before those, not overlapping.
+
+    Every document that is long enough gives one window before any document gives two, so that a few long documents do
+    not dominate the result.
+
+    Args:
+        store: validation documents.
+        longest: longest N; a window has N inputs and one more token, the last target.
+        max_windows: maximum number of windows. Documents are taken in a random order that is always the same.
 
     Raises:
         InputError: no document is long enough.
@@ -99,235 +208,106 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Wi
         for document in order
         if taken < windows_each[document]
     ]
-    require(
-        bool(windows),
-        "evaluation.lengths",
-        longest,
-        f"at most {max(document_lengths) - 1}: the longest held-out document has {max(document_lengths)} tokens",
-    )
+    longest_document = max(document_lengths)
+    allowed = f"must be at most {longest_document - 1}: the longest validation document has {longest_document} tokens"
+    require(bool(windows), "evaluation.lengths", longest, allowed)
     return windows[:max_windows]
 
 
-def window_batches(
-    store: TokenStore, windows: list[Window], length: int, batch_size: int
-) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Sequences of one length that end at the windows, and how many rows of the batch are real.
-
-    All batches have one shape: the last is filled up with copies of its last row.
-    """
-    for first in range(0, len(windows), batch_size):
-        chosen = windows[first : first + batch_size]
-        padded = chosen + chosen[-1:] * (batch_size - len(chosen))
-        rows = np.stack([store.document(w.document)[w.end - length - 1 : w.end] for w in padded]).astype(np.int32)
-        yield {"inputs": rows[:, :-1], "targets": rows[:, 1:]}, len(chosen)
+def window_batch(
+    store: TokenStore, windows: list[Window], length: int, rows: Int[np.ndarray, "B"]
+) -> dict[str, np.ndarray]:
+    """Return the inputs and targets of the sequences of one length that end at some of the windows."""
+    chosen = [windows[row] for row in rows]
+    tokens = np.stack([store.document(w.document)[w.end - length - 1 : w.end] for w in chosen]).astype(np.int32)
+    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-@dataclasses.dataclass(frozen=True)
-class LengthResult:
-    """Perplexity at one length.
+# ---- scores
+
+
+def compile_lengths(model: TrainedModel, rotary: str, num_windows: int) -> list[Program]:
+    """Compile the scoring step of one model for every length.
 
     Args:
-        length: N.
-        perplexity: exp(sum of nll / number of tokens).
-        low: lower end of the 95 % bootstrap interval over documents; None with fewer than two documents.
-        high: its upper end.
-        nll_nats: sum over all scored tokens.
-        num_tokens: scored tokens.
-        num_windows: sequences.
-        num_documents: documents they come from.
-    """
-
-    length: int
-    perplexity: float
-    low: float | None
-    high: float | None
-    nll_nats: float
-    num_tokens: int
-    num_windows: int
-    num_documents: int
-
-
-def interval_over_documents(
-    windows: list[Window], sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """The 95 % bootstrap interval of a statistic of sums over documents; None with fewer than two documents.
-
-    Whole documents are drawn, since a document's windows are not independent, and all sums are taken of the same draw:
-    what is paired stays paired.
-
-    Args:
-        windows: where each row of the sums comes from.
-        sums: arrays with a row for each window.
-        statistic: of arrays with a row for each document and the `axis` that these rows are on.
-    """
-    of_documents = tuple(sum_by_document(windows, rows) for rows in sums)
-    if len(of_documents[0]) < 2:
-        return None
-    interval = scipy.stats.bootstrap(
-        of_documents,
-        statistic,
-        axis=0,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        n_resamples=2000,
-        batch=200,
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return np.asarray(interval.low), np.asarray(interval.high)
-
-
-def sum_by_document(windows: list[Window], rows: np.ndarray) -> np.ndarray:
-    """Add up the rows of every document's windows."""
-    documents, which = np.unique([window.document for window in windows], return_inverse=True)
-    sums = np.zeros((len(documents), *rows.shape[1:]))
-    np.add.at(sums, which, rows)
-    return sums
-
-
-def summarise(length: int, windows: list[Window], nll_of_windows: np.ndarray, tokens_each: int) -> LengthResult:
-    """Sum up a length; see `interval_over_documents`."""
-    tokens_of_windows = np.full(len(windows), tokens_each)
-    total_nll, total_tokens = float(nll_of_windows.sum()), int(tokens_of_windows.sum())
-
-    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
-        return np.exp(nll.sum(axis) / tokens.sum(axis))
-
-    low, high = interval_over_documents(windows, (nll_of_windows, tokens_of_windows), perplexity) or (None, None)
-    return LengthResult(
-        length=length,
-        perplexity=math.exp(total_nll / total_tokens),
-        low=None if low is None else float(low),
-        high=None if high is None else float(high),
-        nll_nats=total_nll,
-        num_tokens=total_tokens,
-        num_windows=len(windows),
-        num_documents=len({window.document for window in windows}),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaResult:
-    """What a model gains from the context before the last T_train tokens, at one length.
-
-    Args:
-        length: N.
-        local: perplexity of the last T_train tokens, given those tokens alone.
-        full: perplexity of the same tokens, given all N.
-        delta: local - full, the paper's equation 6; positive where the context helps.
-        low: lower end of the difference's 95 % bootstrap interval over documents; None with fewer than two documents.
-        high: its upper end.
-    """
-
-    length: int
-    local: float
-    full: float
-    delta: float
-    low: float | None
-    high: float | None
-
-
-def difference(
-    length: int, windows: list[Window], local_nll: np.ndarray, full_nll: np.ndarray, tokens_each: int
-) -> DeltaResult:
-    """The gain at one length, from the nll of every window's last tokens.
-
-    Args:
-        length: N.
-        windows: what was scored.
-        local_nll: of a window's scored tokens, given those tokens alone.
-        full_nll: of the same tokens, given all N.
-        tokens_each: scored tokens of a window.
-    """
-    tokens = np.full(len(windows), tokens_each)
-
-    def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
-        return np.exp(local.sum(axis) / tokens.sum(axis)) - np.exp(full.sum(axis) / tokens.sum(axis))
-
-    low, high = interval_over_documents(windows, (local_nll, full_nll, tokens), gain) or (None, None)
-    local, full = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
-    return DeltaResult(
-        length=length,
-        local=local,
-        full=full,
-        delta=local - full,
-        low=None if low is None else float(low),
-        high=None if high is None else float(high),
-    )
-
-
-def model_at(
-    config: TransformerConfig, length: int, evaluation: EvaluationConfig, rotary: str, train_length: int
-) -> TransformerConfig:
-    """The same model with the attention that suits the length, and its rotary embedding stretched if asked for."""
-    linear = Auto(block_size=evaluation.block_size)
-    config = dataclasses.replace(config, attention=linear if length >= evaluation.blockwise_from else Dense())
-    if isinstance(config.rotary, Rope):
-        config = dataclasses.replace(config, rotary=stretched(config.rotary, rotary, length, train_length))
-    return config
-
-
-def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig | AccuracyConfig, mesh: Mesh) -> int:
-    """Sequences in a batch: as many as `batch_tokens` holds, and one at least for each part that devices make of it."""
-    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // parts) * parts
-
-
-def compile_lengths(
-    config: TransformerConfig,
-    params: Params,
-    mesh: Mesh,
-    evaluation: EvaluationConfig,
-    *,
-    num_windows: int,
-    rotary: str,
-    train_length: int,
-    name: str,
-) -> list[Program]:
-    """The scoring step of one model for every length, compiled and found to fit into memory.
-
-    Args:
-        config: the model.
-        params: its parameters, or their shapes and shardings alone.
-        mesh: where they live; sequences are split over its devices.
-        evaluation: lengths and protocol.
-        num_windows: sequences that will be scored.
-        rotary: "rope" for the rotary embedding as it is, or how it is stretched; see `positions.stretched`.
-        train_length: of the model, in tokens.
-        name: shown by progress, log and errors.
+        model: description of the model; its parameters are not read.
+        rotary: variant of its rotary embedding; see `model_at`.
+        num_windows: number of sequences to score.
 
     Raises:
-        InputError: a length does not fit; see `compile_programs`.
+        InputError: a length does not fit into memory; see `compile_programs`.
     """
+    mesh, params = abstract_params(model)
+    run, evaluation = model.run, model.run.evaluation
 
     def step_at(length: int) -> tuple[Wrapped, int]:
-        graphdef, _ = model_structure(model_at(config, length, evaluation, rotary, train_length))
+        graphdef, _ = model_structure(model_at(run.model, length, evaluation, rotary, run.train.train_length))
         step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
         return step, batch_size_at(length, num_windows, evaluation, mesh)
 
+    name = identity(model, rotary, "").name
     return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=("inputs", "targets"), name=name)
 
 
 def score_windows(
     programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[Window], name: str
-) -> Iterator[tuple[int, Float64[np.ndarray, "windows scored"]]]:
-    """Run a model's programs: each length, and the nll of every window's scored tokens there, in nats.
+) -> NllByLength:
+    """Run the programs of one model; return the nll of the scored tokens of every window, by length.
 
     Args:
-        programs: from `compile_lengths`.
-        params: the parameters, placed as they were said to be.
-        mesh: where they live.
-        store: held-out documents.
+        programs: result of `compile_lengths`.
+        params: parameters, sharded as the programs were compiled for.
+        mesh: mesh of the parameters.
+        store: validation documents.
         windows: where sequences end; see `choose_windows`.
-        name: shown by the progress bar.
+        name: label of the progress bar.
     """
+    nll_by_length = {}
     num_tokens = len(windows) * sum(program.length for program in programs)
     with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
         for program in programs:
-            bar.set_postfix_str(f"length {program.length}")
-            nlls = []
-            for batch, num_real in window_batches(store, windows, program.length, program.batch_size):
-                nll_BT = jax.device_get(program.step(params, put_batch(batch, mesh)))
-                nlls.append(np.asarray(nll_BT[:num_real], np.float64))
-                bar.update(num_real * program.length)
-            yield program.length, np.concatenate(nlls)
+            length = program.length
+            bar.set_postfix_str(f"length {length}")
+            nll = run_in_batches(
+                functools.partial(program.step, params),
+                functools.partial(window_batch, store, windows, length),
+                num_rows=len(windows),
+                batch_size=program.batch_size,
+                mesh=mesh,
+                progress=lambda num_rows, length=length: bar.update(num_rows * length),
+            )
+            nll_by_length[length] = nll.astype(np.float64)
+    return nll_by_length
+
+
+# ---- results
+
+
+def identity(model: TrainedModel, rotary: str, data: str) -> EvaluatedModel:
+    """Return which model is evaluated, in which rotary variant, on the corpus with which digest."""
+    return EvaluatedModel(
+        name=model.name + ("" if rotary == "rope" else f"+{rotary}"),
+        workdir=str(model.workdir),
+        step=model.step,
+        train_length=model.run.train.train_length,
+        rotary=rotary,
+        last_tokens=model.run.evaluation.last_tokens,
+        data=data,
+    )
+
+
+def summarise(
+    kind: str, evaluated: EvaluatedModel, windows: list[Window], nll_by_length: NllByLength
+) -> RunResult | PositionsRunResult:
+    """Return the result of one model for a kind of comparison; see `check_protocol`."""
+    fields = dataclasses.asdict(evaluated)
+    documents = np.array([window.document for window in windows])
+    if kind == "positions":
+        (nll,) = nll_by_length.values()
+        return PositionsRunResult(**fields, positions=positions_result(documents, nll, evaluated.train_length))
+    lengths = [length_result(length, documents, nll) for length, nll in nll_by_length.items()]
+    if kind == "perplexity":
+        return RunResult(**fields, lengths=lengths)
+    local, *longer = nll_by_length
+    deltas = [delta_result(length, documents, nll_by_length[local], nll_by_length[length]) for length in longer]
+    return DeltaRunResult(**fields, lengths=lengths, deltas=deltas)

@@ -1,161 +1,123 @@
-"""What an evaluation leaves behind: a table as text and Markdown, JSON, and a picture, all of one name.
+"""Reports: the files that an evaluation writes, a table as text and Markdown, JSON and a figure, with one stem.
 
-In: one result for each model. Out: files: `lengths.*` (perplexity by length), `delta.*` (what context gains) and
-`positions.*` (loss by position). `save` is what other evaluations write theirs with.
+In: one result for each model. Out: `lengths.*` (perplexity by length), `delta.*` (gain from context), `positions.*`
+(loss by position). `save` writes those of other evaluations and of the benchmarks.
 """
 
 import dataclasses
-import json
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
 
 from dape_jax.errors import InputError, require
+from dape_jax.evaluation.results import DeltaRunResult, EvaluatedModel, LengthResult, PositionsRunResult, RunResult
+from dape_jax.files import write_json
 from dape_jax.provenance import provenance
-
-if TYPE_CHECKING:
-    from dape_jax.evaluation.evaluate import DeltaRunResult, PositionsRunResult, RunResult
-
-SUFFIXES = (".json", ".txt", ".md", ".png")
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportPaths:
-    """Where a report lies, its table for the terminal, and its picture if there is one."""
+    """Directory of a report, its table for the terminal, and the file of its figure, or None."""
 
     directory: Path
     table: str
-    picture: Path | None = None
-
-
-def write(results: Sequence["RunResult"], directory: Path) -> ReportPaths:
-    """Write perplexity by length: rows are models and columns are lengths, as in the paper's tables."""
-    runs = [dataclasses.asdict(result) for result in results]
-    return save("lengths", directory, {"runs": runs}, _caption(results), _cells(results), plot(results))
-
-
-def write_delta(results: Sequence["DeltaRunResult"], directory: Path) -> ReportPaths:
-    """Write what context gains: columns are models, and each length has three rows, as in the paper's table 1."""
-    runs = [dataclasses.asdict(result) for result in results]
-    return save("delta", directory, {"runs": runs}, _delta_caption(results), _delta_cells(results), plot_delta(results))
-
-
-def write_positions(results: Sequence["PositionsRunResult"], directory: Path) -> ReportPaths:
-    """Write loss by position: the table says where each model breaks."""
-    runs = [dataclasses.asdict(result) for result in results]
-    cells = _positions_cells(results)
-    return save("positions", directory, {"runs": runs}, _positions_caption(results), cells, plot_positions(results))
+    figure: Path | None = None
 
 
 def save(
     stem: str, directory: Path, content: dict[str, Any], caption: str, rows: list[list[str]], figure: Figure | None
 ) -> ReportPaths:
-    """Write JSON, table and picture; those of an earlier, different evaluation there are kept under another name.
+    """Write JSON, table and figure; files of the same stem are replaced.
 
     Args:
-        stem: of the files' names.
-        directory: where they go; it is there.
-        content: of the JSON, to which commit, command, device and versions are added.
-        caption: of the table: what it shows and of how much.
-        rows: of the table, the header first.
-        figure: the picture; None for none.
+        stem: name of the files, without suffix.
+        directory: existing directory of the files.
+        content: content of the JSON, to which commit, command, device and versions are added.
+        caption: caption of the table.
+        rows: rows of the table, the header first.
+        figure: the figure, or None.
     """
-    text = json.dumps(content | provenance("flax"), indent=1) + "\n"
-    _keep_earlier(stem, directory, text)
     table = text_table(caption, rows)
-    (directory / f"{stem}.json").write_text(text)
+    write_json(directory / f"{stem}.json", content | provenance("flax"))
     (directory / f"{stem}.txt").write_text(table + "\n")
     (directory / f"{stem}.md").write_text(markdown_table(caption, rows) + "\n")
     if figure is None:
         return ReportPaths(directory, table)
-    picture = directory / f"{stem}.png"
-    figure.savefig(picture, dpi=150)
-    return ReportPaths(directory, table, picture)
+    file = directory / f"{stem}.png"
+    figure.savefig(file, dpi=150)
+    return ReportPaths(directory, table, file)
+
+
+def save_runs(
+    stem: str, directory: Path, results: Sequence[Any], caption: str, rows: list[list[str]], figure: Figure
+) -> ReportPaths:
+    """Write a report whose JSON has one result dataclass for each model, as "runs"; see `save`."""
+    content = {"runs": [dataclasses.asdict(result) for result in results]}
+    return save(stem, directory, content, caption, rows, figure)
 
 
 def common_directory(workdirs: Sequence[Path]) -> Path:
-    """Where results go unless told otherwise: the workdir, or the directory that all workdirs have in common."""
+    """Return the default directory of results: the workdir, or the longest path common to all workdirs."""
     return Path(os.path.commonpath([workdir.absolute() for workdir in workdirs]))
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory that results will go to, before the work whose results they are.
+    """Create the directory of results, before the work begins.
 
     Raises:
-        InputError: it cannot be made or written to.
+        InputError: it cannot be created, or is not writable.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"output = {str(directory)!r}: cannot be written to: {error}") from error
-    require(os.access(directory, os.W_OK), "output", str(directory), "a directory that can be written to")
-
-
-def _keep_earlier(stem: str, directory: Path, text: str) -> None:
-    earlier = directory / f"{stem}.json"
-    if not earlier.exists() or earlier.read_text() == text:
-        return
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(earlier.stat().st_mtime))
-    while (directory / f"{stem}.{stamp}.json").exists():  # of the same second
-        stamp += "+"
-    for suffix in SUFFIXES:
-        file = directory / f"{stem}{suffix}"
-        if file.exists():
-            file.replace(file.with_stem(f"{stem}.{stamp}"))
+    require(os.access(directory, os.W_OK), "output", str(directory), "cannot be written to")
 
 
 def text_table(caption: str, rows: list[list[str]]) -> str:
-    """A table for a terminal."""
+    """Return a table for a terminal."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([caption, "", *lines])
 
 
 def markdown_table(caption: str, rows: list[list[str]]) -> str:
-    """A table for a README."""
+    """Return a table in Markdown."""
     header, *body = rows
     lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] + ["---:"] * (len(header) - 1), *body)]
     return "\n".join([caption, "", *lines])
 
 
 def with_interval(value: float, low: float | None, high: float | None) -> str:
-    """A figure of a table, with its 95 % interval if it has one."""
+    """Return a number of a table, with its 95 % interval if it has one."""
     return f"{value:.2f}" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
 
 
 # ---- perplexity by length
 
 
-def _cells(results: Sequence["RunResult"]) -> list[list[str]]:
-    """Header and rows: each model's perplexity and its 95 % interval at each length."""
-    lengths = [result.length for result in results[0].lengths]
-    return [["", *(str(length) for length in lengths)]] + [
-        [run.name, *(with_interval(result.perplexity, result.low, result.high) for result in run.lengths)]
-        for run in results
-    ]
-
-
-def _caption(results: Sequence["RunResult"]) -> str:
+def write_perplexity(results: Sequence[RunResult], directory: Path) -> ReportPaths:
+    """Write perplexity by length to `lengths.*`: a row for each model, a column for each length, as in the paper."""
     last_tokens, lengths = results[0].last_tokens, results[0].lengths
-    longest = lengths[-1]
-    fewer = [f"{result.num_tokens:,} at {result.length}" for result in lengths if result.length < last_tokens]
-    trained = ", ".join(str(length) for length in sorted({run.train_length for run in results}))
-    only = f" ({', '.join(fewer)})" if fewer else ""
-    return (
-        f"Perplexity of the last {last_tokens} tokens by sequence length, trained at {trained} tokens. "
-        f"{longest.num_windows} sequences from {longest.num_documents} held-out documents, {longest.num_tokens:,} "
-        f"scored tokens{only}; 95 % bootstrap intervals over documents."
+    fewer = ", ".join(f"{each.num_tokens:,} at {each.length}" for each in lengths if each.length < last_tokens)
+    caption = (
+        f"Perplexity of the last {last_tokens} tokens by sequence length, trained at {_train_lengths(results)} tokens. "
+        f"{_sample(lengths[-1])}, {lengths[-1].num_tokens:,} scored tokens{fewer and f' ({fewer})'}; "
+        "95 % bootstrap intervals over documents."
     )
+    rows = [["", *(str(result.length) for result in lengths)]]
+    for run in results:
+        rows.append([run.name, *(with_interval(each.perplexity, each.low, each.high) for each in run.lengths)])
+    return save_runs("lengths", directory, results, caption, rows, plot_perplexity(results))
 
 
-def plot(results: Sequence["RunResult"]) -> Figure:
-    """Draw perplexity against length, the train length marked."""
+def plot_perplexity(results: Sequence[RunResult]) -> Figure:
+    """Draw perplexity against length, and mark the train length."""
     figure, axes = _figure()
     for run in results:
         lengths = [result.length for result in run.lengths]
@@ -173,11 +135,18 @@ def plot(results: Sequence["RunResult"]) -> Figure:
     return figure
 
 
-# ---- what context gains
+# ---- gain from context
 
 
-def _delta_cells(results: Sequence["DeltaRunResult"]) -> list[list[str]]:
-    """Header, and for each length the perplexity with all context, that with the train length's, and the difference."""
+def write_delta(results: Sequence[DeltaRunResult], directory: Path) -> ReportPaths:
+    """Write the gain from context to `delta.*`: a column for each model, as in table 1 of the paper."""
+    longest = results[0].lengths[-1]
+    caption = (
+        f"P(N): perplexity of the last {results[0].train_length} tokens, the train length, given all N; local: given "
+        "only those tokens; ΔP = local - P(N), positive where the context helps. "
+        f"{_sample(longest)}, {longest.num_tokens:,} scored tokens, the same at every N; 95 % bootstrap intervals of "
+        "the difference over documents."
+    )
     rows = [["", *(run.name for run in results)]]
     for deltas in zip(*(run.deltas for run in results), strict=True):
         length = deltas[0].length
@@ -186,21 +155,11 @@ def _delta_cells(results: Sequence["DeltaRunResult"]) -> list[list[str]]:
             [f"P({length}, local)", *(f"{delta.local:.2f}" for delta in deltas)],
             [f"ΔP({length})", *(with_interval(delta.delta, delta.low, delta.high) for delta in deltas)],
         ]
-    return rows
+    return save_runs("delta", directory, results, caption, rows, plot_delta(results))
 
 
-def _delta_caption(results: Sequence["DeltaRunResult"]) -> str:
-    longest = results[0].lengths[-1]
-    return (
-        f"P(N): perplexity of the last {results[0].train_length} tokens, the train length, given all N; local: given "
-        "those tokens alone; ΔP = local - P(N), positive where the context helps. "
-        f"{longest.num_windows} sequences from {longest.num_documents} held-out documents, {longest.num_tokens:,} "
-        "scored tokens, the same at every N; 95 % bootstrap intervals of the difference over documents."
-    )
-
-
-def plot_delta(results: Sequence["DeltaRunResult"]) -> Figure:
-    """Draw what context gains against length."""
+def plot_delta(results: Sequence[DeltaRunResult]) -> Figure:
+    """Draw the gain from context against length."""
     figure, axes = _figure()
     axes.axhline(0, color="gray", linewidth=1)
     for run in results:
@@ -208,7 +167,7 @@ def plot_delta(results: Sequence["DeltaRunResult"]) -> Figure:
         (line,) = axes.plot(lengths, [delta.delta for delta in run.deltas], marker="o", label=label(run.name))
         band(axes, lengths, [(delta.low, delta.high) for delta in run.deltas], line.get_color())
     if max(abs(delta.delta) for run in results for delta in run.deltas) > 10:
-        axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten all others
+        axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.set_xlabel("sequence length N (tokens)")
     axes.set_ylabel(f"ΔP of the last {results[0].train_length} tokens (> 0: context helps)")
     lengths_axis(axes, [delta.length for delta in results[0].deltas])
@@ -219,29 +178,24 @@ def plot_delta(results: Sequence["DeltaRunResult"]) -> Figure:
 # ---- loss by position
 
 
-def _positions_cells(results: Sequence["PositionsRunResult"]) -> list[list[str]]:
-    """Header, and for each model its loss around the train length, its loss at the end, and where it breaks."""
-    longest = results[0].positions.length
-    rows = [["", "around the train length", f"{longest // 2}..{longest}", "breaks at"]]
-    for run in results:
-        positions = run.positions
-        breaks_at = "-" if positions.breaks_at is None else str(positions.breaks_at)
-        rows.append([run.name, f"{positions.reference_nats:.3f}", f"{positions.last_octave_nats:.3f}", breaks_at])
-    return rows
-
-
-def _positions_caption(results: Sequence["PositionsRunResult"]) -> str:
-    positions = results[0].positions
-    trained = ", ".join(str(length) for length in sorted({run.train_length for run in results}))
-    return (
-        f"Loss in nats by position in windows of {positions.length} tokens, trained at {trained} tokens. "
-        f"{positions.num_windows} windows from {positions.num_documents} held-out documents. A model breaks where its "
-        f"smoothed loss is more than {positions.margin_nats} nats above that around the train length (T/2..T)."
+def write_positions(results: Sequence[PositionsRunResult], directory: Path) -> ReportPaths:
+    """Write loss by position to `positions.*`: a row for each model, and where it breaks."""
+    first = results[0].positions
+    caption = (
+        f"Loss in nats by position in windows of {first.length} tokens, trained at {_train_lengths(results)} tokens. "
+        f"{first.num_windows} windows from {first.num_documents} validation documents. A model breaks where its "
+        f"smoothed loss is more than {first.margin_nats} nats above that around the train length (T/2..T)."
     )
+    rows = [["", "around the train length", f"{first.length // 2}..{first.length}", "breaks at"]]
+    for run in results:
+        found = run.positions
+        breaks_at = "-" if found.breaks_at is None else str(found.breaks_at)
+        rows.append([run.name, f"{found.reference_nats:.3f}", f"{found.last_octave_nats:.3f}", breaks_at])
+    return save_runs("positions", directory, results, caption, rows, plot_positions(results))
 
 
-def plot_positions(results: Sequence["PositionsRunResult"]) -> Figure:
-    """Draw loss against position: smoothed as lines, bins as dots, the train length and breaks marked."""
+def plot_positions(results: Sequence[PositionsRunResult]) -> Figure:
+    """Draw loss against position: a line for the smoothed loss, dots for bins, marks at train length and breaks."""
     figure, axes = _figure()
     for run in results:
         bins = run.positions.bins
@@ -259,7 +213,22 @@ def plot_positions(results: Sequence["PositionsRunResult"]) -> Figure:
     return figure
 
 
-# ---- what the pictures share
+WRITERS: dict[str, Callable[[Sequence[Any], Path], ReportPaths]] = {
+    "perplexity": write_perplexity,
+    "delta": write_delta,
+    "positions": write_positions,
+}
+
+
+def _train_lengths(results: Sequence[EvaluatedModel]) -> str:
+    return ", ".join(str(length) for length in sorted({run.train_length for run in results}))
+
+
+def _sample(result: LengthResult) -> str:
+    return f"{result.num_windows} sequences from {result.num_documents} validation documents"
+
+
+# ---- parts of figures
 
 
 def _figure() -> tuple[Figure, Axes]:
@@ -268,7 +237,7 @@ def _figure() -> tuple[Figure, Axes]:
 
 
 def label(name: str) -> str:
-    """A name as matplotlib takes it: $ would start a formula, and a leading _ would leave it out of the legend."""
+    """Escape a name for matplotlib: $ would start a formula, and a leading _ would omit it from the legend."""
     escaped = name.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
@@ -276,7 +245,7 @@ def label(name: str) -> str:
 def band(
     axes: Axes, x: Sequence[int], intervals: Sequence[tuple[float | None, float | None]], color: ColorType
 ) -> None:
-    """Shade intervals, if there are any."""
+    """Shade the intervals, if there are any."""
     low = [low for low, _ in intervals if low is not None]
     high = [high for _, high in intervals if high is not None]
     if len(low) == len(high) == len(x):
@@ -284,7 +253,7 @@ def band(
 
 
 def lengths_axis(axes: Axes, ticks: Sequence[int]) -> None:
-    """Lengths along x, by powers of two, and a grid."""
+    """Scale the x axis by powers of two, label the lengths and draw a grid."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(length) for length in ticks])
     axes.grid(alpha=0.3)
@@ -293,7 +262,7 @@ def lengths_axis(axes: Axes, ticks: Sequence[int]) -> None:
 
 
 def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:
-    """A line at every train length."""
+    """Draw a vertical line at every train length."""
     for length in sorted(set(lengths)):
         axes.axvline(length, color="gray", linestyle="--", linewidth=1)
         axes.annotate(

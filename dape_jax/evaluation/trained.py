@@ -19,6 +19,8 @@ from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
 
+STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
@@ -43,6 +45,11 @@ class CheckpointInfo:
         """Return the last part of the workdir's absolute path, which names the model in tables and figures."""
         return self.workdir.absolute().name
 
+    @property
+    def label(self) -> str:
+        """Return the name that distinguishes the model from others it is compared with."""
+        return self.name
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel(CheckpointInfo):
@@ -59,7 +66,7 @@ class TrainedOnTask(CheckpointInfo):
 
     @property
     def label(self) -> str:
-        """Return task and name, for progress bars and errors."""
+        """Return task and name, since a method has the same name on every task."""
         return f"{self.run.data.task}/{self.name}"
 
 

@@ -28,7 +28,7 @@ from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_mod
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
-from dape_jax.evaluation.evaluate import evaluate
+from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, find_experiment, lengths_from
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure

@@ -29,7 +29,7 @@ from dape_jax import command_line
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import InputError, require
-from dape_jax.evaluation.perplexity import batch_size_at, model_at
+from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.hardware import Slice, find_libtpu, in_process, libtpu_version, read_topology, why_not
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.processors import DapeConfig

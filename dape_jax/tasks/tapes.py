@@ -103,37 +103,6 @@ class TaskConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class AccuracyConfig:
-    """Args of the evaluation by length.
-
-    Args:
-        lengths: of the inputs, in symbols.
-        num_sequences: of each length.
-        batch_tokens: tokens processed at once; a batch holds as many sequences as fit, and one at least.
-        pad_to: as `data.pad_to`, of the tapes here.
-        dropout: whether it stays on, as in the reference's evaluation.
-        blockwise_from: tapes from this length on are attended to in blocks, so that memory is linear in length.
-        block_size: rows of a block then.
-    """
-
-    lengths: tuple[int, ...]
-    num_sequences: int
-    batch_tokens: int
-    pad_to: int
-    dropout: bool
-    blockwise_from: int
-    block_size: int
-
-    def __post_init__(self):
-        allowed = "positive numbers of symbols, increasing, each once"
-        ints = all(isinstance(length, int) and length > 0 for length in self.lengths)
-        increasing = ints and list(self.lengths) == sorted(set(self.lengths))
-        require(bool(self.lengths) and increasing, "evaluation.lengths", self.lengths, allowed)
-        for field in ("num_sequences", "batch_tokens", "pad_to", "blockwise_from", "block_size"):
-            require(getattr(self, field) > 0, f"evaluation.{field}", getattr(self, field), "a positive number")
-
-
 def make_tapes(
     config: TaskConfig,
     inputs_BN: Symbols,

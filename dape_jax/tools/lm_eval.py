@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, printable, require
-from dape_jax.evaluation.perplexity import model_at
+from dape_jax.evaluation.programs import model_at
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, make_cache, model_structure

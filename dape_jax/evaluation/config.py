@@ -1,0 +1,67 @@
+"""Config sections of the evaluations: `EvaluationConfig` of language models, `AccuracyConfig` of algorithmic tasks.
+
+A leaf: `dape_jax.config` imports it, and the evaluations import `dape_jax.config`.
+"""
+
+import dataclasses
+
+from dape_jax.errors import positive, require
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Perplexity by length; see `perplexity.py`.
+
+    Args:
+        lengths: sequence lengths N in tokens, increasing.
+        last_tokens: scored tokens at the end of a sequence; a sequence shorter than that is scored whole.
+        max_windows: maximum number of scored windows; see `choose_windows`.
+        batch_tokens: tokens of a batch; a batch has as many sequences as fit, and at least one for each device.
+        blockwise_from: length from which attention is fused or blockwise, so that memory is linear in length.
+        block_size: rows of a block of blockwise attention.
+    """
+
+    lengths: tuple[int, ...]
+    last_tokens: int
+    max_windows: int
+    batch_tokens: int
+    blockwise_from: int
+    block_size: int
+
+    def __post_init__(self):
+        _check_lengths(self.lengths)
+        positive(self, "evaluation", "last_tokens", "max_windows", "batch_tokens", "blockwise_from", "block_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class AccuracyConfig:
+    """Accuracy by length; see `accuracy.py`.
+
+    Args:
+        lengths: input lengths in symbols, increasing.
+        num_sequences: sequences of each length.
+        batch_tokens: tokens of a batch; a batch has as many sequences as fit, and at least one for each device.
+        pad_to: tapes are padded to a multiple of this; compare `data.pad_to`.
+        dropout: whether dropout stays on, as in the reference's evaluation.
+        blockwise_from: tape length from which attention is blockwise, so that memory is linear in length.
+        block_size: rows of a block of blockwise attention.
+    """
+
+    lengths: tuple[int, ...]
+    num_sequences: int
+    batch_tokens: int
+    pad_to: int
+    dropout: bool
+    blockwise_from: int
+    block_size: int
+
+    def __post_init__(self):
+        _check_lengths(self.lengths)
+        positive(self, "evaluation", "num_sequences", "batch_tokens", "pad_to", "blockwise_from", "block_size")
+
+
+def _check_lengths(lengths: tuple[int, ...]) -> None:
+    are_positive = all(isinstance(length, int) and length > 0 for length in lengths)
+    is_increasing = are_positive and list(lengths) == sorted(set(lengths))
+    allowed = "must be one or more positive integers, increasing"
+    require(len(lengths) > 0 and is_increasing, "evaluation.lengths", lengths, allowed)

@@ -1,0 +1,202 @@
+"""Programs: one compiled step for each length, refused before it runs if it does not fit into memory.
+
+In: a step for each length, and the shapes of its arguments. Out: a `Program` for each length, compiled before any
+parameters are read, and `run_in_batches`, which runs it over any number of rows. Next: `comparison.py`.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled, Wrapped
+from jaxtyping import Int
+from tqdm import tqdm
+
+from dape_jax.errors import InputError, is_out_of_memory
+from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
+from dape_jax.evaluation.memory import available_bytes, predicted_bytes
+from dape_jax.model.attention import Auto, Dense
+from dape_jax.model.positions import Rope, stretched
+from dape_jax.model.transformer import Params, TransformerConfig
+from dape_jax.sharding import BATCH_AXES, ROW_AXES, activation_spec, put_batch
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Step compiled for one length: `step(params, batch)`.
+
+    Args:
+        length: tokens of a sequence.
+        batch_size: sequences of a batch.
+        step: compiled step; takes only the shapes and shardings that it was compiled for.
+        num_bytes: memory that it needs on each device, including its arguments.
+    """
+
+    length: int
+    batch_size: int
+    step: Compiled
+    num_bytes: int
+
+
+def model_at(
+    config: TransformerConfig, length: int, evaluation: EvaluationConfig, rotary: str, train_length: int
+) -> TransformerConfig:
+    """Return a language model's config for sequences of one length.
+
+    Attention is dense below `evaluation.blockwise_from` and linear in memory from there on. A rotary embedding is
+    stretched as `rotary` says; see `positions.stretched`.
+    """
+    linear = Auto(block_size=evaluation.block_size)
+    config = dataclasses.replace(config, attention=linear if length >= evaluation.blockwise_from else Dense())
+    if isinstance(config.rotary, Rope):
+        config = dataclasses.replace(config, rotary=stretched(config.rotary, rotary, length, train_length))
+    return config
+
+
+def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig | AccuracyConfig, mesh: Mesh) -> int:
+    """Return the sequences of a batch: as many as `batch_tokens` holds, rounded up to a multiple of the batch axes."""
+    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // parts) * parts
+
+
+# ---- compiling
+
+
+def compile_programs(
+    step_at: Callable[[int], tuple[Wrapped, int]],
+    lengths: Sequence[int],
+    params: Params,
+    mesh: Mesh,
+    *,
+    batch_names: tuple[str, ...],
+    name: str,
+    field: str = "evaluation.lengths",
+) -> list[Program]:
+    """Compile a step for every length, the longest first, and refuse a length that does not fit into memory.
+
+    Args:
+        step_at: returns, for a length, the jitted `step(params, batch)` and the number of sequences of a batch.
+        lengths: lengths in tokens, increasing.
+        params: first argument of the step: arrays, or only their shapes and shardings.
+        mesh: mesh of parameters and batches.
+        batch_names: names of the int32[B, T] arrays of a batch.
+        name: name of the model in progress bar, log and errors.
+        field: config field of the lengths, for errors.
+
+    Returns:
+        One program for each length, in the order given.
+
+    Raises:
+        InputError: a length does not fit; the message has the memory it needs and the largest length that fits.
+    """
+    available = available_bytes(mesh)
+
+    def compile_at(length: int) -> Program | None:
+        """Return the program, or None if the compiler itself finds that it does not fit."""
+        step, batch_size = step_at(length)
+        sharding = NamedSharding(mesh, activation_spec("BT"))
+        rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
+        with jax.set_mesh(mesh):
+            lowered = step.lower(params, dict.fromkeys(batch_names, rows))
+            try:
+                compiled = lowered.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                return None
+        return Program(length, batch_size, compiled, predicted_bytes(compiled))
+
+    def fits(program: Program | None) -> bool:
+        return program is not None and program.num_bytes <= available
+
+    programs = []
+    for length in tqdm(sorted(lengths, reverse=True), desc=f"{name}: compiling", unit="length", leave=False):
+        program = compile_at(length)
+        if program is None or not fits(program):
+            needed = "more than the compiler can place" if program is None else f"{program.num_bytes / GIB:.2f} GiB"
+            parts = math.prod(mesh.shape[axis] for axis in ROW_AXES)
+            largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths, parts)
+            raise InputError(
+                f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB "
+                f"are free, for {step_at(length)[1]} sequences at once; {largest}"
+            )
+        if not programs:
+            logger.info(
+                "%s: length %s is predicted to take %.2f GiB on each device, where %.2f GiB are free",
+                name,
+                f"{length:,}",
+                program.num_bytes / GIB,
+                available / GIB,
+            )
+        programs.append(program)
+    return programs[::-1]
+
+
+def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequence[int], parts: int) -> str:
+    """Halve a length that does not fit until it does, then look for a longer one among the lengths asked for.
+
+    Only multiples of `parts`, the number of devices that share a sequence, are tried.
+    """
+    half = length // 2 // parts * parts
+    while half and not fits(half):
+        logger.info("length %s does not fit either", f"{half:,}")
+        half = half // 2 // parts * parts
+    if not half:
+        return "no length fits"
+    for asked in sorted(lengths, reverse=True):
+        if half <= asked < min(2 * half + 1, length) and fits(asked):
+            return f"the largest of --lengths that fits is {asked}"
+    return f"the largest power-of-two part of it that fits is {half}"
+
+
+# ---- running
+
+
+def padded_batches(num_rows: int, batch_size: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
+    """Split rows into batches of one size; yield the row numbers of each, and how many of them are real.
+
+    The last batch is padded with copies of its last row. Seven rows in batches of four:
+
+        0 1 2 3    4 real
+        4 5 6 6    3 real
+    """
+    for start in range(0, num_rows, batch_size):
+        stop = min(start + batch_size, num_rows)
+        yield np.minimum(np.arange(start, start + batch_size), stop - 1), stop - start
+
+
+def run_in_batches(
+    step: Callable[[dict[str, jax.Array]], Any],
+    make_batch: Callable[[Int[np.ndarray, "B"]], dict[str, np.ndarray]],
+    *,
+    num_rows: int,
+    batch_size: int,
+    mesh: Mesh,
+    progress: Callable[[int], object],
+) -> Any:
+    """Run a step over all rows in batches of one size; return its outputs for every row, without those of padding.
+
+    Args:
+        step: function of a batch on the devices, such as a program's step with its parameters; its outputs are arrays
+            with one row for each row of the batch.
+        make_batch: returns the batch of the given row numbers; see `padded_batches`.
+        num_rows: number of rows.
+        batch_size: rows of a batch.
+        mesh: mesh that batches are put on.
+        progress: called after each batch with the number of its real rows.
+    """
+    outputs = []
+    for rows, num_real in padded_batches(num_rows, batch_size):
+        output = jax.device_get(step(put_batch(make_batch(rows), mesh)))
+        outputs.append(jax.tree.map(lambda array: array[:num_real], output))  # noqa: B023
+        progress(num_real)
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)

@@ -1,0 +1,197 @@
+"""Statistics of scored windows: perplexity by length, gain from context, loss by position, with bootstrap intervals.
+
+In: the nll of windows, and the document that each window comes from. Out: `results.py`. Next: `perplexity.py`.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Float64, Int
+
+from dape_jax.evaluation.results import DeltaResult, LengthResult, PositionBin, PositionsResult
+
+BINS_PER_OCTAVE = 16
+SMOOTHED_OCTAVES = 0.25
+MARGIN_NATS = 0.1
+
+Documents = Int[np.ndarray, "windows"]  # the document of each window
+
+
+def bootstrap_interval(
+    documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the 95 % bootstrap interval of a statistic over documents, or None with fewer than two documents.
+
+    Whole documents are drawn, because the windows of a document are not independent. All sums are taken of the same
+    draw, so that paired values stay paired.
+
+    Args:
+        documents: the document of each row of the sums.
+        sums: arrays with a row for each window.
+        statistic: function of arrays with a row for each document, and of the `axis` of these rows.
+    """
+    unique, which = np.unique(documents, return_inverse=True)
+    if len(unique) < 2:
+        return None
+
+    def sum_by_document(rows: np.ndarray) -> np.ndarray:
+        totals = np.zeros((len(unique), *rows.shape[1:]))
+        np.add.at(totals, which, rows)
+        return totals
+
+    interval = scipy.stats.bootstrap(
+        tuple(map(sum_by_document, sums)),
+        statistic,
+        axis=0,
+        paired=True,
+        vectorized=True,
+        method="percentile",
+        n_resamples=2000,
+        batch=200,
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return np.asarray(interval.low), np.asarray(interval.high)
+
+
+def _scalar_interval(
+    documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
+) -> tuple[float, float] | tuple[None, None]:
+    interval = bootstrap_interval(documents, sums, statistic)
+    return (None, None) if interval is None else (float(interval[0]), float(interval[1]))
+
+
+def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> LengthResult:
+    """Return the perplexity at one length, from the nll in nats of the scored tokens of every window."""
+    num_windows, scored = nll.shape
+    nll_of_windows, tokens_of_windows = nll.sum(axis=1), np.full(num_windows, scored)
+    total_nll, num_tokens = float(nll_of_windows.sum()), int(tokens_of_windows.sum())
+
+    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+        return np.exp(nll.sum(axis) / tokens.sum(axis))
+
+    low, high = _scalar_interval(documents, (nll_of_windows, tokens_of_windows), perplexity)
+    return LengthResult(
+        length=length,
+        perplexity=math.exp(total_nll / num_tokens),
+        low=low,
+        high=high,
+        nll_nats=total_nll,
+        num_tokens=num_tokens,
+        num_windows=num_windows,
+        num_documents=len(set(documents.tolist())),
+    )
+
+
+def delta_result(
+    length: int,
+    documents: Documents,
+    local: Float64[np.ndarray, "windows scored"],
+    full: Float64[np.ndarray, "windows scored"],
+) -> DeltaResult:
+    """Return the gain from context at one length.
+
+    Args:
+        length: sequence length N.
+        documents: the document of each window.
+        local: nll in nats of the last T_train tokens, given only those tokens.
+        full: nll of the same tokens, given all N.
+    """
+    num_windows, scored = local.shape
+    local_nll, full_nll, tokens = local.sum(axis=1), full.sum(axis=1), np.full(num_windows, scored)
+
+    def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+        return np.exp(local.sum(axis) / tokens.sum(axis)) - np.exp(full.sum(axis) / tokens.sum(axis))
+
+    low, high = _scalar_interval(documents, (local_nll, full_nll, tokens), gain)
+    local_perplexity, full_perplexity = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
+    return DeltaResult(
+        length=length,
+        local=local_perplexity,
+        full=full_perplexity,
+        delta=local_perplexity - full_perplexity,
+        low=low,
+        high=high,
+    )
+
+
+def bin_ends(length: int) -> Int[np.ndarray, "bins"]:
+    """Return the last position of every bin; see `positions_result`."""
+    octaves = np.arange(0, np.log2(length) * BINS_PER_OCTAVE) / BINS_PER_OCTAVE
+    return np.append(np.unique(np.floor(2**octaves).astype(int)), length)
+
+
+def positions_result(
+    documents: Documents, nll_of_windows: Float64[np.ndarray, "windows length"], train_length: int
+) -> PositionsResult:
+    """Return the loss by position of one model, and the position where it breaks.
+
+    The position of a target is the number of tokens before it in its window, 1 to N. The width of bins grows with the
+    position: there are `BINS_PER_OCTAVE` bins to a doubling (fewer where there are fewer positions), and a power of two
+    ends a bin:
+
+        1 | 2 | .. | 25 | 26 | 27 28 | 29 | 30 | 31 32 | 33 | 34 | 35 36 | 37 38 | 39 | 40 41 | ..
+
+    A single bin is noisy, because it is one place of every window. The curve is therefore smoothed: its value at a bin
+    is the mean over all targets of the bins that end within `SMOOTHED_OCTAVES` on either side.
+
+    A model breaks at the first bin beyond the train length where the smoothed loss exceeds the loss around the train
+    length (the mean over positions from T_train / 2 to T_train) by more than `MARGIN_NATS`, and where the 95 %
+    bootstrap interval of that excess over documents is above 0, so that noise alone is no break.
+
+    Args:
+        documents: the document of each window.
+        nll_of_windows: nll in nats of every target of every window.
+        train_length: T_train, in tokens.
+    """
+    num_windows, length = nll_of_windows.shape
+    ends = bin_ends(length)
+    starts = np.append(0, ends[:-1])
+    nll = np.add.reduceat(nll_of_windows, starts, axis=1)
+    tokens = np.tile(ends - starts, (num_windows, 1))
+
+    octaves = np.log2(ends)
+    is_near = np.abs(octaves[:, None] - octaves) <= SMOOTHED_OCTAVES + 1e-9
+    reference_length = min(train_length, length)
+    is_reference = ((starts >= reference_length // 2) & (ends <= reference_length))[None]
+    is_last_octave = (starts >= length // 2)[None]
+
+    def mean(nll: np.ndarray, tokens: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
+        """Return the mean over the chosen bins; `nll` and `tokens` have a bin in each row, as the bootstrap gives."""
+        return (is_chosen @ nll) / (is_chosen @ tokens)
+
+    def excess(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+        nll, tokens = nll.sum(axis), tokens.sum(axis)
+        return mean(nll, tokens, is_near) - mean(nll, tokens, is_reference)
+
+    interval = bootstrap_interval(documents, (nll, tokens), excess)
+    low, high = ([None] * len(ends),) * 2 if interval is None else (bounds.tolist() for bounds in interval)
+    excess_nats = excess(nll, tokens, 0)
+    nll, tokens = nll.sum(0), tokens.sum(0)
+    smoothed_nats = mean(nll, tokens, is_near)
+    is_broken = (starts >= train_length) & (excess_nats > MARGIN_NATS)
+    if interval is not None:
+        is_broken &= interval[0] > 0
+    return PositionsResult(
+        length=length,
+        reference_nats=float(mean(nll, tokens, is_reference)[0]),
+        last_octave_nats=float(mean(nll, tokens, is_last_octave)[0]),
+        breaks_at=int(starts[np.argmax(is_broken)]) + 1 if is_broken.any() else None,
+        margin_nats=MARGIN_NATS,
+        num_windows=num_windows,
+        num_documents=len(set(documents.tolist())),
+        bins=[
+            PositionBin(
+                first=int(starts[i]) + 1,
+                last=int(ends[i]),
+                nll_nats=float(nll[i] / tokens[i]),
+                num_tokens=int(tokens[i]),
+                smoothed_nats=float(smoothed_nats[i]),
+                excess_nats=float(excess_nats[i]),
+                excess_low=low[i],
+                excess_high=high[i],
+            )
+            for i in range(len(ends))
+        ],
+    )
