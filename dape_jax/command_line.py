@@ -15,6 +15,8 @@ from absl import logging as absl_logging
 
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, printable, require
 
+flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
+
 Settings = TypeVar("Settings")
 
 

@@ -673,6 +673,8 @@ def test_every_protocol_from_the_command_line(runs):
         assert sorted(file.name for file in common.glob(f"{stem}.*")) == [
             f"{stem}.{e}" for e in ("json", "md", "png", "txt")
         ]
+    done = run_command("eval.py", "--help")
+    assert all(f"--{name}" in done.stdout for name in ("workdir", "[no]by_position", "[no]dropout", "num_sequences"))
     done = run_command("eval.py", f"--workdir={runs[0]}", "--protocol=deltas")
     assert done.returncode == 2
     assert done.stderr.splitlines() == ["error: protocol = 'deltas': must be one of ['perplexity', 'delta']"]

@@ -41,15 +41,9 @@ MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 @dataclasses.dataclass(frozen=True)
 class LengthAccuracy:
-    """Accuracy at one length.
+    """Accuracy at one input length: right symbols / symbols that count, with the interval of `length_accuracy`.
 
-    Args:
-        length: input length N; a task that has no input of that length uses one symbol less.
-        accuracy: share of symbols that are right.
-        low: lower end of the 95 % interval; see `length_accuracy`.
-        high: upper end of the interval.
-        num_sequences: number of strings.
-        num_symbols: number of symbols that count, over all strings.
+    A task that has no input of `length` symbols uses one symbol less.
     """
 
     length: int
@@ -62,23 +56,13 @@ class LengthAccuracy:
 
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
-    """Accuracy by length of one model, and its means.
+    """Accuracy by length of one model, and its means, which are None if there are no lengths to average.
 
-    Args:
-        task: a key of `TASKS`.
-        name: name of the workdir.
-        workdir: run directory.
-        step: number of the checkpoint.
-        train_length: longest input of training, in symbols.
-        random_accuracy: accuracy of a random guess.
-        dropout: whether dropout was on.
-        lengths: one result for each length.
-        trained: mean accuracy over the lengths up to the train length, or None without any.
-        score: mean accuracy over the lengths above it, or None without any.
-        reference_score: the same without the first length above it, which the reference omits.
+    `random_accuracy` is that of a random guess, `trained` the mean over lengths up to the train length, `score` the
+    mean over lengths above it, and `reference_score` the same without the first of these.
 
     Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
-        length 42.
+        length 42: `reference_score`.
     """
 
     task: str

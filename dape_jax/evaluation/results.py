@@ -1,22 +1,14 @@
-"""Results of evaluating language models: what `perplexity.py` computes and `report.py` writes."""
+"""Results of evaluating language models: what `perplexity.py` computes and `report.py` writes.
+
+`low` and `high` are the ends of a 95 % bootstrap interval over documents, or None with fewer than two documents.
+"""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class LengthResult:
-    """Perplexity at one length.
-
-    Args:
-        length: sequence length N.
-        perplexity: exp(sum of nll / number of tokens).
-        low: lower end of the 95 % bootstrap interval over documents, or None with fewer than two documents.
-        high: upper end of the interval, or None.
-        nll_nats: sum over all scored tokens.
-        num_tokens: number of scored tokens.
-        num_windows: number of sequences.
-        num_documents: number of documents that the sequences come from.
-    """
+    """Perplexity at one sequence length: exp(nll_nats / num_tokens), the nll summed over all scored tokens."""
 
     length: int
     perplexity: float
@@ -30,15 +22,11 @@ class LengthResult:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaResult:
-    """Gain from the context before the last T_train tokens, at one length.
+    """Gain from the context before the last T_train tokens, at one sequence length N.
 
-    Args:
-        length: sequence length N.
-        local: perplexity of the last T_train tokens, given only those tokens.
-        full: perplexity of the same tokens, given all N.
-        delta: local - full (equation 6 of the paper), positive where the context helps.
-        low: lower end of the 95 % bootstrap interval of `delta` over documents, or None with fewer than two documents.
-        high: upper end of the interval, or None.
+    `local` is the perplexity of the last T_train tokens given only those tokens, `full` that of the same tokens given
+    all N, and `delta` is local - full (equation 6 of the paper), positive where the context helps. The interval is that
+    of `delta`.
     """
 
     length: int
@@ -51,18 +39,10 @@ class DeltaResult:
 
 @dataclasses.dataclass(frozen=True)
 class PositionBin:
-    """Loss over a range of positions.
+    """Loss at the positions `first` to `last`; see `positions_result`.
 
-    Args:
-        first: first position of the bin.
-        last: last position of the bin.
-        nll_nats: mean over the targets of the bin.
-        num_tokens: number of these targets.
-        smoothed_nats: mean over the targets of the bins nearby; see `positions_result`.
-        excess_nats: `smoothed_nats` minus the loss around the train length.
-        excess_low: lower end of the 95 % bootstrap interval of `excess_nats` over documents, or None with fewer than
-            two documents.
-        excess_high: upper end of the interval, or None.
+    `nll_nats` is the mean over the targets of the bin, `smoothed_nats` that over the targets of the bins nearby, and
+    `excess_nats` is `smoothed_nats` minus the loss around the train length, with its interval.
     """
 
     first: int
@@ -77,17 +57,11 @@ class PositionBin:
 
 @dataclasses.dataclass(frozen=True)
 class PositionsResult:
-    """Loss by position of one model.
+    """Loss by position of one model in windows of `length` tokens; see `positions_result`.
 
-    Args:
-        length: length N of the windows.
-        reference_nats: mean loss around the train length; see `positions_result`.
-        last_octave_nats: mean loss from N / 2 to N.
-        breaks_at: first position of the bin where the model breaks, or None if it does not.
-        margin_nats: excess that counts as a break.
-        num_windows: number of windows.
-        num_documents: number of documents that the windows come from.
-        bins: the loss by position.
+    `reference_nats` is the mean loss around the train length, `last_octave_nats` that from length / 2 to length.
+    `breaks_at` is the first position of the bin where the model breaks, or None; `margin_nats` is the excess that
+    counts as a break.
     """
 
     length: int
@@ -102,16 +76,10 @@ class PositionsResult:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluatedModel:
-    """Identity of an evaluated model; base class of the three results below.
+    """Identity of an evaluated model, and the base class of the three results below.
 
-    Args:
-        name: name of the workdir, with the rotary variant if there is one.
-        workdir: run directory.
-        step: number of the checkpoint.
-        train_length: T_train, in tokens.
-        rotary: "rope" for the model as trained, or the stretching of its rotary embedding.
-        last_tokens: scored tokens of a sequence.
-        data: digest of the scored corpus.
+    `rotary` is "rope" for the model as trained, else the stretching of its rotary embedding; `last_tokens` the number
+    of scored tokens of a sequence; `data` the digest of the scored corpus.
     """
 
     name: str
