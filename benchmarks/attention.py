@@ -1,34 +1,34 @@
-"""How fast is one DAPE attention layer, how much memory does it take, and what does DAPE cost over plain attention?
+"""Measure time and memory of one DAPE attention layer, and compare it with plain attention.
 
     python -m benchmarks.attention --vs=torch --lengths=512,2048
     python -m benchmarks.attention --vs=torch --lengths=512,1024,2048,4096,8192 --dtype=bfloat16 --output=results/gpu
 
-The second is the measurement for a GPU. One layer is q, k, v -> out, without projections, with the heads of the paper's
-models. Everything measured at one model, length and direction takes turns in one process (A B C A B C ..), so that a
-busy machine slows all of it, though not alike: threads that wait for each other, as PyTorch's do, suffer most. For a
-ratio to rely on, keep the machine quiet.
+The second command is the one for a GPU. One layer is q, k, v -> out, without projections, with the heads of the paper's
+models. Everything at one model, length and direction is called in turns in one process (A B C A B C ..), so that other
+load slows all of it. It does not slow all of it equally: threads that wait for each other, as PyTorch's do, suffer
+most. For reliable ratios the machine must be quiet.
 
-Timed are the implementations of `attention.py` (`dense` is what XLA makes of the formula); `plain jax`, causal
-attention without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN's on a GPU in bfloat16); and with `--vs=torch`,
-with the same weights and inputs, `torch eager` and `torch.compile`, the listing of the paper's appendix L
-(`listing.py`), and `plain torch`, PyTorch's `scaled_dot_product_attention`.
+Timed are the implementations of `attention.py` (`dense` is the formula, compiled by XLA); `plain jax`, causal attention
+without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN on a GPU in bfloat16); and with `--vs=torch`, with the
+same weights and inputs, `torch eager` and `torch.compile`, the listing of the paper's appendix L (`listing.py`), and
+`plain torch`, PyTorch's `scaled_dot_product_attention`.
 
-Written are a table, JSON and a picture, in OUTPUT under the platform's name. The columns:
+Output: a table, JSON and a figure, in OUTPUT under the platform's name. The columns:
 
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
-    min ms        of a call, over `--repeats`; the JSON has them all
-    / dense ..    time over that of dense, and peak memory over its; the same for torch eager, torch.compile, plain jax
+    min ms        of a call, over `--repeats`; the JSON has all of them
+    / dense ..    time and peak memory relative to dense; likewise to torch eager, torch.compile, plain jax
     peak MiB      memory of a call; see `measure.py`
-    GFLOP/s       `layer_work` over the minimum: the work of the layer, whatever the implementation makes of it
-    roofline      least time of `layer_work` on the chip over the minimum; for bfloat16 and the chips of `flops.py`
-    GFLOP, GB     matmuls, and memory traffic, of the compiled program in one run, loops as often as they run. Of a
-                  kernel of our own, what it says of itself, or is given and gives; not of PyTorch, which does not say
+    GFLOP/s       `layer_work` over the minimum: the FLOPs that the layer needs, for every implementation
+    roofline      least time of `layer_work` on the chip over the minimum; for bfloat16 and the chips of `hardware.py`
+    GFLOP, GB     matmuls and memory traffic of the compiled program in one run, bodies of loops as often as they run.
+                  A Pallas kernel reports its own cost, or counts as its operands and results. Not for PyTorch
     compile s     seconds of compilation
-    error         largest of those of out and of the gradients, |x - reference| / |reference| as vectors. The reference
-                  is dense, float32 at full precision, of the same inputs; for the listing with the listing's edge
+    error         largest error of out and the gradients, |x - reference| / |reference| as vectors. The reference is
+                  dense in float32 at full precision for the same inputs; for the listing with the listing's edge
 
-What fails, for lack of memory for one, has a row without figures, and its reason above the table. Errors larger than
-rounding explains end the program with status 1, after everything is written.
+A failure, for example for lack of memory, has a row without figures, and its reason above the table. Errors larger than
+rounding explains end the program with status 1, after all output is written.
 """
 
 import dataclasses
@@ -49,22 +49,23 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import listing
-from benchmarks.measure import MIB, compile_program, resident_bytes_of_call, seconds_in_turns, why_failed
+from benchmarks.measure import failure, resident_bytes_of_call, seconds_in_turns
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import CHOICES
-from dape_jax.errors import require
+from dape_jax.errors import is_out_of_memory, require
 from dape_jax.evaluation import report
+from dape_jax.hardware import MIB, chip_of
 from dape_jax.kernels import KERNELS
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation
 from dape_jax.model.biases import NopeConfig
 from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
-from dape_jax.planning.flops import chip_of
+from dape_jax.planning.compile import compile_program
 from dape_jax.sharding import device_platform
 
 DIRECTIONS = ("forward", "backward")
-# The largest errors that rounding explains: of what has a dim of tokens; and of the gradients of parameters, which are
+# Largest errors that rounding explains: of arrays with a dim of tokens; and of the gradients of parameters, which are
 # sums of millions of terms of either sign. A GPU may multiply float32 with 10 bits of mantissa.
 TOLERANCES = {"float32": (5e-3, 2e-2), "bfloat16": (3e-2, 1e-1)}
 BIASES = CHOICES["bias"]
@@ -76,50 +77,54 @@ BASELINES = ("torch eager", "torch.compile", "dense", PLAIN)
 class Settings:
     """The flags, checked."""
 
-    vs: str = flag("", "`torch` to time the paper's listing, and plain attention, in PyTorch as well.")
-    models: tuple[str, ...] = flag(("125m",), f"Models whose heads the layer has: {', '.join(SIZES)}.")
+    vs: str = flag("", "`torch` to time the paper's listing and plain attention in PyTorch too.")
+    models: tuple[str, ...] = flag(
+        ("125m",), f"Models that give the number and width of the heads: {', '.join(SIZES)}."
+    )
     lengths: tuple[int, ...] = flag((512,), "Sequence lengths in tokens.")
-    implementations: tuple[str, ...] = flag((), "What to time; all but `auto`, which is one of them, if not given.")
-    directions: tuple[str, ...] = flag(DIRECTIONS, "What to time.")
+    implementations: tuple[str, ...] = flag((), "Implementations to time; all but `auto` if not given.")
+    directions: tuple[str, ...] = flag(DIRECTIONS, f"Directions to time: {', '.join(DIRECTIONS)}.")
     bias: str = flag("kerple", f"Position bias: {', '.join(BIASES)}.")
     kernel_width: int = flag(3, "Kernel width W of DAPE; 0 for no DAPE.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
     batch: int = flag(1, "Batch size B.")
-    dtype: str = flag("float32", f"Of q, k, v and the convolutions' operands: {', '.join(TOLERANCES)}.")
-    block_size: int | None = flag(None, "Rows in a block of `blockwise`; what suits the platform if not given.")
-    num_buckets: int | None = flag(None, "Runs of rows of `blockwise`; what suits the platform if not given.")
-    repeats: int = flag(10, "Timed calls of each.")
-    output: str = flag("results/attention", "Directory of the table, the JSON and the picture.")
+    dtype: str = flag("float32", f"Dtype of q, k, v and the convolutions' operands: {', '.join(TOLERANCES)}.")
+    block_size: int | None = flag(None, "Rows in a block of `blockwise`; chosen by platform if not given.")
+    num_buckets: int | None = flag(None, "Runs of rows of `blockwise`; chosen by platform if not given.")
+    repeats: int = flag(10, "Timed calls of each implementation.")
+    output: str = flag("results/attention", "Directory of the table, the JSON and the figure.")
 
     def __post_init__(self):
         for name in ("batch", "channels", "repeats", "block_size", "num_buckets"):
             value = getattr(self, name)
-            require(value is None or value > 0, f"--{name}", value, "1 or more")
+            require(value is None or value > 0, f"--{name}", value, "must be positive")
         width = self.kernel_width
-        require(width == 0 or (width > 0 and width % 2 == 1), "--kernel_width", width, "an odd width, or 0 for no DAPE")
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "lengths of 1 or more")
+        require(width == 0 or (width > 0 and width % 2 == 1), "--kernel_width", width, "must be odd, or 0 for no DAPE")
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
         for name, allowed in {"models": SIZES, "directions": DIRECTIONS, "implementations": IMPLEMENTATIONS}.items():
             value = getattr(self, name)
             is_given = bool(value) or name == "implementations"
-            require(is_given and set(value) <= set(allowed), f"--{name}", value, f"some of {tuple(allowed)}")
+            require(is_given and set(value) <= set(allowed), f"--{name}", value, f"must be some of {tuple(allowed)}")
         for name in ("models", "directions", "implementations", "lengths"):
             value = getattr(self, name)
-            require(len(set(value)) == len(value), f"--{name}", value, "each once")
-        require(self.bias in BIASES, "--bias", self.bias, f"one of {tuple(BIASES)}")
-        require(self.dtype in TOLERANCES, "--dtype", self.dtype, f"one of {tuple(TOLERANCES)}")
-        require(self.vs in ("", "torch"), "--vs", self.vs, "torch, or nothing")
+            require(len(set(value)) == len(value), f"--{name}", value, "must not repeat")
+        require(self.bias in BIASES, "--bias", self.bias, f"must be one of {tuple(BIASES)}")
+        require(self.dtype in TOLERANCES, "--dtype", self.dtype, f"must be one of {tuple(TOLERANCES)}")
+        require(self.vs in ("", "torch"), "--vs", self.vs, "must be torch, or empty")
         if self.vs:
-            require(self.bias in listing.BIASES, "--bias", self.bias, f"with --vs=torch, one of {listing.BIASES}")
+            require(
+                self.bias in listing.BIASES, "--bias", self.bias, f"with --vs=torch, must be one of {listing.BIASES}"
+            )
 
     @property
-    def process(self) -> DapeConfig | PlainConfig:
-        """What is done to scores."""
+    def processor(self) -> DapeConfig | PlainConfig:
+        """The processor."""
         return DapeConfig(self.kernel_width, self.channels) if self.kernel_width else PlainConfig()
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What takes turns: everything at one model, length and direction."""
+    """One model, length and direction; everything that is timed for it is called in turns."""
 
     settings: Settings
     model: str
@@ -137,34 +142,34 @@ class Case:
         return SIZES[self.model]["width"] // self.heads
 
     def inputs(self) -> list[Float[Array, "B T H K"]]:
-        """Queries, keys, values and a cotangent."""
+        """Return queries, keys, values and a cotangent."""
         shape = (self.settings.batch, self.length, self.heads, self.head_dim)
         return [jax.random.normal(jax.random.key(i), shape, jnp.dtype(self.settings.dtype)) for i in range(4)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One line of the table; the module's docstring says what the columns mean. None: not known, or not compared.
+class Measurement:
+    """One line of the table; see the module's docstring. None means unknown.
 
     Args:
-        model: whose heads.
+        model: the model that gives the heads.
         length: T.
-        direction: of `DIRECTIONS`.
-        name: what was timed.
-        failed: why it could not be.
-        min_ms: of a call.
-        median_ms: of a call.
-        all_ms: of every call.
+        direction: one of `DIRECTIONS`.
+        name: the implementation.
+        failed: reason of the failure, or None.
+        min_ms: minimum over calls.
+        median_ms: median over calls.
+        all_ms: all calls.
         peak_mib: memory of a call.
-        temporary_mib: what of it is no result, by the compiler.
-        gflop_per_s: see `layer_work`.
-        roofline: share of it.
-        compiled_gflop: of the program's matmuls.
-        compiled_gbyte: of the program's memory traffic.
+        temporary_mib: its part that is no result, by the compiler.
+        gflop_per_s: FLOPs of `layer_work` over the minimum.
+        roofline: least time of `layer_work` over the minimum.
+        compiled_gflop: FLOPs of the program's matmuls.
+        compiled_gbyte: the program's memory traffic.
         compile_s: seconds of compilation.
-        errors: of out, and of each gradient.
-        time_ratios: over each of `BASELINES` that was timed.
-        memory_ratios: the same.
+        errors: relative errors of out and of each gradient.
+        time_ratios: time relative to each of `BASELINES` that was timed.
+        memory_ratios: memory relative to each of them.
     """
 
     model: str
@@ -188,37 +193,37 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """The largest."""
+        """The largest error."""
         return max(self.errors.values(), default=None)
 
 
 class Layer(nnx.Module):
-    """What the parameters of one layer belong to: its bias and its processor."""
+    """Bias and processor of one layer."""
 
     def __init__(self, case: Case, edge: str):
         settings, rngs = case.settings, nnx.Rngs(0)
-        process = settings.process
-        if isinstance(process, DapeConfig):
-            process = dataclasses.replace(process, edge=edge)
+        processor = settings.processor
+        if isinstance(processor, DapeConfig):
+            processor = dataclasses.replace(processor, edge=edge)
         self.bias = BIASES[settings.bias]().build(case.heads, case.head_dim, rngs)
-        self.processor = process.build(case.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
+        self.processor = processor.build(case.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
 
 
 def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Implementation]:
-    """Every implementation as it is timed, by name; None for what suits the platform."""
+    """Return every implementation by name; for arguments that are None with the platform's values."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
     return {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused()}
 
 
 def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[..., dict[str, Any]], nnx.State]:
-    """The function to time, (parameters, q, k, v, cotangent) -> out and, backward, gradients; and the parameters."""
+    """Return the function to time, (parameters, q, k, v, cotangent) -> out and gradients, and the parameters."""
     graphdef, params = nnx.split(Layer(case, edge))
-    of_cudnn = device_platform() == "gpu" and case.settings.dtype == "bfloat16"
+    use_cudnn = device_platform() == "gpu" and case.settings.dtype == "bfloat16"
 
     def forward(params, q_BTHK, k_BSHK, v_BSHK):
         if name == PLAIN:
-            plain = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if of_cudnn else "xla")
+            plain = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if use_cudnn else "xla")
             return plain(q_BTHK, k_BSHK, v_BSHK, is_causal=True)
         layer = nnx.merge(graphdef, params)
         pos_T = jnp.arange(q_BTHK.shape[1])
@@ -227,34 +232,34 @@ def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, cotangent_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
-        of_params, of_q, of_k, of_v = pullback(cotangent_BTHK)
-        results = {"out": out_BTHK, "q": of_q, "k": of_k, "v": of_v}
-        return results if name == PLAIN else results | {"parameters": of_params}
+        dparams, dq, dk, dv = pullback(cotangent_BTHK)
+        results = {"out": out_BTHK, "q": dq, "k": dk, "v": dv}
+        return results if name == PLAIN else results | {"parameters": dparams}
 
     functions = {"forward": lambda *inputs: {"out": forward(*inputs[:-1])}, "backward": backward}
     return functions[case.direction], params
 
 
 def layer_work(case: Case, name: str) -> tuple[float, float]:
-    """FLOPs and bytes that the layer cannot do without: of its products, for P = T (T + 1) / 2 causal pairs.
+    """Return the FLOPs and bytes that the layer needs, for P = T (T + 1) / 2 causal pairs:
 
         2 P [ B (2 H K + W H C + W C H) + W H C ]        Q K^T and P V; Conv1 of the scores, Conv2; Conv1 of the bias
 
-    The bias has no batch dim, so its half of Conv1 is counted once. Gradients cost two products for each product; what
-    is computed a second time to save memory is not counted. Bytes: q, k, v read and out written once; backward, their
-    gradients and the cotangent as well. Plain attention has no convolutions.
+    The bias has no batch dim, so its half of Conv1 is counted once. Gradients cost two products for each product;
+    recomputation is not counted. Bytes: q, k, v are read and out is written once; backward, their gradients and the
+    cotangent too. Plain attention has no convolutions.
     """
     settings = case.settings
-    process = PlainConfig() if name in (PLAIN, listing.PLAIN) else settings.process
-    pair = process.pair_flops(case.heads, has_bias=BIASES[settings.bias] is not NopeConfig)
-    of_pair = settings.batch * (4 * case.heads * case.head_dim + pair.of_scores) + pair.of_bias
-    flops = case.length * (case.length + 1) / 2 * of_pair
+    processor = PlainConfig() if name in (PLAIN, listing.PLAIN) else settings.processor
+    pair = processor.pair_flops(case.heads, has_bias=BIASES[settings.bias] is not NopeConfig)
+    flops_of_pair = settings.batch * (4 * case.heads * case.head_dim + pair.of_scores) + pair.of_bias
+    flops = case.length * (case.length + 1) / 2 * flops_of_pair
     size = settings.batch * case.length * case.heads * case.head_dim * jnp.dtype(settings.dtype).itemsize
     return (3 * flops, 8 * size) if case.direction == "backward" else (flops, 4 * size)
 
 
 def roofline_seconds(case: Case, name: str) -> float | None:
-    """Least time of `layer_work` on this chip; None where its peak is not known for the dtype."""
+    """Return the least time of `layer_work` on this chip, or None if its peak is unknown for the dtype."""
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None or case.settings.dtype != "bfloat16":
         return None
@@ -263,7 +268,7 @@ def roofline_seconds(case: Case, name: str) -> float | None:
 
 
 def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Out and every gradient, by name, float32; but that of Conv2's bias, which moves a row alike and so is 0."""
+    """Return out and the gradients by name, float32, without that of Conv2's bias: it shifts whole rows, so it is 0."""
     leaves = jax.tree_util.tree_flatten_with_path(results)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     return {name: np.asarray(x, np.float32) for name, x in named.items() if "output_bias_H" not in name}
@@ -271,7 +276,7 @@ def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
 
 @functools.lru_cache(maxsize=3)
 def reference(case: Case, kind: str) -> dict[str, np.ndarray] | None:
-    """What results ought to be, kind "plain", or an edge of DAPE; None where there is no memory for it."""
+    """Return the expected results for kind "plain", or an edge of DAPE; or None if they need too much memory."""
     settings = dataclasses.replace(case.settings, dtype="float32")
     if kind == "plain":
         settings = dataclasses.replace(settings, bias="nope", kernel_width=0)
@@ -280,13 +285,13 @@ def reference(case: Case, kind: str) -> dict[str, np.ndarray] | None:
         with jax.default_matmul_precision("highest"):
             return as_numpy(jax.jit(function)(params, *(x.astype(jnp.float32) for x in case.inputs())))
     except jax.errors.JaxRuntimeError as error:
-        if why_failed(error) == "out of memory":
+        if is_out_of_memory(error):
             return None
         raise
 
 
 def errors_of(found: dict[str, np.ndarray], expected: dict[str, np.ndarray] | None) -> dict[str, float]:
-    """Relative errors of what both have, as vectors."""
+    """Return the relative errors of arrays, as vectors; none if there is no reference."""
     if expected is None:
         return {}
     return {
@@ -294,18 +299,19 @@ def errors_of(found: dict[str, np.ndarray], expected: dict[str, np.ndarray] | No
     }
 
 
-def is_right(row: Row, dtype: str) -> bool:
-    """Whether rounding explains all errors of a row."""
-    of_tokens, of_parameters = TOLERANCES[dtype]
+def is_right(row: Measurement, dtype: str) -> bool:
+    """Return whether rounding explains all errors."""
+    tolerance, parameter_tolerance = TOLERANCES[dtype]
     return all(
-        error < (of_parameters if name.startswith("parameters.") else of_tokens) for name, error in row.errors.items()
+        error < (parameter_tolerance if name.startswith("parameters.") else tolerance)
+        for name, error in row.errors.items()
     )
 
 
-def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Row]:
-    """What is called to time a function, and what is known of it before."""
+def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Measurement]:
+    """Return the call to time, and its measurement without times."""
     arrays = case.inputs()
-    row = Row(case.model, case.length, case.direction, name)
+    row = Measurement(case.model, case.length, case.direction, name)
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
         made = listing.torch_function(name, Layer(case, "listing"), arrays, case.direction)
@@ -316,14 +322,14 @@ def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Row]:
         function, params = jax_function(case, name)
         program = compile_program(function, params, *arrays)
         run = functools.partial(program.run, params, *arrays)
-        found, peak = as_numpy(run()), program.held_bytes
+        found, peak = as_numpy(run()), program.memory.temp_size_in_bytes + program.result_bytes
         if on_cpu:
             peak = max(peak, resident_bytes_of_call(run) or 0)
         row = dataclasses.replace(
             row,
-            temporary_mib=program.temporary_bytes / MIB,
-            compiled_gflop=program.work.matmul_flops / 1e9,
-            compiled_gbyte=program.work.hbm_bytes / 1e9,
+            temporary_mib=program.memory.temp_size_in_bytes / MIB,
+            compiled_gflop=program.work and program.work.matmul_flops / 1e9,
+            compiled_gbyte=program.work and program.work.hbm_bytes / 1e9,
             compile_s=program.compile_s,
         )
     kind = "plain" if name in (PLAIN, listing.PLAIN) else "listing" if name in listing.NAMES else "prefix"
@@ -331,16 +337,16 @@ def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Row]:
     return run, dataclasses.replace(row, errors=errors, peak_mib=None if peak is None else peak / MIB)
 
 
-def measure(case: Case, names: list[str], bar: tqdm) -> list[Row]:
-    """The rows of one model, length and direction."""
+def measure_case(case: Case, names: list[str], bar: tqdm) -> list[Measurement]:
+    """Measure one model, length and direction."""
     runs: dict[str, Callable[[], Any]] = {}
-    rows: dict[str, Row] = {}
+    rows: dict[str, Measurement] = {}
     for name in names:
         bar.set_postfix_str(f"{case.model} {case.length} {case.direction} {name}")
         try:
             runs[name], rows[name] = prepare(case, name)
-        except Exception as error:  # whatever it is, the others are measured
-            rows[name] = Row(case.model, case.length, case.direction, name, failed=why_failed(error))
+        except Exception as error:  # of any kind: the others are measured
+            rows[name] = Measurement(case.model, case.length, case.direction, name, failed=failure(error))
             bar.write(f"{case.model} {case.length} {case.direction} {name}: {rows[name].failed}", file=sys.stderr)
             bar.update(case.settings.repeats)
         gc.collect()
@@ -360,8 +366,8 @@ def measure(case: Case, names: list[str], bar: tqdm) -> list[Row]:
     return [with_ratios(row, rows) for row in rows.values()]
 
 
-def with_ratios(row: Row, rows: dict[str, Row]) -> Row:
-    """A row with its time and memory over those of the baselines."""
+def with_ratios(row: Measurement, rows: dict[str, Measurement]) -> Measurement:
+    """Return a measurement with its time and memory relative to the baselines."""
 
     def ratios(field: str) -> dict[str, float]:
         values = {name: getattr(rows[name], field) for name in BASELINES if name in rows}
@@ -371,8 +377,8 @@ def with_ratios(row: Row, rows: dict[str, Row]) -> Row:
     return dataclasses.replace(row, time_ratios=ratios("min_ms"), memory_ratios=ratios("peak_mib"))
 
 
-def cells(rows: list[Row]) -> list[list[str]]:
-    """The table."""
+def cells(rows: list[Measurement]) -> list[list[str]]:
+    """Return the table, its header first."""
     names = [name for name in BASELINES if any(row.name == name for row in rows)]
     header = ["model", "length", "direction", "", "min ms", *(f"/ {name.removeprefix('torch ')}" for name in names)]
     header += ["peak MiB", "GFLOP/s", "roofline", "GFLOP", "GB", "compile s", "error"]
@@ -380,7 +386,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
     def number(value: float | None, digits: str = ".1f") -> str:
         return "-" if value is None else format(value, digits)
 
-    def ratio(row: Row, name: str) -> str:
+    def ratio(row: Measurement, name: str) -> str:
         found = [ratios[name] for ratios in (row.time_ratios, row.memory_ratios) if name in ratios]
         return "; ".join(f"{value:.2f}" for value in found) or "-"
 
@@ -396,7 +402,7 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return lines
 
 
-def plot(rows: list[Row], title: str) -> Figure:
+def plot(rows: list[Measurement], title: str) -> Figure:
     """Draw time and memory against length, a column of panels for each model and direction."""
     columns = list(dict.fromkeys((row.model, row.direction) for row in rows))
     lengths = sorted({row.length for row in rows})
@@ -423,26 +429,26 @@ def plot(rows: list[Row], title: str) -> Figure:
     return figure
 
 
-def choose(asked: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The implementations that are timed, and a line for the one that is left out.
+def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the implementations to time, and a message for the one that is left out.
 
     Args:
-        asked: by name; if none, all but `auto`, and `fused` where it has a kernel for the platform.
+        requested: names; if empty, all but `auto`, and `fused` only if it has a kernel for the platform.
 
     Raises:
-        InputError: `fused` was asked for by name, and it has none.
+        InputError: `fused` is requested, but has no kernel for the platform.
     """
-    names = list(asked or (name for name in IMPLEMENTATIONS if name != "auto"))
+    names = list(requested or (name for name in IMPLEMENTATIONS if name != "auto"))
     platform = device_platform()
     if "fused" not in names or platform in KERNELS:
         return names, []
-    why = f"its kernels are for {' and '.join(KERNELS)}, and the devices here are of the platform {platform!r}"
-    require(not asked, "--implementations", "fused", why)
+    why = f"its kernels are for {' and '.join(KERNELS)}, and this platform is {platform!r}"
+    require(not requested, "--implementations", "fused", why)
     return [name for name in names if name != "fused"], [f"fused is left out: {why}"]
 
 
 def run(settings: Settings) -> None:
-    """Measurements, then what is left behind."""
+    """Measure everything and write the output."""
     directory = Path(settings.output)
     report.make_directory(directory)
     names, left_out = choose(settings.implementations)
@@ -455,16 +461,16 @@ def run(settings: Settings) -> None:
         print(line, file=sys.stderr)
 
     cases = [
-        Case(settings, *which) for which in itertools.product(settings.models, settings.lengths, settings.directions)
+        Case(settings, *each) for each in itertools.product(settings.models, settings.lengths, settings.directions)
     ]
-    rows: list[Row] = []
+    rows: list[Measurement] = []
     with tqdm(total=len(cases) * len(names) * settings.repeats, unit="call", desc="attention") as bar:
         for case in cases:
-            rows += measure(case, names, bar)
+            rows += measure_case(case, names, bar)
 
     platform, layer = device_platform(), f"DAPE 1x{settings.kernel_width}" if settings.kernel_width else "no DAPE"
     what = f"{layer}, bias {settings.bias}, batch {settings.batch}, {settings.dtype}; {jax.devices()[0].device_kind}"
-    caption = f"One attention layer ({what}): time and peak memory; / NAME: both over those of NAME."
+    caption = f"One attention layer ({what}): time and peak memory; / NAME: both relative to NAME."
     failed = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.failed}" for row in rows if row.failed]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
     content: dict[str, Any] = {"settings": dataclasses.asdict(settings), "left_out": left_out}
@@ -481,7 +487,7 @@ def run(settings: Settings) -> None:
 
 
 def main(_: list[str]) -> None:
-    """Flags, then one call."""
+    """Read the flags and run."""
     run(from_flags(Settings))
 
 

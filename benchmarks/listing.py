@@ -1,9 +1,9 @@
-"""The same attention layer in PyTorch: as a user writes it after the paper's appendix L, and plain causal attention.
+"""Implement the attention layer in PyTorch: after the listing in the paper's appendix L, and plain causal attention.
 
-In: weights and inputs of `attention.py`. Out: functions to time. PyTorch is imported here alone, when it is asked for.
+In: weights and inputs of `attention.py`. Out: functions to time. PyTorch is imported only here, and only if requested.
 
-Heads come before positions in q, k, v and out, so that PyTorch has nothing to transpose. Everything is held at full
-size and in one dtype, but for Kerple's logarithm and the softmax, which are float32.
+Heads come before positions in q, k, v and out, so that PyTorch has nothing to transpose. All arrays are held at full
+size and in one dtype, except Kerple's logarithm and the softmax, which are float32.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ NAMES = ("torch eager", "torch.compile", PLAIN)
 
 
 def why_not_torch(platform: str) -> str | None:
-    """Why PyTorch cannot be timed beside JAX on a platform; None if it can."""
+    """Return why PyTorch cannot be compared with JAX on a platform, or None if it can."""
     if find_spec("torch") is None:
         return "PyTorch is not installed (pip install -e '.[torch]')"
     import torch  # pyright: ignore[reportMissingImports]
@@ -31,7 +31,7 @@ def why_not_torch(platform: str) -> str | None:
     if platform == "gpu" and not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} finds no CUDA device"
     if platform not in ("cpu", "gpu"):
-        return f"there is no PyTorch for the platform {platform!r} here"
+        return f"PyTorch does not support the platform {platform!r} here"
     return None
 
 
@@ -40,8 +40,8 @@ class TorchFunction:
     """A function to time.
 
     Args:
-        run: calls it, and waits for the device.
-        compile_s: seconds of its first call, if that compiles it.
+        run: the function; it waits for the device.
+        compile_s: seconds of its first call if that compiles it, or None.
     """
 
     run: Callable[[], dict[str, Any]]
@@ -49,13 +49,13 @@ class TorchFunction:
 
 
 def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: str) -> TorchFunction:
-    """One of `NAMES`.
+    """Return a function that computes the layer in PyTorch.
 
     Args:
-        name: of `NAMES`.
-        layer: whose bias (of `BIASES`) and processor it has: an `attention.Layer`.
+        name: one of `NAMES`.
+        layer: an `attention.Layer`, with a bias of `BIASES`.
         arrays: q, k, v, cotangent, [B, T, H, K].
-        direction: "forward", or "backward" for out and the gradients of all that has one.
+        direction: "forward", or "backward" for out and all gradients.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -77,7 +77,7 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
         forward, parameters = _listing(layer, q_BHTK, k_BHSK, v_BHSK, tensor)
         leaves += [x.requires_grad_() for x in parameters]
     if name == "torch.compile":
-        torch._dynamo.reset()  # or it would compile for any length, having seen two
+        torch._dynamo.reset()  # otherwise it compiles for any length after two lengths
         forward = torch.compile(forward, dynamic=False)
 
     def run() -> dict[str, Any]:
@@ -99,7 +99,7 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
 
 
 def _listing(layer: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable[..., Any]) -> tuple[Any, list[Any]]:
-    """Attention with the listing in it: scores and tiled bias are concatenated, cut to a triangle and convolved."""
+    """Return the listing's forward pass, and its parameters: conv(tril([scores; tiled bias])), added to both."""
     import torch  # pyright: ignore[reportMissingImports]
 
     bias, dape = layer.bias, layer.processor
@@ -152,14 +152,14 @@ def _listing(layer: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable
 
 
 def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Out and the gradients of q, k and v as those of `attention.py` are laid out, float32."""
+    """Return out and the gradients of q, k and v in the layout of `attention.py`, float32."""
     return {
         name: x.detach().permute(0, 2, 1, 3).float().cpu().numpy() for name, x in results.items() if name != "others"
     }
 
 
 def bytes_of_call(run: Callable[[], Any]) -> int:
-    """What a call on CUDA takes; see `measure.py`."""
+    """Return the memory of a call on CUDA; see `measure.py`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.cuda.reset_peak_memory_stats()
@@ -171,7 +171,7 @@ def bytes_of_call(run: Callable[[], Any]) -> int:
 
 
 def empty_cache() -> None:
-    """Give back what PyTorch holds of a GPU and does not use."""
+    """Free the GPU memory that PyTorch has cached."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if torch.cuda.is_available():

@@ -1,25 +1,25 @@
-"""How fast is a whole training step, by implementation of attention, and how much memory does it take?
+"""Measure time and memory of a whole training step, by implementation of attention.
 
     python -m benchmarks.step --preset=small --models=125m,350m --lengths=128,512
     python -m benchmarks.step --models=125m --lengths=512,2048,8192 --batch=4
 
 The step is that of `train.py`, compiled for the recipe's config (`configs/paper.py`; with `--preset=small`,
-`configs/small.py`, whose sizes stand for the paper's) on all devices, on random tokens. Steps of what is compared take
-turns. Only the model whose turn it is holds memory, and nothing is allocated for a step that the compiler says does not
-fit. What a step takes on a TPU slice that is not there: `docs/planning.md`.
+`configs/small.py`, whose sizes represent the paper's) on all devices, on random tokens. Steps that are compared run in
+turns. Only one model holds memory at a time, and nothing is allocated for a step that the compiler says does not fit.
+For a step on a TPU slice that is not available: `docs/planning.md`.
 
-Written are a table, JSON and a picture, in OUTPUT under the platform's name. The columns:
+Output: a table, JSON and a figure, in OUTPUT under the platform's name. The columns:
 
-    min ms        of a step, over `--turns` times `--steps`; the JSON has them all
-    / dense       time over that of dense; and memory over its
+    min ms        of a step, over `--turns` times `--steps`; the JSON has all of them
+    / dense       time and memory relative to dense
     tokens/s      at the minimum
-    needs GiB     of a device, by the compiler: state, batch and all that the step holds at once
-    GFLOP         that the model needs (`flops.py`); and those of the compiled program's matmuls, on one device, loops
-                  as often as they run. What a kernel of our own does is not seen
+    needs GiB     memory of a device, by the compiler: state, batch and temporary memory
+    GFLOP         FLOPs that the model needs (`flops.py`); and those of the compiled program's matmuls, on one device,
+                  bodies of loops as often as they run. A Pallas kernel counts only if it reports its cost
     GB            the compiled program's memory traffic on one device
-    MFU           the first over what the devices' peak allows in that time; for the chips of `flops.py`
+    MFU           the model's FLOPs over the devices' peak in that time; for the chips of `hardware.py`
     compile s     seconds of compilation
-    loss          in nats, of the first step
+    loss          of the first step, in nats
 """
 
 import dataclasses
@@ -36,19 +36,21 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.attention import choose, implementations
-from benchmarks.measure import compile_program, why_failed
+from benchmarks.measure import failure
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.memory import available_bytes
+from dape_jax.evaluation.memory import available_bytes, predicted_bytes
 from dape_jax.experiments.catalogue import METHODS, PRESETS
 from dape_jax.experiments.run import Run, config_of
+from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
 from dape_jax.model.transformer import SIZES, model_structure
-from dape_jax.planning.flops import GIB, mfu, model_flops
+from dape_jax.planning.compile import compile_program
+from dape_jax.planning.flops import model_flops
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
@@ -61,43 +63,43 @@ class Settings:
     preset: str = flag("paper", f"Recipe of the models: {', '.join(PRESETS)}.")
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
     lengths: tuple[int, ...] = flag((512,), "Train lengths in tokens.")
-    implementations: tuple[str, ...] = flag((), "What to time; all but `auto`, which is one of them, if not given.")
-    method: str = flag("dape1x3-kerple", f"What the models are: {', '.join(METHODS)}.")
-    batch: int = flag(1, "Sequences of a step.")
-    turns: int = flag(3, "Turns of each, a step to warm up in every one.")
-    steps: int = flag(3, "Timed steps of a turn.")
-    output: str = flag("results/step", "Directory of the table, the JSON and the picture.")
+    implementations: tuple[str, ...] = flag((), "Implementations to time; all but `auto` if not given.")
+    method: str = flag("dape1x3-kerple", f"Method of the models: {', '.join(METHODS)}.")
+    batch: int = flag(1, "Sequences in a step.")
+    turns: int = flag(3, "Turns of each implementation; each begins with an untimed step.")
+    steps: int = flag(3, "Timed steps in a turn.")
+    output: str = flag("results/step", "Directory of the table, the JSON and the figure.")
 
     def __post_init__(self):
         for name in ("batch", "turns", "steps"):
-            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "1 or more")
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "lengths of 1 or more")
-        require(self.preset in PRESETS, "--preset", self.preset, f"one of {tuple(PRESETS)}")
-        require(self.method in METHODS, "--method", self.method, f"one of {tuple(METHODS)}")
+            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "must be positive")
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
+        require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {tuple(PRESETS)}")
+        require(self.method in METHODS, "--method", self.method, f"must be one of {tuple(METHODS)}")
         check_names("models", self.models, SIZES)
         check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
-        require(len(set(self.lengths)) == len(self.lengths), "--lengths", self.lengths, "each once")
+        require(len(set(self.lengths)) == len(self.lengths), "--lengths", self.lengths, "must not repeat")
 
 
 def check_names(flag: str, value: tuple[str, ...], allowed: Any) -> None:
-    """Raise `InputError` unless a flag names some of what there is, each once."""
-    is_right = bool(value) and set(value) <= set(allowed) and len(set(value)) == len(value)
-    require(is_right, f"--{flag}", value, f"some of {tuple(allowed)}, each once")
+    """Raise `InputError` unless a flag lists some of the allowed names, without repetition."""
+    is_valid = bool(value) and set(value) <= set(allowed) and len(set(value)) == len(value)
+    require(is_valid, f"--{flag}", value, f"must be some of {tuple(allowed)}, without repetition")
 
 
 def read_config(preset: str, model: str, method: str, length: int, batch: int, implementation: str) -> RunConfig:
-    """The run of a recipe whose step is timed.
+    """Return the run of a recipe with this implementation of attention.
 
     Args:
         preset: a key of `PRESETS`.
         model: the paper's size.
         method: a key of `METHODS`.
         length: T, in tokens.
-        batch: sequences.
-        implementation: of attention.
+        batch: sequences in a step.
+        implementation: a key of `IMPLEMENTATIONS`.
 
     Raises:
-        InputError: the recipe refuses it.
+        InputError: the recipe does not allow it.
     """
     size = PRESETS[preset].sizes[model]
     spec = config_of(
@@ -108,7 +110,7 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
             seed=0,
             recipe=PRESETS[preset].recipe,
             argument=f"{size},{METHODS[method]},train_length={length},batch={batch}",
-            overrides={"data.path": STDLIB, "evaluation.lengths": (length,)},  # of which nothing is read
+            overrides={"data.path": STDLIB, "evaluation.lengths": (length,)},  # neither is read
             paper_size=model,
             paper_train_length=length,
             size=size,
@@ -120,22 +122,22 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
-    """What was found of a step; the module's docstring says more. None: it could not be timed, or is not known.
+class StepTimes:
+    """Times and memory of a step; see the module's docstring. None means unknown.
 
     Args:
-        failed: why it could not be timed.
-        min_ms: of a step.
-        median_ms: of a step.
-        all_ms: of every step.
+        failed: reason of the failure, or None.
+        min_ms: minimum over steps.
+        median_ms: median over steps.
+        all_ms: all steps.
         tokens_per_s: at the minimum.
         needed_gib: memory of a device.
         compile_s: seconds of compilation.
-        model_gflop: that the model needs.
-        compiled_gflop: of the compiled program's matmuls, on one device.
-        compiled_gbyte: of its memory traffic.
+        model_gflop: FLOPs that the model needs.
+        compiled_gflop: FLOPs of the compiled program's matmuls, on one device.
+        compiled_gbyte: its memory traffic.
         mfu: model FLOPs utilisation.
-        loss_nats: of the first step.
+        loss_nats: loss of the first step.
     """
 
     failed: str | None = None
@@ -153,20 +155,20 @@ class Timed:
 
 
 class Step:
-    """A train step, compiled and ready; holds no memory of a device between its turns."""
+    """A compiled train step. It holds no device memory between its turns."""
 
     def __init__(self, run: RunConfig):
-        """Compile.
+        """Compile the step.
 
         Raises:
-            MemoryError: it would not fit.
+            MemoryError: it does not fit.
         """
         self.run, self.mesh, self.seconds, self.loss_nats = run, make_mesh(run.mesh), [], 0.0
         graphdef, _ = model_structure(run.model)
         optimizer = make_optimizer(run.optimizer, run.train.num_steps)
         state = abstract_state(run.model, optimizer, self.mesh)
         shardings = shardings_of(state)
-        # Jitted once more, so that it is compiled once and not in every turn.
+        # Jitted here, so that it is compiled once and not in every turn.
         self.init = jax.jit(
             lambda: init_state(run.model, optimizer, run.train.seed, self.mesh), out_shardings=shardings
         )
@@ -182,12 +184,12 @@ class Step:
         self.rows = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
         with jax.set_mesh(self.mesh):
             self.program = compile_program(step, state, put_batch(self.rows, self.mesh))
-        needed, free = self.program.needed_bytes, available_bytes(self.mesh)
-        if needed > free:
-            raise MemoryError(f"out of memory: {needed / GIB:.1f} GiB are needed, and {free / GIB:.1f} free")
+        self.needed_bytes, free = predicted_bytes(self.program.run), available_bytes(self.mesh)
+        if self.needed_bytes > free:
+            raise MemoryError(f"out of memory: {self.needed_bytes / GIB:.1f} GiB are needed, {free / GIB:.1f} are free")
 
     def take_turn(self, num_steps: int, bar: tqdm) -> None:
-        """Start afresh, and time some steps after one that warms up."""
+        """Initialise the state, and time some steps after an untimed one."""
         with jax.set_mesh(self.mesh):
             state = self.init()
             batch = put_batch(self.rows, self.mesh)
@@ -199,36 +201,36 @@ class Step:
                 self.seconds.append(time.perf_counter() - started)
                 bar.update()
 
-    def timed(self) -> Timed:
-        """What was found."""
+    def result(self) -> StepTimes:
+        """Return the times and figures of all turns."""
         run, program, least = self.run, self.program, min(self.seconds)
         flops = model_flops(run.model, run.train.train_length, run.train.batch_size).total
-        return Timed(
+        return StepTimes(
             min_ms=1e3 * least,
             median_ms=1e3 * statistics.median(self.seconds),
             all_ms=tuple(1e3 * each for each in self.seconds),
             tokens_per_s=run.train.batch_size * run.train.train_length / least,
-            needed_gib=program.needed_bytes / GIB,
+            needed_gib=self.needed_bytes / GIB,
             compile_s=program.compile_s,
             model_gflop=flops / 1e9,
-            compiled_gflop=program.work.matmul_flops / 1e9,
-            compiled_gbyte=program.work.hbm_bytes / 1e9,
+            compiled_gflop=program.work and program.work.matmul_flops / 1e9,
+            compiled_gbyte=program.work and program.work.hbm_bytes / 1e9,
             mfu=mfu(flops / least, jax.devices()[0].device_kind, jax.device_count()),
             loss_nats=self.loss_nats,
         )
 
 
-def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[str, Timed]:
-    """Time the steps of several runs in turns. What fails is reported, and the others are timed."""
+def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[str, StepTimes]:
+    """Time the steps of several runs in turns. A failure is reported, and the others are timed."""
     steps: dict[str, Step] = {}
-    found: dict[str, Timed] = {}
+    found: dict[str, StepTimes] = {}
 
     def fails(name: str, error: Exception) -> None:
-        found[name] = Timed(failed=why_failed(error))
+        found[name] = StepTimes(failed=failure(error))
         bar.write(f"{name}: {found[name].failed}", file=sys.stderr)
 
     for name, run in runs.items():
-        bar.set_postfix_str(f"compiles {name}")
+        bar.set_postfix_str(f"compiling {name}")
         try:
             steps[name] = Step(run)
         except Exception as error:
@@ -242,11 +244,11 @@ def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm
         except Exception as error:
             fails(name, error)
             bar.update((turns - turn) * num_steps - len(step.seconds) % num_steps)
-    return {name: found[name] if name in found else steps[name].timed() for name in runs}
+    return {name: found[name] if name in found else steps[name].result() for name in runs}
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The table."""
+    """Return the table, its header first."""
     lines = [["model", "length", "", "min ms", "/ dense", "tokens/s", "needs GiB", "GFLOP", "compiled", "GB", "MFU"]]
     lines[0] += ["compile s", "loss"]
 
@@ -295,14 +297,14 @@ def plot(rows: list[dict[str, Any]], title: str) -> Figure:
 
 
 def run(settings: Settings) -> None:
-    """Measurements, then what is left behind."""
+    """Measure everything and write the output."""
     directory = Path(settings.output)
     report.make_directory(directory)
     cases = list(itertools.product(settings.models, sorted(settings.lengths)))
 
     def configs(names: list[str], model: str, length: int) -> dict[str, RunConfig]:
-        of = (settings.preset, model, settings.method, length, settings.batch)
-        return {name: read_config(*of, name) for name in names}
+        recipe = (settings.preset, model, settings.method, length, settings.batch)
+        return {name: read_config(*recipe, name) for name in names}
 
     checked = [configs(["dense"], *case)["dense"] for case in cases]
     for each in checked:
@@ -315,12 +317,12 @@ def run(settings: Settings) -> None:
     with tqdm(total=len(cases) * len(names) * settings.turns * settings.steps, unit="step", desc="steps") as bar:
         for model, length in cases:
             found = time_steps(configs(names, model, length), settings.turns, settings.steps, bar)
-            about = {"model": model, "size": PRESETS[settings.preset].sizes[model], "length": length}
-            rows += [about | {"name": name} | dataclasses.asdict(timed) for name, timed in found.items()]
+            case = {"model": model, "size": PRESETS[settings.preset].sizes[model], "length": length}
+            rows += [case | {"name": name} | dataclasses.asdict(times) for name, times in found.items()]
 
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     what = f"{settings.method}, preset {settings.preset}, batch {settings.batch}, {checked[0].model.dtype}; {device}"
-    caption = f"A training step ({what}); / dense: time and memory over those of dense."
+    caption = f"A training step ({what}); / dense: time and memory relative to dense."
     failed = [f"{row['name']} at {row['model']} {row['length']}: {row['failed']}" for row in rows if row["failed"]]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
     content = {"settings": dataclasses.asdict(settings), "left_out": left_out, "rows": rows}
@@ -329,7 +331,7 @@ def run(settings: Settings) -> None:
 
 
 def main(_: list[str]) -> None:
-    """Flags, then one call."""
+    """Read the flags and run."""
     run(from_flags(Settings))
 
 

@@ -30,7 +30,6 @@ import itertools
 import os
 import re
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -47,14 +45,21 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.hardware import find_libtpu, in_process, libtpu_version, read_topology, why_not
+from dape_jax.hardware import read_topology
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad
 from dape_jax.model.attention import Auto, Dense, Fused, Implementation
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
-from dape_jax.planning.hlo import read_work
+from dape_jax.planning.compile import (
+    compile_error,
+    compile_program,
+    find_libtpu,
+    in_process,
+    libtpu_version,
+    slice_devices,
+)
 
 DIRECTIONS = ("forward", "backward")
 IMPLEMENTATIONS: dict[str, Implementation] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
@@ -86,7 +91,7 @@ class Settings:
         require(self.bias in BIASES, "--bias", self.bias, f"must be one of {tuple(BIASES)}")
         require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
         for topology in self.topologies:
-            require(read_topology(topology).is_tpu, "--topologies", topology, "must be slices of TPUs")
+            read_topology(topology)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +107,8 @@ class Request:
 
 
 def compile_layer(request: Request) -> dict[str, Any]:
-    """Compile a layer for one chip and return its memory and traffic. Runs in its own process (`in_process`)."""
-    options = {"chip_config_name": "megacore"} if request.topology.startswith("v4") else {}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=request.topology, **options).devices
-    mesh = Mesh(np.array(devices[:1]), ("chip",), axis_types=(AxisType.Auto,))
+    """Compile a layer for one chip and return its figures; must run in a process of its own, see `in_process`."""
+    mesh = Mesh(np.array(slice_devices(read_topology(request.topology))[:1]), ("chip",), axis_types=(AxisType.Auto,))
     settings, sizes = request.settings, SIZES[request.model]
     H, K = sizes["num_heads"], sizes["width"] // sizes["num_heads"]
     rngs = nnx.Rngs(0)
@@ -128,16 +131,13 @@ def compile_layer(request: Request) -> dict[str, Any]:
 
     params = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
     arrays = [shape((settings.batch, request.length, H, K), jnp.bfloat16)] * (3 + (request.direction == "backward"))
-    started = time.monotonic()
     with jax.set_mesh(mesh):
         try:
-            step = {"forward": forward, "backward": backward}[request.direction]
-            compiled = jax.jit(step).lower(params, *arrays).compile()
+            program = compile_program({"forward": forward, "backward": backward}[request.direction], params, *arrays)
         except jax.errors.JaxRuntimeError as error:
-            return {"fits": False, "reason": why_not(str(error))}
+            return {"fits": False, "reason": compile_error(error)}
         except NotImplementedError as error:
             return {"fits": False, "reason": str(error)}
-        seconds = time.monotonic() - started
         tilings = tpu.tilings(
             arrays[0],
             arrays[1],
@@ -149,23 +149,18 @@ def compile_layer(request: Request) -> dict[str, Any]:
             window=None,
         )
     passes = tilings[: 1 + DIRECTIONS.index(request.direction)]
-    stats = compiled.memory_analysis()
-    assert stats is not None
-    try:
-        work = read_work(compiled.as_text() or "")
-    except jax.errors.JaxRuntimeError:  # the compiler cannot parse its own text of some programs for v5p and v6e
-        work = None
+    work = program.work
     moved = None if work is None else work.hbm_bytes
     if request.implementation == "naive":
-        moved = (compiled.cost_analysis() or {}).get("bytes accessed")
+        moved = (program.run.cost_analysis() or {}).get("bytes accessed")
     return {
         "fits": True,
-        "temporary_mib": stats.temp_size_in_bytes / MIB,
-        "peak_mib": stats.peak_memory_in_bytes / MIB,
+        "temporary_mib": program.memory.temp_size_in_bytes / MIB,
+        "peak_mib": program.memory.peak_memory_in_bytes / MIB,
         "hbm_bytes": moved,
         "operand_gb": None if work is None else work.hbm_bytes / 1e9,
         "cycles": None if work is None else work.cycles,
-        "compile_s": seconds,
+        "compile_s": program.compile_s,
         "kernels": [describe_kernel(t, settings.batch) for t in passes] if request.implementation == "fused" else [],
     }
 

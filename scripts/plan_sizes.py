@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dape_jax import command_line
 from dape_jax.errors import require
-from dape_jax.planning.flops import GIB
+from dape_jax.hardware import GIB
 
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "results" / "planning"

@@ -72,7 +72,7 @@ def trained_run(trained_runs: list[Path]) -> Path:
 def libtpu() -> Path:
     """The compiler for TPUs."""
     from dape_jax.errors import InputError
-    from dape_jax.hardware import find_libtpu
+    from dape_jax.planning.compile import find_libtpu
 
     try:
         return find_libtpu()

@@ -1,4 +1,4 @@
-"""The benchmarks end to end at tiny sizes: what they say is what they were asked, and agrees with the formulas."""
+"""Run the benchmarks end to end at tiny sizes: they measure what was requested and agree with the formulas."""
 
 import dataclasses
 import json
@@ -13,8 +13,11 @@ import pytest
 
 from benchmarks import attention, listing, measure, step, table7
 from dape_jax.errors import InputError
+from dape_jax.evaluation.memory import predicted_bytes
+from dape_jax.hardware import CHIPS, MIB
 from dape_jax.model.attention import Dense
-from dape_jax.planning.flops import CHIPS, executed_flops, model_flops
+from dape_jax.planning.compile import compile_program
+from dape_jax.planning.flops import executed_flops, model_flops
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = ("json", "md", "png", "txt")
@@ -34,7 +37,7 @@ def written(directory: Path, stem: str) -> dict:
 # ---- one layer
 
 
-def test_attention_measures_what_it_is_asked(tmp_path, capsys):
+def test_attention_measures_the_requested_case(tmp_path, capsys):
     attention.run(tiny(tmp_path, directions=("backward",)))
     content = written(tmp_path, "cpu")
     rows = content["rows"]
@@ -62,20 +65,20 @@ def test_attention_measures_what_it_is_asked(tmp_path, capsys):
 
 
 class Wrong:
-    """Doubles what it should give."""
+    """Returns twice the right result."""
 
     def __call__(self, *arguments, **options):
         return 2 * Dense()(*arguments, **options)
 
 
 class Large:
-    """Has no memory for it."""
+    """Runs out of memory."""
 
     def __call__(self, *arguments, **options):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
 
-def test_what_is_wrong_or_fails_is_said_and_the_others_are_measured(tmp_path, monkeypatch):
+def test_wrong_results_and_failures_are_reported_and_the_others_measured(tmp_path, monkeypatch):
     implementations = {"dense": Dense(), "blockwise": Wrong(), "auto": Large()}
     monkeypatch.setattr(attention, "implementations", lambda *_: implementations)
     with pytest.raises(AssertionError, match="blockwise at 125m 16 forward"):
@@ -117,17 +120,17 @@ def test_torch_computes_the_same(tmp_path):
 @pytest.mark.parametrize("direction", attention.DIRECTIONS)
 @pytest.mark.parametrize("name", ["dense", "blockwise", attention.PLAIN])
 def test_compiled_flops_are_those_of_the_formula(name, direction):
-    """Of all pairs of a query and a key, where the layer needs the causal ones; in a scan as often as it runs."""
+    """Count all pairs of a query and a key, not only the causal ones; bodies of scans as often as they run."""
     length = 64
     settings = attention.Settings(lengths=(length,), channels=4, block_size=8, num_buckets=1)
     case = attention.Case(settings, "125m", length, direction)
     function, params = attention.jax_function(case, name)
-    compiled = measure.compile_program(function, params, *case.inputs()).work.matmul_flops
+    compiled = compile_program(function, params, *case.inputs()).work.matmul_flops
     flops, _ = attention.layer_work(case, name)
     every_pair = flops * length**2 / (length * (length + 1) / 2)
-    # What is computed once more need not be all of the forward pass; columns at the edge are a few more.
-    again = 4 / 3 if (name, direction) == ("blockwise", "backward") else 1
-    assert 0.99 * every_pair < compiled < 1.06 * again * every_pair
+    # At most the whole forward pass is recomputed; edges add a few columns.
+    recomputed = 4 / 3 if (name, direction) == ("blockwise", "backward") else 1
+    assert 0.99 * every_pair < compiled < 1.06 * recomputed * every_pair
 
 
 def test_work_of_a_layer():
@@ -161,37 +164,37 @@ def test_bad_settings_of_attention(changes, words):
         attention.Settings(**changes)
 
 
-def test_the_kernel_is_not_timed_where_there_is_none(tmp_path):
+def test_the_kernel_is_refused_where_there_is_none(tmp_path):
     with pytest.raises(InputError, match="--implementations = 'fused'"):
         attention.run(tiny(tmp_path, implementations=("dense", "fused")))
     assert not list(tmp_path.iterdir())
 
 
-# ---- what a call takes
+# ---- memory of a call
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
 @pytest.mark.parametrize("mebibytes", [64, 200])
 def test_memory_of_a_call(mebibytes):
-    """Two arrays at once, of which one is freed before the end."""
+    """Two arrays at once, one of which is freed before the end."""
 
     def call() -> np.ndarray:
-        first = np.ones(mebibytes * measure.MIB // 8)
+        first = np.ones(mebibytes * MIB // 8)
         return first + 1
 
     taken = measure.resident_bytes_of_call(call)
     assert taken is not None
-    assert 2 * mebibytes - 4 < taken / measure.MIB < 2 * mebibytes + 16
+    assert 2 * mebibytes - 4 < taken / MIB < 2 * mebibytes + 16
 
 
-def test_a_program_says_what_it_holds():
+def test_figures_of_a_compiled_program():
     def function(x):
         return jax.lax.scan(lambda y, _: (jnp.sin(y @ y), None), x, length=5)[0]
 
-    program = measure.compile_program(function, jnp.ones((64, 64)))
+    program = compile_program(function, jnp.ones((64, 64)))
     assert program.work.matmul_flops == 5 * 2 * 64**3
-    assert program.held_bytes >= 64 * 64 * 4
-    assert program.needed_bytes >= program.held_bytes + 64 * 64 * 4
+    assert program.result_bytes == 64 * 64 * 4
+    assert predicted_bytes(program.run) >= program.memory.temp_size_in_bytes + 2 * 64 * 64 * 4
     assert program.run(jnp.ones((64, 64))).shape == (64, 64)
 
 
@@ -206,7 +209,7 @@ def tiny_step(directory: Path, **changes) -> step.Settings:
 @pytest.mark.parametrize(
     "names", [("dense",), pytest.param(("dense", "blockwise", "auto"), marks=pytest.mark.slow)], ids=len
 )
-def test_step_measures_what_it_is_asked(tmp_path, names):
+def test_step_measures_the_requested_case(tmp_path, names):
     step.run(tiny_step(tmp_path, implementations=names))
     rows = written(tmp_path, "cpu")["rows"]
     assert [(row["model"], row["length"], row["name"]) for row in rows] == [("125m", 8, name) for name in names]
@@ -263,7 +266,7 @@ def test_table7_by_roofline(tmp_path, chip):
     run = table7.runs_of(table7.Settings(), "6.7b")["rope"]
     least = model_flops(run.model, 512, 1).total / CHIP[chip].peak_flops
     assert of["6.7b", "rope"]["min_ms"] > 1e3 * max(least, 12 * 6.6e9 / CHIP[chip].hbm_bytes_per_second)
-    # The larger the model, the smaller DAPE's share: what the paper's table is there for.
+    # The larger the model, the smaller DAPE's share, as in the paper's table.
     ratios = [of[model, "kerple"]["ratio"] for model in ("350m", "2.7b", "6.7b")]
     assert ratios == sorted(ratios)
 

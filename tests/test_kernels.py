@@ -28,6 +28,7 @@ from test_golden import FLOAT32_FACTOR, build, files, heads_last, load, name
 from benchmarks import tpu as benchmark
 from dape_jax.config import read_model
 from dape_jax.errors import InputError
+from dape_jax.hardware import chip_of
 from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
 from dape_jax.model import attention
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend_on_mesh
@@ -37,7 +38,6 @@ from dape_jax.model.positions import Rope
 from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import Transformer, attention_of
-from dape_jax.planning import flops
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 IMPLEMENTATIONS = {
@@ -590,7 +590,7 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
     assert memory[8192] < 256
     assert memory[32_768] < 1.2 * 4 * memory[8192]
     assert compile_for(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
-    naive_ms = 1e3 * 54e9 / flops.chip_of("TPU v5e").hbm_bytes_per_second
+    naive_ms = 1e3 * 54e9 / chip_of("TPU v5e").hbm_bytes_per_second
     assert rows[2048]["schedule_ms"] < naive_ms / 10
     assert rows[2048]["bandwidth_ms"] < rows[2048]["schedule_ms"]
     # The compiled program includes the cost estimate of the kernels, which planning reads.

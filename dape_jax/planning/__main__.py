@@ -1,10 +1,53 @@
 """Plan a run: `python -m dape_jax.planning --config=configs/paper.py:6.7b --topology=v5e:16x16`; see `plan.py`."""
 
+import dataclasses
+from pathlib import Path
+
+import jax
 from absl import flags
+from ml_collections import config_flags
 
 from dape_jax import command_line
-from dape_jax.planning.plan import main
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.errors import require
+from dape_jax.hardware import read_topology
+from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
+from dape_jax.sharding import read_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    topology: str = flag(dataclasses.MISSING, "TPU slice, v4|v5e|v5p|v6e:SHAPE, for example v5e:16x16.")
+    mesh: str | None = flag(None, "Its mesh, for example fsdp=64,context=4; a few are tried if not given.")
+    batch: int | None = flag(None, "Sequences in a step; train.batch_size of the config if not given.")
+    eval_length: int | None = flag(None, "Compile the evaluator at this length too.")
+    step_time: float | None = flag(None, "Measured seconds of a step, to report its MFU.")
+    output: str | None = flag(None, "Directory for plan.json and plan.md.")
+
+    def __post_init__(self):
+        for name in ("batch", "eval_length", "step_time"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--{name}", value, "must be positive")
+        require(self.output != "", "--output", self.output, "must be a directory")
+
+
+def main(_: list[str]) -> None:
+    """Read the flags, plan the run and print the report."""
+    settings = from_flags(Settings)
+    hardware = read_topology(settings.topology)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
+    run = run_to_plan(command_line.config_of(CONFIG), settings.batch)
+    mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
+    plans = plan_run(run, hardware, mesh, settings.eval_length, settings.step_time)
+    print(to_markdown(run, hardware, plans), end="")
+    if settings.output:
+        save(Path(settings.output), run, hardware, plans)
+
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "topology"])
+    define_flags(Settings)
+    CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
+    flags.mark_flag_as_required("config")
     command_line.run(main)

@@ -1,51 +1,58 @@
-"""Plan a run without its hardware: `python -m dape_jax.planning --config=configs/paper.py:6.7b --topology=v5e:16x16`.
+"""Plan a run without its hardware: does it fit on a TPU slice, and how fast can it be at most?
 
-In: a config and the name of a TPU slice. Out: for each mesh that is tried a `Plan`: whether the real train step fits,
-what holds its memory, what its chips compute and send, and the least time that a step can take.
+In: a run's config and a slice. Out: for each mesh that is tried a `Plan`: whether the real train step fits, its memory,
+its FLOPs and communication, and a lower bound of its time. Next: `__main__.py`, the command line.
 
-The step is compiled ahead of time by libtpu, the TPUs' own compiler, which needs no TPU. What is reported is read from
-the program that would run (`hlo.py`), except for GPUs, which are planned by formula. One compilation at a time: see
-`slices.py`.
+libtpu compiles the step ahead of time (`compile.py`); the figures are read from the program that would run (`hlo.py`).
 """
 
 import dataclasses
 import json
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.stages import Wrapped
-from ml_collections import config_flags
 from tqdm import tqdm
 
-from dape_jax import command_line
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.corpus import STDLIB
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import batch_size_at, model_at
-from dape_jax.hardware import Slice, find_libtpu, in_process, libtpu_version, read_topology, why_not
-from dape_jax.model.attention import Blockwise
-from dape_jax.model.processors import DapeConfig
-from dape_jax.model.transformer import attention_of, model_structure
-from dape_jax.planning.flops import GIB, Chip, executed_flops, forward_flops, model_flops
-from dape_jax.planning.hlo import read_work
+from dape_jax.files import write_json
+from dape_jax.hardware import GIB, MIB, Chip, Slice
+from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
+from dape_jax.planning.compile import (
+    compile_error,
+    compile_program,
+    find_libtpu,
+    in_process,
+    libtpu_version,
+    slice_devices,
+)
+from dape_jax.planning.flops import executed_flops, forward_flops, model_flops
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import TrainState, abstract_state, make_nll_step, make_train_step, shardings_of
+from dape_jax.training.step import abstract_state, make_nll_step, make_train_step, shardings_of
 
-REMATS = ("none", "dots", "full")  # the one that computes least again first
+REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 
 
-def read_run(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
-    """A run as it would be on the hardware: "auto" is bfloat16, and no text is needed."""
+# ---- runs and meshes
+
+
+def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
+    """Return the run of a config as it would be on a TPU: dtype "auto" is bfloat16, and no corpus is needed.
+
+    Args:
+        spec: the config.
+        batch_size: replaces `train.batch_size`, unless None.
+    """
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
         spec["model"]["dtype"] = "bfloat16"
@@ -56,39 +63,9 @@ def read_run(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
     return RunConfig.from_dict(spec)
 
 
-def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
-    """A few meshes worth trying: copies, if the state is small; shards; shards beside parts of the text, or tensors.
-
-    Raises:
-        InputError: none of them divides batch, text and model.
-    """
-    n = hardware.num_chips
-
-    def divides(mesh: MeshConfig) -> bool:
-        try:
-            run.check_mesh(planned_mesh(mesh, n))
-        except InputError:
-            return False
-        return True
-
-    def of_axis(axis: str, most: int) -> list[MeshConfig]:
-        parts = [2**i for i in range(1, n.bit_length()) if n % 2**i == 0]
-        meshes = [MeshConfig(**(dict.fromkeys(AXES, 1) | {"fsdp": n // part, axis: part})) for part in parts]
-        return [mesh for mesh in meshes if divides(mesh)][:most]
-
-    copies, shards = (MeshConfig(**(dict.fromkeys(AXES, 1) | {axis: n})) for axis in BATCH_AXES)
-    _, params = model_structure(run.model)
-    is_small = 16 * sum(leaf.size for leaf in jax.tree.leaves(params)) < hardware.chip.hbm_bytes / 8
-    whole = [mesh for mesh in ([copies] if is_small and n > 1 else []) + [shards] if divides(mesh)]
-    found = whole + of_axis("context", 1 if whole else 3) + of_axis("tensor", 1)
-    if not found:
-        run.check_mesh(planned_mesh(shards, n))  # says what does not divide
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """A device that is only counted."""
+    """A device of a mesh for which nothing is compiled."""
 
     id: int
     process_index: int = 0
@@ -97,25 +74,61 @@ class PlannedDevice:
 
 
 def planned_mesh(mesh: MeshConfig, num_chips: int) -> Mesh:
-    """The mesh of a run's shapes and shardings, of no devices in particular.
+    """Return a mesh for shapes and shardings alone, without libtpu.
 
     Raises:
-        InputError: the sizes do not multiply to the chips.
+        InputError: the sizes do not multiply to the number of chips.
     """
     sizes = mesh.sizes(num_chips)
     devices = np.array([PlannedDevice(i) for i in range(num_chips)])
     return Mesh(devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
+    """Return up to 4 meshes to try: data (if the state is small), fsdp, fsdp x context, fsdp x tensor.
+
+    Raises:
+        InputError: none of them divides batch, length and model.
+    """
+    n = hardware.num_chips
+
+    def mesh_of(**sizes: int) -> MeshConfig:
+        return MeshConfig(**(dict.fromkeys(AXES, 1) | sizes))
+
+    def divides(mesh: MeshConfig) -> bool:
+        try:
+            run.check_mesh(planned_mesh(mesh, n))
+        except InputError:
+            return False
+        return True
+
+    def fsdp_and(axis: str, at_most: int) -> list[MeshConfig]:
+        parts = [2**i for i in range(1, n.bit_length()) if n % 2**i == 0]
+        meshes = [mesh_of(**{"fsdp": n // part, axis: part}) for part in parts]
+        return [mesh for mesh in meshes if divides(mesh)][:at_most]
+
+    num_params = parameter_counts(model_structure(run.model)[1])["total"]
+    is_small = 16 * num_params < hardware.chip.hbm_bytes / 8
+    batch_meshes = ([mesh_of(data=n)] if is_small and n > 1 else []) + [mesh_of(fsdp=n)]
+    batch_meshes = [mesh for mesh in batch_meshes if divides(mesh)]
+    found = batch_meshes + fsdp_and("context", 1 if batch_meshes else 3) + fsdp_and("tensor", 1)
+    if not found:
+        run.check_mesh(planned_mesh(mesh_of(fsdp=n), n))  # raises: names the field that does not divide
+    return found
+
+
+# ---- compilation
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What one compilation is asked for; it travels to a process of its own.
+    """The program to compile.
 
     Args:
         run: the run.
-        hardware: to compile for.
-        mesh: of its chips.
-        eval_length: compile the evaluator at this length, and not the train step.
+        hardware: the slice to compile for.
+        mesh: mesh of its chips.
+        eval_length: compile the evaluator at this length; the train step if None.
     """
 
     run: RunConfig
@@ -125,55 +138,50 @@ class Request:
 
     @property
     def program(self) -> str:
-        """What is compiled."""
+        """The program's name in reports."""
         return "train step" if self.eval_length is None else f"evaluation at {self.eval_length}"
 
+    def batch_shape(self, mesh: Mesh) -> tuple[int, int]:
+        """Return sequences in a batch, over all chips, and tokens in a sequence."""
+        if self.eval_length is None:
+            return self.run.train.batch_size, self.run.train.train_length
+        evaluation = self.run.evaluation
+        return batch_size_at(self.eval_length, evaluation.max_windows, evaluation, mesh), self.eval_length
 
-def compile_program(request: Request) -> dict[str, Any]:
-    """Compile a program for a slice and read what it does; in a process of its own, see `in_process`."""
-    hardware = request.hardware
-    # By default libtpu takes the two cores of a v4 chip for two devices; the cloud's runtime does not.
-    options = {"chip_config_name": "megacore"} if hardware.chip.name == "v4" else {}
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=hardware.name, **options).devices
-    mesh = make_mesh(request.mesh, devices)
-    started = time.monotonic()
+
+def compile_request(request: Request) -> dict[str, Any]:
+    """Compile a program for a slice and return fields of its `Plan`; must run in a process of its own."""
+    mesh = make_mesh(request.mesh, slice_devices(request.hardware))
     step, arguments = _step(request, mesh)
     with jax.set_mesh(mesh):
-        lowered = step.lower(*arguments)
         try:
-            compiled = lowered.compile()
+            program = compile_program(step, *arguments)
         except jax.errors.JaxRuntimeError as error:
-            return {"fits": False, "reason": why_not(str(error)), "compile_seconds": time.monotonic() - started}
-    stats = compiled.memory_analysis()
-    assert stats is not None
-    held = {"arguments": stats.argument_size_in_bytes, "temporary": stats.temp_size_in_bytes}
-    held |= {"results beside them": stats.output_size_in_bytes - stats.alias_size_in_bytes}
-    held |= {"program": stats.generated_code_size_in_bytes}
-    try:
-        work = dataclasses.asdict(read_work(compiled.as_text() or ""))
-    except jax.errors.JaxRuntimeError:  # libtpu 0.0.51 cannot print some programs with a kernel, for v5p and v6e
-        work = None
+            return {"fits": False, "reason": compile_error(error)}
+    memory = program.memory
     return {
         "fits": True,
-        "compile_seconds": time.monotonic() - started,
-        "peak_bytes": stats.peak_memory_in_bytes,
-        "held_bytes": held,
-        "work": work,
+        "compile_seconds": program.compile_s,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "held_bytes": {
+            "arguments": memory.argument_size_in_bytes,
+            "temporary": memory.temp_size_in_bytes,
+            "results beside them": program.result_bytes,
+            "program": memory.generated_code_size_in_bytes,
+        },
+        "work": program.work and dataclasses.asdict(program.work),
     }
 
 
 def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, Any]]]:
-    """The jitted step, and what it is called with: shapes, dtypes and places."""
-    run, length = request.run, request.eval_length
+    """Return the jitted step and the shapes, dtypes and shardings of its arguments."""
+    run = request.run
     optimizer = make_optimizer(run.optimizer, run.train.num_steps)
     state = abstract_state(run.model, optimizer, mesh)
-
-    def batch(batch_size: int, length: int) -> dict[str, Any]:
-        place = NamedSharding(mesh, activation_spec("BT"))
-        rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=place)
-        return dict.fromkeys(("inputs", "targets"), rows)
-
-    if length is None:
+    sharding = NamedSharding(mesh, activation_spec("BT"))
+    rows = jax.ShapeDtypeStruct(request.batch_shape(mesh), np.int32, sharding=sharding)
+    batch: dict[str, Any] = {"inputs": rows, "targets": rows}
+    if request.eval_length is None:
         graphdef, _ = model_structure(run.model)
         step = make_train_step(
             graphdef,
@@ -183,44 +191,43 @@ def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, A
             logits_chunk_tokens=run.train.logits_chunk_tokens,
             spike_nats=run.train.spike_nats,
         )
-        return step, (state, batch(run.train.batch_size, run.train.train_length))
-    evaluation = run.evaluation
+        return step, (state, batch)
+    length, evaluation = request.eval_length, run.evaluation
     graphdef, _ = model_structure(model_at(run.model, length, evaluation, "rope", run.train.train_length))
-    batch_size = batch_size_at(length, evaluation.max_windows, evaluation, mesh)
-    return make_nll_step(graphdef, min(evaluation.last_tokens, length)), (state.params, batch(batch_size, length))
+    return make_nll_step(graphdef, min(evaluation.last_tokens, length)), (state.params, batch)
 
 
-# ---- what a plan says
+# ---- plans
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of one program on one mesh; all figures are for one chip, unless they say otherwise.
+    """The figures of one program on one mesh: of one chip, unless stated otherwise.
 
     Args:
         program: train step, or evaluation at a length.
-        mesh: as a flag gives it.
-        remat: what the backward pass keeps of a block.
+        mesh: in the notation of `--mesh`.
+        remat: rematerialisation policy of the layers.
         batch_size: sequences, over all chips.
-        length: of each, in tokens.
-        by_formula: whether the figures are estimates by formula, and not read from a compiled program.
-        fits: compiles, into the chips' memory.
-        reason: why it does not, in the compiler's words.
-        compile_seconds: that the compiler took here.
-        peak_bytes: the most memory that is held at once.
-        held_bytes: by what: parameters, moments, batch, temporary (activations, gradients, gathered weights), program.
-        largest: the largest buffers made: (bytes, shape, operation of the model).
-        model_flops: that the model needs, over all chips, by part.
-        executed_flops: of the program by formula: with recomputation, masked pairs, and what every chip does itself.
-        matmul_flops: of the compiled program's matmuls and convolutions.
-        collectives: kind, how many, and the bytes that a chip receives.
-        loops: how often the body of each of the program's loops runs.
-        num_full_rematerializations: times that the compiler said it gathers a whole array to shard it anew.
+        length: tokens in a sequence.
+        fits: whether it compiles, into the chips' memory.
+        reason: why it does not fit, or which figures are missing.
+        compile_seconds: time of the compilation.
+        peak_bytes: peak memory.
+        held_bytes: memory by purpose: parameters, moments, batch, temporary (activations, gradients, gathered
+            weights), program.
+        largest: the largest buffers: (bytes, shape, operation of the model).
+        model_flops: FLOPs that the model needs, over all chips, by part.
+        executed_flops: FLOPs of the program by formula: with recomputation, masked pairs, and what every chip repeats.
+        matmul_flops: FLOPs of the compiled program's matmuls and convolutions.
+        collectives: kind, count, and bytes that a chip receives.
+        loops: for each loop of the program, the number of times that its body runs.
+        num_full_rematerializations: arrays that the compiler says it gathers in full to reshard them.
         roofline_seconds: least time by limit: compute, memory, interconnect.
-        binds: the limit with the largest.
+        binds: the limit with the largest time.
         step_seconds: that time.
-        mfu: model FLOPs utilisation at that time: the most that can be reached.
-        mfu_at_step_time: at the time that was given.
+        mfu: model FLOPs utilisation at that time, an upper bound.
+        mfu_at_step_time: model FLOPs utilisation at the step time given.
     """
 
     program: str
@@ -228,7 +235,6 @@ class Plan:
     remat: str
     batch_size: int
     length: int
-    by_formula: bool
     fits: bool
     reason: str | None = None
     compile_seconds: float | None = None
@@ -248,67 +254,52 @@ class Plan:
     mfu_at_step_time: float | None = None
 
 
-def make_plan(request: Request, libtpu: Path | None, step_time: float | None) -> Plan:
-    """Compile, or estimate, and add what follows from it.
+def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
+    """Compile a program and return its plan.
 
     Args:
-        request: what is planned.
-        libtpu: the compiler; None for GPUs.
-        step_time: seconds that a step is seen to take, for its MFU.
+        request: the program.
+        libtpu: the compiler.
+        step_time: measured seconds of a train step, for `mfu_at_step_time`.
     """
-    run, hardware = request.run, request.hardware
+    run, hardware, is_train = request.run, request.hardware, request.eval_length is None
     mesh = planned_mesh(request.mesh, hardware.num_chips)
-    length, batch_size = run.train.train_length, run.train.batch_size
-    if request.eval_length is not None:
-        length = request.eval_length
-        batch_size = batch_size_at(length, run.evaluation.max_windows, run.evaluation, mesh)
-    plan = Plan(
-        program=request.program,
-        mesh=request.mesh.asked(),
-        remat=run.model.remat,
-        batch_size=batch_size,
-        length=length,
-        by_formula=not hardware.is_tpu,
-        fits=False,
+    batch_size, length = request.batch_shape(mesh)
+    outcome = in_process(compile_request, request, libtpu)
+    plan = Plan(request.program, request.mesh.asked(), run.model.remat, batch_size, length, fits=outcome["fits"])
+    if not plan.fits:
+        return dataclasses.replace(plan, **outcome)
+
+    needed = (model_flops if is_train else forward_flops)(run.model, length, batch_size)
+    executed = (executed_of(run, mesh, hardware) if is_train else needed.total) // hardware.num_chips
+    state, held = state_bytes(run, mesh), outcome.pop("held_bytes")
+    if not is_train:
+        del state["moments"]
+    outcome["held_bytes"] = state | {"batch and padding": held.pop("arguments") - sum(state.values())} | held
+    work = outcome.pop("work")
+    if work is None:
+        work = {"largest": (), "matmul_flops": executed, "collectives": (), "loops": (), "hbm_bytes": 0}
+        outcome["reason"] = "the compiler cannot print it: FLOPs by formula; traffic and collectives are not known"
+    outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
+    link_bytes = sum(collective["num_bytes"] for collective in work["collectives"])
+    seconds = roofline_seconds(hardware.chip, work["matmul_flops"], work["hbm_bytes"], link_bytes)
+    binds = max(seconds, key=lambda limit: seconds[limit])
+    least_seconds = needed.total / (hardware.num_chips * hardware.chip.peak_flops)  # at an MFU of 1
+    return dataclasses.replace(
+        plan,
+        model_flops=dataclasses.asdict(needed),
+        executed_flops=executed if is_train else None,
+        roofline_seconds=seconds,
+        binds=binds,
+        step_seconds=seconds[binds],
+        mfu=least_seconds / seconds[binds],
+        mfu_at_step_time=least_seconds / step_time if is_train and step_time is not None else None,
+        **outcome,
     )
-    needed = (model_flops if request.eval_length is None else forward_flops)(run.model, length, batch_size)
-    by_formula = executed_of(run, mesh, hardware) if request.eval_length is None else needed.total
-    by_formula //= hardware.num_chips
-    if libtpu is None:
-        outcome = estimate(run, hardware, mesh)
-    else:
-        outcome = in_process(compile_program, request, libtpu)
-        if not outcome["fits"]:
-            return dataclasses.replace(plan, **outcome)
-        work = outcome.pop("work")
-        if work is None:
-            work = {"largest": (), "matmul_flops": by_formula, "collectives": (), "loops": (), "hbm_bytes": 0}
-            outcome["reason"] = "the compiler cannot print it: FLOPs by formula; traffic and collectives are not known"
-        outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
-        held = outcome["held_bytes"]
-        arguments, state = held.pop("arguments"), state_bytes(run, mesh)
-        if request.eval_length is not None:
-            state = {"parameters": state["parameters"]}
-        outcome["held_bytes"] = state | {"batch and padding": arguments - sum(state.values())} | held
-        outcome["roofline_seconds"] = roofline(
-            hardware.chip,
-            work["matmul_flops"],
-            work["hbm_bytes"],
-            sum(collective["num_bytes"] for collective in work["collectives"]),
-        )
-    if request.eval_length is None:
-        outcome["executed_flops"] = by_formula
-    times = outcome["roofline_seconds"]
-    binds = max(times, key=lambda name: times[name])
-    peak = needed.total / (hardware.num_chips * hardware.chip.peak_flops)
-    outcome |= {"binds": binds, "step_seconds": times[binds], "mfu": peak / times[binds]}
-    if step_time is not None and request.eval_length is None:
-        outcome["mfu_at_step_time"] = peak / step_time
-    return dataclasses.replace(plan, model_flops=dataclasses.asdict(needed), **outcome)
 
 
-def roofline(chip: Chip, flops: int, hbm_bytes: int, link_bytes: int) -> dict[str, float]:
-    """Least time by each limit, if nothing else took any."""
+def roofline_seconds(chip: Chip, flops: int, hbm_bytes: int, link_bytes: int) -> dict[str, float]:
+    """Return the least time by each limit alone."""
     return {
         "compute": flops / chip.peak_flops,
         "memory": hbm_bytes / chip.hbm_bytes_per_second,
@@ -317,12 +308,11 @@ def roofline(chip: Chip, flops: int, hbm_bytes: int, link_bytes: int) -> dict[st
 
 
 def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
-    """`executed_flops` of a run's train step, over all chips."""
+    """Return `executed_flops` of a run's train step, over all chips."""
     sizes, train = dict(mesh.shape), run.train
-    batch_parts, tokens = math.prod(sizes[axis] for axis in BATCH_AXES), train.batch_size * train.train_length
-    tokens_at_once = tokens // (batch_parts * sizes["context"] * train.accumulation_steps)
-    row_parts = sizes["context"] * sizes["tensor"]
-    attention = attention_of(run.model, train.train_length, hardware.platform, hardware.chip.device_kinds[0], row_parts)
+    batch_parts, row_parts = math.prod(sizes[axis] for axis in BATCH_AXES), sizes["context"] * sizes["tensor"]
+    chunk_tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
+    attention = attention_of(run.model, train.train_length, "tpu", hardware.chip.device_kinds[0], row_parts)
     return executed_flops(
         dataclasses.replace(run.model, attention=attention),
         train.train_length,
@@ -330,78 +320,19 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
         row_parts=row_parts,
         batch_parts=batch_parts,
         accumulation_steps=train.accumulation_steps,
-        chunked_unembedding=tokens_at_once > train.logits_chunk_tokens,
+        chunked_unembedding=chunk_tokens > train.logits_chunk_tokens,
     ).total
 
 
 def state_bytes(run: RunConfig, mesh: Mesh) -> dict[str, int]:
-    """What the parameters and the optimizer's moments take on each chip, exactly."""
-    state: TrainState = abstract_state(run.model, make_optimizer(run.optimizer, run.train.num_steps), mesh)
+    """Return the memory of the parameters and the optimizer's moments on each chip, exactly."""
+    state = abstract_state(run.model, make_optimizer(run.optimizer, run.train.num_steps), mesh)
 
-    def on_a_chip(tree: Any) -> int:
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
-        )
+    def bytes_on_chip(tree: Any) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
-    return {"parameters": on_a_chip(state.params), "moments": on_a_chip(state.opt_state)}
-
-
-def estimate(run: RunConfig, hardware: Slice, mesh: Mesh) -> dict[str, Any]:
-    """What a train step takes on GPUs, by formula. The state is exact; the rest is
-
-        gradients       as many bytes as parameters
-        layer inputs    tokens x D x 4 for each layer, float32
-        kept of layers  remat "none" and "dots": results of matmuls with weights, 2 bytes each ("none": twice as many,
-                        for what is between them); and, with dense attention and remat "none", scores, probabilities
-                        and both sides of the convolutions, 4 bytes each
-        one layer       its weights gathered, twice, in 2 bytes, and the scores and so on of one block of rows
-        logits          tokens at once x V x 8: float32, and their gradient
-
-    with the tokens of one chip in one accumulation part. Interconnect: the weights gathered twice (thrice if remat is
-    not "none") and their gradients scattered, 2 bytes each. Memory traffic: of the state alone, a lower bound.
-    """
-    model, sizes, train = run.model, dict(mesh.shape), run.train
-    state = state_bytes(run, mesh)
-    rows = train.batch_size // (math.prod(sizes[axis] for axis in BATCH_AXES) * train.accumulation_steps)
-    tokens = rows * train.train_length // sizes["context"]
-    D, H, L = model.width, model.num_heads, model.num_layers
-    _, params = model_structure(model)
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(params)) // sizes["tensor"]
-
-    channels = model.processor.channels if isinstance(model.processor, DapeConfig) else 0
-    num_rows = train.train_length // (sizes["context"] * sizes["tensor"])
-    attention = attention_of(model, train.train_length, "gpu", row_stride=sizes["context"] * sizes["tensor"])
-    block = attention.block_size if isinstance(attention, Blockwise) else num_rows
-    of_scores = rows * train.train_length * 4 * (3 * H + 2 * channels)
-    kept = 0
-    if model.remat != "full":
-        of_weights = tokens * 2 * (2 * D + 2 * model.num_kv_heads * model.head_dim + 5 * D)
-        kept = of_weights * (2 if model.remat == "none" else 1)
-        if model.remat == "none" and block >= num_rows:
-            kept += of_scores * num_rows
-    held = state | {
-        "gradients": state["parameters"],
-        "layer inputs": L * tokens * D * 4,
-        "kept of layers": L * kept,
-        "one layer": 2 * 2 * 12 * D * D // sizes["tensor"] + of_scores * min(block, num_rows),
-        "logits": min(tokens, train.logits_chunk_tokens) * model.num_outputs * 8 // sizes["tensor"],
-    }
-    peak, shards = sum(held.values()), sizes["fsdp"]
-    received = num_params * 2 * (3 if model.remat == "none" else 4) * train.accumulation_steps * (shards - 1) // shards
-    if sizes["data"] > 1:
-        received += 2 * 4 * num_params // shards * (sizes["data"] - 1) // sizes["data"]
-    return {
-        "fits": peak < hardware.chip.hbm_bytes,
-        "reason": None if peak < hardware.chip.hbm_bytes else f"by formula, {peak / GIB:.1f} GiB are needed",
-        "peak_bytes": peak,
-        "held_bytes": held,
-        "roofline_seconds": roofline(
-            hardware.chip,
-            executed_of(run, mesh, hardware) // hardware.num_chips,
-            2 * (state["parameters"] + state["moments"]) + 3 * state["parameters"],
-            received,
-        ),
-    }
+    return {"parameters": bytes_on_chip(state.params), "moments": bytes_on_chip(state.opt_state)}
 
 
 def plan_run(
@@ -411,20 +342,25 @@ def plan_run(
     eval_length: int | None = None,
     step_time: float | None = None,
 ) -> list[Plan]:
-    """Plan a run on a slice: on the mesh given as the config has it; or on a few meshes, each with remat policies.
+    """Plan a run on a slice.
 
-    Without a mesh each of `candidates` is tried with remat "none", then "dots", then "full", until one fits: the first
-    that does computes least again. The evaluator, if asked for, is compiled on the mesh of the best.
+    Args:
+        run: the run.
+        hardware: the slice.
+        mesh: its mesh, with the config's remat. If None, `candidates` are tried, each with remat "none", "dots" and
+            "full" until one fits.
+        eval_length: compile the evaluator at this length too, on the best mesh.
+        step_time: measured seconds of a train step, for its MFU.
 
     Raises:
-        InputError: what does not divide or exist, before anything is compiled.
+        InputError: sizes do not divide, or libtpu is missing; before anything is compiled.
     """
     if mesh is None:
         meshes, remats = candidates(run, hardware), REMATS
     else:
         run.check_mesh(planned_mesh(mesh, hardware.num_chips))
         meshes, remats = [mesh], (run.model.remat,)
-    libtpu = find_libtpu() if hardware.is_tpu else None
+    libtpu = find_libtpu()
     plans: list[Plan] = []
     with tqdm(total=len(meshes) + (eval_length is not None), unit="mesh", desc=hardware.name) as bar:
 
@@ -432,13 +368,13 @@ def plan_run(
             bar.set_postfix_str(f"{request.mesh.asked()} remat={request.run.model.remat} {request.program}")
             plan = make_plan(request, libtpu, step_time)
             plans.append(plan)
-            bar.write(f"{hardware.name} {line_of(plan)}", file=sys.stderr)
+            bar.write(f"{hardware.name} {summary_line(plan)}", file=sys.stderr)
             return plan
 
         for each in meshes:
             for remat in remats:
-                remade = dataclasses.replace(run, model=dataclasses.replace(run.model, remat=remat))
-                if add(Request(remade, hardware, each)).fits:
+                model = dataclasses.replace(run.model, remat=remat)
+                if add(Request(dataclasses.replace(run, model=model), hardware, each)).fits:
                     break
             bar.update()
         if eval_length is not None:
@@ -449,34 +385,35 @@ def plan_run(
 
 
 def best(plans: list[Plan]) -> Plan | None:
-    """Of the train steps that fit, the one with the least roofline time; None if none fits."""
+    """Return the train step that fits with the least roofline time, or None."""
     fitting = [plan for plan in plans if plan.fits and plan.program == "train step"]
     return min(fitting, key=lambda plan: plan.step_seconds or math.inf, default=None)
 
 
-def line_of(plan: Plan) -> str:
-    """A plan in one line."""
-    text = f"{plan.mesh} remat={plan.remat}, {plan.program}, {plan.batch_size} x {plan.length}: "
+# ---- text
+
+
+def summary_line(plan: Plan) -> str:
+    """Return a plan in one line."""
+    line = f"{plan.mesh} remat={plan.remat}, {plan.program}, {plan.batch_size} x {plan.length}: "
     if not plan.fits:
-        return text + f"no: {plan.reason}"
-    peak_bytes, step_seconds = plan.peak_bytes or 0, plan.step_seconds or 0.0
-    text += f"fits, {peak_bytes / GIB:.2f} GiB a chip; at least {step_seconds * 1e3:.1f} ms"
-    return text + f" ({plan.binds} binds), MFU at most {plan.mfu:.0%}"
+        return line + f"no: {plan.reason}"
+    line += f"fits, {(plan.peak_bytes or 0) / GIB:.2f} GiB a chip; at least {(plan.step_seconds or 0.0) * 1e3:.1f} ms"
+    return line + f" ({plan.binds} binds), MFU at most {plan.mfu:.0%}"
 
 
-def report(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
-    """What was found, as Markdown: a line for each plan, and all that is known of the best."""
-    chip, chosen = hardware.chip, best(plans)
-    how = "compiled ahead of time" if hardware.is_tpu else "BY FORMULA: an estimate, nothing was compiled"
+def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
+    """Return a table with a line for each plan, and all figures of the best."""
+    chip, model, chosen = hardware.chip, run.model, best(plans)
+    bias, processor = (type(each).__name__.removesuffix("Config") for each in (model.bias, model.processor))
     lines = [
-        f"# {hardware.name}: {hardware.num_chips} chips, {how}",
+        f"# {hardware.name}: {hardware.num_chips} chips, compiled ahead of time",
         "",
         f"A chip: {chip.peak_flops / 1e12:g} TFLOP/s in bfloat16, {chip.hbm_bytes / GIB:.1f} GiB at "
         f"{chip.hbm_bytes_per_second / 1e9:g} GB/s, {chip.link_bytes_per_second / 1e9:g} GB/s from its neighbours "
         f"({chip.source}).",
-        f"Model: {run.model.num_layers} layers, width {run.model.width}, {run.model.num_heads} heads, bias "
-        f"{type(run.model.bias).__name__.removesuffix('Config')}, processor "
-        f"{type(run.model.processor).__name__.removesuffix('Config')}, {run.model.dtype}.",
+        f"Model: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, bias {bias}, processor "
+        f"{processor}, {model.dtype}.",
         "",
         "| program | mesh | remat | fits | GiB a chip | compute ms | memory ms | interconnect ms | MFU at most |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -489,45 +426,44 @@ def report(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
         else:
             cells += [""] * 5
         lines.append(f"| {' | '.join(cells)} |" + (" **best**" if plan is chosen else ""))
-    for plan in [chosen] if chosen else []:
-        lines += ["", *details(plan, hardware)]
-    if not chosen:
-        lines += ["", "Nothing that was tried fits."]
+    lines += ["", *(_details(chosen, hardware) if chosen else ["No mesh that was tried fits."])]
     return "\n".join(lines) + "\n"
 
 
-def details(plan: Plan, hardware: Slice) -> list[str]:
-    """All that is known of a plan that fits."""
+def _details(plan: Plan, hardware: Slice) -> list[str]:
+    """Return the lines with all figures of a plan that fits."""
     assert plan.peak_bytes
     assert plan.held_bytes
     assert plan.model_flops
     total = sum(plan.model_flops.values())
-    tokens = plan.batch_size * plan.length
     lines = [
         f"## Best: {plan.mesh}, remat {plan.remat}, batch {plan.batch_size} x {plan.length} tokens",
         "",
-        f"Memory, at most {plan.peak_bytes / 2**20:,.0f} MiB a chip at once, in MiB:",
+        f"Memory, at most {plan.peak_bytes / MIB:,.0f} MiB a chip at once, in MiB:",
         "",
-        *(f"    {size / 2**20:>12,.1f}  {name}" for name, size in plan.held_bytes.items()),
+        *(f"    {size / MIB:>12,.1f}  {name}" for name, size in plan.held_bytes.items()),
     ]
     if plan.largest:
         lines += ["", "Largest buffers that the program makes (not all at once), in MiB:", ""]
-        lines += [f"    {size / 2**20:>12,.1f}  {shape}  {source}" for size, shape, source in plan.largest]
+        lines += [f"    {size / MIB:>12,.1f}  {shape}  {source}" for size, shape, source in plan.largest]
+    tokens = plan.batch_size * plan.length
     lines += ["", f"FLOPs of the model, {total:.4g} a step, {total / tokens:.4g} a token:", ""]
     lines += [f"    {flops / total:>12.1%}  {name}" for name, flops in plan.model_flops.items()]
-    lines += ["", "FLOPs of the program, a chip:", ""]
-    lines += [f"    {total / hardware.num_chips:>12.4g}  needed by the model"]
-    if plan.executed_flops is not None:
-        lines += [f"    {plan.executed_flops:>12.4g}  executed, by formula"]
-    if plan.matmul_flops is not None:
-        lines += [f"    {plan.matmul_flops:>12.4g}  executed, in the compiled program's matmuls and convolutions"]
-    if not plan.by_formula:
-        lines += ["", "Collectives (bodies of loops as often as they run): how many, and GB that a chip receives:", ""]
-        lines += [f"    {c['count']:>6}  {c['num_bytes'] / 1e9:>8.3f}  {c['kind']}" for c in plan.collectives]
-        runs = ", ".join(str(n) if n else "unknown, counted once" for n in plan.loops)
-        lines += [f"    loops run {runs} times"]
+    lines += [
+        "",
+        "FLOPs of the program, a chip:",
+        "",
+        f"    {total / hardware.num_chips:>12.4g}  needed by the model",
+        f"    {plan.executed_flops:>12.4g}  executed, by formula",
+        f"    {plan.matmul_flops:>12.4g}  executed, in the compiled program's matmuls and convolutions",
+        "",
+        "Collectives (bodies of loops as often as they run): how many, and GB that a chip receives:",
+        "",
+        *(f"    {each['count']:>6}  {each['num_bytes'] / 1e9:>8.3f}  {each['kind']}" for each in plan.collectives),
+        f"    loops run {', '.join(str(n) if n else 'unknown, counted once' for n in plan.loops)} times",
+    ]
     if plan.num_full_rematerializations:
-        lines += [f"    the compiler gathered whole arrays to shard them anew: {plan.num_full_rematerializations}"]
+        lines += [f"    the compiler gathered whole arrays to reshard them: {plan.num_full_rematerializations}"]
     if plan.mfu_at_step_time is not None:
         lines += ["", f"MFU at the step time given: {plan.mfu_at_step_time:.1%}"]
     return lines
@@ -535,46 +471,17 @@ def details(plan: Plan, hardware: Slice) -> list[str]:
 
 def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan]) -> None:
     """Write plan.json and plan.md."""
-    versions = provenance("jaxlib", "flax", "optax")
-    if hardware.is_tpu:
-        versions["versions"]["libtpu"] = libtpu_version(find_libtpu())
+    origin, chosen = provenance("jaxlib", "flax", "optax"), best(plans)
+    origin["versions"]["libtpu"] = libtpu_version(find_libtpu())
     record = {
         "topology": hardware.name,
         "num_chips": hardware.num_chips,
         "chip": dataclasses.asdict(hardware.chip),
-        "best": (chosen := best(plans)) and plans.index(chosen),
+        "best": chosen and plans.index(chosen),
         "plans": [dataclasses.asdict(plan) for plan in plans],
         "config": resolved(run),
-        **{key: versions[key] for key in ("commit", "command", "versions")},
+        **{key: origin[key] for key in ("commit", "command", "versions")},
     }
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "plan.json").write_text(json.dumps(record, indent=1) + "\n")
-    (directory / "plan.md").write_text(report(run, hardware, plans))
-
-
-CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
-TOPOLOGY = flags.DEFINE_string("topology", None, "Slice: v4|v5e|v5p|v6e:SHAPE, as v5e:16x16, or h100|h200:N GPUs.")
-MESH = flags.DEFINE_string("mesh", None, "Its mesh, fsdp=64,context=4; without it a few are tried.")
-BATCH = flags.DEFINE_integer("batch", None, "Sequences in a step; train.batch_size of the config without it.")
-EVAL_LENGTH = flags.DEFINE_integer("eval_length", None, "Compile the evaluator at this length as well.")
-STEP_TIME = flags.DEFINE_float("step_time", None, "Seconds that a step takes: its MFU is said.")
-OUTPUT = flags.DEFINE_string("output", None, "Directory for plan.json and plan.md.")
-
-
-def main(_: list[str]) -> None:
-    """Flags, then one call."""
-    require(TOPOLOGY.value is not None, "--topology", TOPOLOGY.value, "a slice, as v5e:16x16")
-    for flag in (BATCH, EVAL_LENGTH, STEP_TIME):
-        require(flag.value is None or flag.value > 0, f"--{flag.name}", flag.value, "a positive number")
-    require(OUTPUT.value != "", "--output", OUTPUT.value, "a directory")
-    hardware = read_topology(TOPOLOGY.value or "")
-    require(
-        hardware.is_tpu or EVAL_LENGTH.value is None, "--eval_length", EVAL_LENGTH.value, "TPUs alone: it is compiled"
-    )
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here
-    run = read_run(command_line.config_of(CONFIG), BATCH.value)
-    mesh = None if MESH.value is None else read_mesh("--mesh", MESH.value)
-    plans = plan_run(run, hardware, mesh, EVAL_LENGTH.value, STEP_TIME.value)
-    print(report(run, hardware, plans), end="")
-    if OUTPUT.value:
-        save(Path(OUTPUT.value), run, hardware, plans)
+    write_json(directory / "plan.json", record)
+    (directory / "plan.md").write_text(to_markdown(run, hardware, plans))

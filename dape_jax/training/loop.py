@@ -23,8 +23,9 @@ from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differen
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.distributed import PreemptionGuard, process_zero_first, require_same
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
+from dape_jax.hardware import mfu
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
-from dape_jax.planning.flops import mfu, model_flops_per_token
+from dape_jax.planning.flops import model_flops_per_token
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint

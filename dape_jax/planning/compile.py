@@ -1,0 +1,143 @@
+"""Compile programs, for the devices here or ahead of time for a TPU slice, and read what they do.
+
+In: a jitted function and the shapes of its arguments. Out: a `CompiledProgram`. libtpu, the TPUs' compiler, needs no
+TPU. It runs in a process of its own, one at a time, so that its memory and its messages end with it. Next: `plan.py`,
+whole runs; `benchmarks/`.
+"""
+
+import concurrent.futures.process
+import dataclasses
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.stages import Compiled, Wrapped
+
+from dape_jax.errors import InputError, is_out_of_memory, require
+from dape_jax.hardware import Slice
+from dape_jax.planning.hlo import Work, read_work
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled function. All figures are for one device.
+
+    Args:
+        run: the function.
+        compile_s: seconds of compilation, without tracing.
+        memory: the compiler's figures, a `CompiledMemoryStats`.
+        work: what one run does, or None if the compiler cannot print the program (libtpu 0.0.51, some programs with a
+            kernel, for v5p and v6e).
+    """
+
+    run: Compiled
+    compile_s: float
+    memory: Any
+    work: Work | None
+
+    @property
+    def result_bytes(self) -> int:
+        """Memory of its results, without those that reuse the memory of donated arguments."""
+        return self.memory.output_size_in_bytes - self.memory.alias_size_in_bytes
+
+
+def compile_program(function: Callable[..., Any], *arguments: Any) -> CompiledProgram:
+    """Compile a function, jitted or not, for arguments of these shapes, dtypes and shardings.
+
+    Raises:
+        jax.errors.JaxRuntimeError: for a TPU, also if the program does not fit into its memory.
+    """
+    lowered = (function if isinstance(function, Wrapped) else jax.jit(function)).lower(*arguments)
+    started = time.monotonic()
+    compiled = lowered.compile()
+    compile_s = time.monotonic() - started
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    try:
+        work = read_work(compiled.as_text() or "")
+    except jax.errors.JaxRuntimeError:
+        work = None
+    return CompiledProgram(compiled, compile_s, memory, work)
+
+
+def slice_devices(hardware: Slice) -> list[Any]:
+    """Return the devices of a slice that is not here, to compile for. Needs libtpu: call it from `in_process`."""
+    # By default libtpu presents the two cores of a v4 chip as two devices; the cloud's runtime does not.
+    options = {"chip_config_name": "megacore"} if hardware.chip.name == "v4" else {}
+    return topologies.get_topology_desc(platform="tpu", topology_name=hardware.name, **options).devices
+
+
+def compile_error(error: BaseException) -> str:
+    """Return why a program was not compiled: the memory that it needs, if that is too much, or the compiler's error."""
+    message = " ".join(str(error).split())
+    if not is_out_of_memory(error):
+        return f"the compiler failed: {message[:300]}"
+    found = re.search(r"total memory required for .*? exceeds available HBM \([^)]*\)|Used .*? of .*? hbm", message)
+    return found[0] if found else message[:300]
+
+
+def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: Path) -> dict[str, Any]:
+    """Run a function that compiles in a process of its own, without showing the compiler's messages.
+
+    Args:
+        function: returns at least whether the program `fits`.
+        request: its argument.
+        libtpu: the compiler.
+
+    Returns:
+        The function's results and `num_full_rematerializations`, a count of the compiler's warnings.
+    """
+    # No TPU is used, so other processes may use libtpu too, and there is no cloud metadata to ask for a slice.
+    os.environ.update(TPU_LIBRARY_PATH=str(libtpu), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, context, _start, (log.name,)) as pool:
+            try:
+                outcome = pool.submit(function, request).result()
+            except concurrent.futures.process.BrokenProcessPool:
+                last = " ".join(log.read().splitlines()[-3:])
+                return {"fits": False, "reason": f"the compiler ended its process: {last[:300]}"}
+        return outcome | {"num_full_rematerializations": log.read().count("Involuntary full rematerialization")}
+
+
+def _start(log: str) -> None:
+    """Redirect the compiler's messages to a file, and end this process when its parent ends."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), sys.stderr.fileno())
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def find_libtpu() -> Path:
+    """Return the compiler: the file in `TPU_LIBRARY_PATH`, the installed package, or the copy of `make tpu-aot`.
+
+    Raises:
+        InputError: none of them exists.
+    """
+    if path := os.environ.get("TPU_LIBRARY_PATH"):
+        require(Path(path).is_file(), "TPU_LIBRARY_PATH", path, "must be the file libtpu.so")
+        return Path(path)
+    spec = importlib.util.find_spec("libtpu")
+    installed = Path(spec.origin).parent if spec and spec.origin else Path(sys.prefix) / "tpu-aot" / "libtpu"
+    if not (installed / "libtpu.so").is_file():
+        # Not in the environment itself: there, every JAX command on a machine without a TPU would warn about it.
+        raise InputError("libtpu: not installed; `make tpu-aot` installs it where only planning finds it")
+    return installed / "libtpu.so"
+
+
+def libtpu_version(library: Path) -> str:
+    """Return the version of a libtpu file."""
+    found = list(importlib.metadata.distributions(name="libtpu", path=[str(library.parent.parent)]))
+    return found[0].version if found else "unknown"
