@@ -55,6 +55,7 @@ CHIPS = (
     Chip("h100", ("NVIDIA H100 80GB HBM3",), 989.4e12, 80 * 10**9, 3350e9, 450e9, f"{GPU_SHEET} H100 SXM"),
     Chip("h200", ("NVIDIA H200",), 989.4e12, 141 * 10**9, 4800e9, 450e9, f"{GPU_SHEET} H200 SXM"),
 )
+VMEM_BYTES = {kind: chip.vmem_bytes for chip in CHIPS if chip.vmem_bytes for kind in chip.device_kinds}
 
 
 def chip_of(device_kind: str) -> Chip | None:

@@ -2,8 +2,8 @@
 
     python scripts/plan_sizes.py [NAME ..]
 
-Runs `python -m dape_jax.planning` for every plan below, or for those named, and writes results/planning/NAME/plan.json
-and plan.md, and results/planning/table.md from all that are there. It takes 15 to 40 minutes on two cores.
+Runs `python -m dape_jax.planning` for each plan below, or for the named ones. Writes plan.json and plan.md in
+results/planning/NAME, and results/planning/table.md from all existing plans. Takes 15 to 40 minutes on two cores.
 """
 
 import json
@@ -18,7 +18,7 @@ from dape_jax.hardware import GIB
 ROOT = Path(__file__).parent.parent
 OUTPUT = ROOT / "results" / "planning"
 
-# name: size and what differs from the paper's recipe, slice and mesh.
+# Name: argument of configs/paper.py, slice and mesh.
 PLANS = {
     "125m": ("125m", "v5e:2x2", "fsdp=4"),
     "125m-blockwise": ("125m,attention=blockwise", "v5e:2x2", "fsdp=4"),
@@ -32,7 +32,7 @@ METHOD = "bias=kerple,processor=dape,kernel=3"
 
 
 def plan(name: str) -> None:
-    """Run the planner; it shows its progress, and stops this script with its own message if it fails."""
+    """Run the planner, which shows its progress. If it fails, exit with its status."""
     argument, topology, mesh = PLANS[name]
     command = ["-m", "dape_jax.planning", f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}"]
     command += [f"--mesh={mesh}", f"--output={(OUTPUT / name).relative_to(ROOT)}"]
@@ -42,7 +42,7 @@ def plan(name: str) -> None:
 
 
 def table() -> str:
-    """A line for every plan that was made, as Markdown; figures of one chip."""
+    """Return a Markdown table with a line for each existing plan; figures of one chip."""
     lines = [
         "| model | slice | mesh | batch x length | parameters and moments | peak | received | compute | memory "
         "| interconnect | MFU at most |",
@@ -66,10 +66,10 @@ def table() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Plan all, or what is named."""
+    """Make all plans, or the named ones."""
     names = arguments[1:] or list(PLANS)
     for name in names:
-        require(name in PLANS, "NAME", name, f"one of {list(PLANS)}")
+        require(name in PLANS, "NAME", name, f"must be one of {list(PLANS)}")
     for name in names:
         plan(name)
         (OUTPUT / "table.md").write_text(table())

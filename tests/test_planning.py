@@ -24,6 +24,7 @@ from dape_jax.model.transformer import model_structure
 from dape_jax.planning import compile as compiling
 from dape_jax.planning import flops, hlo
 from dape_jax.planning import plan as planning
+from dape_jax.planning.__main__ import Settings
 from dape_jax.sharding import read_mesh
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import make_train_step
@@ -337,7 +338,7 @@ def test_a_program_that_the_compiler_cannot_print_is_planned_by_formula(monkeypa
 
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
     def compiled(_, request, libtpu):
-        if request.run.model.remat == "none":
+        if request.run.model.remat == "none" and request.eval_length is None:
             return {"fits": False, "reason": "too large"}
         return copy.deepcopy(COMPILED)
 
@@ -362,22 +363,26 @@ def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--topology=h100:8"], "--topology = 'h100:8': must be CHIP:SHAPE, with a TPU of"),
-        (["--topology=v5e:2x2", "--batch=0"], "--batch = 0"),
-        (["--topology=v5e:2x2", "--output="], "--output"),
-        (["--topology=v5e:2x2", "--mesh=fsdp=3"], "must multiply to 4 devices"),
-        ([], "--topology"),
-    ],
+    "changes",
+    [{"batch": 0}, {"eval_length": -1}, {"step_time": 0.0}, {"output": ""}],
+    ids=lambda changes: next(iter(changes)),
 )
+def test_bad_flags(changes):
+    (field,) = changes
+    with pytest.raises(InputError, match=f"--{field} = "):
+        Settings(topology="v5e:2x2", **changes)
+
+
 @pytest.mark.slow
-def test_bad_flags_are_one_line(flags, message):
-    command = [sys.executable, "-m", "dape_jax.planning", "--config=configs/paper.py:125m", *flags]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert message in line
+def test_the_command_line_refuses_bad_input_in_one_line():
+    command = [sys.executable, "-m", "dape_jax.planning", "--config=configs/paper.py:125m"]
+    flags = {"--topology = 'h100:8': must be": ["--topology=h100:8"], "--topology": []}
+    flags["must multiply to 4 devices"] = ["--topology=v5e:2x2", "--mesh=fsdp=3"]
+    for message, options in flags.items():
+        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert message in line
 
 
 # ---- the real compiler

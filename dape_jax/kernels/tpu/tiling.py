@@ -63,6 +63,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from dape_jax import hardware
+from dape_jax.hardware import MIB
 from dape_jax.kernels.tables import vary_alike
 from dape_jax.sharding import this_device_kind
 
@@ -70,14 +72,9 @@ LANES = 128  # of a register: the columns of a tile
 SUBLANES = 8  # of a register of 32-bit numbers
 GROUP_ROWS = 8  # rows whose convolutions are computed together
 MASKED_SCORE = -1e30  # its probability is 0
-MIB = 2**20
 
 # VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
-VMEM_BYTES = {
-    **dict.fromkeys(("TPU v4",), 15 * MIB),
-    **dict.fromkeys(("TPU v5", "TPU v5p"), 60 * MIB),
-    **dict.fromkeys(("TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU v6e", "cpu"), 100 * MIB),
-}
+VMEM_BYTES = hardware.VMEM_BYTES | {"cpu": 100 * MIB}
 COMPILER_SHARE = 0.2  # of VMEM, left to the compiler for temporary values
 BLOCKS = (128, 64, 32)  # rows of a block; the first size that fits into VMEM is used
 
