@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SPEC
 
@@ -51,6 +51,7 @@ def test_pairs_are_those_of_the_mask(length, window):
     assert flops.num_pairs(length, window) == int(Mask(window=window).visible(positions, positions).sum())
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 5), st.sampled_from([None, 3, 9]), st.sampled_from([1, 2]))
 def test_computed_pairs_include_the_needed_ones(blocks, block, buckets, window, row_stride):
     length = blocks * block * row_stride
