@@ -88,9 +88,12 @@ def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
         raise _unreadable(error) from error
 
 
-def flag(default: Any, text: str) -> Any:
-    """Return a dataclass field that `define_flags` turns into a flag with this help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def flag(default: Any, text: str, repeated: bool = False) -> Any:
+    """Return a dataclass field that `define_flags` turns into a flag with this help text.
+
+    A tuple is a comma-separated list or, if `repeated`, one text for each time that the flag is given.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "repeated": repeated})
 
 
 def define_flags(settings: type) -> None:
@@ -104,7 +107,9 @@ def define_flags(settings: type) -> None:
     for field in dataclasses.fields(settings):
         text, default = field.metadata["help"], field.default
         is_required = default is dataclasses.MISSING
-        if typing.get_origin(hints[field.name]) is tuple:
+        if field.metadata["repeated"]:
+            flags.DEFINE_multi_string(field.name, None if is_required else default, text)
+        elif typing.get_origin(hints[field.name]) is tuple:
             flags.DEFINE_list(field.name, None if is_required else list(map(str, default)), text)  # type: ignore[arg-type]
         else:
             (kind,) = set(typing.get_args(hints[field.name]) or (hints[field.name],)) - {type(None)}

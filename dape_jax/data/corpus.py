@@ -1,63 +1,117 @@
-"""Paths -> files, and which side of the split a document falls on.
+"""Paths -> input files, and the split that a document belongs to.
 
-In: `config.data.path`, or the inputs of `prepare`. Out: the files that it names, in a fixed order. Next: `records`,
-which reads them.
+In: `config.data.path`, or the inputs of `prepare`. Out: the files that it names, in a fixed order. Next:
+`prepare.records`, which reads them.
 """
 
 import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import fsspec
 
 from dape_jax.errors import InputError
 
 Split = Literal["train", "validation"]
 
 STDLIB = "stdlib"
-_STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
-_STDLIB_MIN_FILES = 100  # a whole one has more than a thousand; a zipped or stripped one a handful
+_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+_STDLIB_MIN_FILES = 100  # a complete one has more than a thousand; a zipped or stripped one a handful
 
 
-def find_files(path: str, field: str = "data.path") -> list[tuple[str, Path]]:
-    """The files that a path names, as (name, file) sorted by name; nothing is read yet.
+class InputFile(NamedTuple):
+    """One file to read, and the properties that tell whether it has changed since."""
+
+    path: str  # local path, or URL
+    num_bytes: int
+    version: int | str  # modification time in ns; of a remote file, the key of its file system
+
+
+def find_files(path: str, field: str = "data.path") -> list[InputFile]:
+    """Return the files that a path names, sorted by path; their content is not read.
 
     Args:
-        path: "stdlib" (the source of this interpreter's own standard library), a directory (every file under it; hidden
-            files and linked directories are left out), a glob (`**` descends; a file counts once), or one file.
-        field: what the user knows the path as, for messages.
+        path: "stdlib" (the source of this interpreter's own standard library), a directory (every file under it, except
+            hidden files and linked directories), a glob (`**` descends; a file counts once), one file, or the URL of
+            any of these on a file system known to fsspec (gs://, s3://, hf://).
+        field: name of the flag or config field that gave the path, for messages.
 
     Raises:
-        InputError: nothing is there, or this installation carries no standard library source.
+        InputError: nothing is there, this installation has no standard library source, or a package is missing.
     """
     if path == STDLIB:
         return _find_stdlib(field)
-    root = Path(os.path.expanduser(path))
-    try:
-        if root.is_file():
-            found = [(root.name, root)]
-        elif root.is_dir():
-            found = [(file.relative_to(root).as_posix(), file) for file in _walk(root) if file.is_file()]
-        else:
-            matches = sorted(glob.glob(str(root), recursive=True), reverse=True)
-            once = {os.path.realpath(match): Path(match) for match in matches}  # ** goes round and round a linked loop
-            found = [(file.as_posix(), file) for file in once.values() if file.is_file()]
-    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise InputError(f"{field} = {path!r}: cannot be read: {error}") from error
+    path = path.removeprefix("file://")
+    if is_remote(path):
+        found = _find_remote(path, field)
+    else:
+        try:
+            found = list(map(_stat, sorted(_find_local(Path(os.path.expanduser(path))), key=str)))
+        except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
+            raise InputError(f"{field} = {path!r}: cannot be read: {error}") from error
     if not found:
         raise InputError(
             f"{field} = {path!r}: no files there; give a file, a directory or a glob that matches some, or {STDLIB!r}"
         )
-    return sorted(found)
+    return found
 
 
-def _find_stdlib(field: str) -> list[tuple[str, Path]]:
+def unique_files(found: Iterable[InputFile], excluded: Sequence[Path] = ()) -> list[InputFile]:
+    """Return each file once: also a pair of .bin and .idx, as its .bin; without files under `excluded` directories."""
+    files: dict[str, InputFile] = {}
+    for file in found:
+        prefix, suffix = os.path.splitext(file.path)
+        if suffix.lower() == ".idx" and os.path.exists(f"{prefix}.bin"):
+            file = _stat(Path(f"{prefix}.bin"))
+        path = absolute(file.path)
+        if not any(Path(path).is_relative_to(directory) for directory in excluded):
+            files.setdefault(path, file)
+    return list(files.values())
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return "://" in path
+
+
+def absolute(path: str) -> str:
+    """Return a local path as an absolute one, a URL as it is."""
+    return path if is_remote(path) else os.path.abspath(path)
+
+
+def _find_local(root: Path) -> list[Path]:
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        return [file for file in _walk(root) if file.is_file()]
+    matches = sorted(glob.glob(str(root), recursive=True), reverse=True)
+    unique = {os.path.realpath(match): Path(match) for match in matches}  # ** follows links in a circle
+    return [file for file in unique.values() if file.is_file()]
+
+
+def _find_remote(url: str, field: str) -> list[InputFile]:
+    try:
+        system, path = fsspec.url_to_fs(url)
+        found = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
+        return [
+            InputFile(system.unstrip_protocol(name), info["size"] or 0, system.ukey(name))
+            for name, info in sorted(found.items())
+            if info["type"] == "file" and not os.path.basename(name).startswith(".")
+        ]
+    except Exception as error:  # each file system raises exceptions of its own; ImportError names the missing package
+        text = " ".join(str(error).split())
+        raise InputError(f"{field} = {url!r}: cannot be read: {type(error).__name__}: {text}") from error
+
+
+def _find_stdlib(field: str) -> list[InputFile]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
     found = [
-        (file.relative_to(root).as_posix(), file)
-        for file in (_walk(root, leave_out=_STDLIB_LEFT_OUT) if root.is_dir() else ())
+        file
+        for file in (_walk(root, _STDLIB_EXCLUDED) if root.is_dir() else ())
         # Debian links sitecustomize.py into /etc: a link that leaves the tree is no part of Python.
         if file.suffix == ".py" and file.is_file() and file.resolve().is_relative_to(root)
     ]
@@ -66,28 +120,33 @@ def _find_stdlib(field: str) -> list[tuple[str, Path]]:
             f"{field} = {STDLIB!r}: this Python has no standard library source to train on ({len(found)} .py files "
             f"under {root}); name your own text with --config.data.path=<directory, file or glob>"
         )
-    return sorted(found)
+    return list(map(_stat, sorted(found, key=str)))
 
 
-def _walk(root: Path, leave_out: Iterable[str] = ()) -> Iterator[Path]:
-    """Every file under root; hidden names are left out, and links to directories are not followed."""
+def _walk(root: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
+    """Yield every file under root, except hidden ones and those in linked directories."""
 
     def stop(error: OSError) -> None:
-        raise error  # os.walk would otherwise pass over an unreadable directory in silence
+        raise error  # os.walk would otherwise skip an unreadable directory silently
 
     for folder, subfolders, files in os.walk(root, onerror=stop):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in leave_out]
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in excluded]
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
-def split_of(document: bytes, validation_fraction: float) -> Split:
-    """The side a document falls on, decided by a hash of its content alone.
+def _stat(file: Path) -> InputFile:
+    stat = file.stat()
+    return InputFile(str(file), stat.st_size, stat.st_mtime_ns)
 
-    Two copies of a text are therefore never on both sides, whatever their names, places and order.
+
+def split_of(document: bytes, validation_fraction: float) -> Split:
+    """Return the split of a document, decided by a hash of its content alone.
+
+    Two copies of a document are therefore never in both splits, whatever their names, places and order.
 
     Args:
-        document: the text, or token ids as bytes.
-        validation_fraction: the share of the hashes that is held out for validation.
+        document: its text, or its token ids as bytes.
+        validation_fraction: share of the hashes that belong to the validation split.
     """
     hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])
     return "validation" if hash_in_64_bits < validation_fraction * 2**64 else "train"

@@ -1,17 +1,16 @@
-"""Tokens on disk, mapped into memory: opened as they were prepared, or built once from raw text.
+"""Tokens on disk, mapped into memory: of a prepared corpus, or built once from raw text.
 
 In: a `DataConfig`. Out: a `Corpus` of two `TokenStore`s. Next: `batches`.
 
-A corpus is a directory of two stores, train/ and validation/, in the format of `build`. `data.path` names one that
-`prepare` has made, or raw text; what is built of that is kept in cache_dir/<16 hex digits of the inputs' fingerprint>.
-It is built in a directory named .tmp-* beside its final place and renamed into it whole, so what has a final name is
-complete. A killed build leaves its .tmp-* behind: nothing ever reads it, and it may be deleted.
+A corpus is a directory of two stores, train/ and validation/, in the format of `prepare.build`. `data.path` names one
+that `prepare` has made, or raw text. The corpus of raw text is kept in cache_dir/<16 hex digits of the inputs'
+fingerprint>. It is built in a temporary directory .tmp-* beside it and renamed, so a final name means a complete
+corpus. A killed build leaves its .tmp-* behind, which is never read and may be deleted.
 """
 
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import re
@@ -24,6 +23,7 @@ import numpy as np
 from jaxtyping import Int64, UInt
 
 from dape_jax.data import corpus
+from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
     FORMAT_VERSION,
     OFFSETS_FILE,
@@ -32,51 +32,52 @@ from dape_jax.data.prepare.build import (
     SPLITS,
     TOKENS_FILE,
     Sidecar,
-    build,
     check_found,
-    finish,
+    combine_shards,
     progress,
-    read_json,
-    sync,
     token_dtype,
+    write_shards,
 )
-from dape_jax.data.prepare.records import Selection, input_files
+from dape_jax.data.prepare.records import Selection
 from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, require
+from dape_jax.files import json_digest, read_json, sync_directory
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZERS = "None (that of a prepared corpus), 'bytes', the path of a tokenizer.json or its name bpe-<16 hex digits>"
+_TOKENIZERS = (
+    "must be None (that of a prepared corpus), 'bytes', the path of a tokenizer.json or its name bpe-<16 hex digits>"
+)
 _NAME = "bpe-[0-9a-f]{16}"
-_MAX_LENGTH = 2**30  # bytes of a document of raw text
+_MAX_LENGTH = 2**30  # of a document of raw text, in bytes
 _CHUNK = 2**20  # offsets that are checked at once
 _DIGEST_BYTES = 2**24  # that are hashed at once
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The text that a model is trained and judged on."""
+    """The text for training and evaluation."""
 
-    path: str  # of a prepared corpus, or raw text: "stdlib", a directory, a glob or a file, see corpus.find_files
+    path: str  # a prepared corpus, or raw text: "stdlib", a directory, a glob or a file, see corpus.find_files
     tokenizer: str | None  # "bytes", a tokenizer.json's path or its name; None for that of a prepared corpus
-    cache_dir: str  # where the stores of raw text are kept
-    validation_fraction: float  # the share of raw text's documents that training never sees
+    cache_dir: str  # directory for the stores of raw text
+    validation_fraction: float  # share of raw text's documents for validation
     seed: int  # of the order of the training windows
 
     def __post_init__(self):
-        require(self.path != "", "data.path", self.path, f"a file, a directory, a glob or {corpus.STDLIB!r}")
+        require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {corpus.STDLIB!r}")
         known = self.tokenizer is None or re.fullmatch(rf"bytes|.*\.json|{_NAME}", self.tokenizer, re.DOTALL)
         require(bool(known), "data.tokenizer", self.tokenizer, _TOKENIZERS)
-        require(self.cache_dir != "", "data.cache_dir", self.cache_dir, "a directory to write to")
+        require(self.cache_dir != "", "data.cache_dir", self.cache_dir, "must be a directory")
         require(
-            0 < self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "between 0 and 1"
+            0 < self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "must be in (0, 1)"
         )
-        require(0 <= self.seed < 2**32, "data.seed", self.seed, "0 to 2**32 - 1")
+        require(0 <= self.seed < 2**32, "data.seed", self.seed, "must be 0 to 2**32 - 1")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
-    """One split's tokens, mapped from disk: opening it reads almost nothing, and pickling it sends its path alone."""
+    """Tokens of one split, mapped from disk. Opening it reads almost nothing; it pickles as its path."""
 
     directory: Path
     sidecar: Sidecar
@@ -85,26 +86,26 @@ class TokenStore:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return self.sidecar.num_documents
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are, one end_of_document per document included."""
+        """Number of tokens, with one end_of_document per document."""
         return self.sidecar.num_tokens
 
     @property
     def digest(self) -> str:
-        """What a checkpoint records to know this data again."""
+        """SHA-256 that identifies the data, recorded in checkpoints."""
         return self.sidecar.digest
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """What the tokens were made with."""
+        """The tokenizer that made the tokens."""
         return saved_tokenizer(self.directory)
 
     def document(self, index: int) -> UInt[np.ndarray, "document_tokens"]:
-        """The tokens of one document, its end_of_document last."""
+        """Return the tokens of one document, its end_of_document last."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
@@ -132,29 +133,26 @@ class TokenStore:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """The two sides of a corpus; no document is on both."""
+    """The two splits of a corpus; no document is in both."""
 
     train: TokenStore
     validation: TokenStore
 
     @property
     def digest(self) -> str:
-        """Of both splits together: the same text, tokenizer and split give the same digest on every machine."""
+        """SHA-256 of both splits: the same text, tokenizer and split give the same digest on every machine."""
         return hashlib.sha256(f"{self.train.digest} {self.validation.digest}".encode()).hexdigest()
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """The token stores of a corpus: one that was prepared, or of raw text, built once and then reused without reading
-    the text while its files stay the same.
+    """Return the token stores of a corpus: a prepared one, or one of raw text.
 
-    Raw text is taken as `prepare` takes it by default, but for the length of a document, which may be a GiB.
-
-    Args:
-        config: the text, the tokenizer, the split and where to keep the result.
+    The stores of raw text are built once, then reused without reading the text while its files stay the same. Raw text
+    is read as by `prepare` with default options, except that a document may have a GiB.
 
     Raises:
-        InputError: nothing to read, nothing on one side of the split, nowhere to write, no tokenizer or another than
-            the prepared corpus's, or a damaged store.
+        InputError: no input, no document in one split, a directory that cannot be written to, no tokenizer or another
+            one than the prepared corpus's, or a damaged store.
     """
     path = Path(os.path.expanduser(config.path))
     if config.path != corpus.STDLIB and _is_prepared(path):
@@ -166,7 +164,7 @@ def load_corpus(config: DataConfig) -> Corpus:
             f"data.tokenizer = None: raw text (data.path = {config.path!r}) needs 'bytes' or a tokenizer.json"
         )
     tokenizer = read_tokenizer(config.tokenizer)
-    files = input_files(corpus.find_files(config.path))
+    files = corpus.unique_files(corpus.find_files(config.path))
     fingerprint = _fingerprint(config, tokenizer, files)
     directory = Path(os.path.abspath(os.path.expanduser(config.cache_dir)), fingerprint[:16])
     if not os.path.exists(directory):
@@ -178,12 +176,12 @@ def load_corpus(config: DataConfig) -> Corpus:
             found = getattr(loaded, split).sidecar.fingerprint
             require(found == fingerprint, field, found, f"{fingerprint!r} by its place")
     except InputError as error:
-        raise InputError(f"{error}; delete {directory} to have it built anew") from error
+        raise InputError(f"{error}; delete {directory} to build it again") from error
     return loaded
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Map the two stores of a directory that is complete; they are checked as by `open_store`, and against each other.
+    """Map the two stores of a complete directory; they are checked by `open_store`, and against each other.
 
     Raises:
         InputError: a file is missing or damaged, or the stores do not belong together.
@@ -204,7 +202,7 @@ def open_corpus(directory: Path) -> Corpus:
 
 
 def _is_prepared(path: Path) -> bool:
-    """Whether a directory is a corpus of ours, complete or not, and so no raw text."""
+    """Return whether a directory is a corpus of ours, complete or not, and therefore no raw text."""
     names = (
         RECORD_FILE,
         *(f"{split}/{name}" for split in SPLITS for name in (SIDECAR_FILE, TOKENS_FILE, OFFSETS_FILE)),
@@ -218,16 +216,16 @@ def _is_prepared(path: Path) -> bool:
 def _check_tokenizer(config: DataConfig, loaded: Corpus) -> None:
     name, given = loaded.train.sidecar.tokenizer, config.tokenizer
     if given is not None and given != name:
-        given = given if re.fullmatch(rf"bytes|{_NAME}", given) else read_tokenizer(given).name
+        given = given if re.fullmatch(rf"bytes|{_NAME}", given) else read_tokenizer(given, lossy=True).name
         allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
         require(given == name, "data.tokenizer", config.tokenizer, allowed)
 
 
 def open_store(directory: Path) -> TokenStore:
-    """Map a store that is on disk; everything is checked that needs no reading of the tokens (that is `verify`).
+    """Map a store on disk. Everything is checked except the tokens themselves, which `verify` reads.
 
     Args:
-        directory: what holds tokens.bin, offsets.npy, store.json and, unless they are bytes, tokenizer.json.
+        directory: with tokens.bin, offsets.npy, store.json and, unless the tokens are bytes, tokenizer.json.
 
     Raises:
         InputError: a file is missing or damaged; names the sidecar, the field and its value.
@@ -277,7 +275,7 @@ def open_store(directory: Path) -> TokenStore:
 
 
 def _increase(offsets: Int64[np.ndarray, "num_offsets"]) -> bool:
-    """Whether every offset is above the one before; in pieces, since there may be hundreds of millions."""
+    """Return whether every offset exceeds the one before; in pieces, since there may be hundreds of millions."""
     pieces = (offsets[begin : begin + _CHUNK + 1] for begin in range(0, len(offsets), _CHUNK))
     return all(bool(np.all(piece[1:] > piece[:-1])) for piece in pieces)
 
@@ -301,33 +299,29 @@ def _selection(config: DataConfig) -> Selection:
     )
 
 
-def _fingerprint(config: DataConfig, tokenizer: Tokenizer, files: list[Path]) -> str:
-    """What decides the store, told without reading the text: the files' places, sizes and times, and the recipe."""
-    try:
-        # The place counts because archives unpack with equal times: two corpora could agree in all the rest.
-        inputs = [(os.path.abspath(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    except OSError as error:
-        raise InputError(f"data.path = {config.path!r}: cannot be read: {error}") from error
-    recipe = (FORMAT_VERSION, tokenizer.name, dataclasses.asdict(_selection(config)))
-    return hashlib.sha256(json.dumps([recipe, inputs]).encode()).hexdigest()
+def _fingerprint(config: DataConfig, tokenizer: Tokenizer, files: list[InputFile]) -> str:
+    """Return a digest of everything that decides the store: the recipe, and the files' paths, sizes and times."""
+    # Paths count because archives unpack with equal times: two corpora could agree in everything else.
+    inputs = [(corpus.absolute(file.path), file.num_bytes, file.version) for file in files]
+    return json_digest([FORMAT_VERSION, tokenizer.name, dataclasses.asdict(_selection(config)), inputs])
 
 
-def _build(config: DataConfig, files: list[Path], tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
-    """Build both splits and put them in place in one step."""
+def _build(config: DataConfig, files: list[InputFile], tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
+    """Build both splits and rename them to `directory`."""
     temporary = directory.with_name(f".tmp-{directory.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
-        record, _ = build(temporary, files, _selection(config), tokenizer)
+        record = write_shards(temporary, files, _selection(config), tokenizer)
         check_found(record, f"data.path = {config.path!r}", "data.validation_fraction", config.validation_fraction)
-        finish(temporary, record, tokenizer, source=config.path, fingerprint=fingerprint)
+        combine_shards(temporary, temporary / "corpus", record, tokenizer, source=config.path, fingerprint=fingerprint)
         try:
-            os.rename(temporary, directory)
+            os.rename(temporary / "corpus", directory)
         except OSError:
             if not directory.exists():
                 raise
             logger.info("%s: another process built it first; using that one", directory)
-        sync(directory.parent)
-    except OSError as error:  # of writing: reading reports its own
+        sync_directory(directory.parent)
+    except OSError as error:  # of writing: reading raises `InputError`
         raise InputError(f"data.cache_dir = {config.cache_dir!r}: cannot be written to: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # nothing is left there once it is renamed
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Prepare a corpus: `python -m dape_jax.data.prepare --input=.. --output=..`; see `command.py`."""
+"""Run `python -m dape_jax.data.prepare --input=.. --output=..`; see `command.py`."""
 
 from dape_jax import command_line
 from dape_jax.data.prepare.command import define_flags, main
 
 if __name__ == "__main__":
     define_flags()
-    command_line.run(main, "interrupted: the same command goes on from the last record")
+    command_line.run(main, "interrupted: the same command resumes")

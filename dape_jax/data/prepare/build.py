@@ -1,23 +1,21 @@
-"""Records -> tokens on disk: one builder for every store, in one process or many, that can be stopped at any moment.
+"""Documents -> tokens on disk: one builder for every store, in one process or several, resumable per input file.
 
-In: the files of `corpus`, what to select of them (`records`) and a tokenizer. Out: a directory that `store` opens, in
-two steps: `build` writes the tokens, `finish` the digests and sidecars, without which nothing opens it. Next: `store`.
+In: input files (`corpus`), a selection (`records`) and a tokenizer. Out: a directory that `store` opens. Next: `store`.
 
     train/           tokens.bin      the documents one after another, each with its end_of_document; little-endian
                      offsets.npy     int64[num_documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
-                     tokenizer.json  what the tokens were made with; not there for bytes
-                     store.json      the sidecar, written last: the fields of `Sidecar`
+                     tokenizer.json  the tokenizer; missing for bytes
+                     store.json      the fields of `Sidecar`, written last
     validation/      the same
-    record.json      the fields of `Record`: how far it has been read, what was counted
+    record.json      the fields of `Record`
     rejected.jsonl   the bad records: file, line, reason, detail
 
-This process reads, cuts and writes; `workers` other processes parse, choose, hash and tokenize. Results are written in
-the order of the input, so that their number decides nothing but the time:
+`write_shards` turns each input file into a shard (small files that follow one another share one), in any number of
+processes. A shard is a directory that is renamed when it is complete; a kill loses only the shards in progress:
 
-    read_batches -> at most 2 * workers batches on their way -> tokenize -> tokens.bin, offsets.npy, rejected.jsonl
+    input files -> shards/00000000/, ..   {train,validation}.{tokens,lengths}  rejected.jsonl  shard.json
 
-`record.json` is replaced in one step and only when all that it counts is on disk. A build that was killed leaves more
-behind than its record says; the next one cuts that off and goes on.
+`combine_shards` concatenates them in the order of the input, so the result does not depend on the number of processes.
 """
 
 import collections
@@ -25,57 +23,50 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import multiprocessing
 import os
-import re
-import resource
+import shutil
 import signal
 import sys
 import threading
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, BinaryIO, get_args
+from typing import Any, get_args
 
 import numpy as np
-from jaxtyping import Int64, UInt
+from jaxtyping import Integer
 from tqdm import tqdm
 
 from dape_jax.data import corpus
-from dape_jax.data.corpus import Split
-from dape_jax.data.prepare.records import (
-    BadRecord,
-    Batch,
-    Document,
-    Position,
-    Selection,
-    Skipped,
-    examine,
-    read_batches,
-)
+from dape_jax.data.corpus import InputFile, Split
+from dape_jax.data.prepare.records import BadRecord, Document, Selection, Skipped, read_documents
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, printable, require
+from dape_jax.files import read_json, sync_directory, write_json
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 2
 TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
 RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
+SHARDS_DIRECTORY, SHARD_FILE = "shards", "shard.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-RECORD_SECONDS = 5.0  # between two records
 MAX_LISTED = 100_000  # bad records in rejected.jsonl; the rest is only counted
 _SHOWN = 5  # bad records that are also logged
-_BATCHES_PER_WORKER = 2  # on their way, so that no worker waits for the next
-_DIGEST_BYTES = 2**24
+_SHARD_BYTES = 2**22  # of input; small files are put together up to this size
+_ADVANCE_BYTES = 2**20  # of input between two updates of the progress bar
+_POLL_SECONDS = 0.5
+_BLOCK_BYTES = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
 class Sidecar:
-    """What store.json records about the files beside it."""
+    """Description of a store, in the store.json beside its files."""
 
     format_version: int
     tokenizer: str  # its name, which is a hash of tokenizer.json
@@ -86,420 +77,51 @@ class Sidecar:
     digest: str  # sha256 of tokens.bin and then the numbers of offsets.npy
     split: str
     source: str  # the data.path or the inputs that it was built from
-    fingerprint: str  # of the files found there and what was made of them
+    fingerprint: str  # of the input files and of the options that decide the result
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """How far the files have been read, and what was found up to there."""
+    """Counts of a shard, or of a whole corpus."""
 
-    position: Position = dataclasses.field(default_factory=Position)
     num_input_bytes: int = 0
     num_text_bytes: int = 0  # of the documents that are text
     num_documents: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     num_tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
     rejected: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
-    rejected_bytes: int = 0  # of rejected.jsonl
+    num_lossy: int = 0  # documents that their tokens do not give back, with a lossy tokenizer
 
+    def __add__(self, other: "Record") -> "Record":
+        def added(a: Any, b: Any) -> Any:
+            return a + b if isinstance(a, int) else {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
 
-@dataclasses.dataclass(frozen=True)
-class Usage:
-    """What a build took, of this process alone; another one may have begun it."""
-
-    seconds: float
-    num_input_bytes: int
-    num_text_bytes: int
-    peak_bytes: int  # resident memory of the process that reads and writes
-    worker_peak_bytes: int  # of the largest worker; 0 if there are none
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """Documents of one side, one after another."""
-
-    tokens: UInt[np.ndarray, "num_tokens"]
-    lengths: Int64[np.ndarray, "num_documents"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What a batch came to."""
-
-    after: Position
-    num_input_bytes: int
-    num_text_bytes: int
-    tokens: dict[Split, Tokens]
-    left_out: dict[str, int]
-    rejected: dict[str, int]
-    listed: list[BadRecord]  # the first `MAX_LISTED` of the rejected
-    peak_bytes: int  # resident memory of the process that made it
+        names = [field.name for field in dataclasses.fields(self)]
+        return Record(**{name: added(getattr(self, name), getattr(other, name)) for name in names})
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every id, little-endian."""
+    """Return the smallest type that holds every id, little-endian."""
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
-def tokenize(batch: Batch, selection: Selection, tokenizer: Tokenizer) -> Result:
-    """Everything that is done to a batch between reading and writing; a function of its arguments.
-
-    Raises:
-        InputError: ids of a .bin file that are not the tokenizer's.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([tokenizer.end_of_document], dtype)
-    ids: dict[Split, list[np.ndarray]] = {split: [] for split in SPLITS}
-    num_text_bytes, left_out, rejected, listed = 0, collections.Counter(), collections.Counter(), []
-    for found in (found for piece in batch.pieces for found in examine(piece, selection)):
-        if isinstance(found, Document):
-            found = _tokenize_document(found, selection, tokenizer)
-        match found:
-            case BadRecord():
-                rejected[found.reason] += 1
-                if len(listed) < MAX_LISTED:
-                    listed.append(found)
-            case str():
-                left_out[found] += 1
-            case (split, document_ids, num_bytes):
-                ids[split] += document_ids, end
-                num_text_bytes += num_bytes
-    return Result(
-        after=batch.after,
-        num_input_bytes=batch.num_input_bytes,
-        num_text_bytes=num_text_bytes,
-        tokens={
-            split: Tokens(
-                np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe"),
-                np.array([len(array) + 1 for array in arrays[::2]], np.int64),
-            )
-            for split, arrays in ids.items()
-        },
-        left_out=dict(left_out),
-        rejected=dict(rejected),
-        listed=listed,
-        peak_bytes=peak_bytes(),
-    )
-
-
-def _tokenize_document(
-    document: Document, selection: Selection, tokenizer: Tokenizer
-) -> tuple[Split, np.ndarray, int] | BadRecord | Skipped:
-    """Side, ids without end_of_document, and bytes of text; or why there are none."""
-    content = document.content
-    if isinstance(content, bytes):
-        if left_out := selection.by_length(len(content)):
-            return left_out
-        try:
-            ids = tokenizer.encode(content)
-        except InputError as error:
-            return BadRecord(document.file, document.line, "cannot be encoded", str(error))
-        return corpus.split_of(content, selection.validation_fraction), ids, len(content)
-    if len(content) and content[-1] == tokenizer.end_of_document:
-        content = content[:-1]
-    if left_out := selection.by_length(len(content)):
-        return left_out
-    low, high = int(content.min()), int(content.max())
-    require(
-        0 <= low and high < tokenizer.vocab_size,
-        f"{document.file}: document {document.line}: token id",
-        low if low < 0 else high,
-        f"the tokenizer {tokenizer.name} has 0 to {tokenizer.vocab_size - 1}",
-    )
-    return corpus.split_of(content.astype("<i8").tobytes(), selection.validation_fraction), content, 0
-
-
-def peak_bytes() -> int:
-    """The most resident memory that this process has had."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # Linux: getrusage would count what the parent had when it started this process.
-        (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-        return int(kib) * 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
-
-
-# The worker processes.
-
-_job: tuple[Selection, Tokenizer] | None = None  # of a worker, which it is given once and not with every batch
-
-
-def _begin_worker(*job: Any) -> None:
-    global _job
-    _job = job
-    parent = multiprocessing.parent_process()
-    if parent:
-        # A killed parent does not close the queue that its workers wait at: they hold both of its ends themselves.
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def _work(batch: Batch) -> Result:
-    assert _job
-    return tokenize(batch, *_job)
-
-
-def _results(
-    batches: Iterator[Batch], selection: Selection, tokenizer: Tokenizer, workers: int
-) -> Generator[tuple[Result, int], None, None]:
-    """The results of the batches in their order, each with its worker's peak memory; `workers` = 1 is this process."""
-    if workers == 1:
-        for batch in batches:
-            yield tokenize(batch, selection, tokenizer), 0
-        return
-    # spawn: a process that runs JAX has threads, and must not be forked.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _begin_worker, (selection, tokenizer)
-    )
-    pending: collections.deque[concurrent.futures.Future[Result]] = collections.deque()
-
-    def first() -> tuple[Result, int]:
-        result = pending.popleft().result()
-        return result, result.peak_bytes
-
-    try:
-        for batch in batches:
-            if len(pending) == _BATCHES_PER_WORKER * workers:
-                yield first()
-            # Workers that this starts inherit the mask: Ctrl-C, which goes to all of them, is for the parent alone.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                pending.append(pool.submit(_work, batch))
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        while pending:
-            yield first()
-    except BrokenProcessPool as error:
-        raise InputError(
-            f"workers = {workers}: one of them died, perhaps for want of memory; the same command goes on from the "
-            "last record, and fewer workers need less memory"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-# Writing.
-
-
-def build(
-    directory: Path,
-    files: list[Path],
-    selection: Selection,
-    tokenizer: Tokenizer,
-    *,
-    workers: int = 1,
-    strict: bool = False,
-) -> tuple[Record, Usage]:
-    """Write the tokens of both sides, from the directory's record on; `finish` is what is left to do.
-
-    Args:
-        directory: exists. It holds nothing, or what a build of the same files, selection and tokenizer has left.
-        files: from `records.input_files`.
-        selection: what becomes a document.
-        tokenizer: what it is encoded with.
-        workers: processes that tokenize; 1 for none but this.
-        strict: stop at the first bad record.
-
-    Raises:
-        InputError: a file cannot be read, a record is bad and `strict` set, or a worker died.
-        OSError: the directory cannot be written to.
-    """
-    record = read_record(directory)
-    allowed = f"False: bad records were left out before, see {directory / REJECTED_FILE}"
-    require(not (strict and record.rejected), "strict", strict, allowed)
-    first, started, worker_peak, num_shown = record, time.monotonic(), 0, 0
-    dtype = token_dtype(tokenizer.vocab_size)
-    with contextlib.ExitStack() as stack:
-        sides = {}
-        for split in SPLITS:
-            counts = record.num_documents[split], record.num_tokens[split]
-            sides[split] = stack.enter_context(_Side(directory / split, *counts, dtype))
-        rejected = stack.enter_context(_open_at(directory / REJECTED_FILE, record.rejected_bytes))
-        written = [rejected, *(file for side in sides.values() for file in (side.tokens, side.offsets))]
-        batches = read_batches(files, selection, record.position)
-        results = stack.enter_context(contextlib.closing(_results(batches, selection, tokenizer, workers)))
-        total = sum(file.stat().st_size for file in files)
-        bar = stack.enter_context(progress(total, "tokenizing", record.num_input_bytes))
-        saved = time.monotonic()
-        for result, peak in results:
-            worker_peak = max(worker_peak, peak)
-            listed = result.listed[: max(0, MAX_LISTED - sum(record.rejected.values()))]
-            if strict and result.listed:
-                raise InputError(f"{describe(result.listed[0])}; without strict it is left out")
-            for bad in listed[: max(0, _SHOWN - num_shown)]:
-                logger.warning("left out: %s", describe(bad))
-            num_shown += len(listed)
-            lines = "".join(json.dumps(dataclasses.asdict(bad)) + "\n" for bad in listed).encode()
-            rejected.write(lines)
-            for split, side in sides.items():
-                side.append(result.tokens[split])
-            bar.update(result.num_input_bytes - record.num_input_bytes)
-            record = _advance(record, result, len(lines))
-            rate = (record.num_text_bytes - first.num_text_bytes) / 1e6 / (time.monotonic() - started)
-            num_documents, num_tokens = sum(record.num_documents.values()), sum(record.num_tokens.values())
-            bar.set_postfix_str(f"{num_documents:,} documents, {num_tokens:,} tokens, {rate:.1f} MB/s of text", False)
-            if time.monotonic() - saved > RECORD_SECONDS:
-                _save(record, directory, written)
-                saved = time.monotonic()
-        _save(record, directory, written)
-    return record, Usage(
-        seconds=time.monotonic() - started,
-        num_input_bytes=record.num_input_bytes - first.num_input_bytes,
-        num_text_bytes=record.num_text_bytes - first.num_text_bytes,
-        peak_bytes=peak_bytes(),
-        worker_peak_bytes=worker_peak,
-    )
-
-
-def check_found(record: Record, given: str, validation: str, validation_fraction: float) -> None:
-    """Raise `InputError` unless there are documents on both sides.
-
-    Args:
-        record: of the whole build.
-        given: what was read, in the user's words: "data.path = 'books'".
-        validation: what the user knows the fraction as.
-        validation_fraction: the share that is held out.
-    """
-    num_documents = sum(record.num_documents.values())
-    if not num_documents:
-        counts = record.left_out | {f"bad ({reason})": count for reason, count in record.rejected.items()}
-        found = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "nothing at all"
-        raise InputError(f"{given}: no documents there: {found}")
-    for split in SPLITS:
-        allowed = f"leaves no {split} documents of the {num_documents:,} in {given} (each side needs one)"
-        require(record.num_documents[split] > 0, validation, validation_fraction, allowed)
-
-
-def finish(directory: Path, record: Record, tokenizer: Tokenizer, *, source: str, fingerprint: str) -> None:
-    """Make stores of what `build` has written: digests, tokenizers and, last, the sidecars.
-
-    Args:
-        directory: where it has written.
-        record: what it has returned.
-        tokenizer: the same.
-        source: for the sidecars.
-        fingerprint: for the sidecars.
-
-    Raises:
-        InputError: the directory holds another tokenizer.
-        OSError: the directory cannot be written to.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    total = sum((directory / split / name).stat().st_size for split in SPLITS for name in (TOKENS_FILE, OFFSETS_FILE))
-    with progress(total, "digest", 0) as bar:
-        for split in SPLITS:
-            side = directory / split
-            save_tokenizer(tokenizer, side)
-            digest = hashlib.sha256()
-            with open(side / OFFSETS_FILE, "r+b") as offsets, open(side / TOKENS_FILE, "rb") as tokens:
-                _write_offsets_header(offsets, record.num_documents[split] + 1)
-                for file in (tokens, offsets):
-                    while block := file.read(_DIGEST_BYTES):
-                        digest.update(block)
-                        bar.update(len(block))
-            sidecar = Sidecar(
-                format_version=FORMAT_VERSION,
-                tokenizer=tokenizer.name,
-                vocab_size=tokenizer.vocab_size,
-                dtype=dtype.str,
-                num_documents=record.num_documents[split],
-                num_tokens=record.num_tokens[split],
-                digest=digest.hexdigest(),
-                split=split,
-                source=source,
-                fingerprint=fingerprint,
-            )
-            for path in (*side.iterdir(), side):
-                sync(path)
-            write_json(side / SIDECAR_FILE, dataclasses.asdict(sidecar))
-
-
-class _Side(contextlib.AbstractContextManager):
-    """The two files of one side, which grow from a recorded size on."""
-
-    def __init__(self, directory: Path, num_documents: int, num_tokens: int, dtype: np.dtype):
-        directory.mkdir(exist_ok=True)
-        self.end = num_tokens
-        self.tokens = _open_at(directory / TOKENS_FILE, num_tokens * dtype.itemsize)
-        size = _OFFSETS_HEADER_BYTES + 8 * (num_documents + 1) if num_documents else 0
-        self.offsets = _open_at(directory / OFFSETS_FILE, size)
-        if not size:
-            _write_offsets_header(self.offsets, 1)
-            self.offsets.write(bytes(8))
-
-    def append(self, part: Tokens) -> None:
-        self.tokens.write(part.tokens.data)
-        self.offsets.write((self.end + np.cumsum(part.lengths)).astype("<i8").data)
-        self.end += len(part.tokens)
-
-    def __exit__(self, *_: object) -> None:
-        self.tokens.close()
-        self.offsets.close()
-
-
-_OFFSETS_HEADER_BYTES = 128
-
-
-def _write_offsets_header(file: BinaryIO, num_offsets: int) -> None:
-    """What numpy puts before an array; it leaves room for the number to grow, so the header can be written over."""
-    header = {"descr": "<i8", "fortran_order": False, "shape": (num_offsets,)}
-    np.lib.format.write_array_header_1_0(file, header)
-    assert file.tell() == _OFFSETS_HEADER_BYTES
-
-
-def _open_at(file: Path, size: int) -> BinaryIO:
-    """Open a file of at least `size` bytes, to write behind them; what else it has is cut off."""
-    opened = open(file, "r+b" if size else "w+b")
-    found = opened.seek(0, os.SEEK_END)
-    require(found >= size, f"{file}: bytes", found, f"at least {size}, which {RECORD_FILE} beside it counts")
-    opened.seek(size)
-    opened.truncate()
-    return opened
-
-
-def _advance(record: Record, result: Result, num_listed_bytes: int) -> Record:
-    def added(counts: dict[str, int], more: dict[str, int]) -> dict[str, int]:
-        return dict(collections.Counter(counts) + collections.Counter(more))
-
-    tokens = result.tokens.items()
-    return Record(
-        position=result.after,
-        num_input_bytes=result.num_input_bytes,
-        num_text_bytes=record.num_text_bytes + result.num_text_bytes,
-        num_documents={split: record.num_documents[split] + len(part.lengths) for split, part in tokens},
-        num_tokens={split: record.num_tokens[split] + len(part.tokens) for split, part in tokens},
-        left_out=added(record.left_out, result.left_out),
-        rejected=added(record.rejected, result.rejected),
-        rejected_bytes=record.rejected_bytes + num_listed_bytes,
-    )
-
-
-def _save(record: Record, directory: Path, written: list[BinaryIO]) -> None:
-    """Make all that the record counts survive a power cut, and then the record."""
-    for file in written:
-        file.flush()
-        os.fsync(file.fileno())
-    for split in SPLITS:
-        sync(directory / split)
-    write_json(directory / RECORD_FILE, dataclasses.asdict(record))
-
-
-def read_record(directory: Path) -> Record:
-    """The record of a directory; of its beginning, if it has none.
+def read_record(file: Path) -> Record:
+    """Return the record in a file.
 
     Raises:
         InputError: the file is damaged.
     """
-    file = directory / RECORD_FILE
-    if not file.exists():
-        return Record()
-    content = read_json(file)
+    return _parse_record(read_json(file), file)
+
+
+def _parse_record(content: Any, file: Path) -> Record:
     if not _is_like(content, dataclasses.asdict(Record())):
-        raise InputError(f"{file}: is damaged; delete {directory} to begin anew")
-    return Record(**{**content, "position": Position(**content["position"])})
+        raise InputError(f"{file}: is damaged; delete {file.parent} to build it again")
+    return Record(**content)
 
 
 def _is_like(found: Any, like: Any) -> bool:
-    """Whether there are numbers, from 0 on, under the same names; under any, where `like` has none."""
+    """Return whether there are numbers, 0 or more, under the same names; under any names where `like` has none."""
     if type(like) is int:
         return type(found) is int and found >= 0
     return (
@@ -509,48 +131,404 @@ def _is_like(found: Any, like: Any) -> bool:
     )
 
 
+# Writing a shard.
+
+
+class _HashedFile:
+    """A new file and the SHA-256 of its content; on disk when it is closed."""
+
+    def __init__(self, file: Path):
+        self.file = open(file, "wb", _BLOCK_BYTES)
+        self.sha = hashlib.sha256()
+
+    def write(self, content: Any) -> None:
+        self.file.write(content)
+        self.sha.update(content)
+
+    def __enter__(self) -> "_HashedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+
+def write_shard(
+    files: list[InputFile],
+    directory: Path,
+    selection: Selection,
+    tokenizer: Tokenizer,
+    strict: bool,
+    advance: Callable[[int], object],
+) -> Record:
+    """Write the documents of some input files as one shard; a function of its arguments.
+
+    Args:
+        files: read in this order.
+        directory: created; complete as soon as it exists.
+        selection: the records that become documents.
+        tokenizer: encodes them.
+        strict: stop at the first bad record.
+        advance: called with the number of input bytes read since the last call.
+
+    Raises:
+        InputError: a file cannot be read, a record is bad and `strict` is set, or ids are not the tokenizer's.
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_document], dtype).tobytes()
+    num_text_bytes = num_lossy = num_listed = 0
+    num_documents, num_tokens, skipped, rejected = (collections.Counter() for _ in range(4))
+    with contextlib.ExitStack() as stack:
+        names = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "lengths")]
+        out = {name: stack.enter_context(_HashedFile(partial / name)) for name in [*names, REJECTED_FILE]}
+        for file in files:
+            reached = _in_steps(file.num_bytes, advance)
+            for found in read_documents(file, selection, reached):
+                result = _encode(found, selection, tokenizer) if isinstance(found, Document) else found
+                if isinstance(result, str):
+                    skipped[result] += 1
+                elif isinstance(result, BadRecord):
+                    if strict:
+                        raise InputError(f"{describe(result)}; without strict it is skipped")
+                    rejected[result.reason] += 1
+                    if num_listed < MAX_LISTED:
+                        out[REJECTED_FILE].write(json.dumps(dataclasses.asdict(result)).encode() + b"\n")
+                        num_listed += 1
+                else:
+                    split, ids, num_bytes, is_lossy = result
+                    out[f"{split}.tokens"].write(ids.astype(dtype, casting="unsafe").tobytes() + end)
+                    out[f"{split}.lengths"].write((len(ids) + 1).to_bytes(8, "little"))
+                    num_documents[split] += 1
+                    num_tokens[split] += len(ids) + 1
+                    num_text_bytes += num_bytes
+                    num_lossy += is_lossy
+            reached(file.num_bytes)
+    record = Record(
+        num_input_bytes=sum(file.num_bytes for file in files),
+        num_text_bytes=num_text_bytes,
+        num_documents={split: num_documents[split] for split in SPLITS},
+        num_tokens={split: num_tokens[split] for split in SPLITS},
+        skipped=dict(skipped),
+        rejected=dict(rejected),
+        num_lossy=num_lossy,
+    )
+    digests = {name: file.sha.hexdigest() for name, file in out.items()}
+    write_json(partial / SHARD_FILE, {"record": dataclasses.asdict(record), "digests": digests})
+    os.rename(partial, directory)
+    sync_directory(directory.parent)
+    return record
+
+
+def _in_steps(num_bytes: int, advance: Callable[[int], object]) -> Callable[[int], None]:
+    """Return a function of a position in a file that calls `advance` with large enough differences only."""
+    done = 0
+
+    def reached(position: int) -> None:
+        nonlocal done
+        if position - done >= _ADVANCE_BYTES or (done < position == num_bytes):
+            advance(position - done)
+            done = position
+
+    return reached
+
+
+def _encode(
+    document: Document, selection: Selection, tokenizer: Tokenizer
+) -> tuple[Split, Integer[np.ndarray, "_"], int, bool] | BadRecord | Skipped:
+    """Return split, ids without end_of_document, bytes of text and whether the ids lose text; or why there are none."""
+    content = document.content
+    if isinstance(content, bytes):
+        if reason := selection.skips_length(len(content)):
+            return reason
+        try:
+            ids = tokenizer.encode(content)
+        except InputError as error:
+            return BadRecord(document.file, document.line, "cannot be encoded", str(error))
+        is_lossy = tokenizer.loss is not None and tokenizer.decode(ids) != content
+        return corpus.split_of(content, selection.validation_fraction), ids, len(content), is_lossy
+    if len(content) and content[-1] == tokenizer.end_of_document:
+        content = content[:-1]
+    if reason := selection.skips_length(len(content)):
+        return reason
+    low, high = int(content.min()), int(content.max())
+    require(
+        0 <= low and high < tokenizer.vocab_size,
+        f"{document.file}: document {document.line}: token id",
+        low if low < 0 else high,
+        f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}",
+    )
+    return corpus.split_of(content.astype("<i8").tobytes(), selection.validation_fraction), content, 0, False
+
+
+# Writing all shards, in this process or in others.
+
+
+def write_shards(
+    work: Path,
+    files: list[InputFile],
+    selection: Selection,
+    tokenizer: Tokenizer,
+    *,
+    workers: int = 1,
+    strict: bool = False,
+) -> Record:
+    """Write the shards that `work` does not have yet, and return the counts of all.
+
+    Args:
+        work: existing directory, empty or with shards of the same files, selection and tokenizer.
+        files: from `corpus.unique_files`.
+        selection: the records that become documents.
+        tokenizer: encodes them.
+        workers: number of processes; 1 uses only this one. Each takes one shard at a time.
+        strict: stop at the first bad record.
+
+    Raises:
+        InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, or a worker died.
+        OSError: the directory cannot be written to.
+    """
+    units = _units(files)
+    directories = _shards(work, len(units))
+    records = {shard: _read_shard(shard)[0] for shard in directories if shard.exists()}
+    total = sum(records.values(), Record())
+    require(
+        not (strict and total.rejected),
+        "strict",
+        strict,
+        f"bad records were skipped before; delete {work} to start over",
+    )
+    missing = [(unit, shard) for unit, shard in zip(units, directories, strict=True) if shard not in records]
+    num_shown = 0
+    with progress(sum(file.num_bytes for file in files), "tokenizing", total.num_input_bytes) as bar:
+        job = selection, tokenizer, strict
+        written = _write_in_pool(missing, job, workers, bar) if workers > 1 else _write_here(missing, job, bar)
+        with contextlib.closing(written):
+            for shard, record in written:
+                total += record
+                bar.n = max(bar.n, total.num_input_bytes)
+                num_documents, num_tokens = sum(total.num_documents.values()), sum(total.num_tokens.values())
+                bar.set_postfix_str(f"{num_documents:,} documents, {num_tokens:,} tokens", refresh=False)
+                with open(shard / REJECTED_FILE) as rejected:
+                    for line in itertools.islice(rejected, _SHOWN - num_shown):
+                        logger.warning("skipped: %s", describe(BadRecord(**json.loads(line))))
+                        num_shown += 1
+    return total
+
+
+def _units(files: list[InputFile]) -> list[list[InputFile]]:
+    """Return the files of each shard: one file, or neighbours with at most `_SHARD_BYTES` together."""
+    units: list[list[InputFile]] = []
+    size = 0
+    for file in files:
+        if not units or size + file.num_bytes > _SHARD_BYTES:
+            units.append([])
+            size = 0
+        units[-1].append(file)
+        size += file.num_bytes
+    return units
+
+
+def _shards(work: Path, number: int) -> list[Path]:
+    return [work / SHARDS_DIRECTORY / f"{index:08}" for index in range(number)]
+
+
+def _read_shard(shard: Path) -> tuple[Record, dict[str, str]]:
+    """Return the counts of a shard and the SHA-256 of its files."""
+    content = read_json(shard / SHARD_FILE)
+    record, digests = content.get("record"), content.get("digests")
+    if type(digests) is not dict:
+        raise InputError(f"{shard / SHARD_FILE}: is damaged; delete {shard} to build it again")
+    return _parse_record(record, shard / SHARD_FILE), digests
+
+
+_Job = tuple[Selection, Tokenizer, bool]
+_Written = Generator[tuple[Path, Record], None, None]
+
+
+def _write_here(missing: list[tuple[list[InputFile], Path]], job: _Job, bar: tqdm) -> _Written:
+    for unit, shard in missing:
+        yield shard, write_shard(unit, shard, *job, bar.update)
+
+
+def _write_in_pool(missing: list[tuple[list[InputFile], Path]], job: _Job, workers: int, bar: tqdm) -> _Written:
+    """Yield the shards as they are completed by worker processes; none of them outlives this process."""
+    # spawn: a process that runs JAX has threads, and must not be forked.
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    before = bar.n
+    alive, stop = context.Pipe(duplex=False)  # workers end when `stop` is closed, also by the death of this process
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (job, counter, alive))
+    try:
+        # Workers that this starts inherit the mask: Ctrl-C, which goes to all of them, is for the parent alone.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            shards = {pool.submit(_work, unit, shard): shard for unit, shard in missing}
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        pending = set(shards)
+        while pending:
+            done, pending = concurrent.futures.wait(
+                pending, _POLL_SECONDS, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            bar.update(before + counter.value - bar.n)
+            for future in done:
+                yield shards[future], future.result()
+    except BrokenProcessPool as error:
+        raise InputError(
+            f"workers = {workers}: one of them died, perhaps of too little memory; the same command resumes with the "
+            "files that are not finished, and fewer workers need less memory"
+        ) from error
+    finally:
+        stop.close()
+        pool.shutdown(cancel_futures=True)
+
+
+# Set once in each worker process by `_start_worker`; what every task shares is not sent with each.
+_worker: tuple[_Job, Any] | None = None
+
+
+def _start_worker(job: _Job, counter: Any, alive: Any) -> None:
+    global _worker
+    _worker = job, counter
+    threading.Thread(target=lambda: (alive.poll(None), os._exit(1)), daemon=True).start()
+
+
+def _work(unit: list[InputFile], shard: Path) -> Record:
+    assert _worker is not None
+    job, counter = _worker
+
+    def advance(num_bytes: int) -> None:
+        with counter.get_lock():
+            counter.value += num_bytes
+
+    return write_shard(unit, shard, *job, advance)
+
+
+# Combining them.
+
+
+def check_found(record: Record, given: str, validation: str, validation_fraction: float) -> None:
+    """Raise `InputError` unless there are documents in both splits.
+
+    Args:
+        record: counts of the whole build.
+        given: the input in the user's words: "data.path = 'books'".
+        validation: name of the flag or field of the fraction, for messages.
+        validation_fraction: share of the documents for validation.
+    """
+    num_documents = sum(record.num_documents.values())
+    if not num_documents:
+        counts = record.skipped | {f"bad ({reason})": count for reason, count in record.rejected.items()}
+        found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "nothing at all"
+        raise InputError(f"{given}: no documents there: {found}")
+    for split in SPLITS:
+        message = f"leaves no {split} documents of the {num_documents:,} in {given} (each split needs one)"
+        require(record.num_documents[split] > 0, validation, validation_fraction, message)
+
+
+def combine_shards(
+    work: Path, directory: Path, record: Record, tokenizer: Tokenizer, *, source: str, fingerprint: str
+) -> None:
+    """Make the two stores from the shards, in the order of the input.
+
+    Args:
+        work: directory that `write_shards` has completed.
+        directory: created; replaced if it exists.
+        record: returned by `write_shards`.
+        tokenizer: the same.
+        source: for the sidecars.
+        fingerprint: for the sidecars.
+
+    Raises:
+        InputError: a shard is damaged.
+        OSError: the directory cannot be written to.
+    """
+    shards = [(shard, _read_shard(shard)[1]) for shard in sorted((work / SHARDS_DIRECTORY).glob("[0-9]" * 8))]
+    dtype = token_dtype(tokenizer.vocab_size)
+    shutil.rmtree(directory, ignore_errors=True)
+    with progress(sum(record.num_tokens.values()) * dtype.itemsize, "combining", 0) as bar:
+        for split in SPLITS:
+            store = directory / split
+            store.mkdir(parents=True)
+            save_tokenizer(tokenizer, store)
+            with _HashedFile(store / TOKENS_FILE) as tokens, _HashedFile(store / OFFSETS_FILE) as offsets:
+                for block in _content(shards, f"{split}.tokens"):
+                    tokens.write(block)
+                    bar.update(len(block))
+                # The digest covers the numbers without numpy's header.
+                shape = (record.num_documents[split] + 1,)
+                header = {"descr": "<i8", "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(offsets.file, header)
+                last = np.zeros(1, "<i8")
+                offsets.write(last.tobytes())
+                tokens.sha.update(last.tobytes())
+                for block in _content(shards, f"{split}.lengths"):
+                    ends = last[-1:] + np.cumsum(np.frombuffer(block, "<i8"))
+                    offsets.write(ends.tobytes())
+                    tokens.sha.update(ends.tobytes())
+                    last = ends
+            sidecar = Sidecar(
+                format_version=FORMAT_VERSION,
+                tokenizer=tokenizer.name,
+                vocab_size=tokenizer.vocab_size,
+                dtype=dtype.str,
+                num_documents=record.num_documents[split],
+                num_tokens=record.num_tokens[split],
+                digest=tokens.sha.hexdigest(),
+                split=split,
+                source=source,
+                fingerprint=fingerprint,
+            )
+            write_json(store / SIDECAR_FILE, dataclasses.asdict(sidecar))
+    with _HashedFile(directory / REJECTED_FILE) as rejected:
+        lines = _lines(_content(shards, REJECTED_FILE))
+        for line in itertools.islice(lines, MAX_LISTED):
+            rejected.write(line)
+    write_json(directory / RECORD_FILE, dataclasses.asdict(record))
+    sync_directory(directory)
+
+
+def _content(shards: Iterable[tuple[Path, dict[str, str]]], name: str) -> Iterator[bytes]:
+    """Yield the content of one file of every shard, in blocks; each file is compared with its recorded digest."""
+    for shard, digests in shards:
+        sha = hashlib.sha256()
+        try:
+            with open(shard / name, "rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    sha.update(block)
+                    yield block
+        except FileNotFoundError:
+            pass  # it has another digest
+        if sha.hexdigest() != digests.get(name):
+            raise InputError(f"{shard / name}: has changed since it was written; delete {shard} to build it again")
+
+
+def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file that comes in blocks."""
+    held = b""
+    for block in blocks:
+        *lines, held = (held + block).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+
+
 def describe(bad: BadRecord) -> str:
-    """A bad record in one line."""
+    """Return a bad record as one line."""
     return printable(f"{bad.file}{f', line {bad.line}' if bad.line else ''}: {bad.reason}: {bad.detail}")
 
 
-def progress(total: int, what: str, done: int) -> tqdm:
-    """A bar of bytes; in a log file, a line every minute."""
-    every = 0.5 if sys.stderr.isatty() else 60
+def progress(total: int, description: str, done: int) -> tqdm:
+    """Return a progress bar of bytes; in a log file it is a line every minute."""
+    seconds = 0.5 if sys.stderr.isatty() else 60
     return tqdm(
-        total=total, initial=done, desc=what, unit="B", unit_scale=True, mininterval=every, delay=every, leave=False
+        total=total,
+        initial=done,
+        desc=description,
+        unit="B",
+        unit_scale=True,
+        mininterval=seconds,
+        delay=seconds,
+        leave=False,
     )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """An object in JSON.
-
-    Raises:
-        InputError: it cannot be read, or is none.
-    """
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{file}: cannot be read as JSON: {error}") from error
-    require(type(content) is dict, str(file), type(content).__name__, "a JSON object")
-    return content
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Put a file in its place in one step, to survive a power cut."""
-    partial = file.with_name(file.name + ".partial")
-    with open(partial, "w") as opened:
-        opened.write(json.dumps(content, indent=1) + "\n")
-        opened.flush()
-        os.fsync(opened.fileno())
-    os.replace(partial, file)
-    sync(file.parent)
-
-
-def sync(path: Path) -> None:
-    """Make a file or a directory's entries survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,60 +1,51 @@
-"""Turn files into a corpus to train on: tokens on disk, in parallel, as often interrupted as need be.
+"""Turn files into a corpus for training: tokens on disk, in parallel, resumable.
 
     python -m dape_jax.data.prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv \
-        --tokenizer=20B_tokenizer.json
-    python -m dape_jax.data.prepare --input=notes,papers/**/*.tex --output=data/mine --train_bpe=8192
+        --tokenizer=bytes
+    python -m dape_jax.data.prepare --input=notes,papers/**/*.tex.gz --output=data/mine --train_bpe=8192
     python -m dape_jax.data.prepare --input=books_text_document.bin --output=data/books --tokenizer=20B_tokenizer.json
 
-In: files of text, JSON lines, parquet or token ids; `records` says which. Out: a directory for `data.path`, which has
+In: files of text, JSON lines, parquet or token ids; see `records`. Out: a directory for `data.path`:
 
     train/  validation/  record.json  rejected.jsonl    see `build`
-    recipe.json       the options and inputs that it was made with
-    tokenizer.json    what --train_bpe has trained, or a copy of --tokenizer
+    recipe.json       options and input files
+    tokenizer.json    the tokenizer; missing for bytes
 
-It is built in OUTPUT.partial, which is renamed when all of it is on disk. The same command after an interruption goes
-on from the last record there, and comes to the same tokens as without one; another command is refused.
+It is built in OUTPUT.partial, and OUTPUT appears when it is complete. After an interruption the same command resumes
+with the input files that are not finished; the result is the same. Another command is refused.
 """
 
 import contextlib
 import dataclasses
-import fcntl
-import hashlib
 import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+from dape_jax import command_line
+from dape_jax.command_line import flag
 from dape_jax.data import corpus
+from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
     FORMAT_VERSION,
+    RECORD_FILE,
     REJECTED_FILE,
+    SHARDS_DIRECTORY,
     Record,
-    Usage,
-    build,
     check_found,
+    combine_shards,
     describe,
-    finish,
     progress,
-    read_json,
     read_record,
-    sync,
-    write_json,
+    write_shards,
 )
-from dape_jax.data.prepare.records import (
-    BadRecord,
-    Document,
-    Position,
-    Selection,
-    examine,
-    holds_ids,
-    input_files,
-    read_batches,
-)
+from dape_jax.data.prepare.records import BadRecord, Document, Selection, holds_ids, read_documents
 from dape_jax.data.store import Corpus, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
@@ -66,165 +57,151 @@ from dape_jax.data.tokenizers import (
     train_bpe,
 )
 from dape_jax.errors import InputError, require
+from dape_jax.files import exclusive_lock, json_digest, read_json, sync_directory, write_json
 
 RECIPE_FILE, LOCK_FILE = "recipe.json", "lock"
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareConfig:
-    """What is made of which files.
+    """Input files, output directory and the conversion between them; each field is a flag."""
 
-    Args:
-        input: files, directories and globs.
-        output: a new directory.
-        tokenizer: "bytes" or the path of a Hugging Face tokenizer.json; None to train one.
-        train_bpe: size of the vocabulary of a byte-level BPE to train; None for `tokenizer`.
-        train_bpe_bytes: the first so many bytes of training text that it is trained on.
-        text_field: where a record has its text; a dot leads into an object.
-        where: "field=value" or "field=value|value", all of which a record must match.
-        min_length: bytes of UTF-8 of a document; ids, if it is of a .bin file.
-        max_length: the same. It bounds the memory.
-        validation_fraction: the share of the documents that training never sees.
-        workers: processes that tokenize; 1 for all in this process.
-        strict: stop at the first bad record.
-    """
-
-    input: tuple[str, ...]
-    output: str
-    tokenizer: str | None = None
-    train_bpe: int | None = None
-    train_bpe_bytes: int = 2**30
-    text_field: str = "text"
-    where: tuple[str, ...] = ()
-    min_length: int = 1
-    max_length: int = 2**24
-    validation_fraction: float = 0.01
-    workers: int = 1
-    strict: bool = False
+    input: tuple[str, ...] = flag(
+        dataclasses.MISSING, "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
+    )
+    output: str = flag(dataclasses.MISSING, "New directory for the corpus, for --config.data.path.")
+    tokenizer: str | None = flag(None, "bytes, or a Hugging Face tokenizer.json (for .bin files: the one they used).")
+    lossy: bool = flag(False, "Accept a tokenizer.json that loses text, and count the documents that it changes.")
+    train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size instead.")
+    train_bpe_bytes: int = flag(2**30, "Bytes of training documents, the first ones, that --train_bpe learns from.")
+    text_field: str = flag("text", "Field of a record that holds its text; a dot descends into an object.")
+    where: tuple[str, ...] = flag(
+        (), "field=value or field=value|value: keep only records that match; may be repeated.", repeated=True
+    )
+    min_length: int = flag(1, "Minimum bytes of UTF-8 of a document; ids, in .bin files.")
+    max_length: int = flag(2**24, "Maximum bytes of UTF-8 of a document; ids, in .bin files. It bounds the memory.")
+    validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
+    workers: int = flag(1, "Processes that tokenize, each one input file at a time; 1 uses no other process.")
+    strict: bool = flag(False, "Stop at the first bad record instead of skipping it.")
 
     def __post_init__(self):
-        given = len(self.input) > 0 and all(self.input)
-        require(given, "input", ",".join(self.input), "files, directories or globs, parted by commas")
-        require(bool(self.output.strip("/")) and "\0" not in self.output, "output", self.output, "a new directory")
+        is_given = len(self.input) > 0 and all(self.input)
+        require(is_given, "input", ",".join(self.input), "must be comma-separated files, directories, globs or URLs")
+        is_name = bool(self.output.strip("/")) and "\0" not in self.output
+        require(is_name, "output", self.output, "must be a new directory")
         chosen = (self.tokenizer, self.train_bpe)
-        require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, "one of the two")
+        require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, "must be one of the two")
         if self.train_bpe is not None:
             check_trained_vocab_size(self.train_bpe)
-        require(self.train_bpe_bytes > 0, "train_bpe_bytes", self.train_bpe_bytes, "a positive number")
-        require(self.text_field != "", "text_field", self.text_field, "the name of a field")
+        require(self.train_bpe_bytes > 0, "train_bpe_bytes", self.train_bpe_bytes, "must be positive")
+        require(self.text_field != "", "text_field", self.text_field, "must be the name of a field")
         for where in self.where:
-            allowed = "field=value or field=value|value"
-            require(re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None, "where", where, allowed)
-        require(self.min_length > 0, "min_length", self.min_length, "1 or more: an empty document holds nothing")
-        allowed = f"min_length = {self.min_length} to {2**30}: it bounds the memory"
+            is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
+            require(is_condition, "where", where, "must be field=value or field=value|value")
+        require(self.min_length > 0, "min_length", self.min_length, "must be positive: an empty document has no text")
+        allowed = f"must be min_length = {self.min_length} to {2**30}: it bounds the memory"
         require(self.min_length <= self.max_length <= 2**30, "max_length", self.max_length, allowed)
-        require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction, "between 0 and 1")
-        require(0 < self.workers <= 1024, "workers", self.workers, "1 to 1024 processes")
+        require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction, "must be in (0, 1)")
+        require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 processes")
 
     @property
     def selection(self) -> Selection:
-        """What becomes a document."""
+        """The records that become documents."""
         where = tuple((field, tuple(values.split("|"))) for field, _, values in (w.partition("=") for w in self.where))
         return Selection(self.text_field, where, self.min_length, self.max_length, self.validation_fraction)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """What `prepare` has made."""
+    """Result of `prepare`."""
 
     corpus: Corpus
     record: Record
-    usage: Usage | None  # None if the output was there already
+    was_complete: bool  # an earlier run made it
 
 
 def prepare(config: PrepareConfig) -> Prepared:
-    """Make a corpus, or what is left to do of it.
+    """Build a corpus, resume building it, or open it if it is complete.
 
-    With more than one worker, a program that calls this must be importable: its own start stands behind
-    `if __name__ == "__main__"`.
-
-    Args:
-        config: what of which files.
+    With more than one worker, the calling program must be importable: put its start behind
+    `if __name__ == "__main__":`.
 
     Raises:
-        InputError: bad input, an output that is there and was not made by the same recipe, or that another process is
-            making, or a worker that died.
+        InputError: bad input; an output that was not made by the same recipe, or that another process is making; or a
+            worker that died.
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
     partial = output.with_name(output.name + ".partial")
-    files = _files(config, (output, partial))
-    tokenizer = None if config.tokenizer is None else read_tokenizer(config.tokenizer, "tokenizer")
-    if tokenizer is None and any(map(holds_ids, files)):
+    files = _input_files(config, excluded=(output, partial))
+    tokenizer = None
+    if config.tokenizer is not None:
+        tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.lossy)
+    elif any(holds_ids(file.path) for file in files):
         raise InputError(f"train_bpe = {config.train_bpe}: .bin files hold ids; name the tokenizer that made them")
     recipe = _recipe(config, tokenizer, files)
     if os.path.lexists(output):
         _check_recipe(output, recipe)
-        with contextlib.suppress(OSError):  # of a process that was killed when it had just renamed the directory
-            (output / LOCK_FILE).unlink()
-        return Prepared(open_corpus(output), read_record(output), None)
+        if (partial / RECIPE_FILE).exists() and read_json(partial / RECIPE_FILE) == recipe:
+            shutil.rmtree(partial)  # left by a process that was killed when it had renamed the corpus
+        return Prepared(open_corpus(output), read_record(output / RECORD_FILE), was_complete=True)
     try:
-        with _locked(partial):
+        with exclusive_lock(partial, "output", LOCK_FILE):
             if (partial / RECIPE_FILE).exists():
                 _check_recipe(partial, recipe)
             else:
-                others = sorted({path.name for path in partial.iterdir()} - {LOCK_FILE, f"{RECIPE_FILE}.partial"})
-                require(not others, str(partial), others, "is in the way: it holds files that are not of this program")
+                others = sorted(
+                    {path.name for path in partial.iterdir() if not path.name.startswith(".")} - {LOCK_FILE}
+                )
+                require(not others, str(partial), others, "is in the way: this program has not made these files")
                 write_json(partial / RECIPE_FILE, recipe)
-            for torn in partial.rglob(f".{TOKENIZER_FILE}.*"):  # of a kill while a tokenizer was saved
-                torn.unlink()
             if tokenizer is None:
                 tokenizer = _trained_tokenizer(config, files, partial)
             save_tokenizer(tokenizer, partial)
-            record, usage = build(
+            record = write_shards(
                 partial, files, config.selection, tokenizer, workers=config.workers, strict=config.strict
             )
             source = ",".join(config.input)
             check_found(record, f"input = {source!r}", "validation_fraction", config.validation_fraction)
-            fingerprint = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
-            finish(partial, record, tokenizer, source=source, fingerprint=fingerprint)
-            sync(partial)
-            os.rename(partial, output)
-            sync(output.parent)
-            (output / LOCK_FILE).unlink(missing_ok=True)
-    except OSError as error:  # of writing: reading reports its own
+            complete = partial / "corpus"
+            combine_shards(partial, complete, record, tokenizer, source=source, fingerprint=json_digest(recipe))
+            save_tokenizer(tokenizer, complete)
+            write_json(complete / RECIPE_FILE, recipe)
+            os.rename(complete, output)
+            sync_directory(output.parent)
+            shutil.rmtree(partial / SHARDS_DIRECTORY)
+            shutil.rmtree(partial)
+    except OSError as error:  # of writing: reading raises `InputError`
         raise InputError(f"output = {config.output!r}: cannot be written to: {error}") from error
-    return Prepared(open_corpus(output), record, usage)
+    return Prepared(open_corpus(output), record, was_complete=False)
 
 
-def _files(config: PrepareConfig, left_out: tuple[Path, Path]) -> list[Path]:
-    """The inputs' files, each once; not what this program has written among them."""
-    found = [pair for path in config.input for pair in corpus.find_files(path, "input")]
-    files = input_files(found)
-    files = [file for file in files if not any(Path(os.path.abspath(file)).is_relative_to(path) for path in left_out)]
+def _input_files(config: PrepareConfig, excluded: tuple[Path, Path]) -> list[InputFile]:
+    found = (file for path in config.input for file in corpus.find_files(path, "input"))
+    files = corpus.unique_files(found, excluded)
     require(len(files) > 0, "input", ",".join(config.input), "nothing there but the output")
     return files
 
 
-def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[Path]) -> dict[str, Any]:
-    """All that decides the result, as JSON."""
-    made_with = (
-        {"tokenizer": tokenizer.name}
-        if tokenizer
-        else {"train_bpe": config.train_bpe, "train_bpe_bytes": config.train_bpe_bytes}
-    )
-    try:
-        stats = {os.path.abspath(file): file.stat() for file in files}
-    except OSError as error:
-        raise InputError(f"input = {','.join(config.input)!r}: cannot be read: {error}") from error
+def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
+    """Return everything that decides the result, as JSON."""
+    if tokenizer:
+        made_with = {"tokenizer": tokenizer.name}
+    else:
+        made_with = {"train_bpe": config.train_bpe, "train_bpe_bytes": config.train_bpe_bytes}
     recipe = {
         "format_version": FORMAT_VERSION,
         **made_with,
         **dataclasses.asdict(config.selection),
-        "input": {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()},
+        "input": {corpus.absolute(file.path): [file.num_bytes, file.version] for file in files},
     }
     return json.loads(json.dumps(recipe))
 
 
 def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
-    """Raise `InputError` unless the directory is, or will be, what the recipe makes."""
+    """Raise `InputError` unless the directory was made or begun by this recipe."""
     file = directory / RECIPE_FILE
-    require(file.is_file(), "output", str(directory), "a new directory; this is there, and not of this program")
-    from dape_jax.config import differences  # not above: the workers import this module, and need no optimizers
+    require(file.is_file(), "output", str(directory), "must be a new directory; this program has not made this one")
+    from dape_jax.config import differences  # here, because workers import this module and need no optimizers
 
     lines = differences(read_json(file), recipe)
     if not lines and list(read_json(file)["input"]) != list(recipe["input"]):
@@ -236,27 +213,8 @@ def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
         )
 
 
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Have a directory, made if need be, to this process alone.
-
-    Raises:
-        InputError: another process has it.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / LOCK_FILE, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had it may have finished since, and have renamed the directory with the file in it.
-            is_ours = os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK_FILE))
-        except (BlockingIOError, FileNotFoundError):
-            is_ours = False
-        require(is_ours, "output", str(directory), "another process is at work in it")
-        yield
-
-
-def _trained_tokenizer(config: PrepareConfig, files: list[Path], directory: Path) -> Tokenizer:
-    """The tokenizer of an earlier attempt, or one that is trained now."""
+def _trained_tokenizer(config: PrepareConfig, files: list[InputFile], directory: Path) -> Tokenizer:
+    """Return the tokenizer of an earlier attempt, or train one."""
     if (directory / TOKENIZER_FILE).exists():
         return saved_tokenizer(directory)
     assert config.train_bpe is not None
@@ -267,30 +225,30 @@ def _trained_tokenizer(config: PrepareConfig, files: list[Path], directory: Path
     return train_bpe(itertools.chain([first], texts), config.train_bpe)
 
 
-def _training_texts(config: PrepareConfig, files: list[Path]) -> Iterator[str]:
-    """The first `train_bpe_bytes` of the documents that training will see."""
+def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
+    """Yield the first `train_bpe_bytes` of the training documents."""
     selection = config.selection
     num_bytes = 0
-    with progress(sum(file.stat().st_size for file in files), "reading for the tokenizer", 0) as bar:
-        for batch in read_batches(files, selection, Position()):
-            for found in (found for piece in batch.pieces for found in examine(piece, selection)):
+    with progress(sum(file.num_bytes for file in files), "reading for the tokenizer", 0) as bar:
+        for file in files:
+            for found in read_documents(file, selection, lambda _: None):
                 if isinstance(found, BadRecord) and config.strict:
-                    raise InputError(f"{describe(found)}; without strict it is left out")
+                    raise InputError(f"{describe(found)}; without strict it is skipped")
                 if not isinstance(found, Document) or not isinstance(found.content, bytes):
                     continue
                 is_train = corpus.split_of(found.content, config.validation_fraction) == "train"
-                if is_train and selection.by_length(len(found.content)) is None:
-                    with contextlib.suppress(UnicodeDecodeError):  # counted when it is to be encoded
+                if is_train and selection.skips_length(len(found.content)) is None:
+                    with contextlib.suppress(UnicodeDecodeError):  # counted when it is encoded
                         yield found.content.decode()
                         num_bytes += len(found.content)
                 if num_bytes >= config.train_bpe_bytes:
                     return
-            bar.update(batch.num_input_bytes - bar.n)
+            bar.update(file.num_bytes)
 
 
 def summary(prepared: Prepared) -> str:
-    """The closing words."""
-    record, usage, made = prepared.record, prepared.usage, prepared.corpus
+    """Return the counts of a corpus and its digest as text."""
+    record, made = prepared.record, prepared.corpus
     output = made.train.directory.parent
 
     def counts(values: dict[str, int]) -> str:
@@ -300,43 +258,22 @@ def summary(prepared: Prepared) -> str:
         "documents": counts(record.num_documents),
         "tokens": f"{counts(record.num_tokens)}; tokenizer {made.train.sidecar.tokenizer}",
         "text": f"{record.num_text_bytes / 1e6:,.1f} MB, from {record.num_input_bytes / 1e6:,.1f} MB of input",
-        "left out": counts(record.left_out),
+        "skipped": counts(record.skipped),
         "bad records": counts(record.rejected) + (f": see {output / REJECTED_FILE}" if record.rejected else ""),
     }
-    if usage:
-        text, read = (f"{num / 1e6 / usage.seconds:,.1f}" for num in (usage.num_text_bytes, usage.num_input_bytes))
-        workers = f", {usage.worker_peak_bytes / 2**20:,.0f} MiB in the largest worker"
-        lines |= {
-            "time": f"{usage.seconds:,.1f} s: {text} MB/s of text, {read} MB/s of input",
-            "peak memory": f"{usage.peak_bytes / 2**20:,.0f} MiB" + (workers if usage.worker_peak_bytes else ""),
-        }
-    lines |= {"digest": made.digest}
-    what = "corpus" if usage else "was complete, made by the same recipe"
-    return "\n".join([f"{output}: {what}", *(f"  {name:13}{text}" for name, text in lines.items())])
+    if record.num_lossy:
+        lines["lossy"] = f"{record.num_lossy:,} documents that their tokens do not give back"
+    lines["digest"] = made.digest
+    state = "was complete, made by the same recipe" if prepared.was_complete else "corpus"
+    return "\n".join([f"{output}: {state}", *(f"  {name:13}{text}" for name, text in lines.items())])
 
 
 def define_flags() -> None:
-    """The command line's."""
-    flags.DEFINE_list("input", None, "Files, directories and globs (quoted, ** descends), parted by commas.")
-    flags.DEFINE_string("output", None, "New directory for the corpus, for --config.data.path.")
-    flags.DEFINE_string("tokenizer", None, "bytes, or a Hugging Face tokenizer.json (of .bin files: what made them).")
-    flags.DEFINE_integer("train_bpe", None, "Train a byte-level BPE of this vocabulary size instead.")
-    flags.DEFINE_integer("train_bpe_bytes", 2**30, "First bytes of training text that --train_bpe learns from.")
-    flags.DEFINE_string("text_field", "text", "Field of a record that holds its text; a dot leads into an object.")
-    flags.DEFINE_multi_string("where", [], "field=value or field=value|value: only records that match all of these.")
-    flags.DEFINE_integer("min_length", 1, "Bytes of UTF-8 of a document at least; ids, in .bin files.")
-    flags.DEFINE_integer("max_length", 2**24, "Bytes of UTF-8 of a document at most; ids, in .bin files.")
-    flags.DEFINE_float(
-        "validation_fraction", 0.01, "Share of the documents that is held out, by a hash of their content."
-    )
-    flags.DEFINE_integer("workers", os.cpu_count() or 1, "Processes that tokenize; 1 for all in one.")
-    flags.DEFINE_bool("strict", False, "Stop at the first bad record instead of leaving it out.")
-    flags.mark_flags_as_required(["input", "output"])
+    """Define the flags of the command line; it uses all CPUs by default."""
+    command_line.define_flags(PrepareConfig)
+    flags.FLAGS.set_default("workers", os.cpu_count() or 1)
 
 
 def main(_: list[str]) -> None:
-    """Flags, then one call."""
-    given = flags.FLAGS
-    fields = {field.name: getattr(given, field.name) for field in dataclasses.fields(PrepareConfig)}
-    listed = {name: tuple(fields[name]) for name in ("input", "where")}
-    print(summary(prepare(PrepareConfig(**{**fields, **listed}))))
+    """Parse flags, prepare, print the summary."""
+    print(summary(prepare(command_line.from_flags(PrepareConfig))))
