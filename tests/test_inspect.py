@@ -15,10 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dape_jax.data import inspect
-from dape_jax.data.inspect import JSON_FILE, PICTURE_FILE, inspect_corpus
+from dape_jax.data.inspect import FIGURE_FILE, JSON_FILE, InspectConfig
 from dape_jax.data.store import Corpus, DataConfig, TokenStore, load_corpus
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
+
+
+def inspect_corpus(directory: Path, **changes) -> dict:
+    return inspect.inspect_corpus(directory, InspectConfig(**changes))
+
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07 \u202eright to left\u2028line\r\n日本語 "
 
@@ -50,7 +55,7 @@ def copied(corpus: Corpus, to: Path) -> Path:
 
 
 def test_counts_lengths_and_samples_are_the_stores(corpus, capsys):
-    content = inspect_corpus(directory_of(corpus), num_samples=1000)
+    content = inspect_corpus(directory_of(corpus), samples=1000)
     printed = capsys.readouterr().out
     tokenizer = corpus.train.tokenizer
     assert (content["tokenizer"], content["vocab_size"]) == (tokenizer.name, tokenizer.vocab_size)
@@ -75,7 +80,7 @@ def test_counts_lengths_and_samples_are_the_stores(corpus, capsys):
 
 
 def test_a_text_cannot_drive_the_terminal(corpus, capsys):
-    inspect_corpus(directory_of(corpus), num_samples=1000)
+    inspect_corpus(directory_of(corpus), samples=1000)
     printed = capsys.readouterr().out
     assert r"\x1b[2J" in printed  # the hostile text was shown
     assert all(char.isprintable() or char == "\n" for char in printed)
@@ -83,7 +88,7 @@ def test_a_text_cannot_drive_the_terminal(corpus, capsys):
 
 def test_samples_are_seeded(corpus, capsys):
     def sampled(seed: int) -> list[int]:
-        train = inspect_corpus(directory_of(corpus), num_samples=5, seed=seed)["splits"]["train"]
+        train = inspect_corpus(directory_of(corpus), samples=5, seed=seed)["splits"]["train"]
         return [sample["document"] for sample in train["samples"]]
 
     assert sampled(0) == sampled(0) != sampled(1)
@@ -106,7 +111,7 @@ def test_the_histogram_holds_every_length_once(corpus, sizes):
     offsets = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) + 1)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect, "_CHUNK", 4)
-        patch.setattr(inspect, "_RANKED", 10)
+        patch.setattr(inspect, "_MAX_RANKED", 10)
         lengths = inspect._lengths(TokenStore(Path("memory"), sidecar, tokens, offsets), 0)
     for row in lengths["histogram"]:
         assert row["documents"] == sum(row["from"] <= size <= row["to"] for size in sizes)
@@ -118,12 +123,12 @@ def test_the_histogram_holds_every_length_once(corpus, sizes):
 
 def test_output_holds_the_same_and_is_never_overwritten(corpus, tmp_path, capsys):
     output = tmp_path / "not" / "there yet"
-    content = inspect_corpus(directory_of(corpus), output=output)
+    content = inspect_corpus(directory_of(corpus), output=str(output))
     assert json.loads((output / JSON_FILE).read_text()) == content
-    assert (output / PICTURE_FILE).read_bytes().startswith(b"\x89PNG")
-    for name in (JSON_FILE, PICTURE_FILE):
+    assert (output / FIGURE_FILE).read_bytes().startswith(b"\x89PNG")
+    for name in (JSON_FILE, FIGURE_FILE):
         with pytest.raises(InputError, match=rf"output = .*: has a file {name} already"):
-            inspect_corpus(directory_of(corpus), output=output)
+            inspect_corpus(directory_of(corpus), output=str(output))
         (output / name).unlink()
 
 
@@ -157,7 +162,7 @@ def test_no_text_of_a_damaged_corpus_is_shown(corpus, tmp_path, capsys):
     data[0] ^= 1
     file.write_bytes(data)
     with pytest.raises(InputError, match=r"train/store\.json: digest"):
-        inspect_corpus(directory, output=tmp_path / "output")
+        inspect_corpus(directory, output=str(tmp_path / "output"))
     assert ": right" not in capsys.readouterr().out
     assert not list((tmp_path / "output").iterdir())
 
@@ -172,7 +177,7 @@ def test_half_a_corpus_is_refused(corpus, tmp_path, missing):
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"num_samples": -1}, "samples = -1"), ({"seed": -1}, "seed = -1"), ({"seed": 2**32}, "seed")],
+    [({"samples": -1}, "samples = -1"), ({"seed": -1}, "seed = -1"), ({"seed": 2**32}, "seed")],
 )
 def test_bad_numbers_are_refused(corpus, changes, words):
     with pytest.raises(InputError, match=words):
