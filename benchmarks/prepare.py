@@ -1,23 +1,19 @@
-"""How fast are files turned into tokens, in how much memory, and does a killed run come to the same tokens?
+"""Measure throughput and memory of `dape_jax.data.prepare`, and compare the digest after kills.
 
     python -m benchmarks.prepare --gigabytes=2 --workers=2 --kills=5
     python -m benchmarks.prepare --gigabytes=0.2 --kills=0 --train_bpe=50304 --output=results/prepare/bpe.json
 
-Written is a corpus in the form of the Pile, one jsonl.zst of many frames. Its documents, of 100 to 100,000 bytes, are
-drawn from 50,000 phrases, those from a list of words by Zipf's law, so that it compresses about as text does.
-The same seed gives the same bytes. Then `python -m dape_jax.data.prepare` runs on it as from a shell: once undisturbed,
-and once killed at `--kills` random moments (SIGKILL, of the process that reads and writes; its workers end with it) and
-started again each time. Both must come to one digest. Throughput is that of the undisturbed run, from the start of the
-process to its end; a busy machine lowers it, but hardly the CPU seconds of all processes together.
-
-Written are OUTPUT and the summary of the command line. Memory is resident memory at its peak, of the process that reads
-and writes and of the largest worker.
+The corpus has the form of the Pile: jsonl.zst files of several frames. Its documents of 100 to 100,000 bytes are drawn
+from 50,000 phrases, and those from a list of words by Zipf's law, so that it compresses about as text does. The same
+seed gives the same bytes. `python -m dape_jax.data.prepare` runs on it as from a shell: once undisturbed, and once
+killed at `--kills` random moments (SIGKILL of the parent; its workers end with it) and restarted each time. Both must
+give one digest. Throughput is that of the undisturbed run, from process start to end; a busy machine lowers it, but
+hardly the CPU seconds of all processes together. Memory is the peak resident memory of the largest process.
 """
 
 import itertools
 import json
 import random
-import re
 import resource
 import shutil
 import signal
@@ -33,7 +29,7 @@ from absl import flags
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.data.prepare.build import read_record
+from dape_jax.data.prepare.build import SHARDS_DIRECTORY
 from dape_jax.data.store import open_corpus
 from dape_jax.errors import require
 from dape_jax.provenance import provenance
@@ -46,16 +42,17 @@ SETS = ("ArXiv", "Books3")
 
 def define_flags() -> None:
     flags.DEFINE_float("gigabytes", 2.0, "Text in the corpus, in units of 10^9 bytes.")
-    flags.DEFINE_integer("workers", 2, "As of the command line.")
-    flags.DEFINE_integer("kills", 5, "Times that the second run is killed; 0 for no second run.")
-    flags.DEFINE_integer("train_bpe", None, "As of the command line; bytes if unset.")
-    flags.DEFINE_integer("seed", 0, "Of the text and the moments.")
-    flags.DEFINE_string("directory", None, "Where a temporary directory is made for the data; the system's if unset.")
+    flags.DEFINE_integer("files", 16, "Number of input files.")
+    flags.DEFINE_integer("workers", 2, "Processes that tokenize.")
+    flags.DEFINE_integer("kills", 5, "Number of kills of the second run; 0 for no second run.")
+    flags.DEFINE_integer("train_bpe", None, "Vocabulary size of a BPE to train; bytes if unset.")
+    flags.DEFINE_integer("seed", 0, "Seed of the text and of the moments of the kills.")
+    flags.DEFINE_string("directory", None, "Parent of the temporary directory for the data; the system's if unset.")
     flags.DEFINE_string("output", "results/prepare/prepare.json", "JSON file for the figures.")
 
 
 def words(draw: random.Random) -> list[str]:
-    """Words of 2 to 13 letters, the frequent ones short, letters about as frequent as in English."""
+    """Return words of 2 to 13 letters, the frequent ones short, letters about as frequent as in English."""
     letters = "eeeeeettttaaaaooooiiinnnsssrrhhlldduuccmmffggyywpbvk"
     return [
         "".join(draw.choices(letters, k=draw.randint(2, 4 + index * 10 // NUM_WORDS))) for index in range(NUM_WORDS)
@@ -63,7 +60,7 @@ def words(draw: random.Random) -> list[str]:
 
 
 def phrases(draw: random.Random) -> list[str]:
-    """Runs of 3 to 15 words, some with a mark at their end."""
+    """Return phrases of 3 to 15 words, some with a punctuation mark at the end."""
     cumulative = list(itertools.accumulate(1 / (rank + 3) for rank in range(NUM_WORDS)))
     chosen = iter(draw.choices(words(draw), cum_weights=cumulative, k=15 * NUM_PHRASES))
     ends = ["", "", "", ",", ",", ";", ".", ".", ".\n", ".\n\n"]
@@ -71,7 +68,7 @@ def phrases(draw: random.Random) -> list[str]:
 
 
 def documents(draw: random.Random) -> Iterator[str]:
-    """Endless documents, their lengths uniform on a logarithmic scale."""
+    """Yield documents without end, with lengths uniform on a logarithmic scale."""
     vocabulary = phrases(draw)
     mean = sum(map(len, vocabulary)) / NUM_PHRASES
     low, high = LENGTHS
@@ -80,24 +77,26 @@ def documents(draw: random.Random) -> Iterator[str]:
         yield " ".join(draw.choices(vocabulary, k=max(1, int(length / mean))))
 
 
-def write_corpus(file: Path, num_bytes: int, seed: int) -> int:
-    """Write frames of `FRAME_BYTES`; returns the bytes of text."""
+def write_corpus(directory: Path, num_files: int, num_bytes: int, seed: int) -> int:
+    """Write files of frames of `FRAME_BYTES`, and return the bytes of text."""
     draw = random.Random(seed)
-    lines, held, done = [], 0, 0
+    source = documents(draw)
     compressor = zstandard.ZstdCompressor(level=3)
-    with open(file, "wb") as out, tqdm(total=num_bytes, unit="B", unit_scale=True, desc="writing text") as bar:
-        for text in documents(draw):
-            record = {"text": text, "meta": {"pile_set_name": draw.choice(SETS)}}
-            lines.append(json.dumps(record) + "\n")
-            held += len(text.encode())
-            if held >= FRAME_BYTES or done + held >= num_bytes:
-                out.write(compressor.compress("".join(lines).encode()))
-                bar.update(held)
-                done += held
-                lines, held = [], 0
-            if done >= num_bytes:
-                return done
-    raise AssertionError("documents do not end")
+    done = 0
+    directory.mkdir()
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc="writing text") as bar:
+        for index in range(num_files):
+            with open(directory / f"{index:03}.jsonl.zst", "wb") as out:
+                while done < num_bytes * (index + 1) // num_files:
+                    lines, held = [], 0
+                    while held < FRAME_BYTES and done + held < num_bytes * (index + 1) // num_files:
+                        text = next(source)
+                        lines.append(json.dumps({"text": text, "meta": {"pile_set_name": draw.choice(SETS)}}) + "\n")
+                        held += len(text.encode())
+                    out.write(compressor.compress("".join(lines).encode()))
+                    bar.update(held)
+                    done += held
+    return done
 
 
 def command(source: Path, output: Path) -> list[str]:
@@ -108,9 +107,9 @@ def command(source: Path, output: Path) -> list[str]:
 
 
 def killed_runs(source: Path, output: Path, seconds: float, draw: random.Random) -> list[dict[str, float]]:
-    """Run to the end with `--kills` kills at any moment up to the time that one run takes; what each left behind.
+    """Run to the end with `--kills` kills at random moments within the time of one run; return the moments.
 
-    A run goes on from what the one before it has recorded. One that ends before it is killed is begun anew.
+    Each run resumes the one before it. A run that ends before it is killed is started over.
     """
     kills = []
     while len(kills) < flags.FLAGS.kills:
@@ -122,11 +121,11 @@ def killed_runs(source: Path, output: Path, seconds: float, draw: random.Random)
             running.send_signal(signal.SIGKILL)
             running.wait()
         else:
-            assert running.returncode == 0, f"ended by itself, with status {running.returncode}"
+            assert running.returncode == 0, f"exit status {running.returncode}"
             shutil.rmtree(output)
             continue
-        record = read_record(output.with_name(output.name + ".partial"))
-        kills.append({"after_seconds": round(moment, 2), "input_bytes_recorded": record.num_input_bytes})
+        shards = list(Path(f"{output}.partial", SHARDS_DIRECTORY).glob("[0-9]" * 8))
+        kills.append({"after_seconds": round(moment, 2), "finished_shards": len(shards)})
     subprocess.run(command(source, output), check=True, stdout=subprocess.DEVNULL)
     return kills
 
@@ -134,22 +133,24 @@ def killed_runs(source: Path, output: Path, seconds: float, draw: random.Random)
 def main(_: list[str]) -> None:
     """Write the text, run, kill, compare."""
     given = flags.FLAGS
-    require(given.gigabytes > 0, "--gigabytes", given.gigabytes, "a positive number")
-    require(given.kills >= 0, "--kills", given.kills, "0 or more")
+    require(given.gigabytes > 0, "--gigabytes", given.gigabytes, "must be positive")
+    require(given.files > 0, "--files", given.files, "must be positive")
+    require(given.kills >= 0, "--kills", given.kills, "must be 0 or more")
     report = Path(given.output)
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
-        source = Path(root, "corpus.jsonl.zst")
-        num_text_bytes = write_corpus(source, int(given.gigabytes * 1e9), given.seed)
+        source = Path(root, "corpus")
+        num_text_bytes = write_corpus(source, given.files, int(given.gigabytes * 1e9), given.seed)
+        num_input_bytes = sum(file.stat().st_size for file in source.iterdir())
         start = time.perf_counter()
         done = subprocess.run(command(source, Path(root, "whole")), check=True, capture_output=True, text=True)
         seconds = time.perf_counter() - start
-        cpu = resource.getrusage(resource.RUSAGE_CHILDREN)
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(done.stdout)
-        peak, worker_peak = [*re.findall(r"([\d,]+) MiB", done.stdout), "0"][:2]
         whole = open_corpus(Path(root, "whole"))
         figures = {
             "text_bytes": num_text_bytes,
-            "input_bytes": source.stat().st_size,
+            "input_bytes": num_input_bytes,
+            "input_files": given.files,
             "documents": whole.train.num_documents + whole.validation.num_documents,
             "tokens": whole.train.num_tokens + whole.validation.num_tokens,
             "tokenizer": "bytes"
@@ -157,11 +158,10 @@ def main(_: list[str]) -> None:
             else f"byte-level BPE of {given.train_bpe}, trained in the run",
             "workers": given.workers,
             "seconds": round(seconds, 1),
-            "cpu_seconds": round(cpu.ru_utime + cpu.ru_stime, 1),
+            "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "text_mb_per_second": round(num_text_bytes / 1e6 / seconds, 1),
-            "input_mb_per_second": round(source.stat().st_size / 1e6 / seconds, 1),
-            "peak_mib": int(peak.replace(",", "")),
-            "largest_worker_peak_mib": int(worker_peak.replace(",", "")),
+            "input_mb_per_second": round(num_input_bytes / 1e6 / seconds, 1),
+            "peak_mib": usage.ru_maxrss // 1024,  # of the largest process
             "digest": whole.digest,
         }
         if given.kills:

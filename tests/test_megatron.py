@@ -1,4 +1,4 @@
-"""Pairs in the published layout come back token for token; anything else is refused by file and field."""
+"""Check that pairs in the published layout are read exactly; anything else is refused by file and field."""
 
 import pickle
 import struct
@@ -38,7 +38,7 @@ def write(prefix: Path, documents: Documents, dtype: str = "uint16") -> Path:
     return prefix
 
 
-def distributed_runtime(documents: Documents) -> list[list[int]]:
+def flattened(documents: Documents) -> list[list[int]]:
     return [[token for sequence in document for token in sequence] for document in documents]
 
 
@@ -62,7 +62,7 @@ def test_pairs_come_back_token_for_token(tmp_path_factory, dtype, documents):
     assert dataset.dtype == dtype
     assert dataset.num_documents == len(documents)
     found = [dataset.document(i) for i in range(dataset.num_documents)]
-    assert [tokens.tolist() for tokens in found] == distributed_runtime(documents)
+    assert [tokens.tolist() for tokens in found] == flattened(documents)
     assert all(tokens.dtype == dtype for tokens in found)
 
 
@@ -70,20 +70,20 @@ def test_pairs_come_back_token_for_token(tmp_path_factory, dtype, documents):
 def test_every_integer_dtype_is_read(tmp_path, dtype):
     largest = int(np.iinfo(dtype).max)
     documents = [[[1, largest]], [[0]]]
-    assert read(write(tmp_path / "pair", documents, dtype)) == distributed_runtime(documents)
+    assert read(write(tmp_path / "pair", documents, dtype)) == flattened(documents)
 
 
 @pytest.mark.parametrize("name", ["{}.bin", "{}.idx", "{}"])
 @pytest.mark.parametrize("prefix", ["pile_text_document", "part.0"])
 def test_a_pair_is_named_by_either_file_or_by_what_they_share(tmp_path, prefix, name):
     write(tmp_path / prefix, DOCUMENTS)
-    assert read(tmp_path / name.format(prefix)) == distributed_runtime(DOCUMENTS)
+    assert read(tmp_path / name.format(prefix)) == flattened(DOCUMENTS)
 
 
 def test_the_index_is_checked_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(megatron, "_CHUNK", 2)
     documents = [[[i] * (i % 3)] * (i % 4) for i in range(20)]
-    assert read(write(tmp_path / "pair", documents)) == distributed_runtime(documents)
+    assert read(write(tmp_path / "pair", documents)) == flattened(documents)
     for sequence in range(sum(map(len, documents))):
         change_number(tmp_path / "pair", "starts", sequence, 1)
         with pytest.raises(InputError, match=f"start of sequence {sequence} = "):
@@ -189,7 +189,7 @@ REFUSED = {
 def test_a_damaged_pair_is_refused_by_file_and_field(tmp_path, case):
     change, words = REFUSED[case]
     prefix = write(tmp_path / "pair", DOCUMENTS)
-    assert read(prefix) == distributed_runtime(DOCUMENTS)
+    assert read(prefix) == flattened(DOCUMENTS)
     change(prefix)
     with pytest.raises(InputError, match=words) as refused:
         open_indexed(prefix)

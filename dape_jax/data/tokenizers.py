@@ -340,17 +340,17 @@ def _parse(data: bytes, where: str) -> Bpe:
         text.encode()  # half a surrogate pair is JSON but not Unicode
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: is no {TOKENIZER_FILE}: {error}") from error
-    model = content.get("model") if type(content) is dict else None
+    model: Any = content.get("model") if type(content) is dict else None
     check(type(model) is dict, "model", "an object, as in every tokenizer.json of Hugging Face")
     check(model.get("type", "BPE") == "BPE", "model.type", "'BPE'")  # GPT-2's file does not name its type
     check(not model.get("dropout"), "model.dropout", "null: it is random")
-    decoder = content.get("decoder")
+    decoder: Any = content.get("decoder")
     check(type(decoder) is dict and decoder.get("type") == "ByteLevel", "decoder.type", "'ByteLevel'")
-    vocab = model.get("vocab")
+    vocab: Any = model.get("vocab")
     check(type(vocab) is dict and all(type(id) is int for id in vocab.values()), "model.vocab", "tokens and their ids")
     check(len(set(vocab.values())) == len(vocab), "model.vocab", "without two tokens of one id")
     check(all(0 <= id < 2**31 for id in vocab.values()), "model.vocab", "of ids from 0 to 2**31 - 1")
-    added = content.get("added_tokens")
+    added: Any = content.get("added_tokens")
     is_list = type(added) is list and all(type(token) is dict and type(token.get("content")) is str for token in added)
     check(is_list, "added_tokens", "a list of objects with id and content")
     ends = sorted((token for token in added if token["content"] in END_TOKENS), key=lambda t: _end_rank(t["content"]))

@@ -492,18 +492,18 @@ def combine_shards(
 
 
 def _content(shards: Iterable[tuple[Path, dict[str, str]]], name: str) -> Iterator[bytes]:
-    """Yield the content of one file of every shard, in blocks; each file is compared with its recorded digest."""
+    """Yield the content of one file of every shard, in blocks, if it still has its recorded digest."""
     for shard, digests in shards:
-        sha = hashlib.sha256()
         try:
             with open(shard / name, "rb") as file:
-                while block := file.read(_BLOCK_BYTES):
-                    sha.update(block)
-                    yield block
+                found = hashlib.file_digest(file, "sha256").hexdigest()
         except FileNotFoundError:
-            pass  # it has another digest
-        if sha.hexdigest() != digests.get(name):
+            found = None
+        if found is None or found != digests.get(name):
             raise InputError(f"{shard / name}: has changed since it was written; delete {shard} to build it again")
+        with open(shard / name, "rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
 
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:

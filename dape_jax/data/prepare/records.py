@@ -24,7 +24,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import fsspec
 import numpy as np
@@ -130,7 +130,7 @@ def read_documents(file: InputFile, selection: Selection, advance: Callable[[int
             yield from _read_ids(file, selection)
             return
         with contextlib.ExitStack() as stack:
-            opened = stack.enter_context(fsspec.open(file.path, "rb", compression=None))
+            opened: Any = stack.enter_context(fsspec.open(file.path, "rb", compression=None))
             content = stack.enter_context(_DECOMPRESS.get(suffix, _buffered)(opened))
             if is_lines or suffix in (".jsonl", ".ndjson"):
                 yield from _read_lines(content, file, selection, lambda: advance(opened.tell()))
@@ -156,7 +156,7 @@ class _ZstdReader(io.RawIOBase):
     The readers of the library stop silently where the last frame is truncated; this one raises `EOFError`.
     """
 
-    def __init__(self, compressed: BinaryIO):
+    def __init__(self, compressed: Any):
         self._compressed = compressed
         self._input, self._output = b"", memoryview(b"")
         self._frame: Any = None
@@ -185,7 +185,7 @@ def _buffered(raw: Any) -> io.BufferedReader:
     return io.BufferedReader(raw, _READ_BYTES)
 
 
-_DECOMPRESS: dict[str, Callable[[Any], Any]] = {
+_DECOMPRESS: dict[str, Callable[[Any], io.BufferedIOBase]] = {
     ".gz": lambda compressed: gzip.GzipFile(fileobj=compressed),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
@@ -210,7 +210,7 @@ def _damage() -> Iterator[None]:
 # One document per file.
 
 
-def _read_text(content: BinaryIO, file: InputFile, selection: Selection) -> Iterator[Found]:
+def _read_text(content: io.BufferedIOBase, file: InputFile, selection: Selection) -> Iterator[Found]:
     try:
         with _damage():
             text = content.read(_BINARY_PROBE_BYTES)
@@ -232,7 +232,7 @@ def _read_text(content: BinaryIO, file: InputFile, selection: Selection) -> Iter
 
 
 def _read_lines(
-    content: BinaryIO, file: InputFile, selection: Selection, advance: Callable[[], object]
+    content: io.BufferedIOBase, file: InputFile, selection: Selection, advance: Callable[[], object]
 ) -> Iterator[Found]:
     limit = selection.max_line + 1
     number = 0
@@ -313,9 +313,7 @@ def _matches(values: list[Any], selection: Selection) -> bool:
 # Rows of parquet.
 
 
-def _read_rows(
-    opened: BinaryIO, file: InputFile, selection: Selection, advance: Callable[[int], object]
-) -> Iterator[Found]:
+def _read_rows(opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]) -> Iterator[Found]:
     number = 0
     try:
         for number, (text, *values) in enumerate(_rows(opened, file, selection, advance), 1):
@@ -334,7 +332,7 @@ def _read_rows(
 
 
 def _rows(
-    opened: BinaryIO, file: InputFile, selection: Selection, advance: Callable[[int], object]
+    opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the values of the text field (as bytes) and of the fields of `selection.where`, row by row."""
     from pyarrow import parquet  # large, and not needed by training and evaluation
