@@ -347,9 +347,10 @@ def _parse(data: bytes, where: str) -> Bpe:
     decoder: Any = content.get("decoder")
     check(type(decoder) is dict and decoder.get("type") == "ByteLevel", "decoder.type", "'ByteLevel'")
     vocab: Any = model.get("vocab")
-    check(type(vocab) is dict and all(type(id) is int for id in vocab.values()), "model.vocab", "tokens and their ids")
-    check(len(set(vocab.values())) == len(vocab), "model.vocab", "without two tokens of one id")
-    check(all(0 <= id < 2**31 for id in vocab.values()), "model.vocab", "of ids from 0 to 2**31 - 1")
+    ids: list[Any] = list(vocab.values()) if type(vocab) is dict else [None]
+    check(all(type(id) is int for id in ids), "model.vocab", "tokens and their ids")
+    check(len(set(ids)) == len(ids), "model.vocab", "without two tokens of one id")
+    check(all(0 <= id < 2**31 for id in ids), "model.vocab", "of ids from 0 to 2**31 - 1")
     added: Any = content.get("added_tokens")
     is_list = type(added) is list and all(type(token) is dict and type(token.get("content")) is str for token in added)
     check(is_list, "added_tokens", "a list of objects with id and content")
