@@ -152,7 +152,7 @@ REFUSED = {
     "float": (put("<B", 17, 6), r"pair\.idx: dtype = 6"),
     "double": (put("<B", 17, 7), r"pair\.idx: dtype = 7"),
     "unknown dtype": (put("<B", 17, 9), r"pair\.idx: dtype = 9"),
-    "wider dtype": (put("<B", 17, 4), r"pair\.idx: start of sequence 1 = 6: 12"),
+    "wider dtype": (put("<B", 17, 4), r"pair\.idx: start of sequence 1 = 6: must be 12"),
     "more sequences": (put("<Q", 18, NUM_SEQUENCES + 1), r"pair\.idx: size = \d+: \d+ bytes by its 8 sequences"),
     "sequences without end": (
         put("<Q", 18, 2**64 - 1),
@@ -161,11 +161,11 @@ REFUSED = {
     "no documents": (put("<Q", 26, 0), r"pair\.idx: length of the document index = 0"),
     "documents without end": (put("<Q", 26, 2**61), r"pair\.idx: size = \d+: \d+ bytes"),
     "negative size": (number("sizes", 2, -1), r"pair\.idx: size of sequence 2 = -1: 0 or more"),
-    "larger size": (number("sizes", 0, 1), r"pair\.idx: start of sequence 1 = 6: 8"),
+    "larger size": (number("sizes", 0, 1), r"pair\.idx: start of sequence 1 = 6: must be 8"),
     "larger last size": (number("sizes", NUM_SEQUENCES - 1, 1), r"pair\.bin: size = 18: 20 bytes by .*pair\.idx"),
     "huge size": (number("sizes", 0, 2**31 - 10), r"pair\.idx: start of sequence 1 = 6"),
-    "unaligned start": (number("starts", 1, 1), r"pair\.idx: start of sequence 1 = 7: 6"),
-    "negative start": (number("starts", 0, -2), r"pair\.idx: start of sequence 0 = -2: 0"),
+    "unaligned start": (number("starts", 1, 1), r"pair\.idx: start of sequence 1 = 7: must be 6"),
+    "negative start": (number("starts", 0, -2), r"pair\.idx: start of sequence 0 = -2: must be 0"),
     "start outside": (number("starts", 4, 2**40), r"pair\.idx: start of sequence 4 = "),
     "index begins late": (number("documents", 0, 1), r"pair\.idx: document index = \(1, 7\)"),
     "index ends early": (number("documents", len(DOCUMENTS), -1), r"pair\.idx: document index"),
@@ -217,7 +217,7 @@ def test_a_count_that_lies_takes_no_memory(tmp_path):
         index.write(header + struct.pack("<i", 2**31 - 1) * 8)
         index.truncate(len(header) + 12 * num_sequences + 8 * num_offsets)
         tokens.truncate(2**42)
-    with pytest.raises(InputError, match="start of sequence 1 = 0: 17179869176"):
+    with pytest.raises(InputError, match="start of sequence 1 = 0: must be 17179869176"):
         open_indexed(prefix)
 
 

@@ -1,5 +1,5 @@
 """Files -> documents -> tokens on disk -> Grain batches.
 
-Read in that order: corpus, records (and megatron), tokenizers, build, store, batches; `prepare` is a command line to
-`build`.
+Reading order: corpus, prepare.records (and prepare.megatron), tokenizers, prepare.build, store, batches;
+`prepare.command` is the command line of `prepare.build`.
 """

@@ -1,6 +1,6 @@
 """Token store -> batches of windows, through Grain.
 
-In: a `TokenStore`. Out: {"inputs": int32[B, T], "targets": int32[B, T]} in host memory, this process's rows alone.
+In: a `TokenStore`. Out: {"inputs": int32[B, T], "targets": int32[B, T]} in host memory, only this process's rows.
 Next: `dape_jax.training`, which places them on the devices, and `dape_jax.evaluation`.
 """
 
@@ -18,16 +18,16 @@ from dape_jax.errors import require
 Window = dict[str, Int32[np.ndarray, "T"]]
 Batch = dict[str, Int32[np.ndarray, "B T"]]
 
-# Grain's defaults, 16 threads and 500 batches ahead, can hold gigabytes and are the slower for it on a memory map.
+# Grain's defaults, 16 threads and 500 batches ahead, can take gigabytes and are slower on a memory map.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Windows(grain.sources.RandomAccessDataSource[Window]):
-    """The store as windows of T inputs that do not overlap, each with its targets: the same tokens one place later.
+    """View a store as windows of T inputs that do not overlap, each with its targets: the tokens one position later.
 
-    Documents follow one another as in GPT-NeoX: a window may hold the end of one and the beginning of the next, parted
-    by end_of_document (#). With T = 4, the first three windows of the documents "abcde", "xyz", ...:
+    Documents follow one another as in GPT-NeoX: a window may hold the end of one and the beginning of the next,
+    separated by end_of_document (#). With T = 4, the first three windows of the documents "abcde", "xyz", ...:
 
         stream        a b c d e # x y z # ...
         inputs   0    a b c d
@@ -36,7 +36,7 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
         targets  1              # x y z
         inputs   2                    z # ...
 
-    Every token but the store's first is a target exactly once, save fewer than T that are left over at the end.
+    Every token but the store's first is a target exactly once, except fewer than T at the end of the store.
     """
 
     store: TokenStore
@@ -56,19 +56,19 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
 def train_batches(
     store: TokenStore, *, train_length: int, global_batch_size: int, seed: int, shard_index: int, num_shards: int
 ) -> grain.DatasetIterator[Batch]:
-    """Endless shuffled batches: every window once per epoch, in an order that differs from epoch to epoch.
+    """Return endless shuffled batches: every window once per epoch, in another order in each epoch.
 
-    The iterator's whole state, `get_state()` -> {"global_next_index": N}, is how many windows all processes together
-    have read. It is therefore the same on each of them, and `set_state` resumes exactly with another number of
-    processes or another batch size. To keep the store, the length and the seed the same is up to the caller.
+    The iterator's whole state, `get_state()` -> {"global_next_index": N}, is the number of windows that all processes
+    together have read. It is the same on each of them, and `set_state` resumes exactly, also with another number of
+    processes or another batch size. The caller must keep the store, the length and the seed the same.
 
     Args:
         store: the tokens.
         train_length: T.
         global_batch_size: rows of a batch over all processes; this one yields global_batch_size / num_shards of them.
-        seed: of the order.
-        shard_index: this process.
-        num_shards: how many processes share the batch.
+        seed: seed of the order.
+        shard_index: index of this process.
+        num_shards: number of processes that share the batch.
 
     Raises:
         InputError: a size that does not fit, or a store shorter than one window.
@@ -91,13 +91,13 @@ def train_batches(
 
 
 def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_batches: int) -> "ValidationBatches":
-    """The same full batches every time and for every run, their windows in order and spread over the whole store.
+    """Return full batches, the same in every run, of windows spread in order over the whole store.
 
     Args:
-        store: the held-out tokens.
-        length: T, which evaluation may choose longer than training did.
+        store: the validation tokens.
+        length: T, which may be longer than in training.
         batch_size: B.
-        num_batches: at most this many; fewer where the store holds fewer.
+        num_batches: maximum number of batches; fewer if the store has fewer.
 
     Raises:
         InputError: a size that does not fit, or a store shorter than one batch.
@@ -117,7 +117,7 @@ def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_b
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ValidationBatches:
-    """A list of batches that are read when asked for; every pass over it starts at the first."""
+    """A list of batches that are read on access; every pass over it starts at the first."""
 
     windows: Windows
     indices: Int64[np.ndarray, "batches B"]  # of the windows

@@ -1,4 +1,4 @@
-"""The official code's data: a pair of files of tokens, `x.bin` and `x.idx`, as Megatron-LM and GPT-NeoX write them.
+"""Read pairs of token files, `x.bin` and `x.idx`, as Megatron-LM and GPT-NeoX write them (the official code's data).
 
 In: the path of a pair. Out: an `IndexedDataset`, whose documents are mapped from disk. Next: `records`.
 
@@ -9,11 +9,10 @@ In: the path of a pair. Out: an `IndexedDataset`, whose documents are mapped fro
             uint64      number of sequences N
             uint64      length of the document index D + 1, for D documents
             int32[N]    tokens of each sequence
-            int64[N]    where each begins in x.bin, in bytes
+            int64[N]    start of each in x.bin, in bytes
             int64[D+1]  document i is the sequences index[i] to index[i + 1] - 1
 
-A pair comes from outside: nothing in the index is believed before it is checked, in pieces, so that memory is bounded
-whatever the index says of itself.
+Pairs are not trusted: the index is checked before use, in pieces, so that memory is bounded.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ _CHUNK = 2**20  # entries that are checked at once
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IndexedDataset:
-    """A checked pair, mapped: opening it reads the index once, and pickling it sends its path alone."""
+    """A checked pair, mapped from disk. Opening it reads the index once; it pickles as its path."""
 
     path: Path  # without .bin or .idx
     tokens: Integer[np.ndarray, "num_tokens"] = dataclasses.field(repr=False)
@@ -45,21 +44,21 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """How many documents there are, empty ones included."""
+        """Number of documents, including empty ones."""
         return len(self.documents) - 1
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are; what ends a document counts only where the writer has put it."""
+        """Number of tokens; an end of document counts only if the writer has put it there."""
         return len(self.tokens)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tokens."""
+        """Type of the tokens."""
         return self.tokens.dtype
 
     def document(self, index: int) -> Integer[np.ndarray, "document_tokens"]:
-        """The tokens of one document, its sequences one after another; whether they are ids, a tokenizer knows."""
+        """Return the tokens of one document, its sequences concatenated; they are not checked against a vocabulary."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         begin, end = (self._first_token(int(sequence)) for sequence in self.documents[index : index + 2])
@@ -73,7 +72,7 @@ class IndexedDataset:
 
 
 def open_indexed(path: Path) -> IndexedDataset:
-    """Map a pair; all of the index is checked against itself and against the length of the tokens.
+    """Map a pair; the index is checked for consistency and against the length of the tokens.
 
     Args:
         path: `x.bin`, `x.idx` or `x`.
@@ -95,7 +94,7 @@ def open_indexed(path: Path) -> IndexedDataset:
     check(code in DTYPES, "dtype", code, f"one of {DTYPES}")
     dtype = np.dtype(DTYPES[code]).newbyteorder("<")
     check(num_offsets > 0, "length of the document index", num_offsets, "one more than there are documents")
-    # Python's integers, which cannot overflow: whatever the two counts are, nothing is mapped before they fit.
+    # Python's integers cannot overflow, so nothing is mapped before the two counts are known to fit.
     ends = [_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_offsets]
     check(
         raw.size == sum(ends),
@@ -118,10 +117,12 @@ def open_indexed(path: Path) -> IndexedDataset:
         if wrong.size:
             at = int(wrong[0])
             found = int(starts[first + at])
-            check(False, f"start of sequence {first + at}", found, f"{expected[at]}, where the one before it ends")
+            check(
+                False, f"start of sequence {first + at}", found, f"must be {expected[at]}, the end of the one before it"
+            )
         num_tokens += int(chunk.sum())
         if num_tokens * dtype.itemsize > num_bytes:
-            break  # refused below; a sum that goes on could pass 64 bits
+            break  # refused below; a larger sum could exceed 64 bits
     require(
         num_bytes == num_tokens * dtype.itemsize,
         f"{_file(prefix, '.bin')}: size",
@@ -130,9 +131,7 @@ def open_indexed(path: Path) -> IndexedDataset:
     )
     for first in range(0, num_offsets, _CHUNK):
         chunk = documents[max(first - 1, 0) : first + _CHUNK]
-        check(
-            bool(np.all(chunk[1:] >= chunk[:-1])), "document index", "decreasing", "must increase, or stay for no text"
-        )
+        check(bool(np.all(chunk[1:] >= chunk[:-1])), "document index", "decreasing", "must not decrease")
     ends = (int(documents[0]), int(documents[-1]))
     check(ends == (0, num_sequences), "document index", ends, f"from 0 to the number of sequences, {num_sequences}")
     tokens = _map(_file(prefix, ".bin")).view(dtype)
@@ -140,7 +139,7 @@ def open_indexed(path: Path) -> IndexedDataset:
 
 
 def _file(prefix: Path, suffix: str) -> Path:
-    return Path(f"{prefix}{suffix}")  # the prefix may have dots of its own
+    return Path(f"{prefix}{suffix}")  # the prefix may contain dots
 
 
 def _size(file: Path) -> int:
@@ -151,7 +150,7 @@ def _size(file: Path) -> int:
 
 
 def _map(file: Path) -> np.ndarray:
-    """The bytes of a file; of an empty one, which cannot be mapped, no bytes."""
+    """Map the bytes of a file; an empty one cannot be mapped."""
     try:
         return np.memmap(file, np.uint8, "r") if _size(file) else np.empty(0, np.uint8)
     except (OSError, ValueError) as error:
