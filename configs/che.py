@@ -84,7 +84,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         seed=choice["seed"],
         train_length=TRAIN_LENGTH,  # the longest input; every batch has one length, uniform in 1..40
         batch_size=128,
-        logits_chunk_tokens=65_536,
         num_steps=choice["num_steps"],
         eval_interval=500,
         validation_batches=8,

@@ -46,10 +46,9 @@ def train(**fields: Any) -> dict[str, Any]:
     shared = dict(
         seed=0,
         accumulation_steps=1,
-        logits_chunk_tokens=8192,
+        logits_chunk_tokens=2048,
         max_to_keep=2,
-        max_bad_steps=0,  # stop at the first step whose loss is not finite
-        spike_nats=config_dict.placeholder(float),  # or whose loss is so far above its running mean
+        max_bad_steps=0,  # abort at the first non-finite step
     )
     return shared | fields
 

@@ -1,7 +1,7 @@
-"""From a config file to checked, frozen values; every mistake is named before any device work.
+"""Configs: the nested dict of a config file, converted to frozen dataclasses and checked before any device work.
 
-In: the nested dict of a config file. Out: `RunConfig`. A section is read by the dataclass of the room that it
-configures; its fields have no defaults here, so that a config file says everything.
+In: the nested dict of a config file. Out: `RunConfig` or `TaskRunConfig`. Each section becomes the dataclass of the
+module that it configures. Sections have no default values, so that a config file is complete.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from ml_collections import config_dict
 
 from dape_jax.data.store import DataConfig
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, positive, require
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Fused
 from dape_jax.model.biases import BIASES
@@ -30,7 +30,7 @@ from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 
-# The rooms that offer a choice by name; each is a dict from name to config dataclass.
+# Fields of the `model` section that are chosen by name; each is a dict from name to config dataclass.
 CHOICES = {
     "rotary": ROTARY,
     "bias": BIASES | CONTEXTUAL,
@@ -41,21 +41,20 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Args of the training loop.
+    """Settings of the training loop.
 
     Args:
-        seed: of the parameters.
-        train_length: T, in tokens; of a task the longest input, in symbols.
-        batch_size: sequences in a step, over all devices and accumulation parts.
-        accumulation_steps: parts in which a step's gradient is computed.
-        logits_chunk_tokens: tokens on each device whose logits are held at once.
-        num_steps: steps in all.
-        eval_interval: steps between validations (and at the end).
-        validation_batches: held-out batches in a validation.
-        checkpoint_interval: steps between checkpoints (and at the end); a multiple of `eval_interval`.
-        max_to_keep: newest checkpoints kept, besides the one with the lowest validation loss.
-        max_bad_steps: bad steps in a row that are left out; at one more the run stops. See `make_train_step`.
-        spike_nats: a loss so far above its running mean makes a step bad; None for never.
+        seed: seed of the parameters and of dropout.
+        train_length: T, in tokens; for a task, the longest input in symbols.
+        batch_size: sequences per step, over all devices and accumulation parts.
+        accumulation_steps: parts in which the gradient of a step is computed.
+        logits_chunk_tokens: tokens per device whose logits are in memory at a time.
+        num_steps: total number of steps.
+        eval_interval: steps between validations; the last step has one too.
+        validation_batches: batches per validation.
+        checkpoint_interval: steps between checkpoints, a multiple of `eval_interval`; the last step has one too.
+        max_to_keep: number of newest checkpoints to keep; the one with the lowest validation loss is kept as well.
+        max_bad_steps: consecutive non-finite steps to skip before aborting.
     """
 
     seed: int
@@ -69,28 +68,17 @@ class TrainConfig:
     checkpoint_interval: int
     max_to_keep: int
     max_bad_steps: int
-    spike_nats: float | None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "seed":
-                require(0 <= value < 2**32, "train.seed", value, "0 to 2**32 - 1")
-            elif field.name == "max_bad_steps":
-                require(value >= 0, "train.max_bad_steps", value, "0 or more")
-            elif field.name != "spike_nats":
-                require(value > 0, f"train.{field.name}", value, "a positive number")
+        require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1")
+        require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative")
+        others = {field.name for field in dataclasses.fields(self)} - {"seed", "max_bad_steps"}
+        positive(self, "train", *sorted(others))
         require(
             self.checkpoint_interval % self.eval_interval == 0,
             "train.checkpoint_interval",
             self.checkpoint_interval,
-            f"a multiple of train.eval_interval = {self.eval_interval}, so that every checkpoint has its loss",
-        )
-        require(
-            self.spike_nats is None or 0 < self.spike_nats < math.inf,
-            "train.spike_nats",
-            self.spike_nats,
-            "a positive number of nats per token, or None for never",
+            f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint has a validation loss",
         )
 
     def check_devices(self, batch_axis_size: int) -> None:
@@ -100,13 +88,14 @@ class TrainConfig:
             self.batch_size % divisor == 0,
             "train.batch_size",
             self.batch_size,
-            f"a multiple of {batch_axis_size} devices x {self.accumulation_steps} accumulation_steps = {divisor}",
+            f"must be a multiple of {divisor} = {batch_axis_size} devices x {self.accumulation_steps} "
+            "accumulation_steps",
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """The sections that every run has, one for each room."""
+class BaseRunConfig:
+    """Sections that a language model and a task have in common."""
 
     model: TransformerConfig
     optimizer: OptimizerConfig
@@ -119,7 +108,7 @@ class _Run:
             round(fraction * num_steps) < num_steps,
             "optimizer.warmup_fraction",
             fraction,
-            f"must leave a step of train.num_steps = {num_steps} after the warm-up",
+            f"must leave at least one of train.num_steps = {num_steps} after the warm-up",
         )
 
     def check_model_mesh(self, mesh: Mesh) -> None:
@@ -134,17 +123,17 @@ class _Run:
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless batch, sequences and model divide over a mesh."""
         self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
-        check_mesh(mesh, {"T": self.sequence})
+        check_mesh(mesh, {"T": self.length_multiple})
         self.check_model_mesh(mesh)
 
     @property
-    def sequence(self) -> tuple[str, int]:
-        """What every sequence's length is a multiple of: the field that says so, and the number."""
+    def length_multiple(self) -> tuple[str, int]:
+        """Return the field and the number of which every sequence's length is a multiple."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig(_Run):
+class RunConfig(BaseRunConfig):
     """A language model on a corpus."""
 
     data: DataConfig
@@ -152,33 +141,35 @@ class RunConfig(_Run):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.model.causal, "model.causal", self.model.causal, "True for a language model")
+        require(self.model.causal, "model.causal", self.model.causal, "must be True for a language model")
         require(
             self.model.num_outputs == self.model.vocab_size,
             "model.num_outputs",
             self.model.num_outputs,
-            f"as model.vocab_size = {self.model.vocab_size} in a language model",
+            f"must be model.vocab_size = {self.model.vocab_size} for a language model",
         )
 
     @property
-    def sequence(self) -> tuple[str, int]:
-        """See `_Run`."""
+    def length_multiple(self) -> tuple[str, int]:
+        """See `BaseRunConfig`."""
         return "train.train_length", self.train.train_length
 
     @classmethod
     def from_dict(cls, spec: dict[str, Any]) -> "RunConfig":
-        """Read and check a config file's dict.
+        """Return the checked config of a config file's dict.
 
         Raises:
-            InputError: a section or field that is unknown, missing or out of range; or a run on a task.
+            InputError: a section or field is unknown, missing or out of range, or `data` is a task.
         """
         if is_algorithmic(spec):
-            raise InputError(f"data.task = {spec['data']['task']!r}: a run on a task, and this is for language models")
+            raise InputError(
+                f"data.task = {spec['data']['task']!r}: is a task, but this program needs a language model"
+            )
         return cls(**_read_sections(cls, spec))
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskRunConfig(_Run):
+class TaskRunConfig(BaseRunConfig):
     """A model on an algorithmic task."""
 
     data: TaskConfig
@@ -188,20 +179,20 @@ class TaskRunConfig(_Run):
         super().__post_init__()
         for field in ("vocab_size", "num_outputs"):
             value, expected = getattr(self.model, field), getattr(self.data, field)
-            require(value == expected, f"model.{field}", value, f"{expected} for {self.data.task}")
+            require(value == expected, f"model.{field}", value, f"must be {expected} for {self.data.task}")
         lengths = {"train.train_length": self.train.train_length, "evaluation.lengths": max(self.evaluation.lengths)}
         for field in sorted(lengths, key=lengths.__getitem__, reverse=True):
             self.data.check_length(field, lengths[field])
-        neighbours = self.model.causal and isinstance(self.model.attention, Auto | Fused)
-        allowed = "dense or blockwise in a causal model: a kernel needs neighbouring positions, and these may be drawn"
-        require(not neighbours, "model.attention", self.model.attention, allowed)
-        changes = self.model.processor.why_not_cached
+        needs_neighbours = self.model.causal and isinstance(self.model.attention, Auto | Fused)
+        message = "must be dense or blockwise in a causal task: kernels need consecutive positions, tasks may skip some"
+        require(not needs_neighbours, "model.attention", self.model.attention, message)
+        reason = self.model.processor.why_not_cached
         for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
-            require(changes is None or pad_to == 1, field, pad_to, f"1, since padding is appended, and {changes}")
+            require(reason is None or pad_to == 1, field, pad_to, f"must be 1: padding is appended, and {reason}")
 
     @property
-    def sequence(self) -> tuple[str, int]:
-        """See `_Run`."""
+    def length_multiple(self) -> tuple[str, int]:
+        """See `BaseRunConfig`."""
         return "data.pad_to", self.data.pad_to
 
     @classmethod
@@ -211,12 +202,12 @@ class TaskRunConfig(_Run):
 
 
 def is_algorithmic(spec: dict[str, Any]) -> bool:
-    """Whether a config file's dict is of a run on a task."""
+    """Return whether a config file's dict describes a run on an algorithmic task."""
     return "data" in spec and "task" in spec["data"]
 
 
 def read_run(spec: dict[str, Any]) -> RunConfig | TaskRunConfig:
-    """Read and check a config file's dict; see `RunConfig.from_dict`."""
+    """Return the checked config of a config file's dict; see `RunConfig.from_dict`."""
     return TaskRunConfig.from_dict(spec) if is_algorithmic(spec) else RunConfig.from_dict(spec)
 
 
@@ -232,37 +223,51 @@ def _read_sections(cls: type, spec: dict[str, Any]) -> dict[str, Any]:
 def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
     fields = {field.name for field in dataclasses.fields(cls)}
     if unknown := sorted(set(spec) - fields):
-        raise InputError(f"{section}.{unknown[0]} = {spec[unknown[0]]!r}: no such field; there are {sorted(fields)}")
+        raise InputError(
+            f"{section}.{unknown[0]} = {spec[unknown[0]]!r}: no such field; the fields are {sorted(fields)}"
+        )
     if missing := sorted(fields - set(spec)):
         raise InputError(f"{section}.{missing[0]}: missing")
 
 
 def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
-    """Make the dataclass of a section whose fields are all given."""
+    """Return the dataclass of a section after checking that all fields are present and of the right type."""
     _check_fields(cls, section, spec)
     for name, kind in typing.get_type_hints(cls).items():
-        allowed = typing.get_args(kind) or (kind,)  # of a union its parts
-        if typing.get_origin(kind) is not tuple:  # whose elements its own dataclass checks
-            is_right = isinstance(spec[name], (*allowed, int) if float in allowed else allowed)
-            require(is_right, f"{section}.{name}", spec[name], " or ".join(of.__name__ for of in allowed))
-    # A config that was saved as JSON has lists where it had tuples.
+        kinds = typing.get_args(kind) or (kind,)  # the members of a union
+        if typing.get_origin(kind) is not tuple:  # the dataclass itself checks the elements of tuples
+            is_right = isinstance(spec[name], (*kinds, int) if float in kinds else kinds)
+            message = "must be of type " + " or ".join(kind.__name__ for kind in kinds)
+            require(is_right, f"{section}.{name}", spec[name], message)
+    # In a config saved as JSON, tuples have become lists.
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()})
 
 
 def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> Any:
-    """Make the config that `{"name": NAME, **options}` describes, from one of the dicts at the rooms' feet."""
+    """Return the config dataclass described by `{"name": NAME, **options}`.
+
+    Args:
+        field: name of the field, for messages.
+        choices: dict from name to config dataclass, like `biases.BIASES`.
+        spec: the name and any of the dataclass's fields.
+
+    Raises:
+        InputError: an unknown name or option.
+    """
     options = dict(spec)
     name = options.pop("name", None)
-    require(name in choices, f"{field}.name", name, f"one of {sorted(choices)}")
+    require(name in choices, f"{field}.name", name, f"must be one of {sorted(choices)}")
     allowed = [f.name for f in dataclasses.fields(choices[name])]
     for option, value in options.items():
-        require(option in allowed, f"{field}.{option}", value, f"{name!r} has the options {allowed}")
+        require(option in allowed, f"{field}.{option}", value, f"no such option; {name!r} has {allowed}")
     return choices[name](**options)
 
 
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
-    """Read the `model` section. The dtype "auto" is that of the platform; num_kv_heads None is num_heads, and
-    num_outputs None is vocab_size.
+    """Return the checked `model` section.
+
+    The dtype "auto" becomes float32 on CPU and bfloat16 elsewhere. None becomes `num_heads` for `num_kv_heads`, and
+    `vocab_size` for `num_outputs`.
     """
     _check_fields(TransformerConfig, "model", spec)
     chosen = {field: read_choice(f"model.{field}", table, spec[field]) for field, table in CHOICES.items()}
@@ -275,18 +280,18 @@ def read_model(spec: dict[str, Any]) -> TransformerConfig:
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
-    """A choice with all of its options, for a config file: `choose("bias", "fire", threshold=64)`.
+    """Return a choice with all its options, for a config file: `choose("bias", "fire", threshold=64)`.
 
     Args:
-        field: a key of `CHOICES`.
-        name: a key of the dict there.
-        options: those that differ from the defaults of the choice's dataclass.
+        field: key of `CHOICES`.
+        name: key of the dict there.
+        options: options that differ from the dataclass's defaults.
 
     Raises:
         InputError: an unknown name or option.
     """
     choice = read_choice(f"model.{field}", CHOICES[field], {"name": name} | options)
-    # What is None by default gets its type, so that a flag can set it.
+    # A placeholder gives an option that is None its type, so that a flag can set it.
     open_fields = {
         option.name: config_dict.placeholder(typing.get_args(option.type)[0])
         for option in dataclasses.fields(choice)
@@ -296,7 +301,7 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
 
 
 def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
-    """A run's whole config as JSON, every option in it: what is saved, and what `RunConfig.from_dict` reads again."""
+    """Return a run's complete config as JSON values, which `read_run` accepts and checkpoints store."""
     spec = dataclasses.asdict(run)
     for field, table in CHOICES.items():
         (name,) = [name for name, kind in table.items() if type(getattr(run.model, field)) is kind]
@@ -305,27 +310,30 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
 
 
 def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
-    """Read a config file's argument, `config.py:key=value,key=value`, each value of its default's type.
+    """Return the values of a config file's argument, `config.py:key=value,key=value`, with the types of the defaults.
 
     Raises:
-        InputError: an unknown key, or a value that is not of the type.
+        InputError: an unknown key, or a value of another type.
     """
     values = dict(defaults)
     for item in filter(None, (argument or "").split(",")):
         key, equals, text = item.partition("=")
-        require(bool(equals) and key in defaults, "config argument", item, f"key=value with a key of {list(defaults)}")
+        require(
+            bool(equals) and key in defaults,
+            "config argument",
+            item,
+            f"must be key=value with a key of {list(defaults)}",
+        )
         kind = type(defaults[key])
         try:
             values[key] = kind(text)
         except ValueError as error:
-            raise InputError(f"config argument = {item!r}: {key} takes {kind.__name__}") from error
+            raise InputError(f"config argument = {item!r}: {key} must be of type {kind.__name__}") from error
     return values
 
 
-# What decides how a run is computed and stored, and not what comes out of it (but for rounding, and for which random
-# numbers dropout draws, where mesh.context or accumulation lays them out in another way), and what it does about
-# steps that go wrong: a run may be resumed with other values. The text is known by its digest, wherever it lies;
-# `evaluation` is not read in training.
+# Fields that affect only performance or storage; they may change on resume. Results change by rounding, and where
+# `mesh.context` or the accumulation changes, dropout draws other numbers. A digest identifies the data, wherever it is.
 RESUMABLE_FIELDS = (
     "mesh",
     "model.attention",
@@ -337,7 +345,6 @@ RESUMABLE_FIELDS = (
     "train.checkpoint_interval",
     "train.max_to_keep",
     "train.max_bad_steps",
-    "train.spike_nats",
     "evaluation",
 )
 
@@ -362,12 +369,12 @@ METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kern
 
 
 def choose_method(argument: dict[str, Any], train_length: int, length_scale: float = 1.0) -> dict[str, Any]:
-    """The fields of a `model` section that make a method of the paper, with its official settings.
+    """Return the fields of a `model` section for a method of the paper, with the official settings.
 
     Args:
-        argument: the values of `METHOD_ARGUMENTS`' keys, as `parse_argument` reads them.
-        train_length: in tokens; YaRN reads it.
-        length_scale: lengths of the recipe relative to the paper's; FIRE's threshold is scaled by it.
+        argument: values for the keys of `METHOD_ARGUMENTS`, from `parse_argument`.
+        train_length: training length in tokens, for YaRN.
+        length_scale: the recipe's lengths relative to the paper's; it scales FIRE's threshold.
 
     Raises:
         InputError: an unknown name, or an option of DAPE without DAPE.
@@ -378,13 +385,13 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
             is_dape or argument[key] == METHOD_ARGUMENTS[key],
             "config argument",
             f"{key}={argument[key]}",
-            "is for processor=dape",
+            "needs processor=dape",
         )
     rotary = choose("rotary", argument["rotary"])
     if argument["rotary"] == "yarn":
         rotary |= {"train_length": train_length}
     bias = choose("bias", argument["bias"])
-    if argument["bias"] == "fire":  # as the official configurations, which halve what they are given: 512 and 128
+    if argument["bias"] == "fire":  # the official configurations give 512 and 128, which the code halves
         bias |= {"threshold": round(length_scale * (256 if is_dape else 64))}
         bias |= {"activation": "leaky_relu" if is_dape else "relu"}
     processor = choose("processor", argument["processor"])
@@ -393,17 +400,14 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
     return {"rotary": rotary, "bias": bias, "processor": processor}
 
 
-def differences(saved: Any, new: Any, path: str = "", but: tuple[str, ...] = ()) -> list[str]:
-    """One line for every leaf in which two nested dicts differ, save those at or under the dotted paths of `but`."""
-    if path in but:
+def differences(saved: Any, new: Any, path: str = "", ignored: tuple[str, ...] = ()) -> list[str]:
+    """Return one line for each leaf in which two nested dicts differ, except at or below the dotted paths `ignored`."""
+    if path in ignored:
         return []
-    if isinstance(saved, dict) and isinstance(new, dict):
-        keys = sorted(set(saved) | set(new))
-        return [
-            line
-            for key in keys
-            for line in differences(
-                saved.get(key, "(none)"), new.get(key, "(none)"), f"{path}.{key}" if path else key, but
-            )
-        ]
-    return [] if saved == new else [f"{path}: saved {saved!r}, now {new!r}"]
+    if not (isinstance(saved, dict) and isinstance(new, dict)):
+        return [] if saved == new else [f"{path}: saved {saved!r}, now {new!r}"]
+    lines = []
+    for key in sorted(set(saved) | set(new)):
+        old_value, new_value = (side[key] if key in side else "(none)" for side in (saved, new))
+        lines += differences(old_value, new_value, f"{path}.{key}" if path else key, ignored)
+    return lines

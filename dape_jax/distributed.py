@@ -1,10 +1,10 @@
-"""The processes of a run: how they find each other, what one does for all, and how they end together.
+"""Several processes in one run: joining, doing work once, agreeing on errors, and stopping together.
 
-In: flags, or what a cluster has set in the environment. Out: jax's distributed runtime, for one process too.
+In: flags, or what a cluster sets in the environment. Out: jax's distributed runtime, also for one process.
 Next: `training/loop.py`.
 
-When a process dies, the runtime ends the others within half a minute: by SIGABRT, in a thread of its own, after which
-Python has no say. What the user should know is therefore said by a shell that outlives the process it waits for.
+When a process dies, the runtime ends the others within half a minute: by SIGABRT, from a thread of its own, without
+running any Python code. `docs/running.md` says how to resume.
 """
 
 import contextlib
@@ -13,11 +13,9 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -28,83 +26,63 @@ from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
 
 Result = TypeVar("Result")
 
-# A process without a sign of life for so long is taken for dead; one that has failed waits so long for the others to
-# end with it. Together they are less than half a minute.
+# A process without a heartbeat for this long counts as dead; a process that failed waits this long for the others to
+# shut down. The sum is less than half a minute.
 HEARTBEAT_SECONDS, SHUTDOWN_SECONDS = 20, 8
-# Alone there is nobody to be taken for dead, but a laptop that was asleep would be.
-_HEARTBEAT_SECONDS_ALONE = 10**6
+_HEARTBEAT_SECONDS_ALONE = 10**6  # so that a single process survives the sleep of a laptop
 
 _MESSAGE_BYTES = 4096
 _LOST_CONNECTION = ("by peer", "UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat")  # in the errors of jax's runtime
 
-# A process that ends in order writes a line first; one that is killed or aborted does not. What a terminal or a
-# scheduler sends to all processes of a group must not end the shell before.
-_LAST_WORDS = """
-trap "" HUP INT TERM
-read -r ended && exit
-newest=$(ls "$2" 2>/dev/null | grep -x "[0-9][0-9]*" | sort -n | tail -n 1)
-echo "error: $1 has ended, because it or another has died or lost its connection; the newest whole checkpoint in" \\
-    "$2 is ${newest:-none}. Start all processes again, with the same command" >&2
-"""
-
 
 @contextlib.contextmanager
-def distributed_runtime(
-    coordinator: str | None, num_processes: int | None, process_id: int | None, checkpoints: Path
-) -> Iterator[None]:
-    """Join the processes of a run, before any device is touched; at the end, end as one of them.
+def distributed_runtime(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Iterator[None]:
+    """Initialise jax's distributed runtime, before any device is used, and end this process together with the others.
 
-    Without flags, jax looks for a cluster in the environment (SLURM, a TPU pod, Open MPI, ..). Where there is none this
-    process joins itself alone, since it is jax's runtime that takes note of SIGTERM.
+    Without arguments, jax looks for a cluster in the environment (SLURM, a TPU pod, Open MPI, ..). If there is none,
+    this process initialises the runtime alone, because the runtime is what records SIGTERM for `PreemptionGuard`.
 
     Args:
-        coordinator: host:port of process 0, where all meet.
-        num_processes: how many there are.
-        process_id: which of them this is.
-        checkpoints: directory of the run's checkpoints, for the message when a process has died.
+        coordinator: host:port of process 0.
+        num_processes: number of processes.
+        process_id: number of this process, from 0.
 
     Raises:
-        InputError: flags, or an environment, that make no set of processes.
+        InputError: the arguments or the environment are incomplete or out of range.
     """
-    os.environ.setdefault("grpc_proxy", "")  # or gRPC looks for its own host behind the web's proxy, and hangs
+    os.environ.setdefault("grpc_proxy", "")  # otherwise gRPC connects to its own host through a web proxy, and hangs
     jax.config.update("jax_check_proxy_envs", False)
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
-    require(len(missing) in (0, 3), ", ".join(missing), None, f"must be given too, or none of {list(given)}")
+    require(len(missing) in (0, 3), ", ".join(missing), None, f"must be given together with the rest of {list(given)}")
     if coordinator is not None and num_processes is not None and process_id is not None:
         _join(coordinator, num_processes, process_id)
     elif not _join_cluster():
         _join_alone()
-        yield
-        return
-
     if jax.process_count() == 1:
         yield
         return
+
     if jax.process_index() > 0:
         logging.getLogger("dape_jax").setLevel(logging.WARNING)
-    with _last_words(checkpoints) as end_in_order:
-        try:
-            yield
-        except (StoppedError, NonFiniteError) as error:  # which come to all alike
-            end_in_order()
-            if jax.process_index() == 0:
-                raise
-            sys.exit(128 + signal.SIGTERM if isinstance(error, StoppedError) else 1)
-        except (InputError, KeyboardInterrupt, SystemExit):
-            end_in_order()
+    try:
+        yield
+    except (StoppedError, NonFiniteError) as error:  # raised on all processes; process 0 prints it
+        if jax.process_index() == 0:
             raise
-        except Exception as error:
-            _end_at_once(error)
-        end_in_order()
+        sys.exit(128 + signal.SIGTERM if isinstance(error, StoppedError) else 1)
+    except InputError:
+        raise
+    except Exception as error:
+        _exit_at_once(error)
 
 
 def _join(coordinator: str, num_processes: int, process_id: int) -> None:
     host, _, port = coordinator.rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
-    require(bool(host) and is_port, "--coordinator", coordinator, "host:port of process 0")
-    require(num_processes > 0, "--num_processes", num_processes, "at least 1")
-    require(0 <= process_id < num_processes, "--process_id", process_id, f"0 to {num_processes - 1}")
+    require(bool(host) and is_port, "--coordinator", coordinator, "must be the host:port of process 0")
+    require(num_processes > 0, "--num_processes", num_processes, "must be positive")
+    require(0 <= process_id < num_processes, "--process_id", process_id, f"must be from 0 to {num_processes - 1}")
     try:
         jax.distributed.initialize(
             coordinator,
@@ -114,17 +92,17 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> None:
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-    except jax.errors.JaxRuntimeError as error:  # the port is taken
+    except jax.errors.JaxRuntimeError as error:  # the port is in use
         raise InputError(f"--coordinator = {coordinator!r}: {str(error).splitlines()[0]}") from error
 
 
 def _join_cluster() -> bool:
-    """Join the processes that the environment tells of; False if it tells of none."""
+    """Join the processes that the environment describes; return False if it describes none."""
     try:
         jax.distributed.initialize(
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS
         )
-    except ValueError as error:  # what jax says when it has found no address, no number of processes or no id
+    except ValueError as error:  # jax has found no address, number of processes or process id
         address = os.environ.get("JAX_COORDINATOR_ADDRESS")
         require(address is None, "JAX_COORDINATOR_ADDRESS", address, f"{error} Give the three flags instead")
         return False
@@ -132,8 +110,8 @@ def _join_cluster() -> bool:
 
 
 def _join_alone() -> None:
-    jax.config.update("jax_cpu_collectives_implementation", None)  # between processes; within this one XLA has its own
-    with socket.socket() as reserved:  # kept until gRPC, which shares it, has taken the port
+    jax.config.update("jax_cpu_collectives_implementation", None)  # not needed within one process
+    with socket.socket() as reserved:  # holds the port until gRPC, which shares it, has opened it
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
         address = "{}:{}".format(*reserved.getsockname())
@@ -147,25 +125,12 @@ def _join_alone() -> None:
         )
 
 
-@contextlib.contextmanager
-def _last_words(checkpoints: Path) -> Iterator[Callable[[], None]]:
-    """Have a shell say what to do if this process ends without a call of the function that is given."""
-    me = f"process {jax.process_index()} of {jax.process_count()}"
-    shell = subprocess.Popen(["sh", "-c", _LAST_WORDS, "sh", me, str(checkpoints)], stdin=subprocess.PIPE)
-    assert shell.stdin is not None
-
-    def end_in_order() -> None:
-        with contextlib.suppress(OSError):  # it has been killed
-            shell.communicate(b"\n")
-
-    yield end_in_order
-
-
-def _end_at_once(error: Exception) -> None:
-    """End without waiting for the others, who cannot go on: each is ended by the runtime, or by an error like this."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and any(sign in str(error) for sign in _LOST_CONNECTION):
-        print(f"error: lost the connection to another process: {str(error).splitlines()[0]}", file=sys.stderr)
-        status = 128 + signal.SIGABRT  # as when the runtime is the first to know
+def _exit_at_once(error: Exception) -> None:
+    """Exit without waiting for the other processes; the runtime, or an error like this one, ends each of them."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):
+        message = f"error: lost the connection to another process: {str(error).splitlines()[0]}"
+        print(f"{message}; restart all processes with the same command to resume", file=sys.stderr)
+        status = 128 + signal.SIGABRT  # the status if the runtime notices first
     else:
         traceback.print_exception(error)
         status = 1
@@ -174,61 +139,84 @@ def _end_at_once(error: Exception) -> None:
     os._exit(status)
 
 
-def process_zero_first(work: Callable[[], Result]) -> Result:
-    """Let process 0 do something while the others wait, and then the others, who may find it done.
+def process_zero_only(work: Callable[[], object]) -> None:
+    """Run `work` on process 0 while the other processes wait.
 
     Raises:
-        InputError: the work's own; on all processes if process 0 raised it.
+        InputError: raised by `work`; it is raised on all processes.
     """
     if jax.process_count() == 1:
-        return work()
-    result, fault = [], b""
+        work()
+        return
+    fault = ""
     if jax.process_index() == 0:
         try:
-            result = [work()]
+            work()
         except InputError as error:
-            fault = str(error).encode()[:_MESSAGE_BYTES]
-    padded = np.frombuffer(fault.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
-    if fault := bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)).rstrip(b"\0"):
-        raise InputError(fault.decode(errors="replace"))
-    return result[0] if result else work()
+            fault = str(error)
+    if fault := first_fault(fault):
+        raise InputError(fault)
+
+
+def process_zero_first(work: Callable[[], Result]) -> Result:
+    """Run `work` on process 0 while the other processes wait, then on those: they may find it done.
+
+    Raises:
+        InputError: raised by `work`; if process 0 raised it, it is raised on all processes.
+    """
+    results: list[Result] = []
+    process_zero_only(lambda: results.append(work()))
+    return results[0] if results else work()
+
+
+def first_fault(fault: str) -> str:
+    """Return the same message on all processes: that of the first process which has one, or "" if none has."""
+    if jax.process_count() == 1:
+        return fault
+    padded = np.frombuffer(fault.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+    for row in np.asarray(multihost_utils.process_allgather(padded), np.uint8):
+        if message := bytes(row).rstrip(b"\0"):
+            return message.decode(errors="replace")
+    return ""
 
 
 def require_single_process() -> None:
-    """Raise `InputError` where a launcher has started several processes of a program that is for one."""
+    """Raise `InputError` if a launcher has started several processes of a program that runs in one."""
+    message = "must be 1: this program runs in one process"
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        require(os.environ.get(name, "1") == "1", name, os.environ.get(name), "1: this program runs in one process")
-    require(jax.process_count() == 1, "processes", jax.process_count(), "1: this program runs in one process")
+        require(os.environ.get(name, "1") == "1", name, os.environ.get(name), message)
+    require(jax.process_count() == 1, "processes", jax.process_count(), message)
 
 
 def require_same(field: str, value: str) -> None:
-    """Raise `InputError` on all processes if one has another value than process 0: they would wait for each other."""
+    """Raise `InputError` on all processes unless all have the same value; otherwise they would deadlock later."""
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint32)
     digests = np.asarray(multihost_utils.process_allgather(digest))
     others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if others:
-        raise InputError(f"{field}: must be the same on all processes, and on {others} is another than on process 0")
+        raise InputError(f"{field}: must be the same on all processes, but processes {others} differ from process 0")
 
 
 class PreemptionGuard:
-    """Whether SIGTERM has come to any of the processes; asked after every step, with the same answer on all.
+    """Agreement of all processes on the step after which a SIGTERM to any of them stops the run.
 
-    jax agrees in the background on a number that no process has asked with yet, and says yes to that one alone. So the
-    numbers must leave none out, from 1 on: a run that goes on at step 500 first asks for those before.
+    jax chooses, in the background, a number that no process has asked about yet, and answers True for that number
+    only. The numbers asked about must therefore be consecutive from 1: a run that resumes at step 500 first asks about
+    the steps before it.
     """
 
     def __init__(self):
-        self.asked = 0
+        self.num_asked = 0
 
     def should_stop(self, step: int) -> bool:
-        """Whether to stop here: save and end. From then on a further SIGTERM ends the process without ado."""
+        """Return whether to save and stop after this step; after True, another SIGTERM ends the process at once."""
         stop = False
-        while self.asked < step:
-            self.asked += 1
-            stop |= multihost_utils.reached_preemption_sync_point(self.asked)
+        while self.num_asked < step:
+            self.num_asked += 1
+            stop |= multihost_utils.reached_preemption_sync_point(self.num_asked)
         if stop:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax, which asks too, would say it several times over
+            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax would report the SIGTERM several times
         return stop

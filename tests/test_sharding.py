@@ -314,13 +314,13 @@ def test_small_gradients_survive_in_float16(root):
 
 
 def test_a_bad_step_changes_nothing_but_the_count(root):
-    """Not finite, or a spike; the mean that a spike is measured against is that of applied steps."""
-    state, take = make_step(make_run(root, "kerple", "dape"), spike_nats=0.5)
+    """A loss that is NaN or infinite changes neither parameters nor optimizer."""
+    state, take = make_step(make_run(root, "kerple", "dape"))
     for _ in range(2):
         state, metrics = take(state)
         assert metrics["applied"]
     before = jax.device_get(state)
-    for number, factor in enumerate((jnp.nan, jnp.inf, 30.0), 1):
+    for number, factor in enumerate((jnp.nan, jnp.inf, jnp.nan), 1):
         bad, metrics = take(state, factor)
         assert metrics["bad"]
         assert not metrics["applied"]
@@ -328,8 +328,6 @@ def test_a_bad_step_changes_nothing_but_the_count(root):
         assert metrics["num_applied"] == 2
         chex.assert_trees_all_equal(jax.device_get(bad.opt_state), before.opt_state)
         state = bad._replace(params=jax.device_put(before.params))
-        assert bad.health.mean_loss_nats == before.health.mean_loss_nats
-    assert np.isfinite(metrics["loss_nats"])  # the last was a spike
     state, metrics = take(state)
     assert metrics["applied"]
     assert metrics["bad_in_a_row"] == 0
@@ -358,8 +356,8 @@ def poisoned(monkeypatch, bad: set[int]):
 def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monkeypatch, caplog):
     poisoned(monkeypatch, {3, 4})
     with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*after 1 bad steps.*max_bad_steps = 1"):
-        loop.train(tiny.spec(root, train__skip_at_most=1), tmp_path / "stopped")
-    loop.train(tiny.spec(root, train__skip_at_most=2), tmp_path / "skipped")
+        loop.train(tiny.spec(root, train__max_bad_steps=1), tmp_path / "stopped")
+    loop.train(tiny.spec(root, train__max_bad_steps=2), tmp_path / "skipped")
     assert "step 3: skipped (bad): loss_nats = nan" in caplog.text
     lines = [json.loads(line) for line in (tmp_path / "skipped" / "skipped.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reason"], line["loss_nats"]) for line in lines] == [
@@ -372,7 +370,7 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monk
         3
     ]
     monkeypatch.setattr(loop, "make_train_step", make_train_step)
-    loop.train(tiny.spec(root, train__skip_at_most=1), tmp_path / "stopped")
+    loop.train(tiny.spec(root, train__max_bad_steps=1), tmp_path / "stopped")
     assert (tmp_path / "stopped" / "skipped.jsonl").read_text() == ""
 
 

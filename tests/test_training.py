@@ -1,7 +1,10 @@
-"""Training: exact resumption, refusal of other configs, sharding, schedule, and what is kept."""
+"""Training: exact resumption, refusal of other configs, sharding, schedule, memory, and preserved checkpoints."""
 
 import functools
+import inspect
 import json
+import re
+import shutil
 from pathlib import Path
 
 import chex
@@ -18,7 +21,7 @@ from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
-from dape_jax.training import checkpoint, loop
+from dape_jax.training import checkpoint, loop, metrics
 from dape_jax.training.optimizer import make_optimizer, make_schedule
 from dape_jax.training.step import (
     TrainState,
@@ -29,6 +32,8 @@ from dape_jax.training.step import (
     shardings_of,
 )
 
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
@@ -36,7 +41,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def saved_arrays(workdir: Path, step: int) -> dict:
-    """Everything that a checkpoint holds."""
+    """Return the arrays and the data position of a checkpoint."""
     with ocp.CheckpointManager(workdir / "checkpoints") as manager:
         items = {name: ocp.args.StandardRestore() for name in ("params", "opt_state")}
         restored = manager.restore(step, args=ocp.args.Composite(**items, data=ocp.args.JsonRestore()))
@@ -44,7 +49,7 @@ def saved_arrays(workdir: Path, step: int) -> dict:
 
 
 def interrupt_at(monkeypatch, batch: int) -> None:
-    """Make the loop die where it would place its batch number `batch` (validation batches count too)."""
+    """Make the loop die where it would place its batch number `batch`, counting validation batches."""
     calls = []
 
     def put(*args):
@@ -56,73 +61,68 @@ def interrupt_at(monkeypatch, batch: int) -> None:
     monkeypatch.setattr(loop, "put_batch", put)
 
 
-@pytest.mark.parametrize("batch", [6, 8, 10])
-def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, tmp_path, monkeypatch, batch):
-    """Parameters, optimizer and data position after 6 steps, whether or not the run died on the way."""
-    whole = root / "whole"
-    spec = tiny.spec(root)
-    loop.train(spec, whole)
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, batch)
-        with pytest.raises(KeyboardInterrupt):
-            loop.train(spec, tmp_path / "parts")
-    latest = checkpoint.open_checkpoints(tmp_path / "parts", 2).latest_step()
-    assert latest in (2, 4)
-    loop.train(spec, tmp_path / "parts")
+@pytest.fixture(scope="module")
+def whole(root) -> Path:
+    """Train for 6 steps without interruption. Read only; `run` is a copy."""
+    loop.train(tiny.spec(root), root / "whole")
+    return root / "whole"
+
+
+@pytest.fixture
+def run(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, whole, tmp_path, monkeypatch):
+    """Parameters, optimizer and data position, after deaths before a checkpoint, in a validation and after it."""
+    for batch, newest in ((1, None), (6, 2), (4, 2), (6, 4)):  # of each start: steps, and two batches per validation
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, batch)
+            with pytest.raises(KeyboardInterrupt):
+                loop.train(tiny.spec(root), tmp_path / "parts")
+        with checkpoint.open_checkpoints(tmp_path / "parts", 2) as manager:
+            assert manager.latest_step() == newest
+    loop.train(tiny.spec(root), tmp_path / "parts")
     chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 6), saved_arrays(whole, 6))
+    assert np.any(saved_arrays(whole, 6)["params"]["embedding_VD"] != saved_arrays(whole, 4)["params"]["embedding_VD"])
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_again(root, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_at(patch, 1)
-        with pytest.raises(KeyboardInterrupt):
-            loop.train(tiny.spec(root), tmp_path / "run")
-    loop.train(tiny.spec(root), tmp_path / "run")
-    assert (tmp_path / "run" / "checkpoints" / "6").exists()
-
-
-def test_a_finished_run_is_left_alone(root, tmp_path, monkeypatch):
-    loop.train(tiny.spec(root), tmp_path / "run")
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "checkpoints").rglob("*") if file.is_file()}
+def test_a_finished_run_is_left_alone(root, run, monkeypatch):
+    before = {file: file.stat().st_mtime_ns for file in (run / "checkpoints").rglob("*") if file.is_file()}
     interrupt_at(monkeypatch, 1)
-    loop.train(tiny.spec(root), tmp_path / "run")
-    after = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / "checkpoints").rglob("*") if file.is_file()}
+    loop.train(tiny.spec(root), run)
+    after = {file: file.stat().st_mtime_ns for file in (run / "checkpoints").rglob("*") if file.is_file()}
     assert before == after
 
 
-def test_another_config_in_the_same_workdir_is_refused_with_the_difference(root, tmp_path):
-    workdir = tmp_path / "run"
-    loop.train(tiny.spec(root), workdir)
-    before = (workdir / "config.json").read_text()
+def test_another_config_in_the_same_workdir_is_refused_with_the_difference(root, run):
+    before = (run / "config.json").read_text()
     with pytest.raises(InputError) as error:
-        loop.train(tiny.spec(root, optimizer__learning_rate=0.5, train__num_steps=9), workdir)
+        loop.train(tiny.spec(root, optimizer__learning_rate=0.5, train__num_steps=9), run)
     assert "\n" not in str(error.value)
-    for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 6, now 9", str(workdir)):
+    for words in ("optimizer.learning_rate: saved 0.01, now 0.5", "train.num_steps: saved 6, now 9", str(run)):
         assert words in str(error.value)
-    assert (workdir / "config.json").read_text() == before
+    assert (run / "config.json").read_text() == before
 
 
-def test_other_text_under_the_same_path_is_refused(root, tmp_path):
-    spec = tiny.spec(tmp_path)
-    loop.train(spec, tmp_path / "run")
+def test_another_corpus_is_refused(run, tmp_path):
+    tiny.write_text(tmp_path / "text")
     (tmp_path / "text" / "new.txt").write_text("new text " * 50)
     with pytest.raises(InputError, match="data_digest"):
-        loop.train(spec, tmp_path / "run")
+        loop.train(tiny.spec(tmp_path), run)
 
 
-def test_a_config_is_saved_resolved(root, tmp_path):
+def test_a_config_is_saved_resolved(root, whole):
     spec = tiny.spec(root)
-    loop.train(spec, tmp_path / "run")
-    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    saved = json.loads((whole / "config.json").read_text())
     assert saved["config"]["model"]["bias"] == {"name": "kerple"}
     assert saved["config"]["train"] == spec["train"]
+    assert RunConfig.from_dict(saved["config"]) == RunConfig.from_dict(spec)
     spec["model"] |= {"bias": {"name": "t5"}, "rotary": {"name": "rope"}, "dtype": "auto"}
     model = resolved(RunConfig.from_dict(spec))["model"]
     assert model["bias"] == {"name": "t5", "num_buckets": 32, "max_distance": 128}
     assert model["rotary"] == {"name": "rope", "base": 10_000.0}
     assert model["dtype"] == "float32"
-    spec = tiny.spec(root)
-    assert RunConfig.from_dict(saved["config"]) == RunConfig.from_dict(spec)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root, tmp_path, monkeypatch):
@@ -151,7 +151,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
 
 @pytest.mark.parametrize("sessions", [[(3.0, 1.0, 9.0, 8.0, 7.0)], [(3.0, 1.0), (9.0,), (8.0, 7.0)]])
 def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
-    """Also when the run is resumed on the way. (Orbax's own `max_to_keep` with `best_fn` would keep 1 and 2 here.)"""
+    """Also if the run is resumed in between. (Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here.)"""
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
     for losses in sessions:
@@ -167,10 +167,10 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
 
 @pytest.mark.parametrize(("mesh", "accumulation"), [pytest.param((8, 1), 2, marks=pytest.mark.slow), ((2, 4), 2)])
 def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumulation):
-    """Three steps: losses and parameters, on any mesh, in any number of parts.
+    """Losses and parameters of three steps agree on any mesh and with any number of accumulation parts.
 
-    With momentum and not Adam, which would blow rounding errors up to whole steps wherever a gradient is 0 in truth, as
-    that of the last bias of the score convolution is.
+    The optimizer has momentum only: where a gradient is exactly 0, as that of the last bias of the score convolution,
+    Adam would amplify rounding errors to full steps.
     """
     run = RunConfig.from_dict(tiny.spec(root))
     graphdef, _ = model_structure(run.model)
@@ -211,7 +211,7 @@ def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumula
         ("c", 0, ()),
     ],
 )
-def test_the_table_reads_names(name, ndim, spec):
+def test_parameter_names_determine_their_sharding(name, ndim, spec):
     assert tuple(parameter_spec(name, ndim)) == spec
 
 
@@ -248,8 +248,8 @@ def test_gradients_are_clipped_by_their_global_norm(root):
 
 
 def test_training_learns(root, tmp_path):
-    """From the entropy of a uniform guess to well below it, in forty steps of repeated words."""
-    spec = tiny.spec(root, train__num_steps=40, train__validate_every=40, train__checkpoint_every=40)
+    """The loss falls from that of a uniform guess to well below it in forty steps on repeated words."""
+    spec = tiny.spec(root, train__num_steps=40, train__eval_interval=40, train__checkpoint_interval=40)
     run = RunConfig.from_dict(spec)
     loop.train(spec, tmp_path / "run")
     with checkpoint.open_checkpoints(tmp_path / "run", 2) as manager:
@@ -270,7 +270,7 @@ def test_training_learns(root, tmp_path):
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, ["train.batch_size", "8", "16"]),
         ({"train__train_length": 0}, ["train.train_length", "0", "positive"]),
         ({"train__train_length": 10**6}, ["train_length", "1000000", "at most"]),
-        ({"train__checkpoint_every": 3}, ["train.checkpoint_interval", "3", "multiple"]),
+        ({"train__checkpoint_interval": 3}, ["train.checkpoint_interval", "3", "multiple"]),
         ({"train__train_length": 2000}, ["train.batch_size", "8", "windows of length 2000"]),
         ({"train__seed": -1}, ["train.seed", "-1", "2**32"]),
         ({"optimizer__warmup_fraction": 0.95}, ["optimizer.warmup_fraction", "0.95", "num_steps = 6"]),
@@ -282,14 +282,14 @@ def test_training_learns(root, tmp_path):
         ({"evaluation__lengths": (32, 16)}, ["evaluation.lengths", "increasing"]),
         ({"evaluation__lengths": ()}, ["evaluation.lengths", "one length"]),
         ({"data__path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all"]),
-        ({"data__held_out_fraction": 1.5}, ["data.validation_fraction", "1.5"]),
+        ({"data__validation_fraction": 1.5}, ["data.validation_fraction", "1.5"]),
         ({"data__tokenizer": "gpt2"}, ["data.tokenizer", "gpt2", "bytes"]),
         ({"model__vocab_size": 100}, ["model.vocab_size", "100", "257"]),
         ({"model__width": 12}, ["model.width", "12", "fsdp"]),
         ({"train__steps": 3}, ["train.steps", "3", "num_steps"]),
     ],
 )
-def test_bad_input_is_named_before_any_device_work(root, tmp_path, monkeypatch, changes, words):
+def test_bad_input_is_refused_before_any_device_work(root, tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(loop, "init_state", None)  # calling it would be a TypeError
     with pytest.raises(InputError) as error:
         loop.train(tiny.spec(root, **changes), tmp_path / "run")
@@ -314,7 +314,7 @@ def test_a_workdir_that_cannot_be_written_is_named(root, tmp_path):
         loop.train(tiny.spec(root), tmp_path / "file")
 
 
-def test_damaged_tokens_are_found_before_training(root, tmp_path):
+def test_damaged_tokens_are_found_before_training(tmp_path):
     spec = tiny.spec(tmp_path)
     store = load_corpus(RunConfig.from_dict(spec).data).train
     tokens = bytearray((store.directory / "tokens.bin").read_bytes())
@@ -327,32 +327,29 @@ def test_damaged_tokens_are_found_before_training(root, tmp_path):
 def test_a_damaged_config_file_is_named(root, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{")
-    with pytest.raises(InputError, match=r"config\.json cannot be read as JSON"):
+    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
         loop.train(tiny.spec(root), tmp_path / "run")
 
 
-def test_checkpoints_of_an_unknown_config_are_not_gone_on_from(root, tmp_path):
-    workdir = tmp_path / "run"
-    loop.train(tiny.spec(root, train__num_steps=2), workdir)
-    config = (workdir / "config.json").read_bytes()
-    (workdir / "config.json").unlink()
-    with pytest.raises(InputError, match=r"has checkpoints, and no config\.json"):
-        loop.train(tiny.spec(root, train__num_steps=4, optimizer__learning_rate=0.5), workdir)
-    assert not (workdir / "config.json").exists()
-    (workdir / "config.json").write_bytes(config)
-    loop.train(tiny.spec(root, train__num_steps=2), workdir)
+def test_checkpoints_without_a_config_are_refused(root, run):
+    (run / "config.json").rename(run / "elsewhere.json")
+    with pytest.raises(InputError, match=r"has checkpoints but no config\.json"):
+        loop.train(tiny.spec(root, optimizer__learning_rate=0.5), run)
+    assert not (run / "config.json").exists()
+    (run / "elsewhere.json").rename(run / "config.json")
+    loop.train(tiny.spec(root), run)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_what_only_decides_how(root, tmp_path):
-    """Another mesh, accumulation, remat and driver: the same windows and, to rounding, the same parameters."""
+def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
+    """With another mesh, accumulation, remat and attention: the same data and, up to rounding, the same parameters."""
     spec = tiny.spec(root, optimizer__learning_rate=1e-3)
     loop.train(spec, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(patch, 10)
         with pytest.raises(KeyboardInterrupt):
             loop.train(spec, tmp_path / "parts")
-    changed = tiny.spec(root, optimizer__learning_rate=1e-3, train__accumulation_steps=2, train__keep_latest=1)
+    changed = tiny.spec(root, optimizer__learning_rate=1e-3, train__accumulation_steps=2, train__max_to_keep=1)
     changed["mesh"] = {"data": 2, "fsdp": 2, "context": 2, "tensor": 1}
     changed["model"] |= {"remat": "full", "attention": {"name": "blockwise", "block_size": 4, "num_buckets": 2}}
     changed["evaluation"]["last_tokens"] = 8
@@ -360,26 +357,56 @@ def test_a_run_goes_on_with_what_only_decides_how(root, tmp_path):
     whole, parts = saved_arrays(tmp_path / "whole", 6), saved_arrays(tmp_path / "parts", 6)
     assert whole["data"] == parts["data"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(whole["params"]):
-        if path[-1].key == "output_bias_H":  # its gradient is 0 in truth, and Adam makes steps of the rounding
+        if path[-1].key == "output_bias_H":  # its exact gradient is 0, and Adam amplifies the rounding error
             continue
         found = functools.reduce(lambda tree, key: tree[key.key], path, parts["params"])
         np.testing.assert_allclose(found, leaf, atol=2e-4)
 
 
-def test_mfu_is_logged_where_the_device_is_known(root, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "mfu", lambda flops_per_second, kind, number: 0.5)
-    loop.train(tiny.spec(root, train__num_steps=2), tmp_path / "run")
-    assert "MFU 50.0%" in capsys.readouterr().err
-
-
-def test_a_full_disk_costs_scalars_and_not_the_run(root, tmp_path, monkeypatch, caplog):
-    class Full(loop.EventsWriter):
+def test_mfu_is_shown_and_a_full_disk_stops_tensorboard_only(root, tmp_path, monkeypatch, caplog, capsys):
+    class Full(metrics.EventsWriter):
         def write_event(self, event):
             if event.step:
                 raise OSError(28, "No space left on device")
             return super().write_event(event)
 
-    monkeypatch.setattr(loop, "EventsWriter", Full)
+    monkeypatch.setattr(metrics, "EventsWriter", Full)
+    monkeypatch.setattr(metrics, "mfu", lambda flops_per_second, kind, number: 0.5)
     loop.train(tiny.spec(root, train__num_steps=4), tmp_path / "run")
     assert caplog.text.count("TensorBoard's scalars are no longer written") == 1
     assert (tmp_path / "run" / "checkpoints" / "4").exists()
+    assert "MFU 50.0%" in capsys.readouterr().err
+
+
+def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():
+    defaults = [
+        *(int(n) for file in CONFIGS for n in re.findall(r"logits_chunk_tokens=([\d_]+)", file.read_text())),
+        inspect.signature(make_train_step).parameters["logits_chunk_tokens"].default,
+        tiny.SPEC["train"]["logits_chunk_tokens"],
+    ]
+    assert len(defaults) > 2
+    assert set(defaults) == {2048}
+
+
+def test_chunked_logits_save_memory_and_change_nothing(root):
+    """4 x 1024 tokens at V = 8192: all logits take 128 MiB in float32, chunks of 512 tokens take 16 MiB."""
+    spec = tiny.spec(root, model__num_layers=1, model__num_heads=1, model__vocab_size=8192)
+    spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}}
+    model = RunConfig.from_dict(spec).model
+    graphdef, _ = model_structure(model)
+    mesh, optimizer = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]), optax.sgd(1.0)
+    tokens = np.asarray(jax.random.randint(jax.random.key(0), (4, 1025), 0, 8192))
+    batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+
+    def one_step(chunk: int) -> tuple[int, float, dict]:
+        state = init_state(model, optimizer, 0, mesh)
+        with jax.set_mesh(mesh):
+            step = make_train_step(graphdef, optimizer, shardings_of(state), logits_chunk_tokens=chunk)
+            compiled = step.lower(state, batch).compile()
+            state, found = compiled(state, batch)
+        return compiled.memory_analysis().temp_size_in_bytes, float(found["loss_nats"]), jax.device_get(state.params)
+
+    (whole_bytes, whole_loss, whole_params), (bytes_, loss, params) = one_step(4096), one_step(512)
+    assert whole_bytes - bytes_ > 112 * 2**20
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
+    chex.assert_trees_all_close(params, whole_params, atol=1e-6)

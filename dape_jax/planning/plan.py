@@ -189,7 +189,6 @@ def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, A
             shardings_of(state),
             accumulation_steps=run.train.accumulation_steps,
             logits_chunk_tokens=run.train.logits_chunk_tokens,
-            spike_nats=run.train.spike_nats,
         )
         return step, (state, batch)
     length, evaluation = request.eval_length, run.evaluation

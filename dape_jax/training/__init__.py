@@ -1,1 +1,1 @@
-"""From batches to a trained model. Read in that order: optimizer, step, checkpoint, loop."""
+"""From batches to a trained model. Read in this order: optimizer, step, checkpoint, source, metrics, loop."""

@@ -1,4 +1,4 @@
-"""Adam as the paper trains: warm-up, cosine, decoupled weight decay, clipping. Next: `step.py`."""
+"""The paper's optimizer: AdamW with warm-up, cosine schedule and clipping. Next: `step.py`."""
 
 import dataclasses
 import math
@@ -12,16 +12,16 @@ from dape_jax.errors import require
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Args of AdamW and of its schedule.
+    """Settings of AdamW and its schedule.
 
     Args:
-        learning_rate: at the peak.
-        warmup_fraction: of all steps, linear from 0.
-        final_fraction: of the peak, where the cosine ends; 1 for a constant rate.
+        learning_rate: peak learning rate.
+        warmup_fraction: fraction of all steps in which the rate rises linearly from 0.
+        final_fraction: last learning rate as a fraction of the peak; 1 for a constant rate.
         beta1: decay of the first moment.
         beta2: decay of the second moment.
-        epsilon: added to the root of the second moment.
-        weight_decay: times the learning rate, on all but norms and biases of linear and convolution layers.
+        epsilon: constant added to the root of the second moment.
+        weight_decay: decay, multiplied by the learning rate; norms and biases of layers are exempt.
         clip_norm: largest global norm of a gradient.
     """
 
@@ -36,17 +36,18 @@ class OptimizerConfig:
 
     def __post_init__(self):
         for field in ("learning_rate", "epsilon", "clip_norm"):
-            require(
-                0 < getattr(self, field) < math.inf, f"optimizer.{field}", getattr(self, field), "a positive number"
-            )
+            value = getattr(self, field)
+            require(0 < value < math.inf, f"optimizer.{field}", value, "must be positive and finite")
         for field in ("warmup_fraction", "beta1", "beta2"):
-            require(0 <= getattr(self, field) < 1, f"optimizer.{field}", getattr(self, field), "from 0 to below 1")
-        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "from 0 to 1")
-        require(0 <= self.weight_decay < math.inf, "optimizer.weight_decay", self.weight_decay, "0 or more")
+            value = getattr(self, field)
+            require(0 <= value < 1, f"optimizer.{field}", value, "must be at least 0 and below 1")
+        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "must be from 0 to 1")
+        decay = self.weight_decay
+        require(0 <= decay < math.inf, "optimizer.weight_decay", decay, "must be at least 0 and finite")
 
 
 def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Learning rate by step: linear up, then cosine down to `final_fraction` of the peak at the last step."""
+    """Return the learning rate by step: linear warm-up, then cosine to `final_fraction` of the peak at the end."""
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=config.learning_rate,
@@ -57,17 +58,18 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def is_decayed(path: tuple[Any, ...]) -> bool:
-    """True for what weight decay acts on.
+    """Return whether weight decay applies to the parameter at this path.
 
-    Source: the official code exempts norms and whatever is literally named "bias". Position-bias parameters (Kerple's p
-    and a, FIRE's c, T5's table) are decayed there, and so they are here.
+    Source: the official code exempts norms and parameters whose name is "bias". Parameters of position biases (Kerple's
+    p and a, FIRE's c, T5's table) are decayed.
+    Differs: nothing.
     """
     name = path[-1].key
     return not ("_bias_" in name or name in ("bias", "scale"))
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW."""
+    """Return AdamW after clipping by global norm."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

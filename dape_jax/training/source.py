@@ -1,4 +1,4 @@
-"""What a run is trained on: a corpus, or a task that has no end. In: its config. Out: batches. Next: `loop.py`."""
+"""Training data: a corpus or an algorithmic task. In: a run's config. Out: batches. Next: `loop.py`."""
 
 import dataclasses
 
@@ -7,25 +7,25 @@ import jax
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data import batches as of_corpus
+from dape_jax.data import batches as corpus_batches
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.data.tokenizers import Tokenizer
 from dape_jax.distributed import process_zero_first
 from dape_jax.errors import require
 from dape_jax.sharding import batch_part, rows_of_part
-from dape_jax.tasks import batches as of_task
+from dape_jax.tasks import batches as task_batches
 from dape_jax.tasks.tapes import Batch, digest
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What the training loop reads.
+    """Input of the training loop.
 
     Args:
-        batches: endless, with `get_state` and `set_state`; this process's rows.
-        held_out: the batches of a validation; this process's rows.
-        digest: what a checkpoint records to know the data again.
-        tokenizer: of text; None for a task.
+        batches: infinite iterator over this process's rows, with `get_state` and `set_state`.
+        validation: this process's rows of the validation batches.
+        digest: digest of the data, which the run's config records.
+        tokenizer: tokenizer of the corpus, or None for a task.
     """
 
     batches: grain.DatasetIterator[Batch]
@@ -35,10 +35,10 @@ class Source:
 
 
 def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
-    """Open what a run is trained on.
+    """Open the training data of a run.
 
     Raises:
-        InputError: no such text, text that is too short, or damaged, or a vocabulary that the model has no rows for.
+        InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
     """
     return _task(run, mesh) if isinstance(run, TaskRunConfig) else _corpus(run, mesh)
 
@@ -49,10 +49,10 @@ def _corpus(run: RunConfig, mesh: Mesh) -> Source:
         corpus.train.sidecar.vocab_size <= run.model.vocab_size,
         "model.vocab_size",
         run.model.vocab_size,
-        f"at least the tokenizer's {corpus.train.sidecar.vocab_size}",
+        f"must be at least the tokenizer's {corpus.train.sidecar.vocab_size}",
     )
     part, num_parts = batch_part(mesh)
-    batches = of_corpus.train_batches(
+    batches = corpus_batches.train_batches(
         corpus.train,
         train_length=run.train.train_length,
         global_batch_size=run.train.batch_size,
@@ -60,7 +60,7 @@ def _corpus(run: RunConfig, mesh: Mesh) -> Source:
         shard_index=part,
         num_shards=num_parts,
     )
-    validation = of_corpus.validation_batches(
+    validation = corpus_batches.validation_batches(
         corpus.validation,
         length=run.train.train_length,
         batch_size=run.train.batch_size,
@@ -72,17 +72,17 @@ def _corpus(run: RunConfig, mesh: Mesh) -> Source:
 
 def _task(run: TaskRunConfig, mesh: Mesh) -> Source:
     longest, (part, num_parts) = run.train.train_length, batch_part(mesh)
-    batches = of_task.train_batches(
+    batches = task_batches.train_batches(
         run.data, longest=longest, global_batch_size=run.train.batch_size, shard_index=part, num_shards=num_parts
     )
-    validation = of_task.validation_batches(
+    validation = task_batches.validation_batches(
         run.data, longest=longest, batch_size=run.train.batch_size, num_batches=run.train.validation_batches
     )
     return Source(batches, [rows_of_part(batch, part, num_parts) for batch in validation], digest(run.data), None)
 
 
 def load_verified(config: DataConfig) -> Corpus:
-    """The corpus, whose every byte process 0 has read and compared with its digest."""
+    """Return the corpus, after process 0 has compared all its bytes with their digest."""
     corpus = load_corpus(config)
     if jax.process_index() == 0:
         corpus.train.verify()

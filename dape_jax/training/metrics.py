@@ -1,0 +1,169 @@
+"""Metrics of a training run: progress bar, TensorBoard, and a file of skipped steps. Next: `loop.py`."""
+
+import contextlib
+import json
+import logging
+import math
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tqdm import tqdm
+
+from dape_jax.config import RunConfig, TaskRunConfig
+from dape_jax.errors import NonFiniteError
+from dape_jax.files import write_atomically
+from dape_jax.hardware import mfu
+from dape_jax.planning.flops import model_flops_per_token
+from dape_jax.training.optimizer import make_schedule
+
+logger = logging.getLogger(__name__)
+
+SKIPPED_FILE = "skipped.jsonl"
+
+
+class MetricLogger:
+    """Progress bar, TensorBoard and `skipped.jsonl`, one step behind the device. Only process 0 writes.
+
+    The metrics of a step are fetched after the next step was dispatched, so that the device never waits for the host.
+    """
+
+    def __init__(self, workdir: Path, run: RunConfig | TaskRunConfig, start: int):
+        """Open the files of a run that starts after step `start`."""
+        # Computed here for all steps: a device computation between steps would wait for the running step.
+        schedule = make_schedule(run.optimizer, run.train.num_steps)
+        self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
+        self.workdir, self.max_bad_steps = workdir, run.train.max_bad_steps
+        self.token_flops: float | None = None  # in a task, lengths differ from step to step
+        if isinstance(run, RunConfig):
+            self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
+        self.is_first = jax.process_index() == 0
+        # SummaryWriter is not used: its thread dies when the disk is full, and the run then waits for it forever.
+        self.events: EventsWriter | None = None
+        if self.is_first:
+            self._drop_skipped_after(start)
+            (workdir / "tensorboard").mkdir(exist_ok=True)
+            self.events = EventsWriter(str(workdir / "tensorboard" / "events"))
+            # TensorBoard drops events of steps after `start`, which will be repeated.
+            self._write_event(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+        self.bar = tqdm(
+            total=run.train.num_steps,
+            initial=start,
+            unit="step",
+            desc=workdir.name,
+            mininterval=1.0,
+            disable=not self.is_first,
+        )
+        self.train_text, self.validation_text = "", ""
+        self.pending: tuple[int, dict[str, jax.Array], int] | None = None
+        self.fetched_at = time.monotonic()
+
+    def __enter__(self) -> "MetricLogger":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.close()
+        if self.events is not None:
+            self.events.close()
+
+    def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
+        """Accept the metrics of a step with this many tokens, and report the previous step."""
+        self.flush()
+        self.pending = (step, metrics, tokens)
+
+    def flush(self) -> None:
+        """Fetch and report the metrics accepted last.
+
+        Raises:
+            NonFiniteError: more than `max_bad_steps` consecutive steps were not finite.
+        """
+        if self.pending is None:
+            return
+        step, metrics, tokens = self.pending
+        self.pending = None
+        values = {name: float(value) for name, value in metrics.items()}
+        num_applied, applied = int(values.pop("num_applied")), bool(values.pop("applied"))
+        is_bad, bad_in_a_row = bool(values.pop("bad")), int(values.pop("bad_in_a_row"))
+        if not applied:
+            self._log_skipped(step, values, is_bad, bad_in_a_row)
+        now = time.monotonic()
+        tokens_per_second = tokens / (now - self.fetched_at)
+        self.fetched_at = now
+        values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])  # advances with applied steps
+        values["tokens_per_second"] = tokens_per_second
+        self.train_text = f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s"
+        if self.token_flops is not None:
+            share = mfu(tokens_per_second * self.token_flops, jax.devices()[0].device_kind, jax.device_count())
+            if share is not None:
+                values["mfu"] = share
+                self.train_text += f", MFU {share:.1%}"
+        self._write_scalars("train", step, values)
+        self.bar.set_postfix_str(self.train_text + self.validation_text, refresh=False)
+        self.bar.update()
+
+    def log_validation(self, step: int, validation: dict[str, float]) -> None:
+        """Report the results of a validation.
+
+        Raises:
+            NonFiniteError: its loss is not finite.
+        """
+        loss = validation["loss_nats"]
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"step {step}: validation_nats = {loss}; earlier checkpoints are kept")
+        self._write_scalars("validation", step, validation)
+        self.validation_text = f", validation {loss:.3f}"
+        if "accuracy" in validation:
+            self.validation_text += f", accuracy {validation['accuracy']:.1%}"
+        self.bar.set_postfix_str(self.train_text + self.validation_text)
+        self.fetched_at = time.monotonic()
+
+    def _log_skipped(self, step: int, values: dict[str, float], is_bad: bool, bad_in_a_row: int) -> None:
+        message = ", ".join(f"{name} = {values[name]:.6g}" for name in ("loss_nats", "gradient_norm"))
+        if bad_in_a_row > self.max_bad_steps:
+            skipped = f" after {bad_in_a_row - 1} bad steps that were skipped" if bad_in_a_row > 1 else ""
+            raise NonFiniteError(
+                f"step {step}: {message}{skipped}; train.max_bad_steps = {self.max_bad_steps}; "
+                "earlier checkpoints are kept"
+            )
+        if not self.is_first:
+            return
+        reason = "bad" if is_bad else "overflow"
+        logger.warning("step %d: skipped (%s): %s", step, reason, message)
+        # JSON has no infinity and no NaN; they are written as strings.
+        numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
+        try:
+            with (self.workdir / SKIPPED_FILE).open("a") as file:
+                file.write(json.dumps({"step": step, "reason": reason} | numbers) + "\n")
+        except OSError as error:
+            logger.warning("%s: cannot be written to: %s", self.workdir / SKIPPED_FILE, error)
+
+    def _drop_skipped_after(self, start: int) -> None:
+        """Remove the lines of `skipped.jsonl` for steps after `start`, which will be repeated."""
+        file = self.workdir / SKIPPED_FILE
+        if file.exists():
+            complete = [line for line in file.read_text().splitlines() if line.endswith("}")]  # a kill cuts the last
+            kept = [line for line in complete if json.loads(line)["step"] <= start]
+            write_atomically(file, "".join(f"{line}\n" for line in kept).encode())
+
+    def _write_scalars(self, group: str, step: int, values: dict[str, float]) -> None:
+        scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
+        self._write_event(Event(step=step, summary=Summary(value=scalars)))
+
+    def _write_event(self, event: Event) -> None:
+        """Append to TensorBoard's events. If that fails, warn once, and train without them."""
+        if self.events is None:
+            return
+        event.wall_time = time.time()
+        try:
+            self.events.write_event(event)
+            self.events.flush()
+        except OSError as error:
+            logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, error)
+            with contextlib.suppress(OSError):
+                self.events.close()
+            self.events = None
