@@ -1,13 +1,12 @@
-"""What the host does between two training steps: a step of a tiny model of 12 layers, called and not waited for.
+"""Time the host's work between two training steps, for a tiny model with 12 layers.
 
     python -m benchmarks.dispatch
 
-In: nothing. Out: results/dispatch/dispatch.json, and a line for each part of a step of the training loop: the next
-batch, placing it, and calling the step, which returns while the device still works. The host's share bounds the steps
-per second of any device, however fast.
+Out: results/dispatch/dispatch.json, and a line for each part of a step of the training loop: reading the next batch,
+placing it on the device, and calling the step, which returns before the device has finished. The sum limits the steps
+per second of any device.
 """
 
-import json
 import statistics
 import tempfile
 import time
@@ -21,18 +20,20 @@ from dape_jax import command_line
 from dape_jax.config import choose, read_model
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import DataConfig, load_corpus
-from dape_jax.model.transformer import model_structure
+from dape_jax.files import write_json
+from dape_jax.model.transformer import GPT_NEOX, model_structure
 from dape_jax.provenance import provenance
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 
-STEPS = flags.DEFINE_integer("steps", 300, "Steps that are timed, after 20 that are not.")
+STEPS = flags.DEFINE_integer("steps", 300, "Number of timed steps, after 20 steps of warm-up.")
 OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSON.")
 PARTS = ("next batch", "place batch", "call step")
 
 
 def main(_arguments: list[str]) -> None:
+    """Time the parts of each step, and write their medians."""
     model = read_model(
         {
             "num_layers": 12,
@@ -40,6 +41,8 @@ def main(_arguments: list[str]) -> None:
             "num_heads": 4,
             "num_kv_heads": None,
             "vocab_size": 257,
+            "num_outputs": None,
+            **GPT_NEOX,
             "rotary": choose("rotary", "none"),
             "bias": choose("bias", "kerple"),
             "processor": choose("processor", "dape"),
@@ -65,7 +68,7 @@ def main(_arguments: list[str]) -> None:
             load_corpus(data).train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1
         )
         for number in range(20 + STEPS.value):
-            # The step before must have ended, or calling this one would wait for a place in the device's queue.
+            # The previous step must have ended, or this call would wait for a place in the device's queue.
             jax.block_until_ready(state)
             times = [time.perf_counter()]
             rows = next(batches)
@@ -78,14 +81,14 @@ def main(_arguments: list[str]) -> None:
                 for part, seconds in zip(PARTS, np.diff(times), strict=True):
                     milliseconds[part].append(1000 * seconds)
     medians = {part: round(statistics.median(times), 3) for part, times in milliseconds.items()}
-    medians["together"] = round(sum(medians.values()), 3)
+    medians["sum"] = round(sum(medians.values()), 3)
     leaves = len(jax.tree.leaves(state))
     for part, median in medians.items():
         print(f"{part:12s} {median:8.3f} ms")
     output = Path(OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
     content = {"median_ms": medians, "steps": STEPS.value, "num_layers": 12, "num_arrays": leaves}
-    (output / "dispatch.json").write_text(json.dumps(content | provenance("flax", "optax"), indent=2) + "\n")
+    write_json(output / "dispatch.json", content | provenance("flax", "optax"))
     print(f"{leaves} arrays in the state; written to {output / 'dispatch.json'}")
 
 

@@ -1,4 +1,4 @@
-"""How every command line of the project starts: quiet libraries, and one line for bad input."""
+"""Command lines: flags from dataclasses, quiet libraries, one-line errors for bad input."""
 
 import dataclasses
 import logging
@@ -19,28 +19,30 @@ flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whos
 
 Settings = TypeVar("Settings")
 
+flags.disclaim_key_flags()  # `--help` lists the flags under the program that calls `define_flags`
+
 
 def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
-    """Parse flags and call `main` with the program's name and its arguments that are no flags.
+    """Parse flags and call `main` with the program's name and its positional arguments.
 
     Args:
         main: the program.
-        interrupted: what is said after Ctrl-C.
-        positional: names of the arguments that are no flags, for messages; as many are taken at most.
+        interrupted: message after Ctrl-C.
+        positional: names of the positional arguments, for messages; more arguments than these are refused.
 
     An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
     with one line and status 1, a `StoppedError` with one line and status 143. Any other exception is a bug and keeps
-    its traceback. Of the logs, ours are shown from INFO on and those of the libraries from WARNING on (Orbax writes a
-    screenful for every checkpoint).
+    its traceback. Messages of this package are logged from INFO, those of libraries from WARNING (Orbax logs many lines
+    for each checkpoint).
     """
 
     def quietly(arguments: list[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)
         logging.getLogger("dape_jax").setLevel(logging.INFO)
         if len(arguments) > 1 + len(positional):
-            taken = f"after {' '.join(positional)}, flags" if positional else "flags"
+            accepted = f"{' '.join(positional)} and flags" if positional else "a flag"
             raise InputError(
-                f"command line = {arguments[1 + len(positional)]!r}: {taken} alone, in the form --name=value"
+                f"command line = {arguments[1 + len(positional)]!r}: must be {accepted} of the form --name=value"
             )
         main(arguments)
 
@@ -52,7 +54,7 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has gone, `| head` for one; the flush at exit must not fail again
+    except BrokenPipeError:  # the reader of the output has exited, as in `| head`; the flush at exit must not fail too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except NonFiniteError as error:
@@ -68,20 +70,20 @@ def _parse(arguments: list[str]) -> list[str]:
         return flags.FLAGS(arguments)
     except flags.Error as error:
         text = "; ".join(str(error).splitlines())
-        _, ours, said = text.rpartition("dape_jax.errors.InputError: ")  # a config's own, at the end of its traceback
-        if not ours and "as a ConfigDict" in text:
-            said = f"{text.split(':')[0]}: has fields; set those, or choose by name in the config file's argument"
-        raise InputError(said if said else text) from error
+        _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # raised in a config file, after its traceback
+        if "as a ConfigDict" in text:
+            message = f"{text.split(':')[0]}: has fields; set those, or choose by name in the config file's argument"
+        raise InputError(message) from error
     except OSError as error:
         raise _unreadable(error) from error
-    except AttributeError as error:  # what a config says of a field that it does not have
+    except AttributeError as error:  # raised by a config without this field
         field = str(error).strip("\"'")
         given = [flag for flag in arguments if field in flag.split("=")[0].split(".")]
-        raise InputError(f"{', '.join(given) or field}: the config has no such field for what it has chosen") from error
+        raise InputError(f"{', '.join(given) or field}: the chosen config has no such field") from error
 
 
 def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
-    """The nested dict of a config-file flag; a file that could not be read says so only when it is asked for."""
+    """Return the nested dict of a config-file flag. absl reports an unreadable file only here."""
     try:
         return flag.value.to_dict()
     except OSError as error:
@@ -91,7 +93,8 @@ def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
 def flag(default: Any, text: str, repeated: bool = False) -> Any:
     """Return a dataclass field that `define_flags` turns into a flag with this help text.
 
-    A tuple is a comma-separated list or, if `repeated`, one text for each time that the flag is given.
+    The default `dataclasses.MISSING` makes the flag required. A tuple is a comma-separated list or, if `repeated`, one
+    text for each time that the flag is given.
     """
     return dataclasses.field(default=default, metadata={"help": text, "repeated": repeated})
 
@@ -99,8 +102,8 @@ def flag(default: Any, text: str, repeated: bool = False) -> Any:
 def define_flags(settings: type) -> None:
     """Define one absl flag for each field of a dataclass.
 
-    The type of the field decides the kind: a list for a tuple, a switch for a bool, a number or text otherwise, also
-    where it may be None. A field without a default is a required flag.
+    The type of the field gives the kind of flag: a list for a tuple, a switch for a bool, otherwise a number or text,
+    which may be None. A field without a default is a required flag.
     """
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
     hints = typing.get_type_hints(settings)
@@ -119,10 +122,10 @@ def define_flags(settings: type) -> None:
 
 
 def from_flags(settings: type[Settings]) -> Settings:
-    """Return the dataclass whose fields `define_flags` defined, filled from the command line.
+    """Return the dataclass with the values of its flags, which `define_flags` defined.
 
     Raises:
-        InputError: a list of numbers that holds something else; or what the dataclass refuses.
+        InputError: a list of numbers contains something else, or the dataclass refuses a value.
     """
     hints, given = typing.get_type_hints(settings), flags.FLAGS.flag_values_dict()
     values = {}
@@ -135,26 +138,25 @@ def from_flags(settings: type[Settings]) -> Settings:
     return settings(**values)
 
 
-MOST_NUMBERS = 1_000_000  # that a flag may list
+MAX_NUMBERS = 1_000_000  # in a range of a flag
 
 
 def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
-    """The whole numbers that a flag lists: `7`, or `1-40` for all of 1 to 40, or `40-500/20` for every 20th from 40 on.
+    """Return the integers in the items of a flag: `7`, `1-40` (1 to 40) or `40-500/20` (every 20th from 40).
 
     Raises:
-        InputError: an item of another form.
+        InputError: an item has another form, or its range is empty or too long.
     """
     numbers: list[int] = []
     for item in items:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,8}))?)?", item, re.ASCII)
-        allowed = "whole numbers, parted by commas; first-last or first-last/step for many"
-        require(match is not None, field, list(items), allowed)
+        message = "must be comma-separated integers, or ranges first-last or first-last/step"
+        require(match is not None, field, list(items), message)
         assert match is not None
         first, last, step = (int(number or 0) for number in match.groups())
-        require(match[2] is None or first <= last, field, list(items), f"{item} would be no numbers")
-        require(
-            (last - first) // (step or 1) < MOST_NUMBERS, field, list(items), f"{item} would be millions of numbers"
-        )
+        require(match[2] is None or first <= last, field, list(items), f"{item} is an empty range")
+        is_short = (last - first) // (step or 1) < MAX_NUMBERS
+        require(is_short, field, list(items), f"{item} is a range of more than {MAX_NUMBERS:,} integers")
         numbers.extend(range(first, max(first, last) + 1, step or 1))
     return tuple(numbers)
 

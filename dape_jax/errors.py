@@ -5,18 +5,18 @@ from typing import Any
 
 
 class InputError(ValueError):
-    """Bad input, described in one line that names the field, its value and what is allowed.
+    """Bad input, described in one line that names the field, its value and the allowed values.
 
-    Command lines print it without a traceback; any other exception is a bug and keeps its traceback.
+    Command lines print it without a traceback. Any other exception is a bug and keeps its traceback.
     """
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or its gradient is not finite; command lines print it without a traceback."""
+    """Non-finite loss or gradient; command lines print it without a traceback."""
 
 
 class StoppedError(RuntimeError):
-    """SIGTERM ended a run whose state is saved; command lines print it and exit with the signal's status."""
+    """Run stopped by SIGTERM after saving its state; command lines print it and exit with the signal's status."""
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
@@ -46,7 +46,12 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return the text with control characters, which could drive a terminal, escaped; `keep` lists exceptions."""
+    r"""Return the text with control characters escaped (\x1b), because they could control the terminal.
+
+    Args:
+        text: any text.
+        keep: characters that are not escaped, for example a newline; by default the result is one line.
+    """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 

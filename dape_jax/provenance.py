@@ -1,4 +1,4 @@
-"""On what, and with what, a result was made: stands beside every figure that the project writes."""
+"""Provenance of a result: commit, command, device and versions, stored with every figure."""
 
 import os
 import subprocess
@@ -11,10 +11,12 @@ import jax
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Commit, command, device and versions, for JSON. No time of day, so that equal runs leave equal files.
+    """Return commit, command, device and versions as JSON values.
+
+    The time is left out, so that equal runs write equal files.
 
     Args:
-        packages: whose versions matter, besides jax.
+        packages: packages whose versions are recorded, in addition to jax.
     """
     return {
         "commit": _commit(),
@@ -27,7 +29,7 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the source, with -dirty if it was changed since; "unknown" outside a clone."""
+    """Return the commit of the source, with -dirty if files were changed, or "unknown" outside a git clone."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()

@@ -1,15 +1,15 @@
-"""Kill a run again and again, and see that it ends with the same bits as one that nobody touched.
+"""Kill a training run repeatedly, and check that it ends with the same bits as an undisturbed run.
 
     python scripts/kill_test.py --kills=100 --seed=0
 
-`train.py` trains a tiny model twice, with one command. The first run is left alone. The second is killed at random
-moments, by SIGKILL or SIGTERM, and started again with the same command until it has ended; then the parameters, the
-optimizer, the counters and the data position of both are compared, array by array and by their digests. The tally goes
-to `results/survival/kill_test.json`. A life takes some seconds, most of them for imports.
+`train.py` trains a tiny model twice with the same command. The first run is not disturbed. The second is killed at
+random moments, by SIGKILL or SIGTERM, and restarted with the same command until it ends. Then the parameters, the
+optimizer, the counters and the data position of both are compared, array by array and by their digests. The counts are
+written to `results/survival/kill_test.json`. One process takes some seconds, most of them for imports.
 
-What the run is at when a signal comes is read from a note that it keeps: the calls of three functions are counted
-(`OBSERVED`), which is all that is not `train.py` itself. A save goes on in the background of the steps that follow;
-whether one was under way is read from the files that it leaves half-written.
+The phase in which a signal arrives is read from a file that the run writes: `OBSERVED` wraps three functions and counts
+their calls, and is otherwise `train.py`. A save continues in the background of the steps that follow; unfinished files
+show whether a save was in progress.
 """
 
 import collections
@@ -31,16 +31,17 @@ from absl import flags
 from tqdm import tqdm
 
 from dape_jax import command_line
+from dape_jax.files import write_json
 from dape_jax.provenance import provenance
 
-KILLS = flags.DEFINE_integer("kills", 100, "How often the run is killed.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
+KILLS = flags.DEFINE_integer("kills", 100, "Number of kills.", lower_bound=1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments.")
 OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
 
 ROOT = Path(__file__).resolve().parent.parent
 PHASES = ("start-up", "step", "validation", "save")
-STEPS_A_LIFE = 8  # the most that pass before a kill; with a checkpoint after every second step, lives get on
-PATIENCE_S = 300  # for what takes seconds, on a busy machine
+MAX_STEPS = 8  # before a kill; with a checkpoint after every second step, most processes make progress
+TIMEOUT_S = 300  # for one process, which takes seconds on an idle machine
 ENDED, STOPPED = 0, 128 + signal.SIGTERM
 
 OBSERVED = """
@@ -72,8 +73,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-class Life:
-    """One process of the run, from its start to its end."""
+class Process:
+    """One process of a run."""
 
     def __init__(self, command: list[str], directory: Path):
         self.note, self.log = directory / "note", (directory / "log").open("w+")
@@ -84,62 +85,62 @@ class Life:
         }
         env = os.environ | cache | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         observed = [sys.executable, "-c", OBSERVED, str(self.note), *command]
-        self.process = subprocess.Popen(observed, cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
+        self.popen = subprocess.Popen(observed, cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
         self.started = time.monotonic()
 
     def at(self) -> tuple[str, dict[str, int]]:
-        """What it is doing, and how many times it has done what."""
+        """Return the present phase, and the number of calls by phase."""
         phase, *calls = self.note.read_text().split()
         return phase, dict(zip(PHASES[1:], map(int, calls), strict=True))
 
-    def wait_for(self, phase: str, calls: int, at_most_s: float = PATIENCE_S) -> None:
-        """Return when the run is at a phase for the so many-th time in this life, or has ended, or after a time."""
-        while self.process.poll() is None and time.monotonic() - self.started < at_most_s:
+    def wait_for(self, phase: str, calls: int, at_most_s: float = TIMEOUT_S) -> None:
+        """Wait until the process has entered a phase `calls` times, has ended, or `at_most_s` has passed."""
+        while self.popen.poll() is None and time.monotonic() - self.started < at_most_s:
             if self.at()[1][phase] >= calls:
                 return
-            self.check_patience()
+            self.check_timeout()
             time.sleep(0.0005)
 
-    def check_patience(self) -> None:
-        """Fail when a life takes longer than any should."""
-        if time.monotonic() - self.started > PATIENCE_S:
-            self.process.kill()
+    def check_timeout(self) -> None:
+        """Kill the process and raise `RuntimeError` if it has run for too long."""
+        if time.monotonic() - self.started > TIMEOUT_S:
+            self.popen.kill()
             raise RuntimeError(f"hangs in {self.at()}:\n{self.tail()}")
 
     def end(self) -> int:
-        """Wait for the end; the status is one of those that a run in order has."""
-        while self.process.poll() is None:
-            self.check_patience()
+        """Wait for the end and return the status; raise `RuntimeError` if it is an unexpected one."""
+        while self.popen.poll() is None:
+            self.check_timeout()
             time.sleep(0.005)
-        status = self.process.returncode
+        status = self.popen.returncode
         if status not in (ENDED, STOPPED, -signal.SIGKILL, -signal.SIGTERM):
             raise RuntimeError(f"ended with status {status}:\n{self.tail()}")
         return status
 
     def tail(self) -> str:
-        """The last of what it said."""
+        """Return the end of the log."""
         self.log.seek(0)
         return self.log.read()[-5000:]
 
 
 def main(_: list[str]) -> None:
-    """Flags, then the test, then its tally."""
+    """Parse flags, run the test, write and print its counts."""
     with tempfile.TemporaryDirectory(prefix="kill_test_") as scratch:
         result = kill_test(Path(scratch), KILLS.value, SEED.value)
     result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
     output = Path(OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
-    (output / "kill_test.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_json(output / "kill_test.json", result)
     print(json.dumps(result, indent=2))
 
 
 def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Train with and without kills, compare, and count what was hit.
+    """Train with and without kills, compare the results, and return counts of signals and phases.
 
     Args:
-        directory: for text and runs.
-        kills: how many.
-        seed: of the moments.
+        directory: directory for text and runs.
+        kills: number of kills.
+        seed: seed of the random moments.
 
     Raises:
         RuntimeError: a run hangs, fails, or ends with other bits.
@@ -150,40 +151,40 @@ def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
         (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
     num_steps = 12 * kills + 40  # SIGTERM is noticed within a second, in which a tiny model takes dozens of steps
     whole, killed = directory / "whole", directory / "killed"
-    life = Life(command(directory, whole, num_steps), directory)
-    life.wait_for("step", 1)
-    start_up_s = time.monotonic() - life.started
-    if life.end() != ENDED:
-        raise RuntimeError(f"killed by someone else:\n{life.tail()}")
+    process = Process(command(directory, whole, num_steps), directory)
+    process.wait_for("step", 1)
+    start_up_s = time.monotonic() - process.started
+    if process.end() != ENDED:
+        raise RuntimeError(f"killed by someone else:\n{process.tail()}")
 
     draw = random.Random(seed)
     counts = {name: collections.Counter() for name in ("signals", "phases", "half_written", "statuses")}
     for _ in tqdm(range(kills), unit="kill"):
-        life = Life(command(directory, killed, num_steps), directory)
+        process = Process(command(directory, killed, num_steps), directory)
         phase = draw.choice(PHASES)
         if phase == "start-up":
-            life.wait_for("step", 1, at_most_s=draw.uniform(0, start_up_s))
+            process.wait_for("step", 1, at_most_s=draw.uniform(0, start_up_s))
         else:
-            most = STEPS_A_LIFE if phase == "step" else STEPS_A_LIFE // 2
-            life.wait_for(phase, draw.randint(1, most))
+            most = MAX_STEPS if phase == "step" else MAX_STEPS // 2
+            process.wait_for(phase, draw.randint(1, most))
             time.sleep(draw.uniform(0, 0.2 if phase == "save" else 0.01))
         sent = draw.choice([signal.SIGKILL] * 3 + [signal.SIGTERM])
-        life.process.send_signal(sent)
-        hit = life.at()[0]
+        process.popen.send_signal(sent)
+        hit = process.at()[0]
         is_half_written = any((killed / "checkpoints").glob("*.orbax-checkpoint-tmp"))
-        status = life.end()
+        status = process.end()
         if status == ENDED:
-            raise RuntimeError(f"has ended before or in spite of {sent.name}:\n{life.tail()}")
-        refuse_damage(killed, life)
+            raise RuntimeError(f"ended before or despite {sent.name}:\n{process.tail()}")
+        refuse_damage(killed, process)
         counts["signals"][sent.name] += 1
         counts["phases"][hit] += 1
-        counts["half_written"]["a save was under way" if is_half_written else "none"] += 1
+        counts["half_written"]["a save was in progress" if is_half_written else "none"] += 1
         counts["statuses"][str(status)] += 1
-    life = Life(command(directory, killed, num_steps), directory)
+    process = Process(command(directory, killed, num_steps), directory)
     steps_left = num_steps - newest(killed)
-    if life.end() != ENDED:
-        raise RuntimeError(f"killed by someone else:\n{life.tail()}")
-    refuse_damage(killed, life)
+    if process.end() != ENDED:
+        raise RuntimeError(f"killed by someone else:\n{process.tail()}")
+    refuse_damage(killed, process)
     num_arrays = compare(read(whole, num_steps), read(killed, num_steps))
     return {
         "kills": kills,
@@ -196,14 +197,14 @@ def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
     }
 
 
-def refuse_damage(workdir: Path, life: Life) -> None:
-    """Raise `RuntimeError` if the run has found a checkpoint damaged: a kill must not do that."""
+def refuse_damage(workdir: Path, process: Process) -> None:
+    """Raise `RuntimeError` if the run found a damaged checkpoint: a kill must not cause damage."""
     if (workdir / "damaged").exists():
-        raise RuntimeError(f"a kill has damaged a checkpoint:\n{life.tail()}")
+        raise RuntimeError(f"a kill has damaged a checkpoint:\n{process.tail()}")
 
 
 def command(directory: Path, workdir: Path, num_steps: int) -> list[str]:
-    """A tiny run of `train.py`."""
+    """Return the command of a tiny run of `train.py`."""
     fields = {
         "model.num_layers": 2,
         "model.width": 16,
@@ -223,12 +224,12 @@ def command(directory: Path, workdir: Path, num_steps: int) -> list[str]:
 
 
 def newest(workdir: Path) -> int:
-    """The newest whole checkpoint; 0 where there is none."""
+    """Return the newest checkpoint, or 0 if there is none."""
     return max((int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
 
 
 def read(workdir: Path, step: int) -> dict[str, Any]:
-    """All that a checkpoint says of the state, as Orbax reads it."""
+    """Return the state, data position and digests of a checkpoint."""
     arrays = {name: ocp.args.StandardRestore() for name in ("params", "opt_state", "health")}
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "digests")}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
@@ -237,10 +238,10 @@ def read(workdir: Path, step: int) -> dict[str, Any]:
 
 
 def compare(whole: dict[str, Any], killed: dict[str, Any]) -> int:
-    """The number of arrays, all of them equal; and so are their digests and the position in the data.
+    """Return the number of arrays, after checking that arrays, digests and data positions are equal.
 
     Raises:
-        RuntimeError: something is not.
+        RuntimeError: something differs.
     """
     other = [name for name in ("data", "digests") if whole[name] != killed[name]]
     arrays = [jax.tree_util.tree_leaves_with_path({k: v for k, v in run.items() if k not in ("data", "digests")})

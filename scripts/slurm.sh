@@ -1,11 +1,11 @@
 #!/bin/bash
-# One run on several nodes, a process for each GPU, begun again by SLURM for as long as it is not done:
+# Train on several nodes with one process per GPU; SLURM restarts the job until training is complete:
 #
 #     sbatch --nodes=2 scripts/slurm.sh --config=configs/paper.py:2.7b,bias=kerple,processor=dape,kernel=3 \
 #         --config.data.path=data/arxiv --workdir=runs/arxiv/dape1x3-kerple
 #
-# Data and workdir are on a file system that all nodes share. Two minutes before the time is up, and when the job is
-# preempted, SLURM sends SIGTERM: the run saves where it stands.
+# Data and workdir must be on a file system that all nodes share. Two minutes before the time limit, and when the job is
+# preempted, SLURM sends SIGTERM, and the run saves a checkpoint.
 #SBATCH --job-name=dape_jax
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8
@@ -16,11 +16,11 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Every task must see all GPUs of its node, of which it takes the one with its local number: no --gpus-per-task.
+# Every task must see all GPUs of its node: it uses the one with its local number. Hence no --gpus-per-task.
 srun --label python train.py "$@"
 status=$?
 
-# 143: stopped by SIGTERM. 134, 137: a process has died, and the others with it.
+# 143: stopped by SIGTERM. 134, 137: a process died, and the runtime ended the others.
 case $status in
 143 | 134 | 137) [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] && scontrol requeue "$SLURM_JOB_ID" ;;
 esac

@@ -1,12 +1,12 @@
 #!/bin/sh
-# A command on every host of a TPU slice, from the directory of the checkout, in its environment:
+# Run a command on every host of a TPU slice, in the directory and virtual environment of the checkout:
 #
 #     scripts/tpu_slice.sh my-slice us-east5-b 'python train.py \
 #         --config=configs/paper.py:6.7b,bias=kerple,processor=dape,kernel=3 \
 #         --config.data.path=/mnt/shared/arxiv --workdir=/mnt/shared/runs/dape1x3-kerple'
-#     scripts/tpu_slice.sh my-slice us-east5-b 'pkill -TERM -f "[t]rain.py"'       # save, and stop
+#     scripts/tpu_slice.sh my-slice us-east5-b 'pkill -TERM -f "[t]rain.py"'       # save and stop
 #
-# CHECKOUT is where the checkout lies on the hosts, ~/dape_jax if unset.
+# CHECKOUT is the directory of the checkout on the hosts, by default ~/dape_jax.
 set -eu
 usage="usage: $0 SLICE ZONE COMMAND"
 slice=${1:?"$usage"}

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Two processes of two devices each, here on the CPU, train the quickstart's model together:
+# Train the quickstart's model in two CPU processes with two devices each:
 #
 #     scripts/two_processes.sh runs/two --config.train.num_steps=100
 #
-# Kill one of them, with any signal, and see what the other does; the same command goes on.
+# Kill one of them to see what the other does; the same command resumes.
 set -eu
 workdir=${1:?"usage: $0 WORKDIR [flags of train.py]"}
 shift
@@ -17,6 +17,6 @@ second=$!
 trap 'kill $first $second 2>/dev/null' TERM
 status=0
 for process in $first $second; do
-    while kill -0 "$process" 2>/dev/null; do wait "$process" || status=$?; done # again if a SIGTERM has cut it short
+    while kill -0 "$process" 2>/dev/null; do wait "$process" || status=$?; done # a SIGTERM interrupts `wait`
 done
 exit $status

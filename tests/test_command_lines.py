@@ -1,4 +1,4 @@
-"""The command lines as a user types them, each in a process of its own."""
+"""The command lines as a user types them, in processes of their own."""
 
 import json
 import os
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import tiny
+
+from dape_jax.errors import printable
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,7 +54,7 @@ def train_arguments(root: Path, config: str, workdir: Path, *more: str) -> list[
 
 @pytest.mark.slow
 def test_train_twice_then_evaluate(root, tmp_path):
-    """Two methods trained, one of them asked for again, then compared: table, JSON, Markdown and picture."""
+    """Two methods trained, one of them asked for again, then compared: table, JSON, Markdown and figure."""
     for name, config in (
         ("kerple", "configs/quickstart.py:processor=none"),
         ("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3,vocab=257"),
@@ -76,43 +78,138 @@ def test_train_twice_then_evaluate(root, tmp_path):
     assert list((tmp_path / "kerple" / "tensorboard").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--config=configs/quickstart.py:bias=kerpel"], ["error: model.bias.name = 'kerpel': one of", "'kerple'"]),
-        (["--config=configs/quickstart.py:processor=none,kernel=5"], ["error: config argument", "processor=dape"]),
-        (
-            ["--config=configs/quickstart.py", "--config.model.rotary.factor=4"],
-            ["error: --config.model.rotary.factor=4"],
-        ),
-        (["--config=configs/quickstart.py", "--config.model.bias=alibi"], ["--config.model.bias=alibi", "by name"]),
-        (
-            ["--config=configs/quickstart.py:bias=nope", "--config.model.processor.inputs=bias"],
-            ["error: model.processor.inputs = 'bias'"],
-        ),
-        (["--config=configs/quickstart.py:kernel=wide"], ["config argument", "kernel=wide", "int"]),
-        (["--config=configs/quickstart.py:kernal=3"], ["config argument", "kernal=3", "'kernel'"]),
-        (["--config=configs/quickstart.py", "--config.data.path=/nowhere"], ["data.path", "/nowhere"]),
-        (["--config=configs/nothing.py"], ["configs/nothing.py", "cannot be read"]),
-        (["--config=configs/quickstart.py", "train.num_steps=3"], ["train.num_steps=3", "--name=value"]),
-        (["--config=configs/quickstart.py:bias=t5", "--config.model.bias.num_buckets=2"], ["num_buckets", "2", "4 or"]),
-        (["--config=configs/paper.py:13b"], ["config argument", "13b", "6.7b"]),
-        (["--config=configs/paper.py:125m,bias=alibi"], ["data.path", "''"]),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, arguments, words):
-    done = run("train.py", *arguments, f"--workdir={tmp_path}/run")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert all(word in line for word in words), line
+# Imports once and forks for each command line, which then runs as in a process of its own.
+FORKED = """
+import json, os, runpy, sys
+import dape_jax.training.loop
+program, argument_lists = json.load(sys.stdin)
+for number, arguments in enumerate(argument_lists):
+    if os.fork() == 0:
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{sys.argv[1]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def run_all(program: Path, argument_lists: list[list[str]], scratch: Path) -> list[tuple[int, str, str]]:
+    """Run a program once for each list of arguments, and return each status, output and error output."""
+    scratch.mkdir()
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", FORKED, str(scratch)],
+        input=json.dumps([str(program), argument_lists]),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=True,
+    )
+    outputs = [[(scratch / f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(argument_lists))]
+    return [(int(status), *output) for status, output in zip(done.stdout.split(), outputs, strict=True)]
+
+
+BAD_INPUT = [
+    (["--config=configs/quickstart.py:bias=kerpel"], ["error: model.bias.name = 'kerpel': must be one of", "'kerple'"]),
+    (["--config=configs/quickstart.py:processor=none,kernel=5"], ["error: config argument", "processor=dape"]),
+    (
+        ["--config=configs/quickstart.py", "--config.model.rotary.factor=4"],
+        ["error: --config.model.rotary.factor=4"],
+    ),
+    (["--config=configs/quickstart.py", "--config.model.bias=alibi"], ["--config.model.bias=alibi", "by name"]),
+    (
+        ["--config=configs/quickstart.py:bias=nope", "--config.model.processor.inputs=bias"],
+        ["error: model.processor.inputs = 'bias'"],
+    ),
+    (["--config=configs/quickstart.py:kernel=wide"], ["config argument", "kernel=wide", "int"]),
+    (["--config=configs/quickstart.py:kernal=3"], ["config argument", "kernal=3", "'kernel'"]),
+    (["--config=configs/quickstart.py", "--config.data.path=/nowhere"], ["data.path", "/nowhere"]),
+    (["--config=configs/nothing.py"], ["configs/nothing.py", "cannot be read"]),
+    (["--config=configs/quickstart.py", "train.num_steps=3"], ["train.num_steps=3", "--name=value"]),
+    (["--config=configs/quickstart.py:bias=t5", "--config.model.bias.num_buckets=2"], ["num_buckets", "2", "4"]),
+    (["--config=configs/paper.py:13b"], ["config argument", "13b", "6.7b"]),
+    (["--config=configs/paper.py:125m,bias=alibi"], ["data.path", "''"]),
+]
+
+
+def test_bad_input_is_one_line(tmp_path):
+    argument_lists = [[*arguments, f"--workdir={tmp_path}/run"] for arguments, _ in BAD_INPUT]
+    for (status, _, stderr), (arguments, words) in zip(
+        run_all(ROOT / "train.py", argument_lists, tmp_path / "scratch"), BAD_INPUT, strict=True
+    ):
+        assert status == 2, (arguments, stderr)
+        (line,) = stderr.splitlines()
+        assert line.startswith("error: ")
+        assert all(word in line for word in words), line
     assert not (tmp_path / "run").exists()
+
+
+SETTINGS = """
+import dataclasses
+from dape_jax import command_line
+from dape_jax.command_line import flag
+from dape_jax.errors import require
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    workdir: str = flag(dataclasses.MISSING, "Run directory.")
+    names: tuple[str, ...] = flag((), "Names.")
+    lengths: tuple[int, ...] = flag((64, 128), "Lengths.")
+    show: bool = flag(False, "Show the result.")
+    count: int | None = flag(None, "Number of items.")
+    rate: float = flag(0.5, "Rate.")
+
+    def __post_init__(self):
+        require(self.rate > 0, "--rate", self.rate, "must be positive")
+
+command_line.define_flags(Settings)
+if __name__ == "__main__":
+    command_line.run(lambda _: print(dataclasses.asdict(command_line.from_flags(Settings))))
+"""
+
+
+def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(SETTINGS)
+    defaults = {"workdir": "d", "names": (), "lengths": (64, 128), "show": False, "count": None, "rate": 0.5}
+    accepted = [
+        ([], {}),
+        (["--names=a,b", "--lengths=8,16-18,32-64/16"], {"names": ("a", "b"), "lengths": (8, 16, 17, 18, 32, 48, 64)}),
+        (["--show", "--count=3", "--rate=2"], {"show": True, "count": 3, "rate": 2.0}),
+        (["--noshow", "--lengths="], {"lengths": ()}),
+    ]
+    refused = [
+        (["--workdir=d", "--lengths=8,x"], "--lengths = ['8', 'x']: must be comma-separated integers"),
+        (["--workdir=d", "--lengths=9-8"], "--lengths = ['9-8']: 9-8 is an empty range"),
+        (["--workdir=d", "--rate=0"], "--rate = 0.0: must be positive"),
+        (["--workdir=d", "--count=many"], "--count"),
+        (["--workdir=d", "more"], "command line = 'more': must be a flag"),
+        ([], "--workdir"),
+    ]
+    commands = [["--workdir=d", *arguments] for arguments, _ in accepted] + [arguments for arguments, _ in refused]
+    *results, (_, help_text, _) = run_all(program, [*commands, ["--help"]], tmp_path / "scratch")
+    for (status, out, err), (arguments, values) in zip(results, accepted, strict=False):
+        assert (status, out) == (0, f"{defaults | values}\n"), (arguments, err)
+    for (status, _, err), (arguments, message) in zip(results[len(accepted) :], refused, strict=True):
+        assert status == 2, arguments
+        assert message in err
+        assert err.count("\n") == 1
+    assert "--[no]show: Show the result." in help_text
+    assert "--workdir: Run directory." in help_text
+
+
+def test_control_characters_are_escaped():
+    assert printable("a\x1b[31m\nb\u202e") == r"a\x1b[31m\nb\u202e"
+    assert printable("a\x1b\n\tb", keep="\n\t") == "a\\x1b\n\tb"
 
 
 def test_evaluating_nothing_is_one_line(tmp_path):
     done = run("eval.py", f"--workdir={tmp_path}")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: workdir = {str(tmp_path)!r}: a directory that train.py has written"]
+    assert done.stderr.splitlines() == [f"error: workdir = {str(tmp_path)!r}: must be a directory written by train.py"]
 
 
 @pytest.mark.parametrize("config", sorted(file.name for file in (ROOT / "configs").glob("*.py")))
