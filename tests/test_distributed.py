@@ -342,7 +342,8 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     assert_same_result(tmp_path / "two", one_process)
     shown, hidden = two.texts()
     assert "validation" in shown
-    assert not [line for line in hidden.splitlines() if line and not line.startswith("[Gloo]")]
+    # Gloo's threads write these in pieces, which may interleave.
+    assert not [line for line in hidden.splitlines() if line and not re.search(r"\[Gloo\]|peer ranks", line)]
     assert len(list((tmp_path / "two" / "tensorboard").iterdir())) == 1
 
     one = Run(root, back_to_step_4(tmp_path / "two", tmp_path / "two_one"), 1, *EIGHT_STEPS, *new)
