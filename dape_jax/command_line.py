@@ -19,8 +19,6 @@ flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whos
 
 Settings = TypeVar("Settings")
 
-flags.disclaim_key_flags()  # `--help` lists the flags under the program that calls `define_flags`
-
 
 def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
     """Parse flags and call `main` with the program's name and its positional arguments.
