@@ -178,7 +178,7 @@ def test_scores_depend_neither_on_padding_nor_on_the_batch(model, lengths, rando
 def test_padding_content_changes_nothing(model):
     """Not only zeros."""
     rows = [ScoredRow(ids_of(length), 3) for length in (9, 20, 33)]
-    batch = make_batch(rows, 64, 8)
+    batch = make_batch((rows * 3)[:8], 64)
     padded = jax.tree.map(np.copy, batch)
     for line, stop in zip(padded["inputs"], batch["stop"], strict=True):
         line[stop:] = 77
@@ -294,7 +294,7 @@ def test_no_array_of_length_times_vocabulary(model):
     _, params = model_structure(config)
 
     def temporary_bytes(length: int) -> int:
-        batch = make_batch([ScoredRow([1] * (length + 1), length)], length, 1)
+        batch = make_batch([ScoredRow([1] * (length + 1), length)], length)
         batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
         program = score.lower(config, params, batch, num_ids=257).compile()
         return program.memory_analysis().temp_size_in_bytes

@@ -42,7 +42,7 @@ from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
+from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.files import write_json
 from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
@@ -324,7 +324,7 @@ class Flags:
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     length: int = flag(dataclasses.MISSING, "Number of tokens that the model reads.")
     text: str | None = flag(None, "File whose first tokens the model reads; a validation document if unset.")
-    step: str = flag("newest", "Checkpoint: newest, best (lowest validation loss) or its number.")
+    step: str = flag("newest", STEP_HELP)
     output: str | None = flag(None, "Result directory; WORKDIR/attention_maps/step-STEP-length-LENGTH if unset.")
 
 

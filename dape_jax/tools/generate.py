@@ -31,17 +31,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 from tqdm import tqdm
 
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, printable, require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.evaluation.trained import STEP_HELP, read_trained, restore
 from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
@@ -413,25 +413,29 @@ def take_sequences(
     return sequences
 
 
-def define_flags() -> None:
-    """Define the flags of the command line."""
-    flags.DEFINE_string("workdir", None, "Run directory.", required=True)
-    flags.DEFINE_multi_string("prompt", [], "Text to continue; repeat for a batch.")
-    flags.DEFINE_string("prompt_file", None, "File whose whole content, including a final newline, is another prompt.")
-    flags.DEFINE_integer("max_new_tokens", 256, "Maximum tokens per completion; it ends earlier with its document.")
-    flags.DEFINE_float("temperature", 0.8, "Divisor of the logits; 0 is greedy.")
-    flags.DEFINE_integer("top_k", 40, "Sample from this many most probable tokens; 0 for all.")
-    flags.DEFINE_float("top_p", 0.95, "Sample from the most probable tokens that together reach it; 1 for all.")
-    flags.DEFINE_bool("greedy", False, "Take the most probable token: --temperature=0.")
-    flags.DEFINE_integer("seed", 0, "Seed of the draws.")
-    flags.DEFINE_string("step", "newest", "Checkpoint: newest, best (lowest validation loss) or its number.")
-    flags.DEFINE_string("output", None, "JSON file to create for prompts, completions, tokens and settings.")
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of the command line."""
+
+    workdir: str = flag(dataclasses.MISSING, "Run directory.")
+    prompt: tuple[str, ...] = flag((), "Text to continue; repeat for a batch.", repeated=True)
+    prompt_file: str | None = flag(None, "File whose whole content, including a final newline, is another prompt.")
+    max_new_tokens: int = flag(256, "Maximum tokens per completion; it ends earlier with its document.")
+    temperature: float = flag(0.8, "Divisor of the logits; 0 is greedy.")
+    top_k: int = flag(40, "Sample from this many most probable tokens; 0 for all.")
+    top_p: float = flag(0.95, "Sample from the most probable tokens that together reach it; 1 for all.")
+    greedy: bool = flag(False, "Take the most probable token: --temperature=0.")
+    seed: int = flag(0, "Seed of the draws.")
+    step: str = flag("newest", STEP_HELP)
+    output: str | None = flag(None, "JSON file to create for prompts, completions, tokens and settings.")
+
+    def __post_init__(self):
+        require(self.top_k >= 0, "--top_k", self.top_k, "must be positive, or 0 for all")
 
 
 def main(_: list[str]) -> None:
     """Parse flags and complete the prompts."""
-    given = flags.FLAGS
-    require(given.top_k >= 0, "--top_k", given.top_k, "must be positive, or 0 for all")
+    given = from_flags(Flags)
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
     if given.prompt_file is not None:
         try:
@@ -452,5 +456,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags()
+    define_flags(Flags)
     command_line.run(main)

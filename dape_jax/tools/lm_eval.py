@@ -37,12 +37,11 @@ from tqdm import tqdm
 
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, printable, require
-from dape_jax.evaluation.programs import model_at
+from dape_jax.evaluation.programs import model_at, padded_batches, run_in_batches
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, make_cache, model_structure
 from dape_jax.provenance import provenance
-from dape_jax.sharding import put_batch
 from dape_jax.tools.generate import Sampling, TextStream, generate
 
 try:
@@ -88,14 +87,13 @@ class ScoredRow:
         return len(self.tokens) - 1
 
 
-def make_batch(rows: Sequence[ScoredRow], width: int, batch_size: int) -> dict[str, np.ndarray]:
-    """Pad rows with zeros to one width, and the batch with copies of its last row."""
-    padded = [*rows, *[rows[-1]] * (batch_size - len(rows))]
-    tokens = np.zeros((batch_size, width + 1), np.int32)
-    for target, row in zip(tokens, padded, strict=True):
+def make_batch(rows: Sequence[ScoredRow], width: int) -> dict[str, np.ndarray]:
+    """Return the batch of these rows, padded with zeros to one width."""
+    tokens = np.zeros((len(rows), width + 1), np.int32)
+    for target, row in zip(tokens, rows, strict=True):
         target[: len(row.tokens)] = row.tokens
-    stop = np.array([row.length for row in padded], np.int32)
-    first = stop - np.array([row.num_scored for row in padded], np.int32)
+    stop = np.array([row.length for row in rows], np.int32)
+    first = stop - np.array([row.num_scored for row in rows], np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "first": first, "stop": stop}
 
 
@@ -315,18 +313,19 @@ class DapeLM(TemplateLM):
             for width, indices in sorted(indices_of_width.items(), reverse=True):
                 bar.set_postfix_str(f"width {width}")
                 config = model_at(run.model, width, run.evaluation, "rope", run.train.train_length)
-                size = self._rows_per_batch(width, len(indices))
                 # A batch unembeds as many positions as its row with the most scored tokens: group similar rows.
-                indices.sort(key=lambda index: rows[index].num_scored, reverse=True)
-                for first in range(0, len(indices), size):
-                    chosen = indices[first : first + size]
-                    batch = put_batch(make_batch([rows[index] for index in chosen], width, size), self._mesh)
-                    found = score(config, self._params, batch, num_ids=self._tokenizer.vocab_size)
-                    nll_BT, greedy_B = jax.device_get(found)
-                    sums = -nll_BT.sum(axis=1, dtype=np.float64)
-                    for index, total, greedy in zip(chosen, sums, greedy_B, strict=False):
-                        answers[index] = (float(total), bool(greedy))
-                    bar.update(len(chosen))
+                ordered = sorted(indices, key=lambda index: rows[index].num_scored, reverse=True)
+                nll_BT, greedy_B = run_in_batches(
+                    functools.partial(score, config, self._params, num_ids=self._tokenizer.vocab_size),
+                    lambda chosen: make_batch([rows[ordered[i]] for i in chosen], width),  # noqa: B023
+                    num_rows=len(ordered),
+                    batch_size=self._rows_per_batch(width, len(ordered)),
+                    mesh=self._mesh,
+                    progress=bar.update,
+                )
+                sums = -nll_BT.sum(axis=1, dtype=np.float64)
+                for index, total, greedy in zip(ordered, sums, greedy_B, strict=True):
+                    answers[index] = (float(total), bool(greedy))
         return answers
 
     def _rows_per_batch(self, width: int, num_rows: int) -> int:
@@ -369,23 +368,22 @@ class DapeLM(TemplateLM):
                 size = self._rows_per_batch(
                     padded_width(len(prompts[indices[0]]) + options.max_gen_toks, self.max_length), len(indices)
                 )
-                for first in range(0, len(indices), size):
-                    chosen = indices[first : first + size]
-                    found = self._continue([prompts[index] for index in chosen], size, options, next(seeds))
-                    for index, answer in zip(chosen, found, strict=True):
-                        answers[index] = answer
-                        self.cache_hook.add_partial("generate_until", requests[index].args, answer)
-                    bar.update(len(chosen))
+                for rows, num_real in padded_batches(len(indices), size):
+                    found = self._continue([prompts[indices[row]] for row in rows], num_real, options, next(seeds))
+                    for row, answer in zip(rows, found, strict=False):
+                        answers[indices[row]] = answer
+                        self.cache_hook.add_partial("generate_until", requests[indices[row]].args, answer)
+                    bar.update(num_real)
         return answers
 
-    def _continue(self, prompts: list[np.ndarray], batch_size: int, options: GenerationOptions, seed: int) -> list[str]:
-        """Continue prompts, the longest first; caches are padded to one of a few widths."""
+    def _continue(self, prompts: list[np.ndarray], num_real: int, options: GenerationOptions, seed: int) -> list[str]:
+        """Continue the first `num_real` prompts, the longest first; caches are padded to one of a few widths."""
         width = padded_width(len(prompts[0]) + options.max_gen_toks, self.max_length)
         steps = generate(
             self.info.run.model,
             self._params,
             self._mesh,
-            [*prompts, *[prompts[-1]] * (batch_size - len(prompts))],
+            prompts,
             max_new_tokens=width - len(prompts[0]) + 1,  # decides the caches' size; `islice` stops earlier
             sampling=options.sampling,
             seed=seed,
@@ -393,7 +391,7 @@ class DapeLM(TemplateLM):
             end_token=self.eot_token_id,
         )
         return generate_until_stop(
-            itertools.islice(steps, options.max_gen_toks), len(prompts), self._tokenizer, options.until
+            itertools.islice(steps, options.max_gen_toks), num_real, self._tokenizer, options.until
         )
 
 
