@@ -1,12 +1,12 @@
 """Position encodings that need content as well as position: CoPE and Transformer-XL's.
 
-In: queries `q_BTHK`, keys `k_BSGK`, their scores and their positions. Out: `bias_BHTS`, what is added to the scores.
-Next: `processors.py`.
+In: queries `q_BTHK`, keys `k_BSGK`, their scores and their positions. Out: `bias_BHTS`, added to the scores. Next:
+`processors.py`.
 
-They stand where a bias of `biases.py` stands, in a config (`model.bias`), in `attend` and under DAPE, which reads them
-as the bias B beside the scores A = Q K^T / sqrt(K).
+They take the place of a bias of `biases.py`: in a config (`model.bias`), in `attend`, and under DAPE, which reads them
+as the bias B next to the scores A = Q K^T / sqrt(K).
 
-To add one: as in `biases.py`, with the line in `CONTEXTUAL` at the foot.
+To add one: as in `biases.py`, with the line in `CONTEXTUAL` at the end of the file.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.errors import InputError, require
+from dape_jax.errors import positive, require
 from dape_jax.model.scores import products
 
 
 @runtime_checkable
 class ContextualBias(Protocol):
-    """What `attention.py` knows of a contextual encoding."""
+    """A contextual encoding as `attention.py` calls it."""
 
     def from_content(
         self,
@@ -37,16 +37,16 @@ class ContextualBias(Protocol):
         k_pos_S: Int[Array, "S"],
         causal: bool,
     ) -> Float[Array, "B H T S"]:
-        """Return what is added to the scores, in their dtype; where the mask is False, anything finite.
+        """Return the term to add to the scores, in their dtype; where the mask is False it may be anything finite.
 
         Args:
             q_BTHK: queries.
-            k_BSGK: keys, of G heads where queries have H; see `products`.
+            k_BSGK: keys of G heads, shared by H query heads; see `scores.products`.
             scores_BHTS: Q K^T / sqrt(K).
-            mask_TS: True where the key may be seen.
+            mask_TS: True where the query sees the key.
             q_pos_T: query positions.
             k_pos_S: key positions.
-            causal: whether attention is.
+            causal: whether attention is causal.
         """
         ...
 
@@ -57,21 +57,22 @@ def cope(
     mask_TS: Bool[Array, "T S"],
     table_KP: Float[Array, "K P"],
 ) -> Float[Array, "B H T S"]:
-    """Contextual positions: a key's position is the number of gates open from it to the query, interpolated.
+    """Return CoPE's bias: a key's position is the number of open gates from it to the query, interpolated.
 
         pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)
         bias(i, j) = w q_i . table[ceil(pos)] + (1 - w) q_i . table[floor(pos)]        w = pos - floor(pos)
 
     The gradient is that of this formula: it flows through w, not through ceil and floor, and not through a position
-    that the min holds.
+    clamped by the min.
 
     Args:
         q_BTHK: queries, not divided by sqrt(K).
         scores_BHTS: Q K^T / sqrt(K).
-        mask_TS: True where the key may be seen; other keys have their gate shut.
-        table_KP: an embedding for each of P positions, the same for all heads.
+        mask_TS: True where the query sees the key; the gates of other keys are closed.
+        table_KP: one embedding for each of P positions, the same for all heads.
 
     Source: Golovneva et al. 2024, equations 3 to 5, and the official DAPE code.
+    Differs: nothing.
     """
     gates_BHTS = jnp.where(mask_TS[None, None], jax.nn.sigmoid(scores_BHTS), 0)
     pos_BHTS = jax.lax.cumsum(gates_BHTS, axis=3, reverse=True)
@@ -106,12 +107,11 @@ class Cope(nnx.Module):
         """See `cope`.
 
         Raises:
-            InputError: attention is not causal: a key on the right has no position to count.
+            InputError: attention is not causal: CoPE has no position for a key on the right.
         """
-        if not causal:
-            raise InputError(
-                "model.bias = 'cope': counts the keys between a key and a later query; causal attention only"
-            )
+        require(
+            causal, "model.bias", "cope", "must be another bias if attention is not causal: CoPE counts earlier keys"
+        )
         return cope(q_BTHK, scores_BHTS, mask_TS, self.table_KP[...])
 
 
@@ -120,14 +120,14 @@ class CopeConfig:
     """CoPE.
 
     Args:
-        num_positions: P, the official code's npos_max: positions from P - 1 on share the last embedding.
+        num_positions: P, the official code's npos_max: all positions >= P - 1 share the last embedding.
     """
 
     num_positions: int = 64
     shared_by_layers: ClassVar[bool] = False
 
     def __post_init__(self):
-        require(self.num_positions > 0, "model.bias.num_positions", self.num_positions, "a positive number")
+        positive(self, "model.bias", "num_positions")
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Cope:
         """Make the module."""
@@ -144,53 +144,53 @@ def transformer_xl(
     position_HK: Float[Array, "H K"],
     dtype: jnp.dtype,
 ) -> Float[Array, "B H T S"]:
-    """Transformer-XL's relative positions, less the scores themselves.
+    """Return the terms that Transformer-XL's relative positions add to the scores.
 
         bias(i, j) = (content_h . k_j + (q_i + position_h) . R[i - j]) / sqrt(K)
 
         R[r] = [sin(r w), cos(r w)] relative[:, h, :]        w_m = 10000^(-2m/D), m < D/2, D = H K
 
-    The sinusoids of i - j are written as products of those of i and of j, so no table over distances is held: queries
-    are mapped back to width D, turned by their own position, and multiplied with the sinusoids of the keys' positions.
+    The sinusoids of i - j are products of those of i and of j, so no table over distances is needed: queries are mapped
+    back to width D, rotated by their own position, and multiplied with the sinusoids of the keys' positions.
 
     Args:
         q_BTHK: queries.
-        k_BSGK: keys, see `products`.
+        k_BSGK: keys; see `scores.products`.
         q_pos_T: query positions.
         k_pos_S: key positions.
-        relative_DHK: maps sinusoids to heads.
+        relative_DHK: projection from sinusoids to heads.
         content_HK: the official r_w_bias.
         position_HK: the official r_r_bias.
-        dtype: in which products accumulate.
+        dtype: in which matmuls accumulate.
 
     Source: Dai et al. 2019, section 3.3, with the official DAPE code's order of sines and cosines.
-    Differs: positions are relative to the first query, so that in float32 an angle is off by 6e-8 times the spread of
-        the positions in one call (a block of rows against its keys), and not by their size. Keys on the right have
-        their own, negative distance.
+    Differs: positions are relative to the first query, so that in float32 the error of an angle is 6e-8 times the
+        spread of the positions in one call (a block of rows against its keys), not times their size. Keys on the right
+        have their own, negative distance.
     """
     width = relative_DHK.shape[0]
     frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, width, 2) / width), dtype)
 
-    def turns(pos: Int[Array, "_"]) -> tuple[Float[Array, "_ m"], Float[Array, "_ m"]]:
+    def sin_cos(pos: Int[Array, "_"]) -> tuple[Float[Array, "_ m"], Float[Array, "_ m"]]:
         angle = (pos - q_pos_T[0]).astype(dtype)[:, None] * frequency_m[None, :]
         return jnp.sin(angle), jnp.cos(angle)
 
-    content_BHTS = products(content_HK.astype(k_BSGK.dtype)[None, None], k_BSGK, dtype)  # one row, the same for all
+    content_BHTS = products(content_HK.astype(k_BSGK.dtype)[None, None], k_BSGK, dtype)  # one row for all queries
     lifted_BTHD = jnp.einsum(
         "BTHK,DHK->BTHD",
         q_BTHK + position_HK.astype(q_BTHK.dtype)[None, None],
         relative_DHK.astype(q_BTHK.dtype),
         preferred_element_type=dtype,
     )
-    of_sines, of_cosines = jnp.split(lifted_BTHD, 2, axis=-1)
-    (q_sin, q_cos), (k_sin, k_cos) = turns(q_pos_T), turns(k_pos_S)
+    sines_BTHm, cosines_BTHm = jnp.split(lifted_BTHD, 2, axis=-1)
+    (q_sin, q_cos), (k_sin, k_cos) = sin_cos(q_pos_T), sin_cos(k_pos_S)
     q_sin, q_cos = q_sin[None, :, None, :], q_cos[None, :, None, :]
-    turned_BTHD = jnp.concatenate(
-        [of_cosines * q_sin - of_sines * q_cos, of_sines * q_sin + of_cosines * q_cos], axis=-1
+    rotated_BTHD = jnp.concatenate(
+        [cosines_BTHm * q_sin - sines_BTHm * q_cos, sines_BTHm * q_sin + cosines_BTHm * q_cos], axis=-1
     )
     position_BHTS = jnp.einsum(
         "BTHD,SD->BHTS",
-        turned_BTHD.astype(q_BTHK.dtype),
+        rotated_BTHD.astype(q_BTHK.dtype),
         jnp.concatenate([k_sin, k_cos], axis=-1).astype(q_BTHK.dtype),
         preferred_element_type=dtype,
     )
@@ -198,7 +198,7 @@ def transformer_xl(
 
 
 class TransformerXL(nnx.Module):
-    """Transformer-XL's relative positions; the map starts U(+-1/sqrt(D)), both vectors normal with std 0.02."""
+    """Transformer-XL's relative positions; the projection starts U(+-1/sqrt(D)), both vectors normal with std 0.02."""
 
     def __init__(self, num_heads: int, head_dim: int, *, rngs: nnx.Rngs):
         width, shape = num_heads * head_dim, (num_heads, head_dim)
@@ -243,7 +243,7 @@ class TransformerXLConfig:
             InputError: the width is odd.
         """
         width = num_heads * head_dim
-        require(width % 2 == 0, "model.width", width, "even for Transformer-XL's sines and cosines")
+        require(width % 2 == 0, "model.width", width, "must be even for Transformer-XL's sines and cosines")
         return TransformerXL(num_heads, head_dim, rngs=rngs)
 
 

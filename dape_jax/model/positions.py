@@ -1,9 +1,9 @@
-"""Positions that act on queries and keys: rotary embedding, and its variants for sequences beyond the train length.
+"""Rotary position embedding of queries and keys, and its variants for sequences beyond the train length.
 
-In: `x_BTHK` (queries or keys) and their positions `pos_T`. Out: the rotated `x_BTHK`. Next: `biases.py`.
+In: `x_BTHK` (queries or keys) and their positions `pos_T`. Out: the rotated `x_BTHK`. Next: `scores.py`.
 
-To add a variant: a frozen dataclass with a `__call__` like `Rope`'s, and one line in `ROTARY` at the foot. A variant of
-RoPE is its frequencies.
+To add a variant of RoPE: a subclass of `Rope` with its own frequencies, and one line in `STRETCHES` at the end of the
+file.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dape_jax.errors import require
+from dape_jax.errors import positive, require
 
 
 @dataclasses.dataclass(frozen=True)
 class NoRotary:
-    """Queries and keys as they are."""
+    """No rotation."""
 
     def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
         """Return `x_BTHK` unchanged."""
@@ -39,38 +39,38 @@ class Rope:
 
     Source: Su et al. 2021, in GPT-NeoX's rotate-half form over all K dims.
     Differs: angles are computed where they are used, in float32 or better; the official code caches them up to a
-      maximum length, in the parameters' dtype, and so cannot run beyond it. In float32 an angle is off by 6e-8 times
-      the position: 0.006 at 100,000, as in every float32 implementation.
+      maximum length, in the parameters' dtype, and so cannot run beyond it. In float32 the error of an angle is 6e-8
+      times the position: 0.006 at 100,000, as in every float32 implementation.
     """
 
     base: float = 10_000.0
 
     def __post_init__(self):
-        require(self.base > 1, "model.rotary.base", self.base, "a number above 1")
+        require(self.base > 1, "model.rotary.base", self.base, "must be above 1")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
-        """The K/2 angles by which a step of one position turns, in double precision."""
+        """Return the K/2 angles of a step of one position, in double precision."""
         return self.base ** (-np.arange(0, head_dim, 2) / head_dim)
 
     @property
     def scale(self) -> float:
-        """What queries and keys are multiplied by, besides."""
+        """Factor of the rotated queries and keys."""
         return 1.0
 
     def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
         """Rotate `x_BTHK` by its positions; computes in float32 at least and returns the input's dtype."""
         head_dim = x_BTHK.shape[-1]
-        require(head_dim % 2 == 0, "width / num_heads", head_dim, "rotary embedding needs an even head dim")
+        require(head_dim % 2 == 0, "width / num_heads", head_dim, "must be even for rotary embedding")
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
         angle_Tm = pos_T.astype(dtype)[:, None] * jnp.asarray(self.frequencies(head_dim), dtype)[None, :]
-        cos, sin = (self.scale * turn(angle_Tm)[None, :, None, :] for turn in (jnp.cos, jnp.sin))
+        cos, sin = (self.scale * function(angle_Tm)[None, :, None, :] for function in (jnp.cos, jnp.sin))
         a, b = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class StretchedRope(Rope):
-    """What the variants of RoPE for long sequences share: by how much they stretch.
+    """Base class of RoPE's variants for long sequences, which have a stretch factor.
 
     Args:
         base: as in `Rope`.
@@ -81,7 +81,7 @@ class StretchedRope(Rope):
 
     def __post_init__(self):
         super().__post_init__()
-        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "1 or more")
+        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "must be 1 or more")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class PositionInterpolation(StretchedRope):
 
 @dataclasses.dataclass(frozen=True)
 class NtkAware(StretchedRope):
-    """RoPE with a larger base: the slowest angle is divided by the factor, the fastest is left alone.
+    """RoPE with a larger base: the slowest angle is divided by the factor, the fastest is unchanged.
 
         base' = base factor^(K / (K - 2))
 
@@ -117,16 +117,16 @@ class NtkAware(StretchedRope):
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """See the class."""
-        require(head_dim > 2, "width / num_heads", head_dim, "more than 2 for NTK-aware rotary embedding")
+        require(head_dim > 2, "width / num_heads", head_dim, "must be above 2 for NTK-aware rotary embedding")
         return (self.base * self.factor ** (head_dim / (head_dim - 2))) ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(StretchedRope):
-    """RoPE whose slow angles are interpolated and whose fast ones are left alone, with sharper attention.
+    """RoPE whose slow angles are interpolated and whose fast ones are unchanged, with sharper attention.
 
-    The angle that makes r turns over the train length belongs to m(r) = K log(train_length / (2 pi r)) / (2 log base).
-    Between low = floor(m(beta_fast)) and high = ceil(m(beta_slow)), held inside 0..K-1, goes a ramp:
+    The angle with r turns over the train length has the index m(r) = K log(train_length / (2 pi r)) / (2 log base).
+    A ramp leads from low = floor(m(beta_fast)) to high = ceil(m(beta_slow)), both clamped to 0..K-1:
 
         g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
         q, k are multiplied by 0.1 log(factor) + 1
@@ -135,11 +135,11 @@ class Yarn(StretchedRope):
         base: as in `Rope`.
         factor: sequence length over train length, 1 or more; 1 is RoPE.
         train_length: of the model, in tokens.
-        beta_fast: angles with more turns than that are left alone.
-        beta_slow: angles with fewer turns than that are divided by the factor.
+        beta_fast: angles with more turns than this are unchanged.
+        beta_slow: angles with fewer turns than this are divided by the factor.
 
     Source: Peng et al. 2024, definition 3 and section 3.4, and their released code.
-    Differs: from the paper, as the released code does: the ramp is over dims and not over turns.
+    Differs: from the paper, as the released code does: the ramp is over dims, not over turns.
     """
 
     train_length: int = 512
@@ -148,13 +148,9 @@ class Yarn(StretchedRope):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.train_length > 0, "model.rotary.train_length", self.train_length, "a positive number of tokens")
-        require(
-            self.beta_fast > self.beta_slow > 0,
-            "model.rotary.beta_fast",
-            self.beta_fast,
-            f"more than beta_slow = {self.beta_slow}, and both positive",
-        )
+        positive(self, "model.rotary", "train_length", "beta_slow")
+        allowed = f"must be above beta_slow = {self.beta_slow}"
+        require(self.beta_fast > self.beta_slow, "model.rotary.beta_fast", self.beta_fast, allowed)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """See the class."""
@@ -174,18 +170,18 @@ class Yarn(StretchedRope):
 
 
 def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
-    """A trained model's rotary embedding as one of its variants, for sequences longer than it was trained on.
+    """Return a variant of a trained model's rotary embedding, for sequences longer than the train length.
 
     Args:
-        rope: what the model was trained with.
-        name: "rope" for it as it is, "pi", "ntk" or "yarn".
-        length: of the sequences; the factor is length / train_length, and 1 below the train length.
+        rope: the model's rotary embedding in training.
+        name: "pi", "ntk" or "yarn"; "rope" returns `rope` unchanged.
+        length: of the sequences; the factor is length / train_length, at least 1.
         train_length: of the model, in tokens.
 
     Raises:
         InputError: another name.
     """
-    require(name in STRETCHES, "rotary", name, f"one of {list(STRETCHES)}")
+    require(name in STRETCHES, "rotary", name, f"must be one of {list(STRETCHES)}")
     if name == "rope":
         return rope
     factor = max(1.0, length / train_length)

@@ -1,11 +1,9 @@
-"""What is done to attention scores before the softmax: nothing, or DAPE.
+"""Processors: functions of attention scores between Q K^T and the softmax. Plain addition of the bias, or DAPE.
 
-In: `scores_BHTS`, the bias `bias_BHTS` (None where there is none; its batch dim is 1 unless it depends on content)
-and `mask_TS`, True where a key may be seen. Out: the scores that the softmax sees. Next: `attention.py`.
+In: `scores_BHTS`, `bias_BHTS` (or None; its batch dim is 1 unless it depends on content) and `mask_TS`, True where the
+query sees the key. Out: the scores for the softmax. Next: `attention.py`.
 
-A processor mixes heads and keys, never two query rows, and nothing it returns for a row may depend on a masked score.
-
-To add one: a pure function, an NNX module, a frozen config and one line in `PROCESSORS` at the foot.
+To add one: a pure function, a module, a frozen config and one line in `PROCESSORS` at the end of the file.
 """
 
 import dataclasses
@@ -19,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.sharding import device_platform
@@ -95,37 +93,37 @@ class ProcessorConfig:
 def add_bias(
     scores_BHTS: Float[Array, "B H T S"], bias_BHTS: Float[Array, "#B H T S"] | None
 ) -> Float[Array, "B H T S"]:
-    """A + B, or A where there is no bias."""
+    """Return A + B, or A if there is no bias."""
     if bias_BHTS is None:
         return scores_BHTS
     return scores_BHTS + broadcast_batch(bias_BHTS.astype(scores_BHTS.dtype), scores_BHTS.shape[0])
 
 
 def broadcast_batch(x_BXYZ: Float[Array, "#B X Y Z"], batch: int) -> Float[Array, "B X Y Z"]:
-    """What there is once for a whole batch, for each of its sequences.
+    """Broadcast an array without a batch dim over the sequences of a batch.
 
-    On a CPU its gradient is added up one sequence after the other: the sum over a leading dim that autodiff would use
-    is up to 20 times slower there, and took a third of the layer's time at four sequences.
+    On a CPU its gradient is summed one sequence after the other: the sum over a leading dim that autodiff would use is
+    up to 20 times slower there, and took a third of the layer's time at four sequences.
     """
     if x_BXYZ.shape[0] == batch or device_platform() != "cpu":
         return jnp.broadcast_to(x_BXYZ, (batch, *x_BXYZ.shape[1:]))
-    return _for_every_sequence(x_BXYZ, batch)
+    return _broadcast_batch(x_BXYZ, batch)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _for_every_sequence(x_1XYZ: Array, batch: int) -> Array:
+def _broadcast_batch(x_1XYZ: Array, batch: int) -> Array:
     return jnp.broadcast_to(x_1XYZ, (batch, *x_1XYZ.shape[1:]))
 
 
-def _for_every_sequence_forward(x_1XYZ: Array, batch: int) -> tuple[Array, None]:
-    return _for_every_sequence(x_1XYZ, batch), None
+def _broadcast_batch_forward(x_1XYZ: Array, batch: int) -> tuple[Array, None]:
+    return _broadcast_batch(x_1XYZ, batch), None
 
 
-def _for_every_sequence_backward(batch: int, _: None, dy_BXYZ: Array) -> tuple[Array]:
+def _broadcast_batch_backward(batch: int, _: None, dy_BXYZ: Array) -> tuple[Array]:
     return (functools.reduce(jnp.add, jnp.split(dy_BXYZ, batch)),)
 
 
-_for_every_sequence.defvjp(_for_every_sequence_forward, _for_every_sequence_backward)
+_broadcast_batch.defvjp(_broadcast_batch_forward, _broadcast_batch_backward)
 
 
 class Plain(nnx.Module, Processor):
@@ -165,18 +163,17 @@ class ScoreMod(NamedTuple):
 def key_convolution(
     x_BTSI: Float[Array, "B T S I"], kernel_WIO: Float[Array, "W I O"], pad_left: int, pad_right: int
 ) -> Float[Array, "B T J O"]:
-    """1xW convolution (cross-correlation) along the keys, zero padding, accumulated in float32 or better.
+    """Convolve along the keys (1xW cross-correlation, zero padding), accumulating in float32 or better.
 
         y[.., j, o] = sum over w, i of kernel[w, i, o] x[.., j + w - pad_left, i]
 
-    I and O are the channels in and out; the J = S + pad_left + pad_right - W + 1 columns out are keys again.
+    I and O are the channels in and out; the J = S + pad_left + pad_right - W + 1 output columns are keys again.
 
-    Its gradients are those of the convolution. That of the kernel is written as W matmuls: the convolution that
-    autodiff would use is several times slower inside a loop on CPU (`benchmarks/attention.py`), and the layers are a
-    loop.
+    The gradient of the kernel is written as W matmuls: the convolution that autodiff would use is several times slower
+    inside a loop on CPU (`benchmarks/attention.py`), and the layers are a loop.
 
-    On a TPU it is W matmuls itself: of a convolution the compiler lays the channels along the 128 lanes of a vector,
-    which 12 heads and 32 channels leave all but empty, and of matmuls the keys.
+    On a TPU the convolution itself is W matmuls: for a convolution the compiler puts the channels along the 128 lanes
+    of a vector, of which 12 heads or 32 channels leave most empty; for matmuls it puts the keys there.
     """
     return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right)
 
@@ -214,7 +211,7 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
     dx_BTSI = key_convolution(dy_BTJO, kernel_WIO[::-1].swapaxes(1, 2), back_left, back_right)
 
     def correlate(narrow: Array, wide: Array, pad: tuple[int, int]) -> Array:
-        """[W, narrow channels, wide channels]; it is the operand with fewer channels that is shifted and transposed."""
+        """Return [W, narrow channels, wide channels]; the operand with fewer channels is shifted and transposed."""
         narrow = jnp.pad(narrow, ((0, 0), (0, 0), pad, (0, 0)))
         flat_wide = wide.reshape(-1, wide.shape[-1])
         shifted = [narrow[:, :, w : w + wide.shape[2]].reshape(-1, narrow.shape[-1]) for w in range(width)]
@@ -246,74 +243,72 @@ def dape(
     leak: bool = False,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "B H T S"]:
-    """DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
+    """Return DAPE V2 (DAPE V1 at W = 1): the scores plus a small convolution of them, over heads and neighbouring keys.
 
         A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))        Conv1: 2H -> C, Conv2: C -> H, both 1xW, slope 0.01
-        A + Conv2(LeakyReLU(Conv1(tril(A))))                       where there is no bias: Conv1: H -> C
+        A + Conv2(LeakyReLU(Conv1(tril(A))))                       without a bias: Conv1: H -> C
 
-    tril (zero wherever the mask is False) comes first and keeps a symmetric kernel from reading the future: row i, with
-    x a score and 0 a masked one,
+    tril (zero wherever the mask is False) comes first and keeps a symmetric kernel from reading the future. Row i, with
+    x a visible score and 0 a masked one:
 
         tril(A)   x x x x 0 0 0 ..                   hidden column j reads j - W//2 .. j + W//2, so columns up to
                         ^ i                          i + W//2 still see scores of row i, and all later ones see none
 
-    What stands to the right of the last key differs between the two edges:
+    The two edges differ in the values to the right of the last key:
 
-        "prefix"   zero scores, for ever. The hidden columns S .. S + W//2 - 1 are computed from them, so a row's result
-                   does not depend on how many keys lie to its right.
+        "prefix"   zero scores. The hidden columns S .. S + W//2 - 1 are computed from them, so a row's result does not
+                   depend on the number of keys to its right.
         "listing"  zero hidden features, as in the paper's listing: the last W//2 rows change when a key is appended.
 
     Args:
         scores_BHTS: scores A = Q K^T / sqrt(K).
-        bias_BHTS: bias B; its batch dim is 1 where it does not depend on content, and it is neither tiled nor
-            concatenated unless it has a sequence for each of the scores'.
-        mask_TS: True where the key may be seen.
-        scores_WHC: the half of Conv1's kernel that reads A; None for a convolution that does not read A.
-        bias_WHC: the half that reads B; None for one that does not read B, or where there is no bias.
+        bias_BHTS: bias B, or None. Its batch dim is 1 if it does not depend on content; then it is neither tiled nor
+            concatenated.
+        mask_TS: True where the query sees the key.
+        scores_WHC: the half of Conv1's kernel that reads A, or None if the convolution does not read A.
+        bias_WHC: the half that reads B, or None if the convolution does not read B.
         hidden_bias_C: bias of Conv1.
         output_WCH: kernel of Conv2.
-        output_bias_H: bias of Conv2. It moves a whole row of scores, cancels in the softmax, and its gradient is 0.
-        alignment: "centered", a column reads W//2 to either side of it (W odd); or "causal", a column reads itself and
-            W - 1 to its left (any W), and both edges are the same.
+        output_bias_H: bias of Conv2. It shifts a whole row of scores and cancels in the softmax: its gradient is 0.
+        alignment: "centered", a column reads W//2 columns on either side (W odd); or "causal", a column reads itself
+            and W - 1 columns to its left (any W), and both edges are the same.
         edge: "prefix" or "listing".
         residual: add B outside the convolution as well.
-        leak: leave tril out, so that a centered kernel reads the future: the paper's experiment on information leakage.
-        dtype: of the convolutions' operands, but for the half that reads B; None keeps that of the scores. They
-            accumulate in float32 or better.
+        leak: omit tril, so that a centered kernel reads the future: the paper's experiment on information leakage.
+        dtype: of the convolutions' operands, except the half that reads B; None for that of the scores. They accumulate
+            in float32 or better.
 
     Raises:
-        InputError: an unknown option, an even W that is centered, a kernel for a bias that is not there, or kernels for
+        InputError: an unknown option, an even W that is centered, a kernel for the bias without a bias, or kernels for
             another number of heads.
 
     Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
         "causal", section 4.5 for the leak; without the residual, equation 2.
-    Differs: the right edge, unless edge="listing". With W = 1 the first paper's code does not mask; the results are
-        equal wherever the mask is True.
+    Differs: from the listing at the right edge, unless edge="listing". With W = 1 the first paper's code does not mask;
+        the results are equal wherever the mask is True.
     """
     if bias_BHTS is None and bias_WHC is not None:
-        raise InputError("bias_WHC: a kernel that reads a bias, and bias_BHTS is None")
+        raise InputError("bias_WHC: must be None without a bias (bias_BHTS is None)")
     if scores_WHC is None and bias_WHC is None:
-        raise InputError("scores_WHC, bias_WHC: one of them at least")
-    require(edge in EDGES, "edge", edge, f"one of {EDGES}")
+        raise InputError("scores_WHC, bias_WHC: at least one of them must be given")
+    require(edge in EDGES, "edge", edge, f"must be one of {EDGES}")
     heads = {kernel.shape[1] for kernel in (scores_WHC, bias_WHC) if kernel is not None} | {output_WCH.shape[2]}
-    require(
-        heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"{scores_BHTS.shape[1]}, as the scores have"
-    )
+    require(heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"must be {scores_BHTS.shape[1]}")
     width = output_WCH.shape[0]
     (left_1, right_1), (left_2, right_2) = _paddings(width, alignment, edge)
     dtype = scores_BHTS.dtype if dtype is None else dtype
 
     def convolved(x_BHTS: Float[Array, "_ H T S"], kernel_WHC: Float[Array, "W H C"]) -> Float[Array, "_ T J C"]:
-        seen = x_BHTS if leak else jnp.where(mask_TS[None, None], x_BHTS, 0)
-        return key_convolution(jnp.moveaxis(seen, 1, -1), kernel_WHC.astype(x_BHTS.dtype), left_1, right_1)
+        visible = x_BHTS if leak else jnp.where(mask_TS[None, None], x_BHTS, 0)
+        return key_convolution(jnp.moveaxis(visible, 1, -1), kernel_WHC.astype(x_BHTS.dtype), left_1, right_1)
 
     hidden_BTJC = hidden_bias_C[None, None, None].astype(jnp.promote_types(dtype, jnp.float32))
     inputs = [] if scores_WHC is None else [(scores_BHTS.astype(dtype), scores_WHC)]
     if bias_BHTS is not None and bias_WHC is not None:
-        # At full precision: a bias far from its query is too large for bfloat16 to resolve.
+        # In full precision: a bias far from its query is too large for bfloat16 to resolve.
         inputs.append((bias_BHTS, bias_WHC))
     if len({(x.shape, x.dtype) for x, _ in inputs}) < len(inputs):
-        # Nothing would be tiled: one convolution of both is faster than two.
+        # The bias need not be tiled: one convolution of both is faster than two.
         inputs = [tuple(jnp.concatenate(halves, axis=1) for halves in zip(*inputs, strict=True))]
     for x_BHTS, kernel_WHC in inputs:
         hidden_BTJC += broadcast_batch(convolved(x_BHTS, kernel_WHC), scores_BHTS.shape[0])
@@ -325,17 +320,17 @@ def dape(
 
 
 def _paddings(width: int, alignment: str, edge: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Zeros to the left and to the right of the input of Conv1, and of Conv2."""
-    require(alignment in ALIGNMENTS, "alignment", alignment, f"one of {ALIGNMENTS}")
+    """Return the number of zeros (left, right) of the input of Conv1, and of Conv2."""
+    require(alignment in ALIGNMENTS, "alignment", alignment, f"must be one of {ALIGNMENTS}")
     if alignment == "causal":
         return (width - 1, 0), (width - 1, 0)
-    require(width % 2 == 1, "W", width, "odd for a centered kernel; alignment='causal' takes any")
+    require(width % 2 == 1, "W", width, "must be odd for a centered kernel; alignment='causal' takes any")
     half = width // 2
     return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[edge]
 
 
 class Dape(nnx.Module, Processor):
-    """DAPE V2 as a module; kernels and biases start U(+-1/sqrt(fan_in)), as PyTorch's Conv2d does."""
+    """DAPE V2 as a module: kernels and biases start U(+-1/sqrt(fan_in)), as PyTorch's Conv2d does."""
 
     def __init__(
         self, num_heads: int, has_bias: bool, config: "DapeConfig", *, dtype: DTypeLike | None = None, rngs: nnx.Rngs
@@ -347,7 +342,12 @@ class Dape(nnx.Module, Processor):
         width, channels = config.kernel_width, config.channels
         reads_scores = config.inputs != "bias"
         reads_bias = has_bias and config.inputs != "scores"
-        require(reads_scores or has_bias, "model.processor.inputs", config.inputs, "'scores' or 'both' without a bias")
+        require(
+            reads_scores or has_bias,
+            "model.processor.inputs",
+            config.inputs,
+            "must be 'scores' or 'both' without a bias",
+        )
         fan_in = (reads_scores + reads_bias) * num_heads * width
         self.scores_WHC = uniform((width, num_heads, channels), fan_in) if reads_scores else None
         self.bias_WHC = uniform((width, num_heads, channels), fan_in) if reads_bias else None
@@ -364,7 +364,7 @@ class Dape(nnx.Module, Processor):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def check_bias(self, is_given: bool) -> None:
-        """Raise `InputError` for a bias where the module was built for none, or none where it was built for one."""
+        """Raise `InputError` unless a bias is given exactly if the module was built for one."""
         if is_given != self.has_bias:
             given = "a bias is given" if is_given else "none is given"
             raise InputError(f"bias_BHTS: {given}, and the processor was built with has_bias={self.has_bias}")
@@ -378,7 +378,7 @@ class Dape(nnx.Module, Processor):
         """See `dape`.
 
         Raises:
-            InputError: a bias where the module was built for none, or none where it was built for one.
+            InputError: a bias is missing, or given to a module that was built without one.
         """
         self.check_bias(bias_BHTS is not None)
         return dape(
@@ -406,12 +406,12 @@ class DapeConfig(ProcessorConfig):
         kernel_width: W. 1 is DAPE V1, 3 the paper's usual choice.
         channels: C, the paper's D_DAPE.
         alignment: "centered" (the paper's listing, W odd) or "causal" (the paper's text, any W).
-        edge: "prefix", or "listing" for the paper's listing to the bit.
+        edge: "prefix", or "listing" for exactly the paper's listing.
         residual: add B outside the convolution as well; False is the paper's equation 2.
-        leak: let the convolution read the future. Only to show that it would.
-        inputs: what the convolution reads: "both", "scores" or "bias". Without a bias "both" is the scores.
-        init: "uniform", or "identity", where the second convolution starts at zero and the layer as exactly its base;
-            the first convolution then has no gradient until the second has moved.
+        leak: let the convolution read the future: only for the paper's experiment on information leakage.
+        inputs: of the convolution: "both", "scores" or "bias". Without a bias "both" is the scores.
+        init: "uniform"; or "identity", where the second convolution starts at zero and the layer as exactly its base.
+            The first convolution then has a zero gradient in the first step.
     """
 
     kernel_width: int = 3
@@ -424,24 +424,17 @@ class DapeConfig(ProcessorConfig):
     init: str = "uniform"
 
     def __post_init__(self):
-        for field in ("kernel_width", "channels"):
-            value = getattr(self, field)
-            require(value > 0, f"model.processor.{field}", value, "a positive number")
-        for field, allowed in (("alignment", ALIGNMENTS), ("edge", EDGES), ("inputs", INPUTS), ("init", INITS)):
-            value = getattr(self, field)
-            require(value in allowed, f"model.processor.{field}", value, f"one of {allowed}")
-        require(
-            self.kernel_width % 2 == 1 or self.alignment == "causal",
-            "model.processor.kernel_width",
-            self.kernel_width,
-            "odd for a centered kernel; alignment='causal' takes any",
-        )
+        positive(self, "model.processor", "kernel_width", "channels")
+        one_of(self, "model.processor", alignment=ALIGNMENTS, edge=EDGES, inputs=INPUTS, init=INITS)
+        fits = self.kernel_width % 2 == 1 or self.alignment == "causal"
+        allowed = "must be odd for a centered kernel; alignment='causal' takes any"
+        require(fits, "model.processor.kernel_width", self.kernel_width, allowed)
 
     @property
     def key_halo(self) -> tuple[int, int]:
-        """Columns beside a row's own that it depends on; see `Processor`."""
+        """See `Processor`."""
         if self.alignment == "causal":
-            # Hidden columns to the left of the first key are computed from masked scores; from real ones if they leak.
+            # Hidden columns to the left of the first visible key read masked scores; with a leak, the real ones.
             return (2 if self.leak else 1) * (self.kernel_width - 1), 0
         half = self.kernel_width // 2
         if self.leak:
@@ -454,16 +447,16 @@ class DapeConfig(ProcessorConfig):
         if self.kernel_width == 1 or self.alignment == "causal":
             return None
         if self.leak:
-            return "model.processor.leak = True: its scores read tokens that are not generated yet"
+            return "model.processor.leak = True: scores read tokens that are not generated yet"
         if self.edge == "listing":
             return (
                 f"model.processor.edge = 'listing': the last {self.kernel_width // 2} rows change when a token is "
-                "appended, so what was computed before would be wrong (edge='prefix' is made for it)"
+                "appended, so cached results would be wrong (edge='prefix' has no such rows)"
             )
         return None
 
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
-        """Of both convolutions: W taps from H heads to C channels (twice with a bias), and from C to H."""
+        """Return the cost of both convolutions: W taps from H heads to C channels (twice with a bias), and C to H."""
         taps = 2 * self.kernel_width * num_heads * self.channels
         return PairFlops(
             of_scores=taps * ((self.inputs != "bias") + 1),

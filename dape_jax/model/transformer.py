@@ -3,10 +3,10 @@
 In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
 
 The language models are GPT-NeoX's decoder, `GPT_NEOX`: blocks x + attention(norm(x)) then x + mlp(norm(x)), biases
-everywhere, untied embeddings, no dropout. The algorithmic tasks have `ENCODER`: attention to both sides, and blocks
-norm(x + attention(x)) then norm(x + mlp(x)). They are one model with other options.
+everywhere, untied embeddings, no dropout. The algorithmic tasks use `ENCODER`: bidirectional attention, and blocks
+norm(x + attention(x)) then norm(x + mlp(x)). Both are one class with different options.
 
-`extend` is the same model on some rows against a `Cache` of keys and values: what generation calls.
+`extend` runs the same model on new tokens against a `Cache` of keys and values, for generation.
 
 The layers are one module with stacked parameters, run by a scan, so that compile time does not grow with depth.
 
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.kernels import why_not_fused
 from dape_jax.model.attention import Auto, Fused, Implementation, attend_on_mesh
 from dape_jax.model.biases import Bias, BiasConfig
@@ -34,7 +34,7 @@ from dape_jax.model.processors import ProcessorConfig, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.sharding import constrain, embed, matmul, stripe, unstripe
 
-# The paper's model sizes: table 8, and the official configurations for the two that table 8 leaves out.
+# The paper's model sizes: table 8, and the official configurations for the two that table 8 omits.
 SIZES = {
     "125m": {"num_layers": 12, "width": 768, "num_heads": 12},
     "350m": {"num_layers": 24, "width": 1024, "num_heads": 16},
@@ -42,7 +42,7 @@ SIZES = {
     "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
 }
 
-# The form of the paper's language models, and of the encoder of its algorithmic tasks (Deletang et al. 2023).
+# The options of the paper's language models, and of the encoder of its algorithmic tasks (Deletang et al. 2023).
 GPT_NEOX = {
     "causal": True,
     "norm_first": True,
@@ -67,15 +67,15 @@ ENCODER = {
 ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 INITIALIZERS = ("gpt_neox", "fan_in")
 
-# What the backward pass keeps of a block: everything; the results of matmuls without a batch dim (not the scores);
-# nothing but the block's input.
+# Values of a block that are kept for the backward pass: all; the results of matmuls without a batch dim (not the
+# scores); only the block's input.
 REMAT = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-# Parameters outside a module: a nested dict of arrays, which is what trains and what a checkpoint holds.
+# Parameters outside a module: a nested dict of arrays, as training and checkpoints use them.
 Params = dict[str, Any]
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -83,30 +83,30 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Everything that decides the model's function and how it is computed.
+    """The model's architecture, and how it is computed.
 
     Args:
         num_layers: number of blocks.
         width: D.
         num_heads: H; divides the width.
-        num_kv_heads: G, heads of keys and values; divides H. H, or fewer for grouped-query attention.
-        vocab_size: tokens that the embedding has a row for.
-        num_outputs: V, tokens that the logits are of; the vocabulary's size in a language model.
-        rotary: what rotates queries and keys.
-        bias: position bias.
-        processor: what is done to the scores.
-        causal: a token sees none after it; if False, all on both sides.
-        window: a token sees itself and so many tokens less one before it; None for all (sliding-window attention).
+        num_kv_heads: G, heads of keys and values; divides H. Fewer than H is grouped-query attention.
+        vocab_size: rows of the embedding table.
+        num_outputs: V, tokens that have a logit; `vocab_size` in a language model.
+        rotary: rotary embedding of queries and keys.
+        bias: position bias or contextual encoding.
+        processor: of the scores.
+        causal: a token sees no later token. If False, attention is bidirectional.
+        window: a token sees itself and window - 1 tokens before it (sliding-window attention), or None for all.
         norm_first: blocks x + f(norm(x)), and a norm after the last one; if False, norm(x + f(x)).
         activation: of the MLP, a key of `ACTIVATIONS` ("gelu" is the exact one).
-        dropout: share of what attention and MLP add to the residual stream that training sets to 0.
+        dropout: rate, on the outputs of attention and MLP before they are added to the residual stream.
         projection_bias: whether the projections of attention have biases.
-        scale_embedding: whether embeddings are multiplied with sqrt(D).
+        scale_embedding: whether embeddings are multiplied by sqrt(D).
         output_bias: whether the logits have a bias.
-        initializer: "gpt_neox", normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for what ends a branch; or
-            "fan_in", 1 / sqrt(fan in) cut off at two of them, and 0.02 for the embedding.
-        attention: one of `IMPLEMENTATIONS`; how it is computed, not what.
-        remat: what the backward pass keeps of a block, a key of `REMAT`.
+        initializer: "gpt_neox", normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch;
+            or "fan_in", std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
+        attention: implementation of attention, one of `IMPLEMENTATIONS`; it does not change the result.
+        remat: values kept for the backward pass, a key of `REMAT`.
         dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
     """
 
@@ -133,31 +133,18 @@ class TransformerConfig:
     dtype: str
 
     def __post_init__(self):
-        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "vocab_size", "num_outputs"):
-            require(getattr(self, field) > 0, f"model.{field}", getattr(self, field), "a positive number")
-        require(
-            self.width % self.num_heads == 0,
-            "model.num_heads",
-            self.num_heads,
-            f"a divisor of model.width = {self.width}",
-        )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "model.num_kv_heads",
-            self.num_kv_heads,
-            f"a divisor of model.num_heads = {self.num_heads}",
-        )
-        require(self.window is None or self.window > 0, "model.window", self.window, "1 or more, or None for all")
+        sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "vocab_size", "num_outputs")
+        positive(self, "model", *sizes)
+        for field, divided in (("num_heads", "width"), ("num_kv_heads", "num_heads")):
+            size, whole = getattr(self, field), getattr(self, divided)
+            require(whole % size == 0, f"model.{field}", size, f"must divide model.{divided} = {whole}")
+        require(self.window is None or self.window > 0, "model.window", self.window, "must be 1 or more, or None")
         if isinstance(self.rotary, Rope):
-            require(self.head_dim % 2 == 0, "model.width / model.num_heads", self.head_dim, "even for rotary embedding")
+            is_even = self.head_dim % 2 == 0
+            require(is_even, "model.width / model.num_heads", self.head_dim, "must be even for rotary embedding")
             self.rotary.frequencies(self.head_dim)  # a variant may refuse a head dim
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "from 0 to below 1")
-        for field, allowed in (("activation", ACTIVATIONS), ("initializer", INITIALIZERS)):
-            require(
-                getattr(self, field) in allowed, f"model.{field}", getattr(self, field), f"one of {sorted(allowed)}"
-            )
-        require(self.remat in REMAT, "model.remat", self.remat, f"one of {sorted(REMAT)}")
-        require(self.dtype in DTYPES, "model.dtype", self.dtype, f"one of {list(DTYPES)}")
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
+        one_of(self, "model", activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT, dtype=DTYPES)
 
     @property
     def head_dim(self) -> int:
@@ -171,7 +158,7 @@ class TransformerConfig:
 
 
 def initializer(config: TransformerConfig, fan_in: int, *, ends_branch: bool = False) -> nnx.Initializer:
-    """Of a weight; see `TransformerConfig`."""
+    """Return the initializer of a weight matrix; see `TransformerConfig`."""
     if config.initializer == "fan_in":
         return nnx.initializers.truncated_normal(1 / math.sqrt(fan_in))
     width = config.width
@@ -181,12 +168,12 @@ def initializer(config: TransformerConfig, fan_in: int, *, ends_branch: bool = F
 
 
 def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """GPT-NeoX's LayerNorm: epsilon 1e-5; float32, the variance from centred values."""
+    """Make GPT-NeoX's LayerNorm: epsilon 1e-5; float32, the variance of centred values."""
     return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
 
 
 class Cache(NamedTuple):
-    """Keys (rotated already) and values of the tokens so far, of all layers; column j holds position j.
+    """Keys (already rotated) and values of all layers for the tokens so far; column j holds position j.
 
     Args:
         k_LBSGK: keys of S columns.
@@ -198,17 +185,17 @@ class Cache(NamedTuple):
 
 
 def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
-    """An empty cache.
+    """Return an empty cache.
 
     Args:
         config: the model's.
         batch: B.
-        length: S, the most tokens that a sequence will have.
+        length: S, the maximum number of tokens of a sequence.
 
     Raises:
-        InputError: a row's result would change when keys are appended, so that a cache could not be right.
+        InputError: appending keys would change earlier rows, so that no cache could be right.
     """
-    require(config.causal, "model.causal", config.causal, "True: a model that reads both sides cannot generate")
+    require(config.causal, "model.causal", config.causal, "must be True: a bidirectional model cannot generate")
     if reason := config.processor.why_not_cached:
         raise InputError(f"{reason}: this model cannot generate")
     shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
@@ -216,7 +203,7 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
 
 
 class SelfAttention(nnx.Module):
-    """Projections around `attention.py`; holds the layer's own bias (unless all layers share one) and processor."""
+    """Projections around `attention.py`, with the layer's processor and its bias (unless all layers share one)."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, H, G, K = config.width, config.num_heads, config.num_kv_heads, config.head_dim
@@ -231,7 +218,7 @@ class SelfAttention(nnx.Module):
 
         self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = bias(H, K), bias(G, K), bias(G, K)
         self.output_bias_D = bias(D)
-        # Of their own stream, so that all other parameters are the same for every method.
+        # A separate random stream, so that all other parameters are the same for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
         has_bias = config.bias.shared_by_layers or self.bias is not None
@@ -244,7 +231,7 @@ class SelfAttention(nnx.Module):
     def project(
         self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-        """Queries, keys and values, rotated where positions are rotary."""
+        """Return queries, keys and values, rotated if positions are rotary."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B T H K"]:
             y_BTHK = matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
@@ -262,7 +249,7 @@ class SelfAttention(nnx.Module):
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Attend every position to those that it sees, in `x_BTD` or in the cache, and write to the cache."""
+        """Attend to the visible positions of `x_BTD`, or of the cache, which is updated first and returned."""
         q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
         score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
@@ -283,7 +270,7 @@ class SelfAttention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two layers with the activation between, F = 4 D."""
+    """Two layers with an activation between them, F = 4 D."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, F = config.width, 4 * config.width
@@ -295,7 +282,7 @@ class MLP(nnx.Module):
         self.dtype = config.compute_dtype
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """down(activation(up(x)))."""
+        """Return down(activation(up(x)))."""
         h_BTF = matmul("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype))
         h_BTF = self.activation(h_BTF + self.up_bias_F[None, None].astype(self.dtype))
         y_BTD = matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
@@ -323,10 +310,10 @@ class Block(nnx.Module):
         layer: Int[Array, ""] | int = 0,
         dropout_key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """One layer of the residual stream, which is float32."""
+        """Apply the layer to the residual stream, which is float32."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
-        def read(norm: nnx.LayerNorm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        def branch_input(norm: nnx.LayerNorm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
 
         def add(
@@ -335,9 +322,9 @@ class Block(nnx.Module):
             x_BTD += self.dropout(update_BTD, deterministic=key is None, rngs=key).astype(x_BTD.dtype)
             return x_BTD if self.norm_first else norm(x_BTD)
 
-        attended_BTD, cache = self.attention(read(self.attention_norm, x_BTD), pos_T, shared_bias, cache, layer)
+        attended_BTD, cache = self.attention(branch_input(self.attention_norm, x_BTD), pos_T, shared_bias, cache, layer)
         x_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
-        return add(self.mlp_norm, x_BTD, self.mlp(read(self.mlp_norm, x_BTD)), keys[1]), cache
+        return add(self.mlp_norm, x_BTD, self.mlp(branch_input(self.mlp_norm, x_BTD)), keys[1]), cache
 
 
 class Transformer(nnx.Module):
@@ -345,8 +332,9 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, V = config.width, config.num_outputs
-        of_table = nnx.initializers.truncated_normal(0.02) if config.initializer == "fan_in" else initializer(config, D)
-        self.embedding_VD = nnx.Param(of_table(rngs.params(), (config.vocab_size, D)))
+        is_fan_in = config.initializer == "fan_in"
+        embedding_initializer = nnx.initializers.truncated_normal(0.02) if is_fan_in else initializer(config, D)
+        self.embedding_VD = nnx.Param(embedding_initializer(rngs.params(), (config.vocab_size, D)))
         score_rngs = nnx.Rngs(rngs.params())  # see `SelfAttention`
         self.shared_bias = (
             config.bias.build(config.num_heads, config.head_dim, score_rngs) if config.bias.shared_by_layers else None
@@ -369,13 +357,13 @@ class Transformer(nnx.Module):
         pos_T: Int[Array, "T"] | None = None,
         dropout_key: Array | None = None,
     ) -> Float[Array, "B T D"]:
-        """Everything but the unembedding.
+        """Run the model up to the unembedding.
 
         Args:
             tokens_BT: the tokens.
-            pos_T: their positions, increasing; 0..T-1 if None. A negative position is that of padding, at the end,
-                which no other token sees.
-            dropout_key: of the random numbers that dropout draws; None for none.
+            pos_T: their positions, increasing; 0..T-1 if None. Padding, at the end, has negative positions; no other
+                token sees it.
+            dropout_key: random key of dropout, or None for no dropout.
         """
         pos_T = stripe(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
@@ -401,14 +389,14 @@ class Transformer(nnx.Module):
     def extend(
         self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"], cache: Cache
     ) -> tuple[Float[Array, "B T D"], Cache]:
-        """Features of T more tokens of every sequence, and the cache with them in it.
+        """Run the model on T more tokens of every sequence; return their features and the updated cache.
 
         Args:
             tokens_BT: the tokens.
-            pos_T: their positions, going up by one, after what the cache holds. All tokens before them must be in it
-                already. Beyond its last column the result is wrong, not an error: positions are not known here.
-                (Sequences of different length: one `jax.vmap` over all of it, as in `evaluation/generate.py`.)
-            cache: from `make_cache`, or from an earlier call. Columns from a query's position on are overwritten before
+            pos_T: their positions, consecutive. The cache must hold all tokens before them. Positions beyond its last
+                column give wrong results, not an error: their values are not known when the program is traced.
+                (For sequences of different lengths, `jax.vmap` the whole call, as in `tools/generate.py`.)
+            cache: from `make_cache`, or from an earlier call. Columns from the first position on are overwritten before
                 they are read.
         """
         x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
@@ -426,30 +414,30 @@ class Transformer(nnx.Module):
         return self._normed(x_BTD), cache
 
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Float32 logits of the features of any positions."""
+        """Return float32 logits of features."""
         dtype = self.config.compute_dtype
         logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), jnp.float32)
         return logits_BTV if self.output_bias_V is None else logits_BTV + self.output_bias_V[None, None]
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
-        """Logits at every position: of the next token, in a language model."""
+        """Return the logits at every position; in a language model, those of the next token."""
         return self.logits(self.features(tokens_BT, pos_T))
 
 
 def attention_of(
     config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, row_stride: int = 1
 ) -> Implementation:
-    """The driver of a model's self-attention in a text of so many tokens: what `Auto` chooses, or the one it has.
+    """Return the implementation of a model's self-attention: the one it has, or the choice of `Auto`.
 
     Args:
         config: the model.
         length: T, in tokens.
         platform: of the devices.
         device_kind: of the devices; see `kernels.why_not_fused`.
-        row_stride: devices that rows are split over: mesh.context x mesh.tensor.
+        row_stride: number of devices that share the rows: mesh.context x mesh.tensor.
 
     Raises:
-        InputError: it has `Fused`, and there is no kernel for this model.
+        InputError: the model has `Fused`, and there is no kernel for it.
     """
     attention = config.attention
     if not isinstance(attention, Auto | Fused):
@@ -469,12 +457,12 @@ def attention_of(
     if isinstance(attention, Auto):
         return attention.choose(*args, platform=platform, device_kind=device_kind)
     reason = why_not_fused(*args, platform=attention.platform or platform, device_kind=device_kind)
-    require(reason is None, "model.attention.name", "fused", f"auto or blockwise: {reason}")
+    require(reason is None, "model.attention.name", "fused", f"must be auto or blockwise: {reason}")
     return attention
 
 
 def parameter_counts(params: Params) -> dict[str, int]:
-    """Numbers in a model's parameters: the `total`, and of it what is in position biases and in score convolutions."""
+    """Count parameters: the `total`, and those of position biases and of score convolutions."""
     counts = {"total": 0, "bias": 0, "processor": 0}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         modules = {key.key for key in path[:-1]}
@@ -485,7 +473,7 @@ def parameter_counts(params: Params) -> dict[str, int]:
 
 
 def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
-    """The model's static structure, and its parameters' shapes and dtypes; nothing is allocated."""
+    """Return the model's static structure, and the shapes and dtypes of its parameters, without allocating any."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     return graphdef, nnx.to_pure_dict(params)
