@@ -15,14 +15,20 @@ from pathlib import Path
 import chex
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from tiny import SPEC
 
 import dape_jax
-from dape_jax import DapeConfig, KerpleConfig, PlainConfig, attend, dape, masked_softmax
+from dape_jax import Blockwise, DapeConfig, Dense, KerpleConfig, PlainConfig, attend, dape, masked_softmax
+from dape_jax.config import read_model
 from dape_jax.model import processors
+from dape_jax.model.scores import causal_runs
+from dape_jax.model.transformer import model_structure
+from dape_jax.planning.flops import forward_flops
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
@@ -460,6 +466,125 @@ def test_causal_and_window_may_be_closed_over(page):
     options = {"causal": False, "window": 5}
     closed_over = jax.jit(lambda *args: attend(*args, **page.ours, **options))
     close(closed_over(*page.args), page.fast_attend(*page.args, **page.ours, **options))
+
+
+@dataclasses.dataclass(frozen=True)
+class Capped(dape_jax.Processor):
+    """A processor that defines nothing but `__call__`."""
+
+    def __call__(self, scores_BHTS, bias_BHTS, mask_TS):
+        total_BHTS = scores_BHTS if bias_BHTS is None else scores_BHTS + bias_BHTS
+        return 2 * jnp.tanh(total_BHTS / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class CappedConfig(dape_jax.ProcessorConfig):
+    """A config that defines nothing but `build`."""
+
+    def build(self, num_heads, *, has_bias=True, dtype=None, rngs):
+        return Capped()
+
+
+@pytest.mark.parametrize(
+    "implementation", [Dense(), Blockwise(block_size=4, num_buckets=3)], ids=["dense", "blockwise"]
+)
+def test_minimal_processor_in_a_model(implementation):
+    """It runs in training, cached decoding and FLOP counting, and changes the logits."""
+    config = read_model(SPEC["model"] | {"vocab_size": 11})
+    plain = dataclasses.replace(config, attention=Dense(), processor=PlainConfig())
+    config = dataclasses.replace(config, attention=implementation, processor=CappedConfig())
+    tokens_BT = jax.random.randint(jax.random.key(13), (2, 13), 0, 11)
+    model = dape_jax.Transformer(config, rngs=nnx.Rngs(0))
+    model.layers.attention.query_DHK[...] *= 30  # scores that the cap changes
+    logits_BTV = nnx.jit(lambda model: model(tokens_BT))(model)
+
+    graphdef, params = nnx.split(model, nnx.Param)
+    uncapped = nnx.merge(model_structure(plain)[0], params)
+    assert jnp.abs(nnx.jit(lambda model: model(tokens_BT))(uncapped) - logits_BTV).max() > 1e-3
+    grads = jax.jit(jax.grad(lambda params: (nnx.merge(graphdef, params)(tokens_BT) ** 2).mean()))(params)
+    chex.assert_tree_all_finite(grads)
+
+    @nnx.jit
+    def decode(model):
+        cache, outs = dape_jax.make_cache(config, 2, 13), []
+        for rows in (slice(0, 9), slice(9, 10), slice(10, 13)):
+            features_BTD, cache = model.extend(tokens_BT[:, rows], jnp.arange(13)[rows], cache)
+            outs.append(model.logits(features_BTD))
+        return jnp.concatenate(outs, axis=1)
+
+    close(decode(model), logits_BTV, atol=1e-5)
+    assert forward_flops(config, 13, 2) == forward_flops(plain, 13, 2)
+
+
+@pytest.fixture
+def no_annotations():
+    """The package as users run it: without annotations checked at run time."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+B, T, H, G, K = 2, 16, 4, 2, 8
+
+
+@pytest.mark.usefixtures("no_annotations")
+@pytest.mark.parametrize("call", [attend, Dense(), Blockwise(4, 3)], ids=["attend", "dense", "blockwise"])
+@pytest.mark.parametrize(
+    ("shapes", "positions", "words"),
+    [
+        # Heads before rows.
+        ([(B, H, T, K), (B, H, T, K), (B, H, T, K)], (T, T), ["q_BTHK", "[B, H, T, K]", "[B, T, H, K]", "T = 16"]),
+        ([(B, T, H, K), (B, G, T, K), (B, G, T, K)], (T, T), ["k_BSGK", "[B, G, S, K]", "[B, S, G, K]", "S = 16"]),
+        ([(B, T, H, K), (B, T, G, K), (B, G, T, K)], (T, T), ["v_BSGK", "[B, G, S, K]", "[B, S, G, K]"]),
+        # As many rows as heads: keys of fewer heads, or of more rows, tell.
+        ([(B, H, H, K), (B, G, H, K), (B, G, H, K)], (H, H), ["k_BSGK", "[B, G, S, K]"]),
+        ([(B, H, H, K), (B, H, T, K), (B, H, T, K)], (H, T), ["k_BSGK", "[B, G, S, K]"]),
+        ([(B, H, H, K), (B, H, H, K), (B, H, H, K)], (T, T), ["q_BTHK", "(2, 4, 4, 8)", "T = 16"]),
+        # Ranks.
+        ([(T, H, K), (B, T, H, K), (B, T, H, K)], (T, T), ["q_BTHK", "(16, 4, 8)", "[B, T, H, K]"]),
+        ([(B, T, H, K), (B, T, H * K), (B, T, H, K)], (T, T), ["k_BSGK", "(2, 16, 32)"]),
+        ([(B, T, H, K)] * 3, ((B, T), T), ["q_pos_T", "(2, 16)", "batch"]),
+        # Sizes.
+        ([(B, T, H, K), (B, T, G, K), (B, T - 1, G, K)], (T, T), ["v_BSGK", "15", "S = 16"]),
+        ([(B, T, H, K), (B, T, H, K), (B, T, H, K)], (T - 1, T), ["q_BTHK", "T = 15"]),
+        ([(B, T, H, K), (B, T, H, K), (B, T, H, K)], (T, T + 1), ["k_BSGK", "S = 17"]),
+        ([(B, T, H, K), (B, T, H, 2 * K), (B, T, H, 2 * K)], (T, T), ["k_BSGK", "K = 8"]),
+        ([(B, T, H, K), (B, T, H, K), (B, T, H, 2 * K)], (T, T), ["v_BSGK", "(2, 16, 4, 16)", "(2, 16, 4, 8)"]),
+        ([(B, T, H, K), (1, T, H, K), (1, T, H, K)], (T, T), ["k_BSGK", "B = 2"]),
+        ([(B, T, H, K), (B, T, 3, K), (B, T, 3, K)], (T, T), ["num_kv_heads", "3", "num_heads = 4"]),
+    ],
+)
+def test_wrong_shapes_are_named(call, shapes, positions, words):
+    with pytest.raises(dape_jax.InputError) as error:
+        call(*map(jnp.zeros, shapes), *(jnp.zeros(shape, int) for shape in positions))
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": -3}, {"row_stride": 0}])
+def test_a_mask_checks_its_fields(options):
+    with pytest.raises(dape_jax.InputError, match="must be 1 or more"):
+        dape_jax.Mask(**options)
+
+
+@pytest.mark.parametrize(("num_rows", "num_keys", "row_stride"), [(24, 24, 1), (7, 24, 1), (24, 96, 4), (23, 46, 2)])
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 9])
+@pytest.mark.parametrize("block", [1, 4, 5])
+def test_causal_runs_read_every_visible_key(num_rows, num_keys, row_stride, num_runs, block):
+    """Each block once, in order; the last column that a row of a run may be at is read, and nothing after its halo."""
+    halo = (0, 2)
+    mask = dape_jax.Mask(row_stride=row_stride)
+    runs = causal_runs(num_rows, num_keys, block, num_runs, mask, halo)
+    num_blocks = -(-num_rows // block)
+    assert len(runs) == min(num_runs, num_blocks)
+    assert [b for run in runs for b in range(run.start, run.stop)] == list(range(num_blocks))
+    for run in runs:
+        last_row = min(num_rows, run.stop * block) - 1
+        last_column = num_keys - row_stride * (num_rows - last_row) + row_stride - 1
+        assert run.num_keys == min(num_keys, last_column + 1 + halo[1]) or num_runs == 1
+    (windowed,) = causal_runs(num_rows, num_keys, block, num_runs, dape_jax.Mask(window=3, row_stride=row_stride), halo)
+    expected = num_keys if num_runs == 1 else min(num_keys, 2 + row_stride * block + 2)
+    assert windowed == (0, num_blocks, expected)
 
 
 def test_configs_are_frozen():

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from dape_jax.errors import InputError
-from dape_jax.model.biases import kerple_power, sandwich
+from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple_power, sandwich
 from dape_jax.model.positions import ROTARY, STRETCHES, NtkAware, PositionInterpolation, Rope, Yarn, stretched
 
 OPTIONS = {"pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0, "train_length": 64}}
@@ -99,6 +100,24 @@ def test_kerple_power_is_its_formula_and_holds_its_parameters():
         assert np.all(np.isfinite(grad))
         assert np.all(grad != 0)
         np.testing.assert_allclose(grad, expected_grad, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in BIASES if name not in ("nope", "fire")])
+@pytest.mark.parametrize("causal", [True, False])
+def test_distance_biases_are_their_table(name, causal):
+    """`of_distance` at any shape, which the kernels tabulate, is the bias of positions."""
+    bias = BIASES[name]().build(3, 4, nnx.Rngs(0))
+    assert isinstance(bias, DistanceBias)
+    q_pos, k_pos = jnp.array([500, 3, 41]), jnp.arange(0, 500, 7)
+    bias_HTS = bias(q_pos, k_pos, causal=causal)
+    table_HN = bias.of_distance(jnp.arange(501))
+    distance_TS = distances(q_pos, k_pos, causal=causal)
+    # Sandwich is even in the distance: there is nothing to clip in the future, which causal attention masks.
+    seen_TS = jnp.ones_like(distance_TS, bool) if name != "sandwich" or not causal else q_pos[:, None] >= k_pos[None]
+    at_table_HTS = table_HN[:, distance_TS]
+    assert np.ptp(np.asarray(bias_HTS)) > 0.1
+    atol = 2e-4 if name == "sandwich" else 1e-6
+    np.testing.assert_allclose(bias_HTS[:, seen_TS], at_table_HTS[:, seen_TS], rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize(

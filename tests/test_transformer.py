@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+import runpy
 from pathlib import Path
 from typing import ClassVar
 
@@ -264,6 +265,19 @@ def test_the_bias_that_the_readme_adds():
     np.testing.assert_allclose(bias(jnp.array([3]), jnp.arange(4))[1, 0], [1 / 4, 1 / 3, 1 / 2, 1])
     model = Transformer(dataclasses.replace(make_config(), bias=names["InverseConfig"]()), rngs=nnx.Rngs(0))
     assert np.isfinite(model(tokens(2, 9))).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("processor", "threshold", "activation"),
+    [("dape,kernel=1", 256, "leaky_relu"), ("dape,kernel=3", 256, "leaky_relu"), ("none", 64, "relu")],
+)
+def test_fire_has_other_settings_under_dape(size, processor, threshold, activation):
+    """As in the official configurations: a confound where FIRE and DAPE-FIRE are compared (`docs/methods.md`)."""
+    get_config = runpy.run_path(str(DOCS.parents[1] / "configs" / "paper.py"))["get_config"]
+    bias = get_config(f"{size},bias=fire,processor={processor}").model.bias.to_dict()
+    assert bias == {"name": "fire", "threshold": threshold, "width": 32, "initial_c": 0.1, "activation": activation}
+    assert all(f"`{value}`" in DOCS.read_text() for value in (threshold, activation))
 
 
 def test_a_cache_that_could_not_be_right_is_refused():

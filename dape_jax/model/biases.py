@@ -274,7 +274,7 @@ class Sandwich(DistanceBias):
 
     def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
         """See `sandwich`; memory is position_dim / 2 numbers for every distance."""
-        angle = distance.astype(float)[..., None] * _sandwich_frequencies(self.position_dim)
+        angle = jnp.multiply.outer(distance.astype(float), _sandwich_frequencies(self.position_dim))
         return jnp.cos(angle).sum(-1)[None] / _per_head(_sandwich_ratios(self.num_heads), distance)
 
     # A matmul of T + S embeddings: a sum over all T S distances would need position_dim / 2 times the memory.
