@@ -1,7 +1,7 @@
 """DAPE V2 in JAX: attention scores treated as a feature map.
 
-The shape legend, one for the whole package. A name carries its shape as a suffix (`scores_BHTS`), an einsum uses the
-same letters, and the parameters of the model are named the same way, which is what `sharding.py` reads.
+Shape legend, one for the whole package. A name carries its shape as a suffix (`scores_BHTS`), einsums use the same
+letters, and so do the names of the model's parameters, from which `sharding.py` derives their sharding.
 
     B  batch                      T  query positions            S  key positions
     D  model width                H  heads                      K  width of one head
@@ -9,16 +9,16 @@ same letters, and the parameters of the model are named the same way, which is w
     C  hidden channels of the score convolution                 W  width of its kernel
     G  heads of keys and values         R  H / G, query heads that share one
     M  hidden width of FIRE's MLP       N  buckets of T5's bias         P  positions of CoPE's table
-    I, O  channels in and out of a convolution                          J  its columns out: keys, and some beside them
+    I, O  channels in and out of a convolution                          J  its output columns: keys and padding
     In `tasks/`: N symbols of an input, M of its target
 
-`axis` means a mesh axis, `dim` a tensor's. `scores` before the softmax, `probs` after, `bias` what is added. Units
-stand in names: `nll_nats`, `num_tokens`, `warmup_steps`.
+`axis` means a mesh axis, `dim` a tensor dimension. `scores` are before the softmax, `probs` after it, `bias` is added
+to scores. Names contain units: `nll_nats`, `num_tokens`, `warmup_steps`.
 
-Reading order: positions, biases, contextual, processors, attention, kernels, transformer, sharding, data, tasks,
-training, evaluation.
+Reading order: model/ (positions, scores, biases, contextual, processors, attention, transformer), kernels, sharding,
+data, tasks, training, evaluation.
 
-What stands below is for use in other programs, and stable: `docs/library.md`.
+The names below are the stable interface for other programs: `docs/library.md`.
 """
 
 from dape_jax.errors import InputError
@@ -85,7 +85,7 @@ from dape_jax.model.scores import Mask, Scores, masked_softmax
 from dape_jax.model.transformer import Cache, Transformer, TransformerConfig, make_cache
 
 __all__ = [  # noqa: RUF022
-    # In reading order. Attention over any block of query rows.
+    # Attention over any block of query rows.
     "attend",
     "Dense",
     "Blockwise",
@@ -109,7 +109,7 @@ __all__ = [  # noqa: RUF022
     "fire",
     "cope",
     "transformer_xl",
-    # The same as NNX modules, which hold the parameters.
+    # The same as NNX modules with parameters.
     "Dape",
     "Plain",
     "Alibi",
@@ -120,7 +120,7 @@ __all__ = [  # noqa: RUF022
     "Fire",
     "Cope",
     "TransformerXL",
-    # Frozen configs, which build the modules.
+    # Frozen configs that build the modules.
     "DapeConfig",
     "PlainConfig",
     "NopeConfig",
@@ -138,13 +138,13 @@ __all__ = [  # noqa: RUF022
     "PositionInterpolation",
     "NtkAware",
     "Yarn",
-    # All of a kind, by the name that a config file has for it.
+    # Registries: names in config files -> configs and implementations.
     "BIASES",
     "CONTEXTUAL",
     "PROCESSORS",
     "ROTARY",
     "IMPLEMENTATIONS",
-    # What your own must look like.
+    # Interfaces of your own biases, processors and implementations.
     "Bias",
     "ContextualBias",
     "Processor",
@@ -156,6 +156,6 @@ __all__ = [  # noqa: RUF022
     "Transformer",
     "Cache",
     "make_cache",
-    # What bad input raises.
+    # Bad input raises this.
     "InputError",
 ]

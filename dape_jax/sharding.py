@@ -1,14 +1,14 @@
-"""Where arrays live: the mesh, and one table from the shape legend to mesh axes.
+"""Sharding: the mesh, and one table from the shape legend to mesh axes.
 
 In: names of parameters, letters of activations. Out: shardings. Next: `data/`.
 
-Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters, and it is the same for
-parameters and activations but for two lines.
+Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters. It is the same for
+parameters and activations except for two lines.
 
-Heads are never split inside attention: the score convolution mixes them, so a device that had some of the heads would
-need the scores of all the others. A query row is complete in itself, so attention is split over the batch and over
-query rows: `context` holds rows of the text all the way through the model, and `tensor`, which splits heads in the
-projections around attention, splits rows inside it (`attention.attend_on_mesh`).
+Heads are never split inside attention: the score convolution mixes them, so a device with some of the heads would need
+the scores of all others. Query rows are independent, so attention is split over the batch and over query rows:
+`context` splits the rows of a sequence throughout the model; `tensor` splits heads in the projections around attention
+and rows inside it (`attention.attend_on_mesh`).
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from jax.typing import DTypeLike
 
 from dape_jax.errors import InputError, require
 
-# Mesh axes, the slowest network first: `data` holds copies of the parameters (between slices), `fsdp` shards of them,
-# and the batch is split over both; `context` splits the text, `tensor` heads, feed-forward width and vocabulary.
+# Mesh axes, slowest network first: `data` replicates the parameters (between slices), `fsdp` shards them, and the batch
+# is split over both; `context` splits sequences, `tensor` heads, feed-forward width and vocabulary.
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
-ROW_AXES = ("context", "tensor")  # that attention splits query rows over
+ROW_AXES = ("context", "tensor")  # attention splits query rows over these
 BATCH = PartitionSpec(BATCH_AXES)
 
 # Letters that are in neither table are replicated.
@@ -40,12 +40,12 @@ ACTIVATION_AXES = BOTH_AXES | {"B": BATCH_AXES, "T": "context"}
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; -1, for one of them, is whatever devices are left.
+    """Sizes of the mesh axes; one of them may be -1, for all remaining devices.
 
     Args:
         data: copies of the parameters; a multiple of the number of slices.
         fsdp: shards of the parameters.
-        context: parts of the text.
+        context: parts of each sequence.
         tensor: parts of heads, feed-forward width and vocabulary.
     """
 
@@ -57,19 +57,19 @@ class MeshConfig:
     def __post_init__(self):
         for axis in AXES:
             size = getattr(self, axis)
-            require(size > 0 or size == -1, f"mesh.{axis}", size, "a positive size, or -1 for the devices left over")
-        require(dataclasses.astuple(self).count(-1) < 2, "mesh", self.asked(), "-1 for one axis at most")
+            require(size > 0 or size == -1, f"mesh.{axis}", size, "must be positive, or -1 for all remaining devices")
+        require(dataclasses.astuple(self).count(-1) < 2, "mesh", self.asked(), "must have -1 for one axis at most")
 
     def asked(self) -> str:
-        """The sizes as a flag gives them, those of 1 left out: fsdp=4,context=2."""
+        """Return the sizes as a flag, without those of 1: fsdp=4,context=2."""
         sizes = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
         return ",".join(sizes) or "data=1"
 
     def sizes(self, num_devices: int) -> tuple[int, ...]:
-        """The sizes in the order of `AXES`, with -1 resolved.
+        """Return the sizes in the order of `AXES`, with -1 resolved.
 
         Raises:
-            InputError: they do not multiply to the number of devices.
+            InputError: the product of the sizes is not the number of devices.
         """
         asked = dataclasses.astuple(self)
         given = int(np.prod([size for size in asked if size != -1]))
@@ -79,25 +79,27 @@ class MeshConfig:
 
 
 def read_mesh(field: str, text: str) -> MeshConfig:
-    """The mesh that a flag describes, `fsdp=4,context=2`; axes that are not named are 1.
+    """Parse a flag such as `fsdp=4,context=2`; axes that are not named have size 1.
 
     Raises:
-        InputError: an axis that does not exist, or a size that is no number.
+        InputError: an unknown axis, or a size that is not a number.
     """
     given: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
         is_size = size.removeprefix("-").isascii() and size.removeprefix("-").isdigit() and axis not in given
-        require(axis in AXES and is_size, field, text, f"axis=size,axis=size with the axes {list(AXES)}, each once")
+        require(
+            axis in AXES and is_size, field, text, f"must be axis=size,axis=size with axes of {list(AXES)}, each once"
+        )
         given[axis] = int(size)
     return MeshConfig(**dict.fromkeys(AXES, 1) | given)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The one mesh of a run. Axes are Auto: the compiler places what the table leaves open.
+    """Make the mesh of a run. Axes are Auto: the compiler shards arrays that the table does not mention.
 
     Raises:
-        InputError: the axes do not multiply to the devices, or `data` cannot be laid over the slices.
+        InputError: the product of the axes is not the number of devices, or `data` is not a multiple of the slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = config.sizes(len(devices))
@@ -105,16 +107,16 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices == 1:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
-    require(sizes[0] % num_slices == 0, "mesh.data", sizes[0], f"a multiple of the {num_slices} slices")
+    require(sizes[0] % num_slices == 0, "mesh.data", sizes[0], f"must be a multiple of the {num_slices} slices")
     within, between = (sizes[0] // num_slices, *sizes[1:]), (num_slices, 1, 1, 1)
     return Mesh(mesh_utils.create_hybrid_device_mesh(within, between, devices), AXES, axis_types=types)
 
 
 def parameter_spec(name: str, ndim: int) -> PartitionSpec:
-    """PartitionSpec of a parameter, from the letters at the end of its name.
+    """Return the PartitionSpec of a parameter, from the letters at the end of its name.
 
     Leading dims beyond the letters are stacked layers. Vectors and parameters without letters are replicated, and so
-    are the heads of whatever has no D: only projections are split by head, biases and score convolutions are whole.
+    are the heads of parameters without D: only projections are split by head, not biases and score convolutions.
     """
     letters = name.rsplit("_", 1)[-1]
     if not letters.isupper() or len(letters) < 2:
@@ -125,7 +127,7 @@ def parameter_spec(name: str, ndim: int) -> PartitionSpec:
 
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
-    """NamedSharding of every leaf of a nested dict of parameters."""
+    """Return the NamedSharding of every leaf of a nested dict of parameters."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, parameter_spec(path[-1].key, leaf.ndim))
@@ -134,42 +136,42 @@ def parameter_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same value on every device."""
+    """Return the sharding of a value that is the same on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def activation_spec(letters: str) -> PartitionSpec:
-    """PartitionSpec of an activation with these dims."""
+    """Return the PartitionSpec of an activation with these dims."""
     return PartitionSpec(*[ACTIVATION_AXES.get(letter) for letter in letters])
 
 
 def in_mesh() -> bool:
-    """Whether the mesh of `jax.set_mesh` is one of ours."""
+    """Return whether the mesh of `jax.set_mesh` has our axes."""
     return set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def device_platform() -> str:
-    """Platform of the devices in the mesh of `jax.set_mesh`, which need not be here; without one, of JAX's own."""
+    """Return the platform of the mesh of `jax.set_mesh`, whose devices may be abstract, or else of JAX's backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def this_device_kind() -> str:
-    """What JAX calls the devices of `device_platform`: "TPU v5 lite"."""
+    """Return JAX's name for the devices of `device_platform`: "TPU v5 lite"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def axis_sizes() -> dict[str, int]:
-    """Sizes of the axes in the mesh of `jax.set_mesh`; all 1 where there is none, or another than ours."""
+    """Return the sizes of the axes in the mesh of `jax.set_mesh`; all 1 without a mesh of ours."""
     return dict(jax.sharding.get_abstract_mesh().shape) if in_mesh() else dict.fromkeys(AXES, 1)
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-    """Keep an activation where the table has it, in the mesh of `jax.set_mesh`; without ours, as it is.
+    """Shard an activation by the table, in the mesh of `jax.set_mesh`; return it unchanged without a mesh of ours.
 
-    Said at the embedding and in every layer: from the parameters' shardings alone the compiler would split the width,
-    and compute the whole batch on every device.
+    The constraint is needed at the embedding and in every layer: from the parameters' shardings alone the compiler
+    would split the width, and compute the whole batch on every device.
     """
     if not in_mesh():
         return x
@@ -177,24 +179,25 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 
 
 def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """An einsum of an activation and a parameter, "BTD,DF->BTF", in the mesh of `jax.set_mesh`; without ours, plain.
+    """Compute an einsum of an activation and a parameter, "BTD,DF->BTF", in the mesh of `jax.set_mesh`, if it is ours.
 
-    Each device multiplies its own part of the activation with the weight, whose shards over `fsdp` are gathered before;
-    where the dim that is summed is split over `tensor`, the parts are added up. Said so, and not left to the compiler,
-    nothing is computed twice, what is gathered is in the dtype of the matmul, and gradients are summed into shards.
+    Each device gathers the weight's shards over `fsdp` and multiplies them with its part of the activation. If the
+    summed dim is split over `tensor`, the partial sums are added. Explicit collectives are needed: they compute nothing
+    twice, gather in the dtype of the matmul, and reduce-scatter the gradients.
 
     Args:
         equation: with the letters of the tables.
-        x: activation, placed as its letters say.
-        weight: parameter, in the dtype of the matmul: that is what is gathered.
+        x: activation, sharded by its letters.
+        weight: parameter, in the dtype of the matmul, in which it is gathered.
         dtype: of the result; None for that of the arguments.
     """
     if not in_mesh():
         return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
     inputs, result = equation.split("->")
-    of_x, of_weight = inputs.split(",")
-    weight_spec = parameter_spec(f"_{of_weight}", weight.ndim)
-    summed = tuple({ACTIVATION_AXES[letter] for letter in of_x if letter not in result and letter in ACTIVATION_AXES})
+    x_letters, weight_letters = inputs.split(",")
+    weight_spec = parameter_spec(f"_{weight_letters}", weight.ndim)
+    summed_letters = [letter for letter in x_letters if letter not in result]
+    summed = tuple({ACTIVATION_AXES[letter] for letter in summed_letters if letter in ACTIVATION_AXES})
 
     def on_device(x: jax.Array, weight: jax.Array) -> jax.Array:
         if "fsdp" in weight_spec:
@@ -202,14 +205,14 @@ def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | No
         y = jnp.einsum(equation, x, weight, preferred_element_type=dtype)
         return jax.lax.psum(y, summed) if summed else y
 
-    specs = activation_spec(of_x), weight_spec
+    specs = activation_spec(x_letters), weight_spec
     return jax.shard_map(on_device, in_specs=specs, out_specs=activation_spec(result))(x, weight)
 
 
 def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Rows of an embedding table: in a mesh, looked up split over the width, as the table is, and then regrouped.
+    """Return rows of an embedding table; on a mesh, gather rows split over the width like the table, then reshard.
 
-    Said step by step, or the compiler gathers the whole table, or the whole batch, on every device.
+    The intermediate constraints are needed: otherwise XLA all-gathers the table, or the batch, on every device.
     """
     if not in_mesh():
         return table_VD[tokens_BT]
@@ -219,11 +222,11 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 
 def stripe(x: jax.Array, dim: int) -> jax.Array:
-    """Reorder the text so that the part of `context` device i of n is its rows i, n + i, 2 n + i, ..
+    """Reorder a sequence so that `context` device i of n has rows i, n + i, 2 n + i, ..
 
-    In parts of neighbouring rows the last device would have nearly all of a causal mask, and the first none. Dealt like
-    cards, local row t of every device sees (t + 1) n keys but for a device's own place, n - 1 at most: the difference
-    between two devices' work is below n / T of it, and none in a program whose shapes are the same on all of them.
+    With contiguous parts the last device would have nearly all of a causal mask, and the first almost nothing. With
+    stripes, local row t of device i sees t n + i + 1 keys: devices differ by less than n / T of their work, and not at
+    all in a program whose shapes are the same on every device.
 
         rows        0 1 2 3 4 5 6 7
         n = 4       0 4 | 1 5 | 2 6 | 3 7
@@ -232,7 +235,7 @@ def stripe(x: jax.Array, dim: int) -> jax.Array:
 
 
 def unstripe(x: jax.Array, dim: int) -> jax.Array:
-    """The rows in the order of the text again."""
+    """Undo `stripe`."""
     return _transposed(x, dim, (axis_sizes()["context"], -1))
 
 
@@ -247,52 +250,52 @@ def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
 
     Args:
         mesh: of the run.
-        sizes: letter -> the field of the config that decides its size, and the size.
+        sizes: letter -> config field of its size, and the size.
     """
     needed = {"D": ("fsdp",), "T": ROW_AXES} | {letter: (axis,) for letter, axis in BOTH_AXES.items()}
     for letter, (field, size) in sizes.items():
         parts = int(np.prod([mesh.shape[axis] for axis in needed[letter]]))
         axes = " x ".join(f"mesh.{axis}" for axis in needed[letter])
-        require(size % parts == 0, field, size, f"a multiple of {axes} = {parts}")
+        require(size % parts == 0, field, size, f"must be a multiple of {axes} = {parts}")
 
 
 @functools.cache
 def _held(sharding: NamedSharding, dim: int, size: int) -> tuple[np.ndarray, int, int]:
-    """What this process holds of a dim: its indices, and as which part of how many that processes hold."""
+    """Return this process's indices of a dim, and which of how many parts they are."""
     shape = tuple(size if d == dim else sharding.mesh.size for d in range(len(sharding.spec)))
-    of_process: dict[int, set[int]] = {}
+    by_process: dict[int, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        of_process.setdefault(device.process_index, set()).update(range(*index[dim].indices(size)))
-    parts = sorted({tuple(sorted(indices)) for indices in of_process.values()})
+        by_process.setdefault(device.process_index, set()).update(range(*index[dim].indices(size)))
+    parts = sorted({tuple(sorted(indices)) for indices in by_process.values()})
     if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != size:
         sizes = dict(sharding.mesh.shape)
-        raise InputError(f"mesh = {sizes}: the {len(of_process)} processes would hold overlapping parts of a batch")
-    mine = tuple(sorted(of_process[jax.process_index()]))
+        raise InputError(f"mesh = {sizes}: must not give {len(by_process)} processes overlapping parts of a batch")
+    mine = tuple(sorted(by_process[jax.process_index()]))
     return np.array(mine), parts.index(mine), len(parts)
 
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:
-    """Which part of every batch's rows this process feeds, and of how many.
+    """Return which part of every batch's rows this process feeds, and the number of parts.
 
-    Processes that hold the same rows (`context` or `tensor` spans them) feed the same part.
+    Processes with the same rows (if `context` or `tensor` spans processes) feed the same part.
 
     Raises:
-        InputError: processes hold rows that overlap in part.
+        InputError: the rows of two processes overlap in part.
     """
     _, part, num_parts = _held(NamedSharding(mesh, activation_spec("BT")), 0, mesh.size)
     return part, num_parts
 
 
 def rows_of_part(batch: dict[str, np.ndarray], part: int, num_parts: int) -> dict[str, np.ndarray]:
-    """Of a whole batch the rows of one part, as `batch_part` counts them."""
+    """Return one part of a batch's rows; see `batch_part`."""
     return {name: np.split(rows, num_parts)[part] for name, rows in batch.items()}
 
 
 def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
-    """This process's part of a batch -> global arrays, rows split over the batch's axes and the text over `context`.
+    """Make global arrays of this process's part of a batch: rows split over `BATCH_AXES`, sequences over `context`.
 
     Args:
-        batch: arrays with dims B, or B and T, of the rows of `batch_part`, each with all of its text.
+        batch: arrays with dims B, or B and T, of the rows of `batch_part`, each with its whole sequence.
         mesh: of the run.
     """
 

@@ -626,7 +626,7 @@ def test_bad_configs_are_named():
     ("changes", "words"),
     [
         ({"train__batch_size": 12}, "train.batch_size = 12: a multiple of 8 devices"),
-        ({"mesh__context": 2, "data__pad_to": 7}, "data.pad_to = 7: a multiple of mesh.context"),
+        ({"mesh__context": 2, "data__pad_to": 7}, "data.pad_to = 7: must be a multiple of mesh.context"),
     ],
 )
 def test_what_does_not_divide_is_named_before_the_work(tmp_path, changes, words):
@@ -651,7 +651,7 @@ def test_a_bias_that_is_causal_alone_is_named_before_the_work(tmp_path):
         (["dape"], {"step": "3"}, "step = '3': one of"),
         (["dape", "dape"], {}, "workdir = .*must have different names"),
         (["dape"], {"mesh": MeshConfig(1, 1, 8, 1), "lengths": (3,)}, None),
-        (["dape"], {"mesh": MeshConfig(1, 1, 4, 2)}, "model.vocab_size = 3: a multiple of mesh.tensor = 2"),
+        (["dape"], {"mesh": MeshConfig(1, 1, 4, 2)}, "model.vocab_size = 3: must be a multiple of mesh.tensor = 2"),
         (["dape"], {"mesh": MeshConfig(1, 1, 16, 1)}, "mesh = 'context=16': must multiply to 8 devices"),
         (["dape"], {"mesh": MeshConfig(4, 1, 1, 1)}, "mesh = 'data=4': must multiply to 8 devices"),
         (["nowhere"], {}, "workdir = .*nowhere"),
