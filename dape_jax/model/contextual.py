@@ -110,7 +110,7 @@ class Cope(nnx.Module):
             InputError: attention is not causal: CoPE has no position for a key on the right.
         """
         require(
-            causal, "model.bias", "cope", "must be another bias if attention is not causal: CoPE counts earlier keys"
+            causal, "model.bias", "cope", "must be another bias: CoPE counts earlier keys, for causal attention only"
         )
         return cope(q_BTHK, scores_BHTS, mask_TS, self.table_KP[...])
 
