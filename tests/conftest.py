@@ -7,8 +7,9 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
-# The suite's time is compilation, and LLVM's optimisation doubles it. The command lines' tests run with it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# The suite's time is compilation: LLVM's optimisation doubles it, and XLA's newer emitter of fused loops triples it.
+# Command lines started by tests inherit these flags.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 # One compilation cache for all workers, command lines and later runs: its key covers program, options and versions.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
