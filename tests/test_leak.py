@@ -1,16 +1,19 @@
-"""The paper's information-leak experiment (section 4.5, figure 6): it is tril that keeps the future out.
+"""The paper's information-leak experiment (section 4.5, figure 6): without tril, rows read the future.
 
-A centered kernel reads to its right. Row i may see columns up to i, and without tril the convolutions carry the scores
-of columns i + 1 .. i + 2 (W//2) into them: numbers about the next token, one for each head, that training can read.
+A centered kernel reads to its right. Row i sees columns up to i, and without tril the convolutions carry the scores of
+columns i + 1 .. i + 2 (W//2) into them: numbers that depend on the next token, one per head, which training can use.
 """
 
 import math
+from collections.abc import Callable
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import make_qkv
 from jax.sharding import Mesh
 
 from dape_jax.config import read_model
@@ -29,17 +32,17 @@ from dape_jax.training.step import (
 )
 
 LENGTH = 12
-NUM_TOKENS = 16  # drawn uniformly; one more opens every text
+NUM_TOKENS = 16  # drawn uniformly; one more starts every sequence
 MODEL = {
     "num_layers": 2,
     "width": 32,
-    "num_heads": 16,  # the next token reaches a row as one number for each head
+    "num_heads": 16,  # the next token reaches a row as one number per head
     "num_kv_heads": 16,
     "vocab_size": NUM_TOKENS + 1,
     "num_outputs": None,
     **GPT_NEOX,
     "rotary": {"name": "none"},
-    "bias": {"name": "kerple"},  # weight on near columns, the ones that the leak reaches, from the start
+    "bias": {"name": "kerple"},  # initially weights near columns most, those that leak
     "processor": {"name": "dape", "kernel_width": 3, "channels": 32},
     "window": None,
     "attention": {"name": "dense"},
@@ -61,18 +64,18 @@ NUM_STEPS = 250
 IMPLEMENTATIONS = {"dense": Dense(), "blockwise": Blockwise(block_size=4, num_buckets=3)}
 
 
-def random_text(key: jax.Array, batch_size: int) -> dict[str, jax.Array]:
-    """Fresh tokens, uniform and independent: nothing before a token tells of it.
+def random_tokens(key: jax.Array, batch_size: int) -> dict[str, jax.Array]:
+    """Return uniform independent tokens: no token can be predicted from those before it.
 
-    The first input is always the same token, and none like it follows. What a row can say is how it weighs values that
-    differ, and random tokens repeat: a row that sees one token twice, and nothing else, has no way to say anything.
+    The first input is always the same token, which does not occur again. The output of a row is a weighted mean of
+    values: a row that sees only copies of one random token could not express anything.
     """
     tokens_BT = jax.random.randint(key, (batch_size, LENGTH + 1), 0, NUM_TOKENS).at[:, 0].set(NUM_TOKENS)
     return {"inputs": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:]}
 
 
 def trained(leak: bool, seed: int, mesh: Mesh) -> tuple[nnx.GraphDef, Params]:
-    """The model after `NUM_STEPS` steps, each on tokens that it has never seen."""
+    """Return the model after `NUM_STEPS` steps, each on new tokens."""
     config = read_model(MODEL | {"processor": MODEL["processor"] | {"leak": leak}})
     optimizer = make_optimizer(OPTIMIZER, NUM_STEPS)
     graphdef, _ = model_structure(config)
@@ -81,37 +84,37 @@ def trained(leak: bool, seed: int, mesh: Mesh) -> tuple[nnx.GraphDef, Params]:
 
     @jax.jit
     def run(state: TrainState, keys: jax.Array) -> TrainState:
-        return jax.lax.scan(lambda state, key: (step(state, random_text(key, BATCH_SIZE))[0], None), state, keys)[0]
+        return jax.lax.scan(lambda state, key: (step(state, random_tokens(key, BATCH_SIZE))[0], None), state, keys)[0]
 
     with jax.set_mesh(mesh):
         return graphdef, run(state, jax.random.split(jax.random.key(seed), NUM_STEPS)).params
 
 
 def fresh_nll(leak: bool, seed: int, batch_size: int = 1000) -> np.ndarray:
-    """Train, and return the nll [B, T] of every target of texts that are new again."""
+    """Train, and return the nll [B, T] of every target of new sequences."""
     mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
     graphdef, params = trained(leak, seed, mesh)
     with jax.set_mesh(mesh):
-        batch = random_text(jax.random.fold_in(jax.random.key(seed), 1), batch_size)
+        batch = random_tokens(jax.random.fold_in(jax.random.key(seed), 1), batch_size)
         return np.asarray(make_nll_step(graphdef, LENGTH)(params, batch), np.float64)
 
 
 def lower_bound(nll_nats: np.ndarray) -> float:
-    """What the mean nll of a model that does not see its target stays above, but for a chance of about 1 in 30000.
+    """Return a lower bound of the mean nll of a model that does not see its targets; it fails once in about 30000.
 
-    No distribution over the next token has an expected nll below ln V where the token is uniform and independent of all
-    that the distribution was made from. So the estimate's only error is that of sampling: the nlls, less their means
-    given the text before, are uncorrelated, and over N targets their mean deviates by sigma / sqrt(N) at most.
+    If the next token is uniform and independent of the inputs, no prediction has an expected nll below ln V. The only
+    error of the estimate is then that of sampling: the nlls minus their conditional means are uncorrelated, and over N
+    targets their mean has a standard deviation of at most sigma / sqrt(N).
     """
     return math.log(NUM_TOKENS) - 4 * nll_nats.std() / math.sqrt(nll_nats.size)
 
 
 @pytest.mark.slow
 def test_without_tril_random_tokens_are_predicted():
-    """Far below ln V on fresh random tokens, which nothing but a leak can do; and only where there is a leak.
+    """With a leak the loss on new random tokens falls far below ln V, at every row that the leak reaches.
 
-    The first row sees one column, so its softmax is 1 whatever the score, and the last row's target is not among the
-    inputs: there the loss is that of a guess.
+    The first row sees one column, so its softmax is 1 whatever the score, and the target of the last row is not among
+    the inputs: there the loss is that of chance.
     """
     nll_BT = fresh_nll(leak=True, seed=0)
     assert nll_BT[:, 1:-1].mean() < 0.1
@@ -121,27 +124,21 @@ def test_without_tril_random_tokens_are_predicted():
 
 @pytest.mark.slow
 def test_with_tril_random_tokens_stay_random():
-    """The same model, seed, tokens and steps: the loss on fresh tokens is ln V, at every row."""
+    """With the same model, seed, tokens and steps the loss on new tokens is ln V at every row."""
     nll_BT = fresh_nll(leak=False, seed=0)
-    assert lower_bound(nll_BT) > math.log(NUM_TOKENS) - 0.02  # a bound that says something
+    assert lower_bound(nll_BT) > math.log(NUM_TOKENS) - 0.02  # the bound is tight
     assert lower_bound(nll_BT) <= nll_BT.mean() < math.log(NUM_TOKENS) + 0.05
     for nll_B in nll_BT.T:
         assert nll_B.mean() >= lower_bound(nll_B)
 
 
-def attended(qkv: list[jax.Array], implementation: str, **options) -> np.ndarray:
-    """One layer of attention; its parameters are the same whether it leaks or not."""
-    heads, head_dim = qkv[0].shape[2:]
-    rngs, pos_T = nnx.Rngs(0), jnp.arange(qkv[0].shape[1])
-    bias = BIASES["kerple"]().build(heads, head_dim, rngs)
-    processor = DapeConfig(channels=5, **options).build(heads, rngs=rngs)
+def layer(implementation: str, **options) -> Callable[..., jax.Array]:
+    """Return one compiled layer of attention, whose parameters are the same whether it leaks or not."""
+    rngs, pos_T = nnx.Rngs(0), jnp.arange(14)
+    bias = BIASES["kerple"]().build(2, 4, rngs)
+    processor = DapeConfig(channels=5, **options).build(2, rngs=rngs)
     run = IMPLEMENTATIONS[implementation]
-    return np.asarray(run(*qkv, pos_T, pos_T, ScoreMod(bias, processor)))
-
-
-def make_qkv(length: int = 14) -> list[jax.Array]:
-    """Queries, keys and values [B, T, H, K]."""
-    return [jax.random.normal(key, (2, length, 2, 4)) for key in jax.random.split(jax.random.key(1), 3)]
+    return jax.jit(lambda *qkv: run(*qkv, pos_T, pos_T, ScoreMod(bias, processor)))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -160,23 +157,23 @@ def make_qkv(length: int = 14) -> list[jax.Array]:
 def test_how_far_a_leak_reaches(implementation, kernel_width, alignment, leak, reach):
     """A change of key j reaches the rows from j - 2 (W//2) on if the kernel is centered and leaks, else from j on.
 
-    It touches the score of key j and nothing else of the rows before j; no bit of the rows out of reach may change.
+    It changes the score of key j and nothing else of the rows before j; no bit of the other rows may change.
     """
-    q, k, v = make_qkv()
-    options = {"kernel_width": kernel_width, "alignment": alignment, "leak": leak}
-    before = attended([q, k, v], implementation, **options)
-    for j in (8, 10):  # the first of a block, where a leak must cross to the blocks before it, and one inside
-        after = attended([q, k.at[:, j].add(1.0), v], implementation, **options)
-        np.testing.assert_array_equal(after[:, : j - reach], before[:, : j - reach])
+    q, k, v = make_qkv(14)
+    run = layer(implementation, kernel_width=kernel_width, alignment=alignment, leak=leak)
+    before = run(q, k, v)
+    for j in (8, 10):  # the first row of a block, where a leak must reach the blocks before it, and one inside
+        after = run(q, k.at[:, j].add(1.0), v)
+        chex.assert_trees_all_equal(after[:, : j - reach], before[:, : j - reach])
         assert np.abs(after - before)[:, j - reach :].max((0, 2, 3)).min() > 1e-5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("kernel_width", "alignment"), [(1, "centered"), (1, "causal"), (2, "causal"), (3, "causal")])
-def test_without_a_kernel_to_the_right_there_is_nothing_to_leak(implementation, kernel_width, alignment):
-    """To the bit: tril takes away only what such a kernel never brings to a visible column."""
+def test_without_a_kernel_to_the_right_nothing_leaks(implementation, kernel_width, alignment):
+    """Bitwise: tril removes only scores that such a kernel never carries to a visible column."""
     outs = [
-        attended(make_qkv(), implementation, kernel_width=kernel_width, alignment=alignment, leak=leak)
+        layer(implementation, kernel_width=kernel_width, alignment=alignment, leak=leak)(*make_qkv(14))
         for leak in (False, True)
     ]
-    np.testing.assert_array_equal(*outs)
+    chex.assert_trees_all_equal(*outs)

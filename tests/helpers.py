@@ -1,0 +1,180 @@
+"""Attention layers for tests: every bias, processor and implementation, and samples of their product."""
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from dape_jax.model.attention import Blockwise, Dense
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.processors import PROCESSORS, DapeConfig, ScoreMod
+from dape_jax.model.scores import Mask
+
+ALL_BIASES = BIASES | CONTEXTUAL
+SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # thresholds that short sequences reach
+
+ALL_PROCESSORS = {name: kind() for name, kind in PROCESSORS.items() if kind is not DapeConfig}
+ALL_PROCESSORS |= {f"dape{W}": DapeConfig(kernel_width=W, channels=5) for W in (1, 3, 5, 11)}
+ALL_PROCESSORS |= {f"causal{W}": DapeConfig(kernel_width=W, channels=5, alignment="causal") for W in (2, 4)}
+ALL_PROCESSORS |= {
+    "equation2": DapeConfig(kernel_width=3, channels=5, residual=False),
+    "of_scores": DapeConfig(kernel_width=3, channels=5, inputs="scores"),
+    "of_bias": DapeConfig(kernel_width=3, channels=5, inputs="bias"),
+    "identity": DapeConfig(kernel_width=3, channels=5, init="identity"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """Attend as generation does: a few rows at a time, against a cache whose unwritten columns hold random numbers."""
+
+    num_rows: int = 3
+    num_unused: int = 3
+
+    def __call__(self, q, k, v, q_pos, k_pos, score_mod, mask):
+        unused = 10_000 + jnp.arange(self.num_unused, dtype=k_pos.dtype)
+        batch, length, *kv_shape = k.shape
+        cache = [7 * make_qkv(length + self.num_unused, batch, *kv_shape)[0].astype(k.dtype) for _ in range(2)]
+        outs = []
+        for start in range(0, length, self.num_rows):
+            rows = slice(start, min(start + self.num_rows, length))
+            cache = [c.at[:, rows].set(x[:, rows]) for c, x in zip(cache, (k, v), strict=True)]
+            pos = jnp.concatenate([k_pos, unused])
+            outs.append(Dense()(q[:, rows], *cache, q_pos[rows], pos, score_mod, mask))
+        return jnp.concatenate(outs, axis=1)
+
+
+# Several blocks and runs at the lengths used here. The fused kernels have their own tests, in `test_kernels.py`.
+ALL_IMPLEMENTATIONS = {
+    "dense": Dense(),
+    "blockwise": Blockwise(block_size=4, num_buckets=3),
+    "any_rows": Blockwise(block_size=4, num_buckets=3).for_cached_decoding,
+    "cached": Cached(),
+}
+KINDS = {"full": {}, "grouped_window": {"kv_heads": 1, "window": 4}}
+LENGTH = 11
+
+
+def is_valid(bias: str, processor: str, *others: str) -> bool:
+    """Return whether a processor has all that it reads: without a bias, one of the bias alone has nothing."""
+    return not (bias == "nope" and processor == "of_bias")
+
+
+def meetings(case: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> set[tuple]:
+    """Return the values that meet in a case: for each group of axes, their values in it."""
+    return {(axes, tuple(case[axis] for axis in axes)) for axes in groups}
+
+
+def covering(
+    axes: Sequence[Sequence], groups: Sequence[tuple[int, ...]], seed: int = 0, valid: Callable[..., bool] = is_valid
+) -> list:
+    """Return a sample of the product of `axes` in which all values of every group of axes meet, if that is valid.
+
+    Greedy: the next case is the first of a shuffled product in which most values meet that have not met yet.
+
+    Args:
+        axes: values of each axis.
+        groups: for example (0, 1): each value of axis 0 meets each value of axis 1.
+        seed: of the shuffle.
+        valid: whether a case of the product is valid.
+    """
+    product = [case for case in itertools.product(*axes) if valid(*case)]
+    met = {case: meetings(case, groups) for case in random.Random(seed).sample(product, len(product))}
+    missing = set().union(*met.values())
+    sample = set()
+    while missing:
+        best = max(met, key=lambda case: len(met[case] & missing))
+        missing -= met.pop(best)
+        sample.add(best)
+    return [case for case in product if case in sample]
+
+
+def pairwise(axes: Sequence[Sequence], seed: int = 0, valid: Callable[..., bool] = is_valid) -> list:
+    """Return a sample of the product of `axes` in which every valid pair of values of two axes meets."""
+    return covering(axes, list(itertools.combinations(range(len(axes)), 2)), seed, valid)
+
+
+def each_value(axes: Sequence[Sequence], seed: int = 0, valid: Callable[..., bool] = is_valid) -> list:
+    """Return a sample of the product of `axes` with every value of every axis."""
+    return covering(axes, [(axis,) for axis in range(len(axes))], seed, valid)
+
+
+def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
+    """Return the whole product as parameters of a test; all cases outside of `sample` are slow."""
+    sample = set(sample)
+    return [
+        pytest.param(*case, marks=() if case in sample else pytest.mark.slow)
+        for case in itertools.product(*axes)
+        if valid(*case)
+    ]
+
+
+def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, dtype=jnp.float32):
+    """Return the random parameters of a bias and a processor, and a function of them that attends."""
+    rngs = nnx.Rngs(0)
+    layer = nnx.Dict(
+        bias=ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, rngs),
+        processor=ALL_PROCESSORS[processor].build(heads, has_bias=bias != "nope", dtype=dtype, rngs=rngs),
+    )
+    graphdef, params = nnx.split(layer, nnx.Param)
+    # Parameters that start at 0 would hide errors in their inputs.
+    params = jax.tree.map(
+        lambda p: p if p.any() else 0.3 * jax.random.normal(jax.random.key(p.size), p.shape), nnx.to_pure_dict(params)
+    )
+
+    def attend(params, q, k, v, implementation, q_pos=None, k_pos=None, **mask):
+        layer = nnx.merge(graphdef, params)
+        k_pos = jnp.arange(k.shape[1]) if k_pos is None else k_pos
+        q_pos = k_pos if q_pos is None else q_pos
+        return implementation(q, k, v, q_pos, k_pos, ScoreMod(layer.bias, layer.processor), Mask(**mask))
+
+    return params, attend
+
+
+def make_qkv(
+    length: int = LENGTH, batch: int = 2, heads: int = 2, head_dim: int = 4, seed: int = 1, kv_heads: int | None = None
+) -> list[jax.Array]:
+    """Return normal queries [B, T, H, K], keys and values [B, T, G, K]."""
+    shapes = [(batch, length, h, head_dim) for h in (heads, kv_heads or heads, kv_heads or heads)]
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def make_weight(out: jax.Array) -> jax.Array:
+    """Return a random cotangent for `out`."""
+    return jax.random.normal(jax.random.key(3), out.shape)
+
+
+@functools.cache
+def compiled(bias: str, processor: str, implementation: str, kind: str = "full", causal: bool = True) -> Callable:
+    """Return `run(qkv, q_pos, k_pos, weight) -> out, (gradients of parameters, gradients of qkv)`, compiled once.
+
+    The gradients are those of (out * weight).sum(): a weight that is 0 except for some rows selects these rows.
+    """
+    params, attend = make_layer(bias, processor)
+    window = KINDS[kind].get("window")
+
+    @jax.jit
+    def run(params, qkv, q_pos, k_pos, weight):
+        def loss(params, qkv):
+            function = ALL_IMPLEMENTATIONS[implementation]
+            out = attend(params, *qkv, function, q_pos, k_pos, causal=causal, window=window)
+            return (out * weight).sum(), out
+
+        grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+        return out, grads
+
+    return functools.partial(run, params)
+
+
+def tolerance(bias: str) -> float:
+    """Return a few float32 units of the largest score; Sandwich's bias is d / 2r = 32 at distance 0."""
+    return 2e-5 if bias == "sandwich" else 2e-6

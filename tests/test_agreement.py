@@ -1,0 +1,293 @@
+"""Implementations agree: dense = blockwise = any rows = cached = over devices, in values and all gradients.
+
+The fused kernels agree in `test_kernels.py`.
+"""
+
+import functools
+import itertools
+import random
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import (
+    ALL_BIASES,
+    ALL_IMPLEMENTATIONS,
+    ALL_PROCESSORS,
+    KINDS,
+    LENGTH,
+    Cached,
+    compiled,
+    covering,
+    every_case,
+    is_valid,
+    make_layer,
+    make_qkv,
+    make_weight,
+    pairwise,
+    tolerance,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dape_jax.model.attention import Blockwise, Dense, attend_on_mesh
+from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import DapeConfig, ScoreMod, key_convolution
+from dape_jax.model.scores import Mask
+from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
+
+POS = jnp.arange(LENGTH)
+AXES = (ALL_BIASES, ALL_PROCESSORS, [name for name in ALL_IMPLEMENTATIONS if name != "dense"], KINDS)
+# An implementation knows nothing of biases and processors: not every bias has to meet every processor.
+QUICK = covering(AXES, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
+
+
+def close(bias: str) -> dict[str, float]:
+    return {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
+
+
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, QUICK))
+def test_implementations_agree(bias, processor, implementation, kind):
+    qkv = make_qkv(kv_heads=KINDS[kind].get("kv_heads"))
+    weight = make_weight(qkv[0])
+    dense, other = (compiled(bias, processor, name, kind) for name in ("dense", implementation))
+    expected = dense(qkv, POS, POS, weight)
+    chex.assert_trees_all_close(other(qkv, POS, POS, weight), expected, **close(bias))
+    moved, _ = other([qkv[0], qkv[1].at[:, 0].add(1), qkv[2]], POS, POS, weight)  # a key that the first rows see
+    assert np.abs(moved - expected[0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 23])
+@pytest.mark.parametrize("implementation", [Blockwise(5, 4), Blockwise(64, 2), Cached(7)], ids=str)
+def test_implementations_agree_at_any_length(implementation, length):
+    """One token, one block, ragged last blocks; grouped heads, and a window longer than one block."""
+    params, attend = make_layer("kerple", "dape5", heads=4)
+    qkv = make_qkv(length, 1, heads=4, kv_heads=2)
+    weight = make_weight(qkv[0])
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def value_and_grads(params, qkv, implementation):
+        def loss(params, qkv):
+            return (attend(params, *qkv, implementation, window=7) * weight).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(params, qkv)
+
+    expected = value_and_grads(params, qkv, Dense())
+    chex.assert_trees_all_close(value_and_grads(params, qkv, implementation), expected, **close("kerple"))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_combination(data):
+    """Any method, sizes, window and implementation: strictly causal, prefix-invariant, equal to dense."""
+    methods = [pair for pair in itertools.product(ALL_BIASES, ALL_PROCESSORS) if is_valid(*pair)]
+    bias, processor = data.draw(st.sampled_from(methods), "method")
+    length = data.draw(st.integers(2, 30), "length")
+    t = data.draw(st.integers(1, length - 1), "t")
+    batch, kv_heads, group = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)), "B, G, H/G")
+    window = data.draw(st.none() | st.integers(1, 32), "window")
+    implementation = data.draw(
+        st.builds(Blockwise, block_size=st.integers(1, 32), num_buckets=st.integers(1, 6))
+        | st.builds(Cached, num_rows=st.integers(2, 30)),
+        "implementation",
+    )
+    heads = kv_heads * group
+    params, attend = make_layer(bias, processor, heads, 4)
+    qkv, other = (make_qkv(length, batch, heads, 4, seed, kv_heads) for seed in (1, 2))
+    changed = [jnp.concatenate([x[:, :t], y[:, t:]], axis=1) for x, y in zip(qkv, other, strict=True)]
+    step = jax.jit(lambda qkv: attend(params, *qkv, implementation, window=window))
+    whole = step(qkv)
+    chex.assert_trees_all_equal(step(changed)[:, :t], whole[:, :t])
+    dense = jax.jit(lambda qkv: attend(params, *qkv, Dense(), window=window))
+    chex.assert_trees_all_close(dense(qkv), whole, atol=tolerance(bias))
+    chex.assert_trees_all_close(step([x[:, :t] for x in qkv]), whole[:, :t], atol=tolerance(bias))
+
+
+ON_MESH = (ALL_BIASES, ("none", "dape3", "dape5", "causal2", "equation2", "of_bias"), (None, 5))
+ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("cope", "none", None)]
+
+
+@pytest.mark.parametrize(("bias", "processor", "window"), every_case(ON_MESH, ON_MESH_QUICK))
+def test_rows_over_devices_agree(bias, processor, window):
+    """Rows striped over context and tensor, heads whole: dense on one device, values and all gradients."""
+    params, attend = make_layer(bias, processor, heads=4)
+    qkv = make_qkv(24, heads=4, kv_heads=2)
+    weight = make_weight(qkv[0])
+
+    def on_mesh(q, k, v, q_pos, k_pos, *score_mod_and_mask):
+        q, k, v = (stripe(x, 1) for x in (q, k, v))
+        return unstripe(attend_on_mesh(Blockwise(4, 3), q, k, v, stripe(q_pos, 0), *score_mod_and_mask), 1)
+
+    def value_and_grads(implementation):
+        def loss(params, qkv):
+            return (attend(params, *qkv, implementation, window=window) * weight).sum()
+
+        return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, qkv))
+
+    expected = value_and_grads(Dense())
+    with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
+        found = value_and_grads(on_mesh)
+    chex.assert_trees_all_close(found, expected, **close(bias))
+
+
+BFLOAT16 = (ALL_BIASES, ("none", "dape3", "causal2", "of_bias"))
+BFLOAT16_QUICK = [("kerple", "dape3"), ("nope", "causal2"), ("cope", "none"), ("fire", "dape3")]
+
+
+@pytest.mark.parametrize(("bias", "processor"), every_case(BFLOAT16, BFLOAT16_QUICK))
+def test_bfloat16_is_near_float32(bias, processor, monkeypatch):
+    """Inputs and convolutions in bfloat16: values, and all gradients together.
+
+    A smooth LeakyReLU: rounding may carry a hidden feature that is almost 0 over the kink, and in a layer as small as
+    this one that feature alone can be several per cent of the gradient. Larger errors are allowed where the gradient
+    of Kerple's power weighs the rounding of the probabilities by dist^2, where CoPE's jumps as a position passes an
+    integer, and where Sandwich's bias is 32 at distance 0, so that features made of it are rounded by 0.1.
+    """
+    monkeypatch.setattr(jax.nn, "leaky_relu", lambda x, _: 0.5 * x + 0.49 * jnp.sqrt(x * x + 1))
+    qkv = make_qkv(16)
+    weight = make_weight(qkv[0])
+
+    def run(dtype):
+        params, attend = make_layer(bias, processor, dtype=dtype)
+
+        @jax.jit
+        def value_and_grads(params, qkv):
+            def loss(params, qkv):
+                out = attend(params, *[x.astype(dtype) for x in qkv], Dense())
+                assert out.dtype == dtype
+                return (out.astype(jnp.float32) * weight).sum(), out.astype(jnp.float32)
+
+            grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+            return out, jnp.concatenate([grad.reshape(-1) for grad in jax.tree.leaves(grads)])
+
+        return value_and_grads(params, qkv)
+
+    (full, full_grad), (half, half_grad) = run(jnp.float32), run(jnp.bfloat16)
+    assert not np.array_equal(half, full)
+    np.testing.assert_allclose(half, full, atol=0.06)
+    allowed = 0.03 if bias in ("kerple_power", "cope", "sandwich") else 0.01
+    assert jnp.linalg.norm(half_grad - full_grad) < allowed * jnp.linalg.norm(full_grad)
+
+
+@pytest.mark.parametrize(
+    ("bias", "implementation"),
+    every_case(
+        (("kerple", "cope", "transformer_xl"), ("dense", "blockwise")),
+        [("kerple", "blockwise"), ("cope", "dense"), ("transformer_xl", "blockwise")],
+    ),
+)
+def test_grouped_heads_are_shared_heads(bias, implementation):
+    """Two key heads for six query heads: the same as each of the two repeated three times, gradients summed."""
+    params, attend = make_layer(bias, "dape3", heads=6)
+    q, k, v = make_qkv(9, heads=6, kv_heads=2)
+    weight = make_weight(q)
+
+    def loss(k, v, repeats):
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+        return (attend(params, q, k, v, ALL_IMPLEMENTATIONS[implementation]) * weight).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    chex.assert_trees_all_close(step(k, v, 1), step(k, v, 3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
+def test_a_batch_is_its_sequences(bias, processor):
+    """Each sequence alone gives the same values; parameters have the sum of the gradients of each."""
+    params, attend = make_layer(bias, processor)
+    qkv = make_qkv(9, batch=3)
+    weight = make_weight(qkv[0])
+
+    @jax.jit
+    def value_and_grads(qkv, weight):
+        def loss(params, qkv):
+            out = attend(params, *qkv, Blockwise(block_size=4, num_buckets=2))
+            return (out * weight).sum(), out
+
+        (of_params, of_qkv), out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+        return of_params, (of_qkv, out)
+
+    shared, own = value_and_grads(qkv, weight)
+    each = [value_and_grads([x[b : b + 1] for x in qkv], weight[b : b + 1]) for b in range(3)]
+    assert np.abs(each[0][1][1] - each[1][1][1]).max() > 1e-2
+    sums = jax.tree.map(lambda *x: sum(x), *(of_params for of_params, _ in each))
+    chex.assert_trees_all_close(shared, sums, **close(bias))
+    chex.assert_trees_all_close(own, jax.tree.map(lambda *x: jnp.concatenate(x), *(x for _, x in each)), **close(bias))
+
+
+HALO = (
+    (1, 3, 7),
+    ("edge=listing", "leak", "leak,edge=listing", "leak,alignment=causal"),
+    (None, 3),
+)
+
+
+@pytest.mark.parametrize(("width", "options", "window"), every_case(HALO, pairwise(HALO)))
+def test_blocks_read_the_halo_of_a_row(width, options, window):
+    """Options that no cache can serve read keys beside those that a row sees: blockwise reads them too (`key_halo`)."""
+    options = dict(option.split("=") if "=" in option else (option, True) for option in options.split(","))
+    processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))
+    bias = BIASES["kerple"]().build(2, 4, nnx.Rngs(0))
+    qkv, pos = make_qkv(29), jnp.arange(29)
+    whole, blocks = (
+        jax.jit(lambda q, k, v, f=f: f(q, k, v, pos, pos, ScoreMod(bias, processor), Mask(window=window)))(*qkv)
+        for f in (Dense(), Blockwise(block_size=4, num_buckets=5))
+    )
+    chex.assert_trees_all_close(blocks, whole, atol=2e-6)
+
+
+@pytest.mark.parametrize("bias", ALL_BIASES)
+def test_biases_are_functions_of_positions_alone(bias):
+    """No length and no offset in the arrays: a corner of a large bias is the small bias, far away too."""
+    layer = ALL_BIASES[bias]().build(2, 4, nnx.Rngs(0))
+    if bias in BIASES and layer is not None:
+        q_pos, k_pos = jnp.array([1000, 3, 5]), jnp.array([0, 2, 3, 999])
+        whole = jax.jit(layer)(jnp.arange(1001), jnp.arange(1001))
+        assert np.abs(whole[:, 1000, 0] - whole[:, 1000, 1000]).max() > 1e-3
+        np.testing.assert_allclose(layer(q_pos, k_pos), whole[:, q_pos][:, :, k_pos], rtol=1e-5, atol=1e-5)
+    if bias not in ("nope", "fire"):  # FIRE's norm is of the position itself
+        run, qkv = compiled(bias, "dape3", "dense"), make_qkv()
+        near, far = (run(qkv, POS + start, POS + start, make_weight(qkv[0]))[0] for start in (0, 100_000))
+        np.testing.assert_allclose(near, far, atol=tolerance(bias))
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_bidirectional_biases_are_of_the_distance(bias):
+    """b(i, j) = b(j, i), and where the key is not after the query it is the causal bias."""
+    layer = BIASES[bias]().build(3, 4, nnx.Rngs(0))
+    if layer is None:
+        return
+    pos = jnp.arange(20)
+    both, causal = (jax.jit(lambda causal=causal: layer(pos, pos, causal=causal))() for causal in (False, True))
+    np.testing.assert_allclose(both, both.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.tril(both), np.tril(causal), rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 5 else pytest.mark.slow) for seed in range(40)])
+def test_matmuls_and_convolution_agree(monkeypatch, seed):
+    """A TPU computes with matmuls the same numbers as all others with a convolution, gradients too."""
+    draw = random.Random(seed)
+    width = draw.randint(1, 7)
+    left, right = draw.randint(0, width - 1), draw.randint(0, width - 1)
+    columns, dtype = draw.randint(width, width + 4), draw.choice(["float32", "bfloat16"])
+    x, kernel, dy = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 3, columns, 4), (width, 4, 5), (2, 3, columns + left + right - width + 1, 5)])
+    )
+
+    def value_and_grads(platform):
+        monkeypatch.setattr("dape_jax.model.processors.device_platform", lambda: platform)
+
+        @jax.jit
+        def run(x, kernel):
+            y, pullback = jax.vjp(lambda x, kernel: key_convolution(x, kernel, left, right), x, kernel)
+            return y, *pullback(dy)
+
+        return run(x.astype(dtype), kernel.astype(dtype))
+
+    found, expected = (value_and_grads(platform) for platform in ("tpu", "cpu"))
+    assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
+    chex.assert_trees_all_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5)

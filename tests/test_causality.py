@@ -1,0 +1,210 @@
+"""Which keys a query row depends on, over every bias x processor x implementation.
+
+Strict causality is bitwise: neither values nor gradients of a row know anything about later tokens, tokens before its
+window, or padding.
+"""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import (
+    ALL_BIASES,
+    ALL_IMPLEMENTATIONS,
+    ALL_PROCESSORS,
+    KINDS,
+    LENGTH,
+    compiled,
+    each_value,
+    every_case,
+    make_layer,
+    make_qkv,
+    make_weight,
+    pairwise,
+    tolerance,
+)
+
+from dape_jax.errors import InputError
+from dape_jax.model.attention import Dense
+from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import DapeConfig, ScoreMod
+from dape_jax.model.scores import Mask
+
+AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, KINDS)
+POS = jnp.arange(LENGTH)
+
+
+def test_every_pair_of_values_meets():
+    """The sample of the default suite holds every valid pair of values of two axes, and is much smaller than all."""
+    cases = [case.values for case in every_case(AXES, ())]
+    sample = pairwise(AXES)
+
+    def pairs(cases):
+        return {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+
+    assert pairs(sample) == pairs(cases)
+    assert ("nope", "of_bias") not in {case[:2] for case in cases}
+    assert len(sample) < len(cases) / 5
+    assert sample == pairwise(AXES) != pairwise(AXES, seed=1)
+
+
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, pairwise(AXES)))
+def test_rows_depend_on_visible_keys_alone(bias, processor, implementation, kind):
+    """Future, keys before the window, and padding change no bit and have a gradient of exactly 0; rows in any order."""
+    run = compiled(bias, processor, implementation, kind)
+    window = KINDS[kind].get("window") or LENGTH
+    qkv, other = (make_qkv(seed=seed, kv_heads=KINDS[kind].get("kv_heads")) for seed in (1, 2))
+    weight = make_weight(qkv[0])
+    t = 6
+
+    def replace(columns, arrays=(0, 1, 2)):
+        return [
+            jnp.where(columns[None, :, None, None], y, x) if i in arrays else x
+            for i, (x, y) in enumerate(zip(qkv, other, strict=True))
+        ]
+
+    def grads(rows):
+        """Return the gradients of q, k and v with respect to the sum over some rows."""
+        return run(qkv, POS, POS, jnp.where(rows[None, :, None, None], weight, 0))[1][1]
+
+    before, all_grads = run(qkv, POS, POS, weight)
+    chex.assert_tree_all_finite((before, all_grads))
+
+    # The future.
+    after, _ = run(replace(POS > t), POS, POS, weight)
+    chex.assert_trees_all_equal(before[:, : t + 1], after[:, : t + 1])
+    assert np.abs(before - after)[:, t + 1 :].max() > 1e-3
+    for grad in grads(POS <= t):
+        chex.assert_trees_all_equal(grad[:, t + 1 :], jnp.zeros_like(grad[:, t + 1 :]))
+        assert np.abs(grad[:, 1 : t + 1]).max() > 1e-4
+
+    # Keys before the window.
+    if window < LENGTH:
+        first = t - window + 1  # the first key that row t sees
+        after, _ = run(replace(POS < first, arrays=(1, 2)), POS, POS, weight)
+        chex.assert_trees_all_equal(before[:, t:], after[:, t:])
+        assert np.abs(before - after)[:, t - 1].max() > 1e-3
+        for grad in grads(POS >= t)[1:]:
+            chex.assert_trees_all_equal(grad[:, :first], jnp.zeros_like(grad[:, :first]))
+            assert np.abs(grad[:, first]).max() > 1e-6
+
+    # Padding: keys at negative positions. Later rows see the keys before it.
+    k_pos = jnp.where(POS < t, POS, -1)
+    padded, after = (run(x, POS, k_pos, weight)[0] for x in (qkv, replace(POS >= t, arrays=(1, 2))))
+    some = slice(0, t + window - 1)  # rows with a visible key
+    chex.assert_trees_all_equal(padded[:, some], after[:, some])
+    assert np.abs(padded - before)[:, t : t + window - 1].max() > 1e-3
+
+    # Any rows, in any order, against all keys.
+    if implementation in ("dense", "any_rows"):
+        rows = jnp.array([7, 0, 3, 3, 9, 10, 1, 2, 8, 5, 6])
+        found, _ = run([qkv[0][:, rows], *qkv[1:]], rows, POS, weight)
+        chex.assert_trees_all_close(found, before[:, rows], atol=tolerance(bias))
+
+
+PREFIX = (ALL_BIASES, ALL_PROCESSORS, ("dense", "blockwise"), KINDS)
+
+
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(PREFIX, each_value(PREFIX)))
+def test_a_prefix_of_the_input_gives_a_prefix_of_the_output(bias, processor, implementation, kind):
+    """f(x[:t]) = f(x)[:t] at true lengths, and the last row alone against all keys."""
+    params, attend = make_layer(bias, processor)
+    q, k, v = make_qkv(kv_heads=KINDS[kind].get("kv_heads"))
+
+    @jax.jit
+    def step(q, k, v, q_pos):
+        return attend(params, q, k, v, ALL_IMPLEMENTATIONS[implementation], q_pos, window=KINDS[kind].get("window"))
+
+    whole, _ = compiled(bias, processor, implementation, kind)([q, k, v], POS, POS, make_weight(q))
+    for t in (2, 7):
+        part = step(q[:, :t], k[:, :t], v[:, :t], POS[:t])
+        chex.assert_trees_all_close(part, whole[:, :t], atol=tolerance(bias))
+        assert np.abs(part[:, -1] - whole[:, t]).max() > 1e-3
+    chex.assert_trees_all_close(step(q[:, -1:], k, v, POS[-1:]), whole[:, -1:], atol=tolerance(bias))
+
+
+def test_a_window_as_long_as_the_input_is_no_window():
+    params, attend = make_layer("kerple", "dape3")
+    q, k, v = make_qkv()
+    wide, none, narrow = (attend(params, q, k, v, Dense(), window=window) for window in (LENGTH, None, LENGTH - 1))
+    chex.assert_trees_all_equal(wide, none)
+    assert np.abs(narrow - none).max() > 1e-4
+
+
+def test_the_mask_is_what_its_docstring_draws():
+    drawn = [line.split()[2:7] for line in Mask.__doc__.splitlines() if line.strip().startswith("q ")]
+    seen = np.array([[mark == "x" for mark in row] for row in drawn])
+    assert seen.shape == (5, 5)
+    pos = jnp.arange(5)
+    chex.assert_trees_all_equal(np.asarray(Mask(True, 3).visible(pos, pos)), seen)
+    chex.assert_trees_all_equal(np.asarray(Mask(False, 3).visible(pos, pos)), seen | seen.T)
+
+
+BIDIRECTIONAL = ([bias for bias in ALL_BIASES if bias != "cope"], ("none", "dape3", "causal2", "of_scores"), KINDS)
+
+
+@pytest.mark.parametrize(("bias", "processor", "kind"), every_case(BIDIRECTIONAL, each_value(BIDIRECTIONAL)))
+def test_bidirectional_rows_depend_on_both_sides(bias, processor, kind):
+    """Not causal: every row depends on every key within the window; blockwise = dense."""
+    dense, blockwise = (compiled(bias, processor, name, kind, causal=False) for name in ("dense", "blockwise"))
+    qkv = make_qkv(kv_heads=KINDS[kind].get("kv_heads"))
+    weight = make_weight(qkv[0])
+    expected = dense(qkv, POS, POS, weight)
+    close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
+    chex.assert_trees_all_close(blockwise(qkv, POS, POS, weight), expected, **close)
+    for row in range(LENGTH):
+        _, (_, (_, _, grad)) = dense(qkv, POS, POS, jnp.where((POS == row)[None, :, None, None], weight, 0))
+        sees = Mask(False, KINDS[kind].get("window")).visible(POS[row : row + 1], POS)[0]
+        np.testing.assert_array_equal(np.abs(grad).max((0, 2, 3)) > 0, sees)
+
+
+def test_cope_is_causal():
+    params, attend = make_layer("cope", "none")
+    with pytest.raises(InputError, match=r"cope.*causal"):
+        attend(params, *make_qkv(5), Dense(), causal=False)
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+@pytest.mark.parametrize("alignment", ["centered", "causal"])
+def test_columns_that_a_convolution_reads(width, alignment):
+    """Two convolutions: centered, 2 (W//2) columns on either side; causal, 2 (W - 1) columns to the left."""
+    if alignment == "centered" and width % 2 == 0:
+        with pytest.raises(InputError, match=rf"{width}.*odd"):
+            DapeConfig(kernel_width=width, alignment=alignment)
+        return
+    length, column = 60, 30
+    config = DapeConfig(kernel_width=width, channels=7, alignment=alignment)
+    processor = config.build(2, has_bias=False, rngs=nnx.Rngs(0))
+    mask = jnp.ones((1, length), bool)
+    scores = jax.random.normal(jax.random.key(0), (1, 2, 1, length))
+    process = jax.jit(lambda scores: processor(scores, None, mask))
+    moved = process(scores) - process(scores.at[..., column].add(1))
+    left, right = (0, 2 * (width - 1)) if alignment == "causal" else (2 * (width // 2),) * 2
+    np.testing.assert_array_equal(
+        np.flatnonzero(np.abs(moved).max((0, 1, 2)) > 0), range(column - left, column + right + 1)
+    )
+
+
+@pytest.mark.parametrize("width", [1, 3, 5, 7])
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_the_listing_edge_differs_in_the_last_rows_alone(width, implementation):
+    """The paper's listing changes its last W//2 rows when a key is appended; all other rows are those of "prefix"."""
+    bias = BIASES["alibi"]().build(2, 4, nnx.Rngs(0))
+    qkv = make_qkv(13)
+    pos, half = jnp.arange(13), width // 2
+
+    def run(edge, implementation):
+        processor = DapeConfig(kernel_width=width, channels=5, edge=edge).build(2, rngs=nnx.Rngs(0))
+        function = ALL_IMPLEMENTATIONS[implementation]
+        return jax.jit(lambda q, k, v: function(q, k, v, pos, pos, ScoreMod(bias, processor)))(*qkv)
+
+    prefix, listing = run("prefix", implementation), run("listing", implementation)
+    chex.assert_trees_all_close(prefix[:, : 13 - half], listing[:, : 13 - half], atol=2e-6)
+    for row in range(13 - half, 13):
+        assert np.abs(prefix[:, row] - listing[:, row]).max() > 1e-4
+    if implementation != "dense":
+        chex.assert_trees_all_close(listing, run("listing", "dense"), atol=2e-6)
