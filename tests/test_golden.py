@@ -1,10 +1,13 @@
 """Every method against vectors of the reference implementations.
 
-In float64 all outputs and all gradients to 1e-10; in float32 all outputs within 4 times the error that the reference
-itself makes in float32, which every vector records. A file that is put into `tests/golden`, or into the folder that
-`$DAPE_GOLDEN_DIR` names, is tested: no code is needed for it unless it holds a new method.
+Float64: every file, all outputs and all gradients to 1e-10. Float32: one file per method, all outputs within 4 times
+the error that the reference itself makes in float32, which every file records. A file that is put into `tests/golden`,
+or into the folder `$DAPE_GOLDEN_DIR`, is tested without any new code unless it holds a new method. The slow tests run
+every file in both dtypes, dense and blockwise.
 """
 
+import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -16,8 +19,9 @@ import pytest
 from flax import nnx
 
 from dape_jax.model import biases, contextual, positions
-from dape_jax.model.attention import Blockwise, Dense, masked_softmax, score
+from dape_jax.model.attention import Blockwise, Dense, score
 from dape_jax.model.processors import Dape, DapeConfig, Plain, ScoreMod
+from dape_jax.model.scores import masked_softmax
 
 FOLDERS = [Path(__file__).parent / "golden"]
 if "DAPE_GOLDEN_DIR" in os.environ:
@@ -29,25 +33,44 @@ ATTENTION = {"dense": Dense(), "blockwise": Blockwise(block_size=16, num_buckets
 
 
 def files(kind: str, name: str = "*") -> list[Path]:
-    """Every vector of a kind in every folder; a folder without any would make a test that cannot fail."""
+    """Return every file of a kind in every folder; without any, fail, since a test without files would pass."""
     found = [file for folder in FOLDERS for file in sorted((folder / kind).glob(f"{name}.npz"))]
     assert found, f"no {kind} in {FOLDERS}"
     return found
 
 
+@functools.cache
+def read_meta(file: Path) -> dict:
+    """Return a file's description, with the method as "name"."""
+    with np.load(file) as arrays:
+        meta = json.loads(str(arrays["meta"]))
+    return meta | {"name": meta.get("module") or meta["variant"]}
+
+
+def longest_of_each_method(found: list[Path]) -> set[Path]:
+    """Return the file with most positions of each method, in every folder."""
+    by_method = {}
+    for file in sorted(found, key=lambda file: read_meta(file)["T"]):
+        by_method[file.parent, read_meta(file)["name"]] = file
+    return set(by_method.values())
+
+
 def vectors() -> list:
-    """Every file in both dtypes; those of whole attention layers with every driver besides."""
-    cases = [(file, dtype, "") for dtype in ("float64", "float32") for file in files("modules")]
-    cases += [(f, dtype, a) for dtype in ("float64", "float32") for f in files("attention") for a in ATTENTION]
-    return [
-        pytest.param(
-            *case,
-            id="-".join(filter(None, (name(case[0]), *case[1:]))),
-            # What is left to the slow tests: rounding alone, of a driver whose numbers are held together elsewhere too.
-            marks=pytest.mark.slow if case[1:] == ("float32", "blockwise") else (),
-        )
-        for case in cases
-    ]
+    """Return every file in both dtypes, whole attention layers with two implementations.
+
+    Not slow are: float64 for every file, dense; and for one file per method also float32, and float64 blockwise.
+    """
+    cases = []
+    for kind, implementations in (("modules", ("",)), ("attention", ATTENTION)):
+        found = files(kind)
+        longest = longest_of_each_method(found)
+        for dtype, implementation, file in itertools.product(("float64", "float32"), implementations, found):
+            unusual = (dtype == "float32") + (implementation == "blockwise")
+            quick = unusual == 0 or (unusual == 1 and file in longest)
+            case_id = "-".join(filter(None, (name(file), dtype, implementation)))
+            marks = () if quick else pytest.mark.slow
+            cases.append(pytest.param(file, dtype, implementation, id=case_id, marks=marks))
+    return cases
 
 
 def name(file: Path) -> str:
@@ -56,9 +79,7 @@ def name(file: Path) -> str:
 
 def load(file: Path) -> tuple[dict, dict]:
     with np.load(file) as arrays:
-        data = {name: arrays[name] for name in arrays.files}
-    meta = json.loads(str(data.pop("meta")))
-    return data, meta | {"name": meta.get("module") or meta["variant"]}
+        return {name: arrays[name] for name in arrays.files if name != "meta"}, read_meta(file)
 
 
 def select(data: dict, prefix: str) -> dict:
@@ -66,7 +87,7 @@ def select(data: dict, prefix: str) -> dict:
 
 
 def build(params: dict, meta: dict, **options) -> tuple:
-    """Our bias and processor, holding the official parameters; the options are the processor's."""
+    """Return our bias and processor with the official parameters; the options are the processor's."""
     H, kind = meta["H"], meta["name"].split("_")[0]
     bias = None
     if kind == "alibi":
@@ -93,7 +114,7 @@ def build(params: dict, meta: dict, **options) -> tuple:
         bias.content_HK, bias.position_HK = nnx.Param(params["r_w_bias"]), nnx.Param(params["r_r_bias"])
         bias.relative_DHK = nnx.Param(params["r_net.weight"].T.reshape(-1, H, meta["d"]))
     else:
-        assert kind in ("nope", "rope"), f"a method that is not built here: {meta['name']}"
+        assert kind in ("nope", "rope"), f"unknown method: {meta['name']}"
     if "dape" not in meta["name"]:
         return bias, Plain()
 
@@ -115,7 +136,7 @@ def heads_last(x):
 
 
 def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
-    """What the vector of a module holds: scores and, last, what the loss is made of."""
+    """Return the outputs that the file of a module holds; the loss is made of the last."""
     bias, processor = build(params, meta, **options)
     pos = jnp.arange(meta["T"])
     mask = pos[None, :] <= pos[:, None]
@@ -133,7 +154,7 @@ def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
 
 
 def attention_outputs(inputs: dict, params: dict, meta: dict, attention) -> dict:
-    """What the vector of an attention layer holds."""
+    """Return the outputs that the file of an attention layer holds."""
     bias, processor = build(params, meta)
     pos = jnp.arange(meta["T"])
     q, k, v = (heads_last(inputs[name]) for name in "qkv")
@@ -177,19 +198,33 @@ def test_golden(file, dtype, attention):
             np.testing.assert_allclose(found[x], expected[x], rtol=0, atol=FLOAT64_TOLERANCE * scale, err_msg=x)
 
 
+def one_per_width_and_length() -> list:
+    """Return every DAPE V2 file; all but one bias, which has every (W, T), are slow."""
+    found = files("modules", "*dapev2*")
+    return [
+        pytest.param(
+            file, id=name(file), marks=() if read_meta(file)["name"].startswith("kerple") else pytest.mark.slow
+        )
+        for file in found
+    ]
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("file", files("modules", "*dapev2*"), ids=name)
+@pytest.mark.parametrize("file", one_per_width_and_length())
 def test_golden_where_we_differ(file):
-    """Our edge: the listing's last W//2 rows, and no other, are different. With the leak: the listing without tril."""
+    """Our edge differs from the listing in its last W//2 rows alone; with `leak` we are the listing without tril."""
     data, meta = load(file)
     params = {x: jnp.asarray(value) for x, value in select(data, "param.").items()}
     half, T = meta["k"] // 2, meta["T"]
-    inputs = {"scores_in": jnp.asarray(data["scores_in"])}
-    leaky = module_outputs(inputs, params, meta, leak=True)["scores_out"]
+
+    @jax.jit
+    def scores(inputs, params):
+        options = ({"leak": True}, {"edge": "prefix"})
+        return [module_outputs(inputs, params, meta, **some)["scores_out"] for some in options]
+
+    leaky, prefix = scores({"scores_in": jnp.asarray(data["scores_in"])}, params)
     np.testing.assert_allclose(leaky, data["scores_out_leaky"], rtol=0, atol=FLOAT64_TOLERANCE)
     assert half == 0 or T <= 2 or np.abs(leaky - data["scores_out"]).max() > 1e-3
-
-    prefix = module_outputs(inputs, params, meta, edge="prefix")["scores_out"]
     first = max(0, T - half)
     np.testing.assert_allclose(prefix[:, :, :first], data["scores_out"][:, :, :first], rtol=0, atol=FLOAT64_TOLERANCE)
     for row in range(first, T):
