@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 from dape_jax.model.attention import Blockwise, Dense, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, ScoreMod, key_convolution
-from dape_jax.model.scores import Mask
+from dape_jax.model.scores import Mask, products
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 POS = jnp.arange(LENGTH)
@@ -171,6 +171,20 @@ def test_bfloat16_is_near_float32(bias, processor, monkeypatch):
     np.testing.assert_allclose(half, full, atol=0.06)
     allowed = 0.03 if bias in ("kerple_power", "cope", "sandwich") else 0.01
     assert jnp.linalg.norm(half_grad - full_grad) < allowed * jnp.linalg.norm(full_grad)
+
+
+def test_bfloat16_operands_accumulate_in_float32():
+    """Scores and convolutions of bfloat16 operands are those of the same numbers in float32, unrounded."""
+    q, k, _ = (x.astype(jnp.bfloat16) for x in make_qkv(head_dim=64))
+    kernel = jax.random.normal(jax.random.key(4), (3, 64, 5)).astype(jnp.bfloat16)
+    for function in (
+        lambda q, k, _: products(q, k, jnp.dtype("float32")),
+        lambda q, _, kernel: key_convolution(q, kernel, 1, 1),
+    ):
+        found = jax.jit(function)(q, k, kernel)
+        expected = jax.jit(function)(*(x.astype(jnp.float32) for x in (q, k, kernel)))
+        assert np.abs(expected.astype(jnp.bfloat16) - expected).max() > 1e-2
+        chex.assert_trees_all_close(found, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(
