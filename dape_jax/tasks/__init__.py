@@ -1,6 +1,6 @@
 """Algorithmic tasks: the fifteen of the Chomsky hierarchy (CHE), and associative recall.
 
-Read in this order: task, regular, context_free, context_sensitive, associative_recall, tapes, batches.
+Reading order: task, regular, context_free, context_sensitive, associative_recall, tapes, batches.
 """
 
 from dape_jax.tasks.associative_recall import ASSOCIATIVE_RECALL

@@ -1,31 +1,30 @@
-"""Multi-query associative recall: key-value pairs, then every key again, each answered with its value.
+"""Multi-query associative recall: key-value pairs, then every key again as a query for its value.
 
 In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. Next: `tapes.py`.
 
 With 3 pairs, keys in lower case and values in upper case:
 
     input     c X a Y f X f c a        3 pairs, then the 3 keys in random order
-    target                X X Y        at each query, its value
+    target                X X Y        the value of each query
 
 The paper attributes perplexity beyond the train length to associative recall (its section 3.4 and Proposition 1). The
-perplexity of a text does not show it alone; this task does: trained on few pairs, tested on many, with its accuracy on
-few pairs as the positive control.
+perplexity of text mixes it with other effects. This task isolates it: train on few pairs, test on many; the accuracy on
+few pairs is the positive control.
 
 Source: Arora et al. 2024 ("Zoology"), multi-query associative recall.
-Differs: the queries follow all pairs at once, without filler between them, so that the length alone decides the number
-    of pairs and the mean distance between a key and its query.
+Differs: the queries follow all pairs at once, without filler between them, so that the length alone determines the
+    number of pairs and the mean distance between a key and its query.
 """
 
 import numpy as np
 
-from dape_jax.tasks.regular import Targets
-from dape_jax.tasks.task import Symbols, Task
+from dape_jax.tasks.task import Symbols, Targets, Task
 
-NUM_KEYS, NUM_VALUES = 256, 16  # keys of a string differ: 256 serve inputs of up to 768 symbols
+NUM_KEYS, NUM_VALUES = 256, 16  # the keys of a string are distinct: 256 allow inputs of up to 768 symbols
 
 
 def num_pairs(length: int) -> int:
-    """Return P, the pairs in an input of `length` symbols: a pair and its query are three."""
+    """Return P, the number of pairs in an input of `length` symbols; a pair and its query are 3 symbols."""
     return length // 3
 
 
@@ -44,7 +43,7 @@ def sample_associative_recall(rng: np.random.Generator, num: int, length: int) -
 
 
 def solve_associative_recall(inputs_BN: Symbols) -> Targets:
-    """Return the value of every query; 0 for a key without a pair."""
+    """Return the value of every query; 0 for an input of one key without a pair."""
     P = num_pairs(inputs_BN.shape[1])
     if P == 0:
         return np.zeros_like(inputs_BN)

@@ -1,7 +1,7 @@
-"""The deterministic context-free tasks: a stack solves them.
+"""Deterministic context-free tasks: a stack solves them.
 
 In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
-functions and a line in `CONTEXT_FREE` at the foot. Next: `context_sensitive.py`.
+functions and an entry of `CONTEXT_FREE` at the end of this file. Next: `context_sensitive.py`.
 """
 
 from functools import partial
@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 from jaxtyping import Int32
 
-from dape_jax.tasks.regular import BITS, DIGITS, MINUS, MODULUS, PLUS, TIMES, Targets, strings
-from dape_jax.tasks.task import Symbols, Task
+from dape_jax.tasks.regular import BITS, DIGITS, MINUS, MODULUS, PLUS, TIMES, strings
+from dape_jax.tasks.task import Symbols, Targets, Task
 
-END = 2  # of a target of bits
+END = 2  # after a target of bits
 POP, PUSH_0 = 2, 3
 OPEN, CLOSE = 8, 9
-# Of an equation, whose brackets are 7 and 8 since it has no multiplication.
+# Equations have no multiplication, so that their brackets are 7 and 8.
 UNKNOWN, EQUALS = 9, 10
 
 
@@ -23,7 +23,7 @@ UNKNOWN, EQUALS = 9, 10
 
 
 def sample_stack_manipulation(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """A stack of 1 to N - 1 bits from the bottom up, then actions; a stack alone if N is 1."""
+    """Draw a stack of 1 to N - 1 bits, bottom first, followed by actions; only a stack if N = 1."""
     symbols_BN = strings(2, rng, num, length)
     if length == 1:
         return symbols_BN
@@ -33,10 +33,10 @@ def sample_stack_manipulation(rng: np.random.Generator, num: int, length: int) -
 
 
 def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
-    """What the stack holds at the end, from the top down, then END, then 0s. Popping an empty stack does nothing.
+    """Return the final stack, top first, then END, then 0s. Popping an empty stack has no effect.
 
-    The bits that it begins with are pushed, too. Without a bottom, it would be as high as pushes exceed pops; every pop
-    that finds it empty lifts all that follows by one. What lies at a height is what was pushed there last.
+    The initial bits count as pushes. The height is the number of pushes minus pops, raised by one for every pop of an
+    empty stack. Each level of the stack holds the last bit that was pushed to that height.
     """
     B, N = inputs_BN.shape
     pops_BN = inputs_BN == POP
@@ -44,7 +44,7 @@ def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
     height_BN = unbounded_BN - np.minimum(np.minimum.accumulate(unbounded_BN, axis=1), 0)
     rows, times = np.nonzero(~pops_BN)
     stack_BN = np.zeros((B, N), np.int32)
-    stack_BN[rows, height_BN[rows, times] - 1] = inputs_BN[rows, times] % PUSH_0  # the last of several stays
+    stack_BN[rows, height_BN[rows, times] - 1] = inputs_BN[rows, times] % PUSH_0  # the last assignment to a level wins
     below_BM = height_BN[:, -1:] - 1 - np.arange(N + 1)
     bits_BM = np.take_along_axis(stack_BN, np.maximum(below_BM, 0), axis=1)
     return np.where(below_BM >= 0, bits_BM, np.where(below_BM == -1, END, 0)).astype(np.int32)
@@ -54,7 +54,7 @@ def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
 
 
 def solve_reverse_string(inputs_BN: Symbols) -> Targets:
-    """The input from its end."""
+    """Return the input in reverse order."""
     return inputs_BN[:, ::-1].copy()
 
 
@@ -62,21 +62,21 @@ def solve_reverse_string(inputs_BN: Symbols) -> Targets:
 
 
 def expressions(rng: np.random.Generator, num: int, length: int, num_operators: int) -> Symbols:
-    """Draw expressions in which every operation has its brackets.
+    """Draw expressions with brackets around every operation.
 
-        length       1  2   3    4     n of 5 or more
-        expression   d  -d  (d)  (-d)  (left operator right), left of 1 to n - 4 symbols, the others right
+        length       1  2   3    4     n >= 5
+        expression   d  -d  (d)  (-d)  (left operator right), with 1 to n - 4 symbols in left and the rest in right
 
-    Digits, operators and lengths are uniform. A length fixes where an expression's brackets and its parts lie, so those
-    of one depth are written at once, in all rows: as many steps as the deepest has levels.
+    Digits, operators and the length of left are uniform. The length of an expression determines the positions of its
+    brackets and parts, so all expressions of one depth, in all rows, are written in one step.
 
     Args:
-        rng: where the draw comes from.
-        num: rows.
-        length: of each.
+        rng: random generator.
+        num: number of rows.
+        length: length of each row.
         num_operators: 3 for + - *, 2 for + -.
     """
-    symbols = np.empty(num * length, np.int32)  # row after row
+    symbols = np.empty(num * length, np.int32)  # all rows, concatenated
     start, size = np.arange(num) * length, np.full(num, length)
     while len(start):
         bracketed = size >= 3
@@ -94,10 +94,10 @@ def expressions(rng: np.random.Generator, num: int, length: int, num_operators: 
 
 
 def values(expressions_BN: Symbols) -> Int32[np.ndarray, "B"]:
-    """What the expressions of `expressions` come to, modulo `MODULUS`.
+    """Return the values of expressions drawn by `expressions`, modulo `MODULUS`.
 
-    A digit is a value. Signs go first, then brackets around one value, then, as often as there are any, the innermost
-    (value operator value) of all rows at once, each written as its value; one value is left of each row.
+    Rewrites all rows at once: first applies signs, then removes brackets around single values, then replaces every
+    innermost (value operator value) by its value until one value per row remains.
     """
     ends_value_BN = (expressions_BN < PLUS) | (expressions_BN == CLOSE)
     sign_BN = expressions_BN == MINUS
@@ -107,7 +107,7 @@ def values(expressions_BN: Symbols) -> Int32[np.ndarray, "B"]:
     symbols = np.delete(symbols, sign)
     (start,) = np.nonzero((symbols[:-2] == OPEN) & (symbols[2:] == CLOSE))
     symbols = np.delete(symbols, np.concatenate([start, start + 2]))
-    # Nothing else in brackets is shorter, so these five symbols are one pair of them and what it encloses.
+    # An OPEN four symbols before a CLOSE always matches it: no other bracketed expression is shorter than five symbols.
     while len(start := np.flatnonzero((symbols[:-4] == OPEN) & (symbols[4:] == CLOSE))):
         left, operator, right = symbols[start + 1], symbols[start + 2], symbols[start + 3]
         added = left + np.where(operator == MINUS, -right, right)
@@ -117,36 +117,39 @@ def values(expressions_BN: Symbols) -> Int32[np.ndarray, "B"]:
 
 
 def sample_modular_arithmetic_brackets(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Expressions with + - and *."""
+    """Draw expressions with +, - and *."""
     return expressions(rng, num, length, 3)
 
 
 def solve_modular_arithmetic_brackets(inputs_BN: Symbols) -> Targets:
-    """The value."""
+    """Return the value modulo 5."""
     return values(inputs_BN)[:, None]
 
 
 def sample_solve_equation(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """An expression with + and -, one of its digits unknown, an equals sign and its value; all 0 if N < 3.
+    """Draw an expression with + and -, one digit replaced by the unknown, then "=" and its value; all 0 if N < 3.
 
-    Unknown is the first digit from a uniformly drawn place on, going round.
+    The unknown is the first digit at or after a uniformly drawn index, wrapping around at the end.
     """
     if length < 3:
         return np.zeros((num, length), np.int32)
     expressions_BL = expressions(rng, num, length - 2, 2)
     values_B = values(expressions_BL)
     rows, L = np.arange(num), length - 2
-    places_BL = (rng.integers(0, L, (num, 1)) + np.arange(L)) % L
-    first_B = np.take_along_axis(expressions_BL < PLUS, places_BL, axis=1).argmax(axis=1)
+    indices_BL = (rng.integers(0, L, (num, 1)) + np.arange(L)) % L
+    first_B = np.take_along_axis(expressions_BL < PLUS, indices_BL, axis=1).argmax(axis=1)
     equations_BN = np.empty((num, length), np.int32)
     equations_BN[:, :-2] = expressions_BL - (expressions_BL > TIMES)
-    equations_BN[rows, places_BL[rows, first_B]] = UNKNOWN
+    equations_BN[rows, indices_BL[rows, first_B]] = UNKNOWN
     equations_BN[:, -2], equations_BN[:, -1] = EQUALS, values_B
     return equations_BN
 
 
 def solve_solve_equation(inputs_BN: Symbols) -> Targets:
-    """The unknown digit. It is added or subtracted once: its value for 0 and for 1 say which, and how much is left."""
+    """Return the unknown digit x.
+
+    The left side is c + s x with s = 1 or -1, so that its values for x = 0 and x = 1 determine c and s.
+    """
     B, N = inputs_BN.shape
     if N < 3:
         return np.zeros((B, 1), np.int32)
@@ -172,7 +175,7 @@ CONTEXT_FREE = {
     ),
     "modular_arithmetic_brackets": Task(
         "context-free",
-        (*DIGITS, "+", "-", "*", "(", ")", "x"),  # the reference's unknown, which never occurs
+        (*DIGITS, "+", "-", "*", "(", ")", "x"),  # the reference's unknown, which is never drawn
         DIGITS,
         lambda _: 1,
         sample_modular_arithmetic_brackets,

@@ -1,9 +1,9 @@
-"""The context-sensitive tasks: what solves them is a memory as long as the input, read and written anywhere.
+"""Context-sensitive tasks: a random-access memory as long as the input solves them.
 
 In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
-functions and a line in `CONTEXT_SENSITIVE` at the foot. Next: `tapes.py`.
+functions and an entry of `CONTEXT_SENSITIVE` at the end of this file. Next: `associative_recall.py`.
 
-Numbers of up to 500 bits are Python's integers, one for each row: exact at any length.
+Numbers of up to 500 bits are Python integers, one per row: exact at any length.
 """
 
 import math
@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from dape_jax.tasks.context_free import END
-from dape_jax.tasks.regular import BITS, DIGITS, Targets, strings
-from dape_jax.tasks.task import Symbols, Task
+from dape_jax.tasks.regular import BITS, DIGITS, strings
+from dape_jax.tasks.task import Symbols, Targets, Task
 
-OPERATOR = 2  # of two numbers
+OPERATOR = 2  # between two numbers
 MISSING, PAD = 2, 3
 
 
@@ -25,7 +25,7 @@ MISSING, PAD = 2, 3
 
 
 def solve_duplicate_string(inputs_BN: Symbols) -> Targets:
-    """The input, and once more."""
+    """Return the input followed by itself."""
     return np.concatenate([inputs_BN, inputs_BN], axis=1)
 
 
@@ -33,7 +33,7 @@ def solve_duplicate_string(inputs_BN: Symbols) -> Targets:
 
 
 def sample_missing_duplicate_string(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """A string of N // 2 bits, twice, one of all its bits missing, and a pad if N is odd; a 1 alone if N is 1."""
+    """Draw N // 2 bits, repeat them, replace one bit by MISSING, append PAD if N is odd; a single 1 if N = 1."""
     half, rows = length // 2, np.arange(num)
     if half == 0:
         return np.ones((num, length), np.int32)
@@ -44,115 +44,115 @@ def sample_missing_duplicate_string(rng: np.random.Generator, num: int, length: 
 
 
 def solve_missing_duplicate_string(inputs_BN: Symbols) -> Targets:
-    """The missing bit: what stands in its place in the other half."""
+    """Return the missing bit: the bit at the same index of the other half."""
     B, N = inputs_BN.shape
     if N == 1:
         return inputs_BN.copy()
     half = N // 2
-    place_B = (inputs_BN == MISSING).argmax(axis=1)
-    return inputs_BN[np.arange(B), (place_B + half) % (2 * half)][:, None]
+    index_B = (inputs_BN == MISSING).argmax(axis=1)
+    return inputs_BN[np.arange(B), (index_B + half) % (2 * half)][:, None]
 
 
 # ---- odds first
 
 
 def solve_odds_first(inputs_BN: Symbols) -> Targets:
-    """The symbols at places 1, 3, 5 .., then those at 0, 2, 4 .."""
+    """Return the symbols at indices 1, 3, 5, .. followed by those at 0, 2, 4, .."""
     return np.concatenate([inputs_BN[:, 1::2], inputs_BN[:, ::2]], axis=1)
 
 
 # ---- numbers
 
 
-def integers_of(bits_BN: Bool[np.ndarray, "B N"]) -> list[int]:
-    """The number that each row writes, its lowest bit first."""
+def bits_to_integers(bits_BN: Bool[np.ndarray, "B N"]) -> list[int]:
+    """Return the integer that each row encodes, lowest bit first."""
     return [int.from_bytes(row.tobytes(), "little") for row in np.packbits(bits_BN, axis=1, bitorder="little")]
 
 
-def bits_of(numbers: Sequence[int], num_bits: int) -> Int32[np.ndarray, "B M"]:
-    """The `num_bits` bits of each number, its lowest first, 0s behind its highest."""
+def integers_to_bits(numbers: Sequence[int], num_bits: int) -> Int32[np.ndarray, "B M"]:
+    """Return each number in `num_bits` bits, lowest bit first."""
     num_bytes = -(-num_bits // 8)
     bytes_BX = np.frombuffer(b"".join(number.to_bytes(num_bytes, "little") for number in numbers), np.uint8)
     bits_BM = np.unpackbits(bytes_BX.reshape(-1, num_bytes), axis=1, count=num_bits, bitorder="little")
     return bits_BM.astype(np.int32)
 
 
-def accepted_bits(
+def sample_accepted_bits(
     rng: np.random.Generator, num: int, length: int, accepts: Callable[[Symbols], Bool[np.ndarray, "B"]]
 ) -> Symbols:
-    """Draw bits uniformly from those that are accepted: rows that are not are drawn anew."""
+    """Draw bits uniformly from the accepted rows, by rejection sampling."""
     bits_BN = strings(2, rng, num, length)
-    while (refused_B := ~accepts(bits_BN)).any():
-        bits_BN[refused_B] = strings(2, rng, int(refused_B.sum()), length)
+    while (rejected_B := ~accepts(bits_BN)).any():
+        bits_BN[rejected_B] = strings(2, rng, int(rejected_B.sum()), length)
     return bits_BN
 
 
 def sample_two_numbers(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Two numbers of at least 1, their lowest bits first, an operator between them, at a uniform place.
+    """Draw two positive numbers, lowest bit first, with an operator between them at a uniform index.
 
-    For N of 1 and 2, as in the reference, one number that is not all 1s, and no operator.
+    For N = 1 and N = 2, as in the reference, draw one number that is not all 1s, without an operator.
     """
     if length < 3:
-        return accepted_bits(rng, num, length, lambda bits_BN: bits_BN.min(axis=1) == 0)
+        return sample_accepted_bits(rng, num, length, lambda bits_BN: bits_BN.min(axis=1) == 0)
     operator_B1 = rng.integers(1, length - 1, (num, 1))
     first_BN, second_BN = np.arange(length) < operator_B1, np.arange(length) > operator_B1
 
-    def none_is_zero(bits_BN: Symbols) -> Bool[np.ndarray, "B"]:
+    def both_positive(bits_BN: Symbols) -> Bool[np.ndarray, "B"]:
         return (bits_BN & first_BN).max(axis=1) & (bits_BN & second_BN).max(axis=1) == 1
 
-    symbols_BN = accepted_bits(rng, num, length, none_is_zero)
+    symbols_BN = sample_accepted_bits(rng, num, length, both_positive)
     np.put_along_axis(symbols_BN, operator_B1, OPERATOR, axis=1)
     return symbols_BN
 
 
-def two_numbers(inputs_BN: Symbols) -> tuple[list[int], list[int]]:
-    """What is written before the operator and behind it; 0 behind it where there is none."""
+def parse_two_numbers(inputs_BN: Symbols) -> tuple[list[int], list[int]]:
+    """Return the numbers before and after the operator; without an operator, the second is 0."""
     N = inputs_BN.shape[1]
     is_operator_BN = inputs_BN == OPERATOR
-    place_B = np.where(is_operator_BN.any(axis=1), is_operator_BN.argmax(axis=1), N)
-    before_BN = np.arange(N) < place_B[:, None]
-    first = integers_of((inputs_BN == 1) & before_BN)
-    second = integers_of((inputs_BN == 1) & ~before_BN)
-    return first, [number >> (place + 1) for number, place in zip(second, place_B.tolist(), strict=True)]
+    index_B = np.where(is_operator_BN.any(axis=1), is_operator_BN.argmax(axis=1), N)
+    before_BN = np.arange(N) < index_B[:, None]
+    first = bits_to_integers((inputs_BN == 1) & before_BN)
+    second = bits_to_integers((inputs_BN == 1) & ~before_BN)
+    return first, [number >> (index + 1) for number, index in zip(second, index_B.tolist(), strict=True)]
 
 
-def ended(numbers: Sequence[int], num_symbols: int) -> Int32[np.ndarray, "B M"]:
-    """Numbers without high 0s (0 itself is one), their lowest bits first, then END, then 0s.
+def bits_with_end(numbers: Sequence[int], num_symbols: int) -> Int32[np.ndarray, "B M"]:
+    """Return numbers without leading zeros (0 is one bit), lowest bit first, then END, then 0s.
 
-    Where there is room for one symbol alone, it is END: the reference's product of no numbers.
+    If `num_symbols` is 1, that symbol is END: the reference's product at N = 1.
     """
-    symbols_BM = bits_of(numbers, num_symbols)
+    symbols_BM = integers_to_bits(numbers, num_symbols)
     num_bits = [min(max(number.bit_length(), 1), num_symbols - 1) for number in numbers]
     symbols_BM[np.arange(len(numbers)), num_bits] = END
     return symbols_BM
 
 
 def solve_binary_addition(inputs_BN: Symbols) -> Targets:
-    """The sum, as `ended`."""
-    return ended([a + b for a, b in zip(*two_numbers(inputs_BN), strict=True)], inputs_BN.shape[1] + 1)
+    """Return the sum in the format of `bits_with_end`."""
+    return bits_with_end([a + b for a, b in zip(*parse_two_numbers(inputs_BN), strict=True)], inputs_BN.shape[1] + 1)
 
 
 def solve_binary_multiplication(inputs_BN: Symbols) -> Targets:
-    """The product, as `ended`."""
-    return ended([a * b for a, b in zip(*two_numbers(inputs_BN), strict=True)], inputs_BN.shape[1])
+    """Return the product in the format of `bits_with_end`."""
+    return bits_with_end([a * b for a, b in zip(*parse_two_numbers(inputs_BN), strict=True)], inputs_BN.shape[1])
 
 
 def sample_compute_sqrt(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """A number of at least 1, its highest bit first."""
-    return accepted_bits(rng, num, length, lambda bits_BN: bits_BN.max(axis=1) == 1)
+    """Draw a positive number, highest bit first."""
+    return sample_accepted_bits(rng, num, length, lambda bits_BN: bits_BN.max(axis=1) == 1)
 
 
 def solve_compute_sqrt(inputs_BN: Symbols) -> Targets:
-    """The root, rounded down, its highest bit first, in half as many bits."""
-    roots = [math.isqrt(number) for number in integers_of(inputs_BN[:, ::-1] == 1)]
-    return bits_of(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
+    """Return the square root, rounded down, highest bit first, in half as many bits."""
+    roots = [math.isqrt(number) for number in bits_to_integers(inputs_BN[:, ::-1] == 1)]
+    return integers_to_bits(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
 
 
 # ---- bucket sort
 
 
 def solve_bucket_sort(inputs_BN: Symbols) -> Targets:
-    """The symbols in ascending order."""
+    """Return the symbols in ascending order."""
     return np.sort(inputs_BN, axis=1)
 
 

@@ -1,26 +1,23 @@
-"""The regular tasks: a finite memory solves them, however long the input.
+"""Regular tasks: a finite memory solves them at any input length.
 
 In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
-functions and a line in `REGULAR` at the foot. Next: `context_free.py`.
+functions and an entry of `REGULAR` at the end of this file. Next: `context_free.py`.
 """
 
 from functools import partial
 
 import numpy as np
-from jaxtyping import Int32
 
-from dape_jax.tasks.task import Symbols, Task
-
-Targets = Int32[np.ndarray, "B M"]
+from dape_jax.tasks.task import Symbols, Targets, Task
 
 MODULUS = 5
 BITS = ("0", "1")
 DIGITS = ("0", "1", "2", "3", "4")  # below MODULUS
-PLUS, MINUS, TIMES = 5, 6, 7  # where digits come first
+PLUS, MINUS, TIMES = 5, 6, 7  # after the digits
 
 
 def strings(num_symbols: int, rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Draw every symbol by itself, uniformly from the first `num_symbols`."""
+    """Draw strings of independent symbols, uniform in 0..num_symbols - 1."""
     return rng.integers(0, num_symbols, (num, length), np.int32)
 
 
@@ -28,7 +25,10 @@ def strings(num_symbols: int, rng: np.random.Generator, num: int, length: int) -
 
 
 def solve_even_pairs(inputs_BN: Symbols) -> Targets:
-    """1 if an odd number of neighbours differ, else 0; which is whether the last symbol differs from the first."""
+    """Return 1 if the number of unequal neighbours is odd, else 0.
+
+    The number is odd exactly if the last symbol differs from the first.
+    """
     return (inputs_BN[:, :1] != inputs_BN[:, -1:]).astype(np.int32)
 
 
@@ -36,14 +36,17 @@ def solve_even_pairs(inputs_BN: Symbols) -> Targets:
 
 
 def sample_modular_arithmetic(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Digits with an operator between each two, so that an even length is one less."""
+    """Draw digits with an operator between neighbours; N is odd: an even `length` is reduced by 1."""
     symbols_BN = strings(MODULUS, rng, num, length - (length + 1) % 2)
     symbols_BN[:, 1::2] = rng.integers(PLUS, TIMES + 1, symbols_BN[:, 1::2].shape, np.int32)
     return symbols_BN
 
 
 def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
-    """The value, products before sums: a sum of the terms so far, and the term that may still grow."""
+    """Return the value modulo 5, with products before sums.
+
+    One pass from left to right: `total` sums the complete terms, `term` is the product in progress.
+    """
     total_B, term_B = np.zeros_like(inputs_BN[:, 0]), inputs_BN[:, 0]
     for operator_B, digit_B in zip(inputs_BN[:, 1::2].T, inputs_BN[:, 2::2].T, strict=True):
         times_B = operator_B == TIMES
@@ -57,7 +60,7 @@ def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
 
 
 def solve_parity_check(inputs_BN: Symbols) -> Targets:
-    """The number of 1s modulo 2."""
+    """Return the number of 1s modulo 2."""
     return inputs_BN.sum(axis=1, keepdims=True, dtype=np.int32) % 2
 
 
@@ -65,7 +68,7 @@ def solve_parity_check(inputs_BN: Symbols) -> Targets:
 
 
 def solve_cycle_navigation(inputs_BN: Symbols) -> Targets:
-    """Where steps of -1, 0 and +1 on a cycle of five places end."""
+    """Return the final position after steps of -1, 0 and +1 on a cycle of five positions."""
     return (inputs_BN - 1).sum(axis=1, keepdims=True, dtype=np.int32) % MODULUS
 
 
@@ -73,7 +76,7 @@ REGULAR = {
     "even_pairs": Task("regular", BITS, BITS, lambda _: 1, partial(strings, 2), solve_even_pairs),
     "modular_arithmetic": Task(
         "regular",
-        (*DIGITS, "+", "-", "*", "_"),  # the reference's blank, which never occurs
+        (*DIGITS, "+", "-", "*", "_"),  # the reference's blank, which is never drawn
         DIGITS,
         lambda _: 1,
         sample_modular_arithmetic,

@@ -1,22 +1,23 @@
-"""A task's strings -> what a model reads and is judged on.
+"""Tapes: the strings of a task as model inputs with targets, loss weights and positions.
 
-In: a `Task`, its strings. Out: arrays in host memory, all [B, T]: a tape, and beside every place of it the target, its
-weight in the loss, and whether the accuracy counts it. Next: `batches.py`, and `dape_jax.evaluation.accuracy`.
+In: a `Task` and its strings. Out: host arrays [B, T]: the tape and, for each of its tokens, the target, its weight in
+the loss, whether the accuracy counts it, and its position. Next: `batches.py`, and `dape_jax.evaluation.accuracy`.
 
-A tape is the input, optional computation tokens, and one output token for every symbol of the target, at which the
-model's logits are scored. Reverse "abb", padded to a multiple of 8:
+A tape is the input, optional computation tokens, and one output token for every symbol of the target. The loss and the
+accuracy use the logits at the output tokens. `reverse_string` of "abb", padded to a multiple of 8:
 
     tape      a b b # # # . .         #: output token        .: padding, at position -1
     target    . . . b b a . .
     position  0 1 2 3 4 5 - -
 
-A task that is answered in place has no output tokens: its last M symbols are scored. Associative recall of 2 pairs:
+A task that is answered in place has no output tokens: its targets belong to the last M input symbols.
+Associative recall of 2 pairs:
 
     tape      c X a Y a c . .
     target    . . . . Y X . .
     position  0 1 2 3 4 5 - -
 
-All strings of a batch have one length, so only the padding is masked. Lengths that are padded to the same T share one
+All strings of a batch have the same length. Only the padding is masked. Lengths that are padded to the same T share one
 compiled program.
 """
 
@@ -24,13 +25,12 @@ import dataclasses
 import hashlib
 
 import numpy as np
-from jaxtyping import Int32
 
-from dape_jax.errors import require
+from dape_jax.errors import one_of, positive, require
 from dape_jax.tasks import TASKS
-from dape_jax.tasks.task import Symbols, Task
+from dape_jax.tasks.task import Symbols, Targets, Task
 
-# What random numbers are drawn for: the same seed gives each its own strings.
+# Purposes of random draws: part of the random seed, so that each has its own strings.
 TRAINING, VALIDATION, EVALUATION, DIGEST = range(4)
 
 Batch = dict[str, np.ndarray]
@@ -38,15 +38,15 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class TaskConfig:
-    """The strings that a model is trained on: every batch of one length, uniform in 1..train.train_length.
+    """Strings and tapes of a task; a training batch has one length, uniform in 1..train.train_length.
 
     Args:
         task: a key of `TASKS`.
-        computation_steps: computation tokens for every input symbol, between input and output.
-        pad_to: tapes are filled up to a multiple of it; the number of programs is the longest tape's length over it.
-        max_position: positions are drawn at random, increasing, from so many, anew for every batch, in training and in
-            evaluation (randomized positional encodings); None for 0..T-1.
-        seed: of strings and positions.
+        computation_steps: number of computation tokens per input symbol, between input and output.
+        pad_to: tapes are padded to a multiple of it; longest tape length / pad_to programs are compiled.
+        max_position: positions are drawn from 0..max_position - 1, sorted, for every batch, in training and in
+            evaluation (randomized positional encodings); None: positions 0..T-1.
+        seed: seed of strings and positions.
 
     Source: Deletang et al. 2023; randomized positions: Ruoss et al. 2023, section 3.
     """
@@ -58,30 +58,30 @@ class TaskConfig:
     seed: int
 
     def __post_init__(self):
-        require(self.task in TASKS, "data.task", self.task, f"one of {list(TASKS)}")
+        one_of(self, "data", task=TASKS)
         require(self.computation_steps >= 0, "data.computation_steps", self.computation_steps, "must be 0 or more")
         allowed = f"must be 0: {self.task} is answered at its last input symbols"
         in_place = self.of.answered_in_place
         require(not in_place or self.computation_steps == 0, "data.computation_steps", self.computation_steps, allowed)
-        require(self.pad_to > 0, "data.pad_to", self.pad_to, "a positive number of tokens")
-        require(0 <= self.seed < 2**32, "data.seed", self.seed, "0 to 2**32 - 1")
+        positive(self, "data", "pad_to")
+        require(0 <= self.seed < 2**32, "data.seed", self.seed, "must be 0 to 2**32 - 1")
 
     @property
     def of(self) -> Task:
-        """The task."""
+        """Return the task."""
         return TASKS[self.task]
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of a tape: the input symbols, the computation token if there is one, and the output token.
+        """Return the number of token types: input symbols, a computation token if there are any, the output token.
 
-        A task that is answered in place uses the output token for padding alone.
+        A task that is answered in place uses the output token only for padding.
         """
         return len(self.of.input_symbols) + (self.computation_steps > 0) + 1
 
     @property
     def num_outputs(self) -> int:
-        """Symbols of a target."""
+        """Return the number of output symbols."""
         return len(self.of.output_symbols)
 
     def tape_length(self, length: int) -> int:
@@ -90,38 +90,35 @@ class TaskConfig:
         return length * (1 + self.computation_steps) + num_answers
 
     def check_length(self, field: str, length: int) -> None:
-        """Raise `InputError` unless there are strings of a length, and positions for their tapes."""
+        """Raise `InputError` unless inputs of `length` symbols exist and `max_position` suffices for their tapes."""
         longest = self.of.longest
         allowed = "must be 1 or more symbols" + ("" if longest is None else f", at most {longest} for {self.task}")
         require(0 < length <= (length if longest is None else longest), field, length, allowed)
         tape = self.tape_length(length)
-        require(
-            self.max_position is None or tape <= self.max_position,
-            "data.max_position",
-            self.max_position,
-            f"at least {tape}, the tape's length at {field} = {length}; or None (positions=0) for positions from 0 on",
-        )
+        allowed = f"must be at least {tape}, the tape length at {field} = {length}, or None (positions=0): 0..T-1"
+        enough = self.max_position is None or tape <= self.max_position
+        require(enough, "data.max_position", self.max_position, allowed)
 
 
 def make_tapes(
     config: TaskConfig,
     inputs_BN: Symbols,
-    targets_BM: Int32[np.ndarray, "B M"],
+    targets_BM: Targets,
     rng: np.random.Generator,
     pad_to: int | None = None,
 ) -> Batch:
-    """Lay out a batch.
+    """Return the tapes of a batch of strings.
 
     Args:
-        config: of the task.
-        inputs_BN: strings.
+        config: task and layout of the tapes.
+        inputs_BN: input strings.
         targets_BM: their targets.
-        rng: of random positions.
-        pad_to: other than the config's.
+        rng: random generator of positions.
+        pad_to: replaces `config.pad_to`.
 
     Returns:
-        `inputs`, `targets` and `positions` (int32), `weights` (float32: 1 at every symbol of the target) and `counted`
-        (bool: those of them that the accuracy counts), all [B, T]; the positions of all rows are the same.
+        `inputs`, `targets` and `positions` (int32), `weights` (float32: 1 at target symbols, else 0) and `counted`
+        (bool: the target symbols that the accuracy counts), all [B, T]. All rows have the same positions.
     """
     task, (num, length), answers = config.of, inputs_BN.shape, targets_BM.shape[1]
     after_input = length * (1 + config.computation_steps)
@@ -149,15 +146,15 @@ def make_tapes(
 def draw_tapes(
     config: TaskConfig, purpose: int, number: int, num: int, *, longest: int | None = None, length: int | None = None
 ) -> Batch:
-    """A batch that its number decides, whatever was drawn before.
+    """Draw one batch; it depends only on the arguments.
 
     Args:
-        config: of the task.
-        purpose: what it is for: `TRAINING` or `VALIDATION`.
-        number: of the batch.
-        num: B.
-        longest: the length is uniform in 1..longest.
-        length: or this one.
+        config: task, layout of the tapes, and seed.
+        purpose: `TRAINING`, `VALIDATION` or `DIGEST`.
+        number: index of the batch.
+        num: number of rows.
+        longest: draw the input length uniformly from 1..longest.
+        length: input length, instead of `longest`.
     """
     rng = np.random.default_rng([purpose, config.seed, number])
     if length is None:
@@ -168,10 +165,10 @@ def draw_tapes(
 
 
 def digest(config: TaskConfig) -> str:
-    """Of the strings that a task's config draws: what a checkpoint records to know them again."""
-    found = hashlib.sha256(config.task.encode())
+    """Return a SHA-256 over sample batches; a checkpoint records it to detect changed strings on resume."""
+    hasher = hashlib.sha256(config.task.encode())
     for length in (1, 2, 7, 40):
         if config.max_position is None or config.tape_length(length) <= config.max_position:
             for array in draw_tapes(config, DIGEST, length, 4, length=length).values():
-                found.update(array.tobytes())
-    return found.hexdigest()
+                hasher.update(array.tobytes())
+    return hasher.hexdigest()

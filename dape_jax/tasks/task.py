@@ -1,7 +1,7 @@
-"""What a task of the Chomsky-hierarchy benchmark is.
+"""Definition of an algorithmic task.
 
-In: a random generator and a length. Out: `inputs_BN` (symbols) and `targets_BM` (what they are answered with), int32 in
-host memory. Next: `regular.py`, and the other levels' files.
+In: a random generator and a length. Out: `inputs_BN` and `targets_BM`, symbols as int32 in host memory. Next:
+`regular.py` and the files of the other levels.
 """
 
 import dataclasses
@@ -11,24 +11,25 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 Symbols = Int32[np.ndarray, "B N"]
+Targets = Int32[np.ndarray, "B M"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A function from strings to strings, and the strings that it is asked.
+    """A function from strings of symbols to strings of symbols, with a sampler of its inputs.
 
     Args:
-        level: of the hierarchy: "regular", "context-free" (deterministic) or "context-sensitive".
-        input_symbols: what the numbers of an input mean.
-        output_symbols: what the numbers of a target mean.
-        output_length: M of an input of N symbols.
+        level: level of the Chomsky hierarchy: "regular", "context-free" (deterministic) or "context-sensitive".
+        input_symbols: symbol of each integer in an input.
+        output_symbols: symbol of each integer in a target.
+        output_length: `output_length(N) -> M`.
         sample: `sample(rng, num, length) -> inputs_BN`, B = num random inputs of one length; N is `length`, or the
-            nearest shorter one that the task has.
-        solve: `solve(inputs_BN) -> targets_BM`, exactly.
-        end: the output symbol after which a target holds nothing that counts; None where all of it counts.
-        permutation_invariant: whether the order of the input's symbols does not matter.
-        answered_in_place: whether answers are read at the last M symbols of the input, not at output tokens after it.
-        longest: the longest input that the task has; None without a limit.
+            nearest smaller length for which the task is defined.
+        solve: `solve(inputs_BN) -> targets_BM`, exact.
+        end: output symbol after which the rest of a target is not counted, or None if every symbol counts.
+        permutation_invariant: whether the target is independent of the order of the input's symbols.
+        answered_in_place: whether answers are read at the last M input symbols instead of output tokens after them.
+        longest: largest input length, or None if unlimited.
     """
 
     level: str
@@ -36,7 +37,7 @@ class Task:
     output_symbols: tuple[str, ...]
     output_length: Callable[[int], int]
     sample: Callable[[np.random.Generator, int, int], Symbols]
-    solve: Callable[[Symbols], Int32[np.ndarray, "B M"]]
+    solve: Callable[[Symbols], Targets]
     end: int | None = None
     permutation_invariant: bool = False
     answered_in_place: bool = False
@@ -44,11 +45,11 @@ class Task:
 
     @property
     def random_accuracy(self) -> float:
-        """Of a guess among the symbols that a target is made of, END aside: the paper's random accuracy."""
+        """Return the accuracy of chance: one in the number of output symbols without END, as in the paper."""
         return 1 / (len(self.output_symbols) - (self.end is not None))
 
-    def counted(self, targets_BM: Int32[np.ndarray, "B M"]) -> Bool[np.ndarray, "B M"]:
-        """Which symbols of a target the accuracy counts: up to the first END, and it; all where there is no END."""
+    def counted(self, targets_BM: Targets) -> Bool[np.ndarray, "B M"]:
+        """Return which target symbols the accuracy counts: those up to and including the first END, or all."""
         if self.end is None:
             return np.ones(targets_BM.shape, bool)
         return np.cumsum(targets_BM == self.end, axis=1) - (targets_BM == self.end) == 0
