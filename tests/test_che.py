@@ -229,8 +229,8 @@ def test_encoder_is_bidirectional_and_its_causal_form_is_not(bias, processor):
     np.testing.assert_array_equal(tokens_with_gradient(causal, params, position), np.arange(12) <= position)
 
 
-# Each quick case has its own kind of bias, processor and direction. The slow cases have every bias: with DAPE 1x3 (and its
-# gradients), and with one of the smaller processors.
+# Every quick case has its own kind of bias, processor and direction. The slow cases have every bias: with DAPE 1x3,
+# where gradients are compared too, and with a smaller processor.
 QUICK = [
     (False, "kerple", "dape1x3"),
     (True, "transformer_xl", "plain"),

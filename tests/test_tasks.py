@@ -1,4 +1,4 @@
-"""The tasks: golden examples, what samplers may write and how often, and answers found another way."""
+"""The algorithmic tasks: golden examples, the form and frequencies of samples, and answers by independent methods."""
 
 import itertools
 import json
@@ -26,13 +26,14 @@ NOT_TASKS = {"full_inputs", "protocol", "sampler_stats"}
 LEVELS = {"regular": "regular", "dcf": "context-free", "cs": "context-sensitive"}
 
 FIVE = {"modular_arithmetic", "cycle_navigation", "modular_arithmetic_brackets", "solve_equation", "bucket_sort"}
-# Inputs as texts, a character for each symbol: the tasks' own symbols, but for the stack's (- is POP, a and b push).
+# Inputs as strings with one character per symbol: the task's symbols, or -1, 0, +1 as 0, 1, 2, and - for POP, a and b
+# for PUSH 0 and PUSH 1.
 CHARACTERS = {name: "".join(task.input_symbols) for name, task in TASKS.items()} | {
     "cycle_navigation": "012",
     "stack_manipulation": "01-ab",
 }
-NUMBER = "[01]*1[01]*"
-# What a sampler may write. Expressions, and words with a missing symbol, have `is_input` look into them.
+NUMBER = "0*1[01]*"
+# Form of every input. `is_input` also checks the structure of expressions and of words with a missing symbol.
 FORMS = {
     "even_pairs": "[01]+",
     "modular_arithmetic": "[0-4]([-+*][0-4])*",
@@ -55,7 +56,7 @@ SEEDS = st.integers(0, 2**32)
 
 
 def files() -> list[Path]:
-    """Every task's file in every folder."""
+    """Return the files of all tasks in every folder."""
     return [file for folder in FOLDERS for file in sorted(folder.glob("*.json")) if file.stem not in NOT_TASKS]
 
 
@@ -67,12 +68,12 @@ def draw(task: str, num: int, length: int, seed: int = 0) -> np.ndarray:
     return TASKS[task].sample(np.random.default_rng(seed), num, length)
 
 
-def texts(task: str, inputs_BN: np.ndarray) -> list[str]:
+def to_strings(task: str, inputs_BN: np.ndarray) -> list[str]:
     return ["".join(CHARACTERS[task][symbol] for symbol in row) for row in inputs_BN.tolist()]
 
 
 def symbols(task: str, *inputs: str) -> np.ndarray:
-    return np.array([[CHARACTERS[task].index(c) for c in text] for text in inputs], np.int32)
+    return np.array([[CHARACTERS[task].index(c) for c in string] for string in inputs], np.int32)
 
 
 # ---- golden
@@ -104,7 +105,7 @@ def termination(inputs_BN: np.ndarray, targets_BM: np.ndarray, num: int) -> np.n
     return (targets_BM == 2).argmax(axis=1)[:, None]
 
 
-# What the reference counts, for each sample, and the decimals that it gives. The operator and the missing symbol are 2.
+# Statistics in the reference: a function of each sample, and the number of decimals. Operator and missing symbol are 2.
 MEASURES: dict[str, tuple[Callable[[np.ndarray, np.ndarray, int], np.ndarray], int]] = {
     "input_symbol_frequency": (lambda inputs, _, num: (inputs[..., None] == np.arange(num)).mean(axis=1), 4),
     "target_symbol_frequency": (lambda _, targets, num: (targets[..., None] == np.arange(num)).mean(axis=1), 4),
@@ -118,9 +119,9 @@ MEASURES: dict[str, tuple[Callable[[np.ndarray, np.ndarray, int], np.ndarray], i
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
 def test_golden_che_sampler(folder, task):
-    """Frequencies as far from the reference's as chance explains: 4 standard errors of the difference of two means.
+    """Frequencies are within 4 standard errors (of the difference of two means) of the reference's.
 
-    The symbols of one sample hang together, so a sample counts once, by its mean; variances are our samples'.
+    Symbols of one sample are not independent, so a sample counts once, by its mean; variances are those of our samples.
     """
     num = 20_000
     for golden in json.loads((folder / "sampler_stats.json").read_text())[task]:
@@ -138,8 +139,8 @@ def test_golden_che_sampler(folder, task):
             assert (off_X <= 4 * error_X + 1e-9).all(), (golden["length"], key, off_X, error_X)
 
 
-def test_unknown_digit():
-    """The first digit from a uniformly drawn place on: of (1+2), the first for places 4, 0 and 1, else the second."""
+def test_unknown_is_the_first_digit_from_a_uniform_index():
+    """In (1+2), indices 4, 0 and 1 lead to the first digit, 2 and 3 to the second."""
     num = 20_000
     inputs_BN = draw("solve_equation", num, 7)
     share_2 = (inputs_BN[:, 1:4:2] == CHARACTERS["solve_equation"].index("x")).mean(axis=0)
@@ -149,39 +150,52 @@ def test_unknown_digit():
 # ---- inputs
 
 
-def is_input(task: str, text: str) -> bool:
-    """Whether a text is what the task says of its inputs, found with regular expressions."""
-    match = re.fullmatch(FORMS[task], text)
+def is_input(task: str, string: str) -> bool:
+    """Return whether a string is an input of the task, by regular expressions."""
+    match = re.fullmatch(FORMS[task], string)
     if match is None:
         return False
-    if task == "missing_duplicate_string" and text != "1":
-        half = len(text) // 2
-        word = text.rstrip("_").replace("?", ANSWERS[task](text)[0])
-        return len(word) == 2 * half and word[:half] == word[half:] and ("_" in text) == (len(text) % 2 == 1)
-    if task == "modular_arithmetic_brackets" or (task == "solve_equation" and "=" in text):
-        value = re.sub("(?<![0-4x)])-[0-4x]|[0-4x]", "v", text.split("=")[0])
-        value = re.sub("[(]v[)]", "v", value)  # of one digit alone
+    if task == "missing_duplicate_string" and string != "1":
+        half = len(string) // 2
+        word = string.rstrip("_").replace("?", ANSWERS[task](string)[0])
+        return len(word) == 2 * half and word[:half] == word[half:] and ("_" in string) == (len(string) % 2 == 1)
+    if task == "modular_arithmetic_brackets" or (task == "solve_equation" and "=" in string):
+        value = re.sub("(?<![0-4x)])-[0-4x]|[0-4x]", "v", string.split("=")[0])
+        value = re.sub("[(]v[)]", "v", value)  # around one digit
         while (smaller := re.sub("[(]v[-+*]v[)]", "v", value)) != value:
             value = smaller
         return value == "v"
     return True
 
 
+def check_samples(task: str, inputs_BN: np.ndarray) -> None:
+    """Check that inputs have the task's form, and that the solution equals `ANSWERS`."""
+    assert inputs_BN.dtype == np.int32
+    assert ((inputs_BN >= 0) & (inputs_BN < len(TASKS[task].input_symbols))).all()
+    for string in to_strings(task, inputs_BN):
+        assert is_input(task, string), string
+    check_answers(task, inputs_BN)
+
+
 @pytest.mark.parametrize("task", TASKS)
 @settings(max_examples=50, deadline=None)
 @given(length=LENGTHS, seed=SEEDS)
-def test_samples_are_inputs(task, length, seed):
+def test_samples_are_inputs_and_are_solved(task, length, seed):
     inputs_BN = draw(task, 3, length, seed)
-    assert inputs_BN.dtype == np.int32
     assert inputs_BN.shape == (3, length - (task == "modular_arithmetic" and length % 2 == 0))
-    assert ((inputs_BN >= 0) & (inputs_BN < len(TASKS[task].input_symbols))).all()
-    assert all(is_input(task, text) for text in texts(task, inputs_BN)), texts(task, inputs_BN)
+    check_samples(task, inputs_BN)
     np.testing.assert_array_equal(inputs_BN, draw(task, 3, length, seed))
     if length >= 40:
         assert (draw(task, 3, length, seed + 1) != inputs_BN).any()
 
 
-def test_is_input_refuses():
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_of_every_length_are_inputs_and_are_solved(task):
+    for length in range(1, 501):
+        check_samples(task, draw(task, 2, length))
+
+
+def test_is_input_rejects_other_strings():
     """The check above can fail."""
     refused = {
         "modular_arithmetic": ["1+", "+1", "1_2", "12"],
@@ -195,16 +209,16 @@ def test_is_input_refuses():
         "even_pairs": ["", "02"],
     }
     for task, wrong in refused.items():
-        for text in wrong:
-            assert not is_input(task, text), (task, text)
+        for string in wrong:
+            assert not is_input(task, string), (task, string)
 
 
 # ---- answers
 
 
-def stack_from_top(text: str) -> str:
+def stack_from_top(string: str) -> str:
     stack = []
-    for action in text:
+    for action in string:
         if action != "-":
             stack.append({"a": "0", "b": "1"}.get(action, action))
         elif stack:
@@ -216,60 +230,60 @@ def little_endian(number: int) -> str:
     return bin(number)[:1:-1]
 
 
-def ended(text: str, length: int) -> str:
-    return text + "2" + "0" * (length - len(text) - 1)
+def ended(string: str, length: int) -> str:
+    return string + "2" + "0" * (length - len(string) - 1)
 
 
-def missing(text: str) -> str:
-    """In two equal words the number of 1s is even; no place is needed."""
-    return str(text.count("1") % 2)
+def missing(string: str) -> str:
+    """Return the bit that makes the number of 1s even, as in two equal words."""
+    return str(string.count("1") % 2)
 
 
-def unknown(text: str) -> str:
-    """The one digit that makes both sides equal."""
-    if "=" not in text:
+def unknown(string: str) -> str:
+    """Return the only digit that makes both sides equal."""
+    if "=" not in string:
         return "0"
-    left, right = text.split("=")
-    (digit,) = (digit for digit in "01234" if eval(left.replace("x", digit)) % 5 == int(right))
-    return digit
+    left, right = string.split("=")
+    (digit,) = np.flatnonzero(eval(left, {"x": np.arange(5)}) % 5 == int(right))
+    return str(digit)
 
 
-def root(text: str) -> str:
-    """Digit by digit: the largest number whose square is not above."""
+def root(string: str) -> str:
+    """Return the largest number whose square is not above the input, digit by digit."""
     found = 0
-    for bit in reversed(range((len(text) + 1) // 2)):
-        found += 2**bit * ((found + 2**bit) ** 2 <= int(text, 2))
-    return f"{found:0{(len(text) + 1) // 2}b}"
+    for bit in reversed(range((len(string) + 1) // 2)):
+        found += 2**bit * ((found + 2**bit) ** 2 <= int(string, 2))
+    return f"{found:0{(len(string) + 1) // 2}b}"
 
 
-def added(text: str) -> str:
-    return ended(little_endian(sum(int(number[::-1], 2) for number in text.split("+"))), len(text) + 1)
+def added(string: str) -> str:
+    return ended(little_endian(sum(int(number[::-1], 2) for number in string.split("+"))), len(string) + 1)
 
 
-def multiplied(text: str) -> str:
-    if len(text) < 3:
-        return {1: "2", 2: "02"}[len(text)]
-    a, b = (int(number[::-1], 2) for number in text.split("*"))
-    return ended(little_endian(a * b), len(text))
+def multiplied(string: str) -> str:
+    if len(string) < 3:
+        return {1: "2", 2: "02"}[len(string)]
+    a, b = (int(number[::-1], 2) for number in string.split("*"))
+    return ended(little_endian(a * b), len(string))
 
 
-# A text's answer, as text of its symbols' numbers.
+# The answer to an input string, as a string of the output symbols' digits.
 ANSWERS: dict[str, Callable[[str], str]] = {
-    "even_pairs": lambda text: str(sum(a != b for a, b in itertools.pairwise(text)) % 2),
-    "modular_arithmetic": lambda text: str(eval(text) % 5),
-    "parity_check": lambda text: str(text.count("1") % 2),
-    "cycle_navigation": lambda text: str((text.count("2") - text.count("0")) % 5),
-    "stack_manipulation": lambda text: ended(stack_from_top(text), len(text) + 1),
-    "reverse_string": lambda text: "".join(reversed(text)),
-    "modular_arithmetic_brackets": lambda text: str(eval(text) % 5),
+    "even_pairs": lambda string: str(sum(a != b for a, b in itertools.pairwise(string)) % 2),
+    "modular_arithmetic": lambda string: str(eval(string) % 5),
+    "parity_check": lambda string: str(string.count("1") % 2),
+    "cycle_navigation": lambda string: str((string.count("2") - string.count("0")) % 5),
+    "stack_manipulation": lambda string: ended(stack_from_top(string), len(string) + 1),
+    "reverse_string": lambda string: "".join(reversed(string)),
+    "modular_arithmetic_brackets": lambda string: str(eval(string) % 5),
     "solve_equation": unknown,
-    "duplicate_string": lambda text: text * 2,
+    "duplicate_string": lambda string: string * 2,
     "missing_duplicate_string": missing,
-    "odds_first": lambda text: text[1::2] + text[::2],
+    "odds_first": lambda string: string[1::2] + string[::2],
     "binary_addition": added,
     "binary_multiplication": multiplied,
     "compute_sqrt": root,
-    "bucket_sort": lambda text: "".join(sorted(text)),
+    "bucket_sort": lambda string: "".join(sorted(string)),
 }
 
 
@@ -280,23 +294,8 @@ def check_answers(task: str, inputs_BN: np.ndarray) -> None:
     assert targets_BM.shape == (len(inputs_BN), TASKS[task].output_length(inputs_BN.shape[1]))
     assert ((targets_BM >= 0) & (targets_BM < len(TASKS[task].output_symbols))).all()
     np.testing.assert_array_equal(inputs_BN, before_BN)
-    for text, target in zip(texts(task, inputs_BN), targets_BM.tolist(), strict=True):
-        assert "".join(map(str, target)) == ANSWERS[task](text), text
-
-
-@pytest.mark.parametrize("task", TASKS)
-@settings(max_examples=50, deadline=None)
-@given(length=LENGTHS, seed=SEEDS)
-def test_answers(task, length, seed):
-    check_answers(task, draw(task, 3, length, seed))
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_answers_at_every_length(task):
-    for length in range(1, 501):
-        inputs_BN = draw(task, 2, length)
-        assert all(is_input(task, text) for text in texts(task, inputs_BN))
-        check_answers(task, inputs_BN)
+    for string, target in zip(to_strings(task, inputs_BN), targets_BM.tolist(), strict=True):
+        assert "".join(map(str, target)) == ANSWERS[task](string), string
 
 
 @pytest.mark.parametrize(
@@ -304,7 +303,7 @@ def test_answers_at_every_length(task):
     [
         ("modular_arithmetic", ["*".join("3" * 250), "-".join("4" * 250), "2" + "*2" * 248 + "-0"]),
         ("stack_manipulation", ["1" + "-" * 499, "0" * 250 + "-" * 250, "1" * 499 + "b", "0--b-" * 100]),
-        # As deep as 497 and 500 symbols can be, on either side, and products that do not vanish.
+        # The deepest expressions of 497 and 500 symbols, nested on either side, and products that are not 0.
         ("modular_arithmetic_brackets", ["(" * 124 + "3" + "*3)" * 124, "(2-" * 124 + "4" + ")" * 124]),
         ("solve_equation", ["(" * 124 + "x" + "-1)" * 124 + "=2", "(2-" * 124 + "-x" + ")" * 124 + "=4"]),
         ("binary_addition", ["1" * 498 + "+1", "1+" + "1" * 498, "1" * 249 + "+" + "1" * 250]),
@@ -313,22 +312,22 @@ def test_answers_at_every_length(task):
     ],
 )
 def test_answers_at_the_extremes(task, inputs):
-    """What random inputs hardly ever are: carries and products that do not end, empty stacks, roots of squares."""
-    for text in inputs:
-        assert len(text) >= 495
-        check_answers(task, symbols(task, text))
+    """Rare cases in random inputs: long carries, products that are never 0, empty stacks, roots of squares."""
+    for string in inputs:
+        assert len(string) >= 495
+        check_answers(task, symbols(task, string))
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_permutation_invariant(task):
-    """Inputs of the same symbols in another order have the same answer in the tasks that say so, not in others."""
+    """The answer is independent of the order of symbols exactly in the tasks that are `permutation_invariant`."""
     inputs_BN = draw(task, 3000, 7)
     targets_BM = TASKS[task].solve(inputs_BN)
     answers: dict[bytes, set[bytes]] = {}
     for given_N, target_M in zip(np.sort(inputs_BN, axis=1), targets_BM, strict=True):
         answers.setdefault(given_N.tobytes(), set()).add(target_M.tobytes())
-    assert len(answers) < len(np.unique(inputs_BN, axis=0)) / 2  # so that there are orders to compare
-    if task == "missing_duplicate_string":  # a count of 1s would do, see `missing`; but other orders are no inputs
+    assert len(answers) < len(np.unique(inputs_BN, axis=0)) / 2  # several orders of the same symbols occur
+    if task == "missing_duplicate_string":  # the count of 1s suffices, see `missing`, but other orders are not inputs
         assert not TASKS[task].permutation_invariant
         return
     assert (max(map(len, answers.values())) == 1) == TASKS[task].permutation_invariant
@@ -381,7 +380,7 @@ def test_recall_is_answered_at_the_queries():
     assert (tapes["inputs"][:, 12:] == config.vocab_size - 1).all()
 
 
-def test_recall_says_what_it_has_not():
+def test_recall_refuses_long_inputs_and_computation_steps():
     config = TaskConfig("associative_recall", computation_steps=0, pad_to=8, max_position=None, seed=0)
     config.check_length("train.train_length", 768)
     with pytest.raises(InputError, match=r"train\.train_length = 769: must be 1 or more symbols, at most 768"):
