@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Array
 from test_command_lines import run as run_command
-from test_survival import array_data, flip
+from test_survival import flip
 from test_training import interrupt_at, saved_arrays
 
 from dape_jax import command_line
@@ -724,7 +724,8 @@ def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypa
 def test_a_damaged_checkpoint_is_named(runs, root, tmp_path):
     """A damaged checkpoint is refused if it is requested by number."""
     shutil.copytree(root / "dape", tmp_path / "run")
-    flip(array_data(tmp_path / "run" / "checkpoints" / "4"), 1000)
+    merged = (tmp_path / "run" / "checkpoints" / "4" / "params" / "d").glob("*")  # the files that restoring reads
+    flip(max(merged, key=lambda file: file.stat().st_size), 1000)
     with pytest.raises(InputError, match=r"step = '4': "):
         evaluate_tasks([tmp_path / "run"], step="4")
     assert not (tmp_path / "run" / "accuracy.json").exists()
