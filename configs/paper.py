@@ -1,6 +1,7 @@
 r"""The language-model runs of the paper, by one argument.
 
-    python -m dape_jax.data.prepare --input='books3/*.jsonl.zst' --output=data/books3 --tokenizer=20B_tokenizer.json
+    python -m dape_jax.data.prepare --input='books3/*.jsonl.zst' --output=data/books3 \
+        --tokenizer=20B_tokenizer.json --lossy
     python train.py --config=configs/paper.py:125m,bias=kerple,processor=dape,kernel=3,train_length=512 \
         --config.data.path=data/books3 --workdir=runs/books3/dape1x3-kerple
     python eval.py --workdir=runs/books3/dape1x3-kerple
