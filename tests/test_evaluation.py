@@ -289,7 +289,7 @@ OPTIONS = {
     "lengths decrease": ({"lengths": (32, 16)}, r"evaluation.lengths = .*increasing"),
     "no scored tokens": ({"last_tokens": 0}, "evaluation.last_tokens = 0: must be positive"),
     "no windows": ({"max_windows": 0}, "evaluation.max_windows = 0: must be positive"),
-    "step": ({"step": "3"}, r"step = '3': one of \['newest', 'best', '2', '4'\]"),
+    "step": ({"step": "3"}, r"step = '3': must be one of \['newest', 'best', '2', '4'\]"),
     "protocol": ({"protocol": "deltas"}, r"protocol = 'deltas': must be one of \['perplexity', 'delta'\]"),
     "both": ({"protocol": "delta", "by_position": True}, "by_position = True: .*--protocol=delta"),
     "delta tokens": ({"protocol": "delta", "last_tokens": 8}, "last_tokens = 8: .*train length"),

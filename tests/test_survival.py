@@ -84,8 +84,8 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 
 def array_data(step: Path) -> Path:
-    """Return the file with most of a step's parameters."""
-    return max((step / "params").rglob("*"), key=lambda file: file.stat().st_size)
+    """Return the file with most of a step's parameters; Orbax keeps an unused copy of it outside of `d`."""
+    return max((step / "params" / "d").iterdir(), key=lambda file: file.stat().st_size)
 
 
 @pytest.fixture(scope="module")

@@ -280,7 +280,7 @@ def test_training_learns(root, tmp_path):
         ({"mesh__data": -1}, ["mesh", "-1", "one axis"]),
         ({"evaluation__lengths": (16, -1)}, ["evaluation.lengths", "-1", "positive"]),
         ({"evaluation__lengths": (32, 16)}, ["evaluation.lengths", "increasing"]),
-        ({"evaluation__lengths": ()}, ["evaluation.lengths", "one length"]),
+        ({"evaluation__lengths": ()}, ["evaluation.lengths = ()", "one or more"]),
         ({"data__path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all"]),
         ({"data__validation_fraction": 1.5}, ["data.validation_fraction", "1.5"]),
         ({"data__tokenizer": "gpt2"}, ["data.tokenizer", "gpt2", "bytes"]),
