@@ -84,8 +84,9 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 
 def array_data(step: Path) -> Path:
-    """Return the file with most of a step's parameters; Orbax keeps an unused copy of it outside of `d`."""
-    return max((step / "params" / "d").iterdir(), key=lambda file: file.stat().st_size)
+    """Return the file with most of a step's parameters; of two copies the one in params/d, which is what Orbax reads."""
+    files = (step / "params").rglob("*")
+    return max(files, key=lambda file: (file.stat().st_size, file.parent == step / "params" / "d"))
 
 
 @pytest.fixture(scope="module")
