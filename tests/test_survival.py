@@ -84,7 +84,7 @@ def flip(file: Path, place: int, bit: int = 0) -> None:
 
 
 def array_data(step: Path) -> Path:
-    """Return the file with most of a step's parameters; of two copies the one in params/d, which is what Orbax reads."""
+    """Return the file with most of a step's parameters; of two copies, the one that Orbax reads."""
     files = (step / "params").rglob("*")
     return max(files, key=lambda file: (file.stat().st_size, file.parent == step / "params" / "d"))
 
