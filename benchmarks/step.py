@@ -43,7 +43,7 @@ from dape_jax.config import RunConfig
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.memory import available_bytes, predicted_bytes
+from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.experiments.catalogue import METHODS, PRESETS
 from dape_jax.experiments.run import Run, config_of
 from dape_jax.hardware import GIB, mfu

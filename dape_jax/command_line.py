@@ -98,14 +98,14 @@ def flag(default: Any, text: str, repeated: bool = False) -> Any:
 
 
 def define_flags(settings: type) -> None:
-    """Define one absl flag for each field of a dataclass.
+    """Define one absl flag for each field of a dataclass, except those that it inherits.
 
     The type of the field gives the kind of flag: a list for a tuple, a switch for a bool, otherwise a number or text,
     which may be None. A field without a default is a required flag.
     """
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
     hints = typing.get_type_hints(settings)
-    for field in dataclasses.fields(settings):
+    for field in (field for field in dataclasses.fields(settings) if field.name in settings.__annotations__):
         text, default = field.metadata["help"], field.default
         is_required = default is dataclasses.MISSING
         if field.metadata["repeated"]:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import attention, listing, measure, step, table7
 from dape_jax.errors import InputError
-from dape_jax.evaluation.memory import predicted_bytes
+from dape_jax.evaluation.programs import predicted_bytes
 from dape_jax.hardware import CHIPS, MIB
 from dape_jax.model.attention import Dense
 from dape_jax.planning.compile import compile_program

@@ -30,14 +30,14 @@ from test_training import interrupt_at, saved_arrays
 from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
 from dape_jax.errors import InputError
-from dape_jax.evaluation import accuracy, comparison, report
+from dape_jax.evaluation import accuracy, report
 from dape_jax.evaluation.accuracy import (
     Tapes,
+    TaskOptions,
     caption,
     cells,
     columns,
     compile_tapes,
-    evaluate_tasks,
     length_accuracy,
     plot,
     task_result,
@@ -360,6 +360,13 @@ def random(root) -> Path:
     return root / "random"
 
 
+def evaluate_tasks(
+    workdirs: list[Path], *, mesh: MeshConfig | None = None, output: Path | None = None, **options: Any
+) -> ReportPaths:
+    """Evaluate with the options as keywords."""
+    return accuracy.evaluate_tasks(workdirs, TaskOptions(**options), mesh=mesh, output=output)
+
+
 @pytest.fixture(scope="module")
 def evaluated(runs, tmp_path_factory) -> ReportPaths:
     """Return the report of one evaluation of both runs at all lengths of their config."""
@@ -664,7 +671,7 @@ def no_weights(monkeypatch):
     def read_weights(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(comparison, "restore", read_weights)
+    monkeypatch.setattr(accuracy, "restore", read_weights)
 
 
 def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, no_weights):

@@ -23,10 +23,24 @@ from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Corpus, DataConfig, Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
-from dape_jax.evaluation import comparison, perplexity, programs, trained
-from dape_jax.evaluation.memory import available_bytes, host_available_bytes, predicted_bytes
-from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, evaluate, score_windows, window_batch
-from dape_jax.evaluation.programs import compile_programs, model_at, padded_batches, run_in_batches
+from dape_jax.evaluation import perplexity, programs, trained
+from dape_jax.evaluation.perplexity import (
+    PerplexityOptions,
+    choose_windows,
+    compile_lengths,
+    score_windows,
+    window_batch,
+)
+from dape_jax.evaluation.programs import (
+    available_bytes,
+    compile_programs,
+    host_available_bytes,
+    model_at,
+    padded_batches,
+    predicted_bytes,
+    run_in_batches,
+)
+from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.statistics import (
     MARGIN_NATS,
     SMOOTHED_OCTAVES,
@@ -41,6 +55,13 @@ from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings,
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_params, init_state, make_nll_step, make_train_step, shardings_of
+
+
+def evaluate(
+    workdirs: list[Path], *, mesh: MeshConfig | None = None, output: Path | None = None, **options: Any
+) -> ReportPaths:
+    """Evaluate with the options as keywords."""
+    return perplexity.evaluate(workdirs, PerplexityOptions(**options), mesh=mesh, output=output)
 
 
 def make_mesh_of_all() -> Mesh:
@@ -547,7 +568,7 @@ def test_what_does_not_fit_is_refused_with_what_does(runs, root, tmp_path, monke
     run = RunConfig.from_dict(tiny.spec(root))
     needed = {length: predicted_bytes(compiled_at(run, length, 16)) for length in (16, 32, 64)}
     assert needed[16] < needed[32] < needed[64]
-    monkeypatch.setattr(comparison, "restore", None)  # calling it would be a TypeError
+    monkeypatch.setattr(perplexity, "restore", None)  # calling it would be a TypeError
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: needed[32])
     for lengths, said in (
         ((16, 64), "largest power-of-two part of it that fits is 32"),

@@ -8,7 +8,7 @@ the train length.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tqdm import tqdm
 
+from dape_jax.command_line import flag
 from dape_jax.evaluation import report
-from dape_jax.evaluation.comparison import read_models, require_same, score_models
 from dape_jax.evaluation.config import AccuracyConfig
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
-from dape_jax.evaluation.trained import TrainedOnTask, abstract_params, read_trained_on_task
+from dape_jax.evaluation.trained import (
+    Options,
+    TrainedOnTask,
+    abstract_params,
+    read_models,
+    read_trained_on_task,
+    require_same,
+    restore,
+)
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
@@ -78,13 +86,18 @@ class TaskResult:
     reference_score: float | None
 
 
+@dataclasses.dataclass(frozen=True)
+class TaskOptions(Options):
+    """Options of `evaluate_tasks`, and flags of `eval.py` for runs on algorithmic tasks."""
+
+    num_sequences: int | None = flag(None, "Of a task: strings of each length; that of the run's config if unset.")
+    dropout: bool | None = flag(None, "Of a task: whether dropout stays on; as in the run's config if unset.")
+
+
 def evaluate_tasks(
-    workdirs: list[Path],
+    workdirs: Sequence[Path],
+    options: TaskOptions = TaskOptions(),
     *,
-    step: str = "newest",
-    lengths: tuple[int, ...] = (),
-    num_sequences: int | None = None,
-    dropout: bool | None = None,
     mesh: MeshConfig | None = None,
     output: Path | None = None,
 ) -> report.ReportPaths:
@@ -92,10 +105,7 @@ def evaluate_tasks(
 
     Args:
         workdirs: run directories; those of the same task have different names.
-        step: "newest", "best" (the lowest validation loss) or a number.
-        lengths: input lengths in symbols, by default those of each run's config.
-        num_sequences: strings of each length, by default the number in each run's config.
-        dropout: whether dropout stays on, by default as each run's config says.
+        options: what to measure.
         mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
         output: directory of the results; by default the workdir, or the longest path common to all workdirs.
 
@@ -105,19 +115,19 @@ def evaluate_tasks(
     Raises:
         InputError: bad input, or a length that does not fit into memory, before any parameters are read.
     """
-    overrides = {"lengths": lengths or None, "num_sequences": num_sequences, "dropout": dropout}
-    models = read_models(read_trained_on_task, workdirs, step, overrides, mesh)
+    models = read_models(read_trained_on_task, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")
     require_same(models, *fields)
     for model in models:
         check_mesh(make_mesh(model.mesh), {"T": ("evaluation.pad_to", model.run.evaluation.pad_to)})
 
-    def score_model(
-        model: TrainedOnTask, programs: dict[int, Program], params: Params, mesh: Mesh
-    ) -> Iterator[TaskResult]:
-        yield task_result(model, answer_tapes(model, programs, params, mesh))
-
-    results, directory = score_models(models, compile_tapes, score_model, output)
+    directory = report.make_directory(output or report.common_directory(workdirs))
+    programs = [compile_tapes(model) for model in models]  # before any parameters are read, as in `perplexity.py`
+    results = []
+    for model, by_tokens in zip(models, programs, strict=True):
+        model_mesh, params = restore(model)
+        results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
+        del params  # before the next model's are read
     return report.save_runs("accuracy", directory, results, caption(results), cells(results), plot(results))
 
 
@@ -130,15 +140,9 @@ def padded_length(config: TaskConfig, length: int, pad_to: int) -> int:
 
 
 class Tapes:
-    """Tapes of one length: fresh strings that depend only on task and length, not on the model or its batches.
+    """Tapes of `padded` tokens: fresh strings that depend only on task and length, not on the model or its batches.
 
     Random positions are drawn for every batch, as in training.
-
-    Args:
-        config: config of the task.
-        length: length of the strings.
-        num_sequences: number of strings.
-        padded: T.
     """
 
     def __init__(self, config: TaskConfig, length: int, num_sequences: int, padded: int):
@@ -151,7 +155,7 @@ class Tapes:
         self.targets_BT, self.counted_BT = tapes["targets"], tapes["counted"]
 
     def batch(self, rows: Int[np.ndarray, "B"]) -> Batch:
-        """Return what the model reads of some of the tapes."""
+        """Return the inputs and positions of some of the tapes."""
         tapes = make_tapes(self.config, self.inputs_BN[rows], self.targets_BM[rows], self.rng, pad_to=self.padded)
         return {name: tapes[name] for name in ("inputs", "positions")}
 
@@ -181,11 +185,7 @@ def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
 
 
 def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
-    """Compile the programs of one model, by the T of the tapes; its parameters are not read.
-
-    Raises:
-        InputError: a length does not fit into memory.
-    """
+    """Compile the programs of one model, by the T of the tapes; its parameters are not read."""
     mesh, params = abstract_params(trained)
     run, evaluation = trained.run, trained.run.evaluation
 
@@ -214,14 +214,7 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
 def answer_tapes(
     trained: TrainedOnTask, programs: dict[int, Program], params: Params, mesh: Mesh
 ) -> list[LengthAccuracy]:
-    """Run the programs of one model; return its accuracy at each length.
-
-    Args:
-        trained: description of the model.
-        programs: result of `compile_tapes`.
-        params: parameters, sharded as the programs were compiled for.
-        mesh: mesh of the parameters.
-    """
+    """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
     num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
     numbers = itertools.count()  # of batches, over all lengths

@@ -17,7 +17,7 @@ Reading order: `evaluate`, then the functions in the order in which it calls the
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -27,14 +27,23 @@ from jax.stages import Wrapped
 from jaxtyping import Float64, Int
 from tqdm import tqdm
 
+from dape_jax.command_line import flag
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.comparison import read_models, require_same, score_models
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
 from dape_jax.evaluation.results import DeltaRunResult, EvaluatedModel, PositionsRunResult, RunResult
 from dape_jax.evaluation.statistics import delta_result, length_result, positions_result
-from dape_jax.evaluation.trained import TrainedModel, abstract_params, read_trained, validation_corpus
+from dape_jax.evaluation.trained import (
+    Options,
+    TrainedModel,
+    abstract_params,
+    read_models,
+    read_trained,
+    require_same,
+    restore,
+    validation_corpus,
+)
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
@@ -53,17 +62,35 @@ class Window:
     end: int
 
 
+@dataclasses.dataclass(frozen=True)
+class PerplexityOptions(Options):
+    """Options of `evaluate`, and flags of `eval.py` for language models."""
+
+    last_tokens: int | None = flag(None, "Scored tokens of a sequence; that of the run's config if unset.")
+    max_windows: int | None = flag(None, "Maximum number of scored sequences; that of the run's config if unset.")
+    data: str | None = flag(
+        None, "Another corpus whose validation documents are scored, in the form of --config.data.path."
+    )
+    rotary: tuple[str, ...] = flag(
+        ("rope",), "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn."
+    )
+    protocol: str = flag(
+        "perplexity",
+        "perplexity of the last tokens by length; or delta, the gain from the context before the last train-length "
+        "tokens.",
+    )
+    by_position: bool = flag(False, "Measure the loss by position in windows of the longest length instead.")
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of comparison: "perplexity", "delta" or "positions"."""
+        return "positions" if self.by_position else self.protocol
+
+
 def evaluate(
-    workdirs: list[Path],
+    workdirs: Sequence[Path],
+    options: PerplexityOptions = PerplexityOptions(),
     *,
-    step: str = "newest",
-    lengths: tuple[int, ...] = (),
-    last_tokens: int | None = None,
-    max_windows: int | None = None,
-    data: str | None = None,
-    rotary: tuple[str, ...] = ("rope",),
-    protocol: str = "perplexity",
-    by_position: bool = False,
     mesh: MeshConfig | None = None,
     output: Path | None = None,
 ) -> report.ReportPaths:
@@ -71,71 +98,61 @@ def evaluate(
 
     Args:
         workdirs: run directories with different names.
-        step: "newest", "best" (the lowest validation loss) or a number.
-        lengths: sequence lengths, by default those of each run's config.
-        last_tokens: scored tokens, by default the number in each run's config.
-        max_windows: maximum number of scored windows, by default the number in each run's config.
-        data: another corpus, in the form of `data.path`, whose validation documents are scored.
-        rotary: variants to evaluate of every model: "rope" is the model as trained; "pi", "ntk" and "yarn", only for
-            models with RoPE, stretch positions by length / train length; see `positions.stretched`.
-        protocol: "perplexity" of the last tokens by length, which writes `lengths.*`; or "delta", the gain from the
-            context before the last T_train tokens at each length above T_train, which writes `delta.*`.
-        by_position: measure the loss by position in windows of the longest length instead; writes `positions.*`.
+        options: what to measure.
         mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
         output: directory of the results; by default the workdir, or the longest path common to all workdirs.
 
     Returns:
-        Paths of the results. The "runs" of the JSON are `RunResult`s, `DeltaRunResult`s or `PositionsRunResult`s, one
-        for each model and rotary variant.
+        Paths of `lengths.*`, `delta.*` or `positions.*`. The "runs" of the JSON are `RunResult`s, `DeltaRunResult`s or
+        `PositionsRunResult`s, one for each model and rotary variant.
 
     Raises:
         InputError: bad input, or a length that does not fit into memory, before any parameters are read.
     """
-    kind = check_protocol(protocol, by_position, last_tokens)
-    overrides = {"lengths": lengths or None, "last_tokens": last_tokens, "max_windows": max_windows}
-    models = read_models(read_trained, workdirs, step, overrides, mesh)
-    if kind == "delta":
+    check_protocol(options)
+    models = read_models(read_trained, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
+    if options.kind == "delta":
         require_same(models, "train.train_length")
-    models = [with_protocol(model, kind) for model in models]
+    models = [with_protocol(model, options.kind) for model in models]
     for model in models:
-        check_rotary(model, rotary)
+        check_rotary(model, options.rotary)
         check_lengths(model)
     require_same(models, "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
 
-    corpora = [validation_corpus(model, data) for model in models]
+    corpora = [validation_corpus(model, options.data) for model in models]
     digests = [corpus.digest for corpus in corpora]
     require(len(set(digests)) == 1, "data", digests, "must be the same text for all; give --data")
     store, evaluation = corpora[0].validation, models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
-    def compile_model(model: TrainedModel) -> dict[str, list[Program]]:
-        return {variant: compile_lengths(model, variant, len(windows)) for variant in rotary}
-
-    def score_model(
-        model: TrainedModel, programs: dict[str, list[Program]], params: Params, mesh: Mesh
-    ) -> Iterator[RunResult | PositionsRunResult]:
-        for variant in rotary:
+    directory = report.make_directory(output or report.common_directory(workdirs))
+    # Compile everything before reading parameters, so that a length that does not fit is refused before the work.
+    programs = [
+        {variant: compile_lengths(model, variant, len(windows)) for variant in options.rotary} for model in models
+    ]
+    results = []
+    for model, by_variant in zip(models, programs, strict=True):
+        model_mesh, params = restore(model)
+        for variant, compiled in by_variant.items():
             evaluated = identity(model, variant, digests[0])
-            nll = score_windows(programs[variant], params, mesh, store, windows, evaluated.name)
-            yield summarise(kind, evaluated, windows, nll)
-
-    results, directory = score_models(models, compile_model, score_model, output)
-    return report.WRITERS[kind](results, directory)
+            nll = score_windows(compiled, params, model_mesh, store, windows, evaluated.name)
+            results.append(summarise(options.kind, evaluated, windows, nll))
+        del params  # before the next model's are read
+    return report.WRITERS[options.kind](results, directory)
 
 
 # ---- what is compared
 
 
-def check_protocol(protocol: str, by_position: bool, last_tokens: int | None) -> str:
-    """Return "perplexity", "delta" or "positions", or raise `InputError` for options that exclude each other."""
-    require(protocol in PROTOCOLS, "protocol", protocol, f"must be one of {list(PROTOCOLS)}")
-    is_delta = protocol == "delta"
+def check_protocol(options: PerplexityOptions) -> None:
+    """Raise `InputError` for an unknown protocol, or options that exclude each other."""
+    is_delta, by_position, last_tokens = options.protocol == "delta", options.by_position, options.last_tokens
+    require(options.protocol in PROTOCOLS, "protocol", options.protocol, f"must be one of {list(PROTOCOLS)}")
     require(not (by_position and is_delta), "by_position", by_position, "cannot be combined with --protocol=delta")
     allowed = "must not be given with --protocol=delta, which scores as many tokens as the train length"
     require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
     allowed = "must not be given with --by_position, which scores all tokens"
     require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
-    return "positions" if by_position else protocol
 
 
 def with_protocol(model: TrainedModel, kind: str) -> TrainedModel:
@@ -227,16 +244,7 @@ def window_batch(
 
 
 def compile_lengths(model: TrainedModel, rotary: str, num_windows: int) -> list[Program]:
-    """Compile the scoring step of one model for every length.
-
-    Args:
-        model: description of the model; its parameters are not read.
-        rotary: variant of its rotary embedding; see `model_at`.
-        num_windows: number of sequences to score.
-
-    Raises:
-        InputError: a length does not fit into memory; see `compile_programs`.
-    """
+    """Compile the scoring step of one model for every length; its parameters are not read. See `compile_programs`."""
     mesh, params = abstract_params(model)
     run, evaluation = model.run, model.run.evaluation
 
@@ -252,16 +260,7 @@ def compile_lengths(model: TrainedModel, rotary: str, num_windows: int) -> list[
 def score_windows(
     programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[Window], name: str
 ) -> NllByLength:
-    """Run the programs of one model; return the nll of the scored tokens of every window, by length.
-
-    Args:
-        programs: result of `compile_lengths`.
-        params: parameters, sharded as the programs were compiled for.
-        mesh: mesh of the parameters.
-        store: validation documents.
-        windows: where sequences end; see `choose_windows`.
-        name: label of the progress bar.
-    """
+    """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}
     num_tokens = len(windows) * sum(program.length for program in programs)
     with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
@@ -284,7 +283,7 @@ def score_windows(
 
 
 def identity(model: TrainedModel, rotary: str, data: str) -> EvaluatedModel:
-    """Return which model is evaluated, in which rotary variant, on the corpus with which digest."""
+    """Return the identity of a model in one rotary variant, evaluated on the corpus with the digest `data`."""
     return EvaluatedModel(
         name=model.name + ("" if rotary == "rope" else f"+{rotary}"),
         workdir=str(model.workdir),
@@ -299,7 +298,7 @@ def identity(model: TrainedModel, rotary: str, data: str) -> EvaluatedModel:
 def summarise(
     kind: str, evaluated: EvaluatedModel, windows: list[Window], nll_by_length: NllByLength
 ) -> RunResult | PositionsRunResult:
-    """Return the result of one model for a kind of comparison; see `check_protocol`."""
+    """Return the result of one model for a kind of comparison."""
     fields = dataclasses.asdict(evaluated)
     documents = np.array([window.document for window in windows])
     if kind == "positions":

@@ -1,13 +1,15 @@
 """Programs: one compiled step for each length, refused before it runs if it does not fit into memory.
 
 In: a step for each length, and the shapes of its arguments. Out: a `Program` for each length, compiled before any
-parameters are read, and `run_in_batches`, which runs it over any number of rows. Next: `comparison.py`.
+parameters are read, and `run_in_batches`, which runs it over any number of rows. Next: `perplexity.py`, `accuracy.py`.
 """
 
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +21,6 @@ from tqdm import tqdm
 
 from dape_jax.errors import InputError, is_out_of_memory
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
-from dape_jax.evaluation.memory import available_bytes, predicted_bytes
 from dape_jax.model.attention import Auto, Dense
 from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
@@ -92,9 +93,6 @@ def compile_programs(
         name: name of the model in progress bar, log and errors.
         field: config field of the lengths, for errors.
 
-    Returns:
-        One program for each length, in the order given.
-
     Raises:
         InputError: a length does not fit; the message has the memory it needs and the largest length that fits.
     """
@@ -130,13 +128,8 @@ def compile_programs(
                 f"are free, for {step_at(length)[1]} sequences at once; {largest}"
             )
         if not programs:
-            logger.info(
-                "%s: length %s is predicted to take %.2f GiB on each device, where %.2f GiB are free",
-                name,
-                f"{length:,}",
-                program.num_bytes / GIB,
-                available / GIB,
-            )
+            message = "%s: length %s is predicted to take %.2f GiB on each device, where %.2f GiB are free"
+            logger.info(message, name, f"{length:,}", program.num_bytes / GIB, available / GIB)
         programs.append(program)
     return programs[::-1]
 
@@ -156,6 +149,70 @@ def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequen
         if half <= asked < min(2 * half + 1, length) and fits(asked):
             return f"the largest of --lengths that fits is {asked}"
     return f"the largest power-of-two part of it that fits is {half}"
+
+
+# ---- memory
+
+
+def predicted_bytes(compiled: Compiled) -> int:
+    """Return the memory that a compiled program needs on each device: arguments, results and temporaries."""
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes  # results that overwrite arguments
+    )
+
+
+def available_bytes(mesh: Mesh) -> int:
+    """Return the free memory of the device of this process that has least; the devices of a CPU share the host's."""
+    devices = mesh.local_devices
+    if devices[0].platform == "cpu":
+        return host_available_bytes() // len(devices)
+    stats = [device.memory_stats() for device in devices]
+    return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+
+
+def host_available_bytes(root: Path = Path("/")) -> int:
+    """Return the memory that this process can still allocate, by the host's figures and those of its control groups.
+
+    Inactive file cache of a control group counts as free: the kernel drops it before it refuses memory.
+
+    Args:
+        root: root of the file system.
+    """
+    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo")}
+    if not meminfo:  # not Linux: total memory is all that is known
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = meminfo["MemAvailable"]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, limit, usage, cache = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache = "total_inactive_file"
+        else:
+            continue
+        # In a container the path may be that of the host, and only the top directory visible.
+        group = Path(path.lstrip("/"))
+        for directory in {root / top / group, *(root / top / parent for parent in group.parents), root / top}:
+            limits, usages = _lines(directory / limit), _lines(directory / usage)
+            if limits and usages and limits[0] != "max":
+                stat = dict(line.split() for line in _lines(directory / "memory.stat"))
+                used = int(usages[0]) - (int(stat[cache]) if cache in stat else 0)
+                available = min(available, max(0, int(limits[0]) - used))
+    return available
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the lines of a kernel file, or [] if it cannot be read."""
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 # ---- running

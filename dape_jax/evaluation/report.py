@@ -66,8 +66,8 @@ def common_directory(workdirs: Sequence[Path]) -> Path:
     return Path(os.path.commonpath([workdir.absolute() for workdir in workdirs]))
 
 
-def make_directory(directory: Path) -> None:
-    """Create the directory of results, before the work begins.
+def make_directory(directory: Path) -> Path:
+    """Create the directory of results, before the work begins, and return it.
 
     Raises:
         InputError: it cannot be created, or is not writable.
@@ -77,6 +77,7 @@ def make_directory(directory: Path) -> None:
     except OSError as error:
         raise InputError(f"output = {str(directory)!r}: cannot be written to: {error}") from error
     require(os.access(directory, os.W_OK), "output", str(directory), "cannot be written to")
+    return directory
 
 
 def text_table(caption: str, rows: list[list[str]]) -> str:
@@ -113,26 +114,13 @@ def write_perplexity(results: Sequence[RunResult], directory: Path) -> ReportPat
     rows = [["", *(str(result.length) for result in lengths)]]
     for run in results:
         rows.append([run.name, *(with_interval(each.perplexity, each.low, each.high) for each in run.lengths)])
-    return save_runs("lengths", directory, results, caption, rows, plot_perplexity(results))
-
-
-def plot_perplexity(results: Sequence[RunResult]) -> Figure:
-    """Draw perplexity against length, and mark the train length."""
-    figure, axes = _figure()
-    for run in results:
-        lengths = [result.length for result in run.lengths]
-        (line,) = axes.plot(lengths, [result.perplexity for result in run.lengths], marker="o", label=label(run.name))
-        band(axes, lengths, [(result.low, result.high) for result in run.lengths], line.get_color())
-    highest = max(result.perplexity for run in results for result in run.lengths)
-    lowest = min(result.perplexity for run in results for result in run.lengths)
-    if highest > 5 * lowest:
+    points = [[(each.length, each.perplexity, each.low, each.high) for each in run.lengths] for run in results]
+    figure, axes = plot_by_length(results, points, f"perplexity of the last {last_tokens} tokens")
+    perplexities = [perplexity for curve in points for _, perplexity, _, _ in curve]
+    if max(perplexities) > 5 * min(perplexities):
         axes.set_yscale("log")
-    axes.set_xlabel("sequence length N (tokens)")
-    axes.set_ylabel(f"perplexity of the last {results[0].last_tokens} tokens")
-    lengths_axis(axes, [result.length for result in results[0].lengths])
     mark_train_lengths(axes, [run.train_length for run in results])
-    axes.legend()
-    return figure
+    return save_runs("lengths", directory, results, caption, rows, figure)
 
 
 # ---- gain from context
@@ -155,24 +143,13 @@ def write_delta(results: Sequence[DeltaRunResult], directory: Path) -> ReportPat
             [f"P({length}, local)", *(f"{delta.local:.2f}" for delta in deltas)],
             [f"ΔP({length})", *(with_interval(delta.delta, delta.low, delta.high) for delta in deltas)],
         ]
-    return save_runs("delta", directory, results, caption, rows, plot_delta(results))
-
-
-def plot_delta(results: Sequence[DeltaRunResult]) -> Figure:
-    """Draw the gain from context against length."""
-    figure, axes = _figure()
-    axes.axhline(0, color="gray", linewidth=1)
-    for run in results:
-        lengths = [delta.length for delta in run.deltas]
-        (line,) = axes.plot(lengths, [delta.delta for delta in run.deltas], marker="o", label=label(run.name))
-        band(axes, lengths, [(delta.low, delta.high) for delta in run.deltas], line.get_color())
-    if max(abs(delta.delta) for run in results for delta in run.deltas) > 10:
+    points = [[(each.length, each.delta, each.low, each.high) for each in run.deltas] for run in results]
+    ylabel = f"ΔP of the last {results[0].train_length} tokens (> 0: context helps)"
+    figure, axes = plot_by_length(results, points, ylabel)
+    axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
+    if max(abs(delta) for curve in points for _, delta, _, _ in curve) > 10:
         axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
-    axes.set_xlabel("sequence length N (tokens)")
-    axes.set_ylabel(f"ΔP of the last {results[0].train_length} tokens (> 0: context helps)")
-    lengths_axis(axes, [delta.length for delta in results[0].deltas])
-    axes.legend()
-    return figure
+    return save_runs("delta", directory, results, caption, rows, figure)
 
 
 # ---- loss by position
@@ -196,7 +173,8 @@ def write_positions(results: Sequence[PositionsRunResult], directory: Path) -> R
 
 def plot_positions(results: Sequence[PositionsRunResult]) -> Figure:
     """Draw loss against position: a line for the smoothed loss, dots for bins, marks at train length and breaks."""
-    figure, axes = _figure()
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
     for run in results:
         bins = run.positions.bins
         last = [each.last for each in bins]
@@ -228,12 +206,27 @@ def _sample(result: LengthResult) -> str:
     return f"{result.num_windows} sequences from {result.num_documents} validation documents"
 
 
-# ---- parts of figures
+# ---- figures
 
 
-def _figure() -> tuple[Figure, Axes]:
+Point = tuple[int, float, float | None, float | None]  # length, value and the ends of its interval
+
+
+def plot_by_length(
+    results: Sequence[EvaluatedModel], points: Sequence[Sequence[Point]], ylabel: str
+) -> tuple[Figure, Axes]:
+    """Draw a curve for each model, with its intervals, against the sequence length."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    return figure, figure.subplots()
+    axes = figure.subplots()
+    for run, curve in zip(results, points, strict=True):
+        lengths, values, lows, highs = zip(*curve, strict=True)
+        (line,) = axes.plot(lengths, values, marker="o", label=label(run.name))
+        band(axes, lengths, list(zip(lows, highs, strict=True)), line.get_color())
+    axes.set_xlabel("sequence length N (tokens)")
+    axes.set_ylabel(ylabel)
+    lengths_axis(axes, [length for length, *_ in points[0]])
+    axes.legend()
+    return figure, axes
 
 
 def label(name: str) -> str:

@@ -62,24 +62,22 @@ def _scalar_interval(
     return (None, None) if interval is None else (float(interval[0]), float(interval[1]))
 
 
+def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
+    return np.exp(nll.sum(axis) / tokens.sum(axis))
+
+
 def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> LengthResult:
     """Return the perplexity at one length, from the nll in nats of the scored tokens of every window."""
-    num_windows, scored = nll.shape
-    nll_of_windows, tokens_of_windows = nll.sum(axis=1), np.full(num_windows, scored)
-    total_nll, num_tokens = float(nll_of_windows.sum()), int(tokens_of_windows.sum())
-
-    def perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
-        return np.exp(nll.sum(axis) / tokens.sum(axis))
-
-    low, high = _scalar_interval(documents, (nll_of_windows, tokens_of_windows), perplexity)
+    nll_of_windows, total_nll = nll.sum(axis=1), float(nll.sum(axis=1).sum())
+    low, high = _scalar_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
     return LengthResult(
         length=length,
-        perplexity=math.exp(total_nll / num_tokens),
+        perplexity=math.exp(total_nll / nll.size),
         low=low,
         high=high,
         nll_nats=total_nll,
-        num_tokens=num_tokens,
-        num_windows=num_windows,
+        num_tokens=nll.size,
+        num_windows=len(nll),
         num_documents=len(set(documents.tolist())),
     )
 
@@ -90,30 +88,22 @@ def delta_result(
     local: Float64[np.ndarray, "windows scored"],
     full: Float64[np.ndarray, "windows scored"],
 ) -> DeltaResult:
-    """Return the gain from context at one length.
+    """Return the gain from context at one length N.
 
     Args:
-        length: sequence length N.
+        length: N.
         documents: the document of each window.
         local: nll in nats of the last T_train tokens, given only those tokens.
         full: nll of the same tokens, given all N.
     """
-    num_windows, scored = local.shape
-    local_nll, full_nll, tokens = local.sum(axis=1), full.sum(axis=1), np.full(num_windows, scored)
+    local_nll, full_nll, tokens = local.sum(axis=1), full.sum(axis=1), np.full(*local.shape)
 
     def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
-        return np.exp(local.sum(axis) / tokens.sum(axis)) - np.exp(full.sum(axis) / tokens.sum(axis))
+        return _perplexity(local, tokens, axis) - _perplexity(full, tokens, axis)
 
     low, high = _scalar_interval(documents, (local_nll, full_nll, tokens), gain)
     local_perplexity, full_perplexity = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
-    return DeltaResult(
-        length=length,
-        local=local_perplexity,
-        full=full_perplexity,
-        delta=local_perplexity - full_perplexity,
-        low=low,
-        high=high,
-    )
+    return DeltaResult(length, local_perplexity, full_perplexity, local_perplexity - full_perplexity, low, high)
 
 
 def bin_ends(length: int) -> Int[np.ndarray, "bins"]:

@@ -6,12 +6,14 @@ which say what to compile; then the parameters. Checkpoints are never written he
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
+from dape_jax.command_line import flag
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
@@ -20,6 +22,20 @@ from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
 from dape_jax.training import checkpoint
 
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
+
+Model = TypeVar("Model", bound="CheckpointInfo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of every evaluation, and flags of `eval.py`; `None` and empty lengths are those of the run's config."""
+
+    step: str = flag("newest", STEP_HELP)
+    lengths: tuple[int, ...] = flag(
+        (),
+        "Increasing sequence lengths in tokens (of a task: input lengths in symbols); 40-500/20 is 40, 60, 80 .. 500, "
+        "and 1-40 is 1, 2, 3 .. 40. Those of the run's config if empty.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +130,39 @@ def _read(workdir: Path, step: str, overrides: dict[str, Any]) -> tuple[int, dic
     number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
     return number, saved
+
+
+def read_models(
+    read: Callable[[Path, str, dict[str, Any], MeshConfig | None], Model],
+    workdirs: Sequence[Path],
+    options: Options,
+    mesh: MeshConfig | None,
+    *overrides: str,
+) -> list[Model]:
+    """Read the descriptions of the models to compare, whose labels must be different.
+
+    Args:
+        read: `read_trained` or `read_trained_on_task`.
+        workdirs: run directories.
+        options: options of the evaluation.
+        mesh: see `read_trained`.
+        overrides: options that replace the config's evaluation field of that name, where they are given.
+    """
+    require(bool(workdirs), "workdir", [], "must be one workdir or more")
+    given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
+    models = [read(workdir, options.step, given, mesh) for workdir in workdirs]
+    labels = [model.label for model in models]
+    require(len(set(labels)) == len(labels), "workdir", labels, "must have different names")
+    return models
+
+
+def require_same(models: Sequence[CheckpointInfo], *fields: str) -> None:
+    """Raise `InputError` unless all models have the same value of each config field, such as "evaluation.lengths"."""
+    for field in fields:
+        section, name = field.split(".")
+        values = [getattr(getattr(model.run, section), name) for model in models]
+        option = f"; give --{name}" if section == "evaluation" else ""
+        require(len(set(values)) == 1, field, values, f"must be the same for all{option}")
 
 
 def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshConfig:

@@ -27,8 +27,8 @@ from dape_jax.command_line import flag
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_module, read_run, resolved
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import require
-from dape_jax.evaluation.accuracy import evaluate_tasks
-from dape_jax.evaluation.perplexity import evaluate
+from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
+from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, find_experiment, lengths_from
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
@@ -363,11 +363,11 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
     """Return the results of a trained model at the run's lengths."""
     lengths = item.run.lengths
     if isinstance(item.config, TaskRunConfig):
-        num_sequences = item.config.evaluation.num_sequences
-        report = evaluate_tasks([workdir], lengths=lengths, num_sequences=num_sequences, output=workdir)
+        options = TaskOptions(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
+        report = evaluate_tasks([workdir], options, output=workdir)
         (results,) = json.loads((report.directory / "accuracy.json").read_bytes())["runs"]
         return {"lengths": results["lengths"]}
-    report = evaluate([workdir], lengths=lengths, protocol=item.metric, output=workdir)
+    report = evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
     name = "delta.json" if item.metric == "delta" else "lengths.json"
     (results,) = json.loads((report.directory / name).read_bytes())["runs"]
     return {field: results[field] for field in ("lengths", "deltas") if field in results}
