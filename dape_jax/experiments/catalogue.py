@@ -213,7 +213,7 @@ def format_lengths(lengths: tuple[int, ...]) -> str:
     return f"{first} to {last}" if len(lengths) == last - first + 1 > 2 else ", ".join(map(str, lengths))
 
 
-# ---- functions that make the comparisons of a claim
+# ---- claims
 
 
 def _at_train_length(train_length: int) -> tuple[int, ...]:
@@ -232,40 +232,46 @@ def _at_both_ends(train_length: int) -> tuple[int, ...]:
     return (train_length, 8192)
 
 
+def _methods(methods: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (methods,) if isinstance(methods, str) else methods
+
+
 def better(
-    low: str,
-    others: tuple[str, ...],
-    train_lengths: tuple[int, ...],
+    low: str | tuple[str, ...],
+    others: str | tuple[str, ...],
+    train_lengths: tuple[int, ...] = (128, 512),
     lengths: Callable[[int], tuple[int, ...]] = lengths_from,
     *,
     factor: float = 1.0,
     size: str = "125m",
 ) -> tuple[Less, ...]:
-    """Return the comparisons of "`low` is better than each of `others`".
+    """Return the comparisons of "each method of `low` is better than each of `others`".
 
     Args:
-        low: a method.
-        others: methods, trained at the same length.
+        low: a method, or several.
+        others: a method, or several, trained at the same length.
         train_lengths: train lengths to compare at.
         lengths: from a train length to the evaluation lengths to compare at.
         factor: results of `others` are multiplied by it.
         size: size of all models.
     """
     return tuple(
-        Less(Cell(low, train_length, length, size), Cell(other, train_length, length, size), factor)
-        for other in others
+        Less(Cell(method, train_length, length, size), Cell(other, train_length, length, size), factor)
+        for method in _methods(low)
+        for other in _methods(others)
         for train_length in train_lengths
         for length in lengths(train_length)
     )
 
 
-def outscores(high: tuple[str, ...], low: tuple[str, ...], tasks: tuple[str, ...]) -> tuple[Less, ...]:
+def easier_at_8192(methods: str | tuple[str, ...], train_lengths: tuple[int, ...] = (128, 512)) -> tuple[Less, ...]:
+    """Return the comparisons of "each method is better at 8192 than at its train length"."""
+    return tuple(Less(Cell(method, t, 8192), Cell(method, t, t)) for t in train_lengths for method in _methods(methods))
+
+
+def outscores(high: str | tuple[str, ...], low: str | tuple[str, ...], tasks: tuple[str, ...]) -> tuple[Less, ...]:
     """Return the comparisons of "the best of methods `high` is better than the best of `low`", one for each task."""
-    return tuple(Less(Score(low, task), Score(high, task)) for task in tasks)
-
-
-def _easier_at_8192(methods: tuple[str, ...], train_lengths: tuple[int, ...]) -> tuple[Less, ...]:
-    return tuple(Less(Cell(method, t, 8192), Cell(method, t, t)) for t in train_lengths for method in methods)
+    return tuple(Less(Score(_methods(low), task), Score(_methods(high), task)) for task in tasks)
 
 
 _BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "cope")
@@ -280,27 +286,33 @@ _FIRE_NOTE = (
 )
 
 
-def _larger_kernels(train_length: int) -> tuple[Claim, ...]:
-    return (
-        Claim(
-            "DAPE with any kernel size is better than Kerple, within and beyond the train length",
-            tuple(less for method in _KERNELS for less in better(method, ("kerple",), (train_length,))),
-        ),
-        Claim(
-            "DAPE1x3 is better than DAPE (1x1) at every length",
-            better("dape1x3-kerple", ("dape1x1-kerple",), (train_length,)),
-        ),
-        Claim(
-            "kernels of 5 and 7 are no worse than 3 (to 1 %) at every length",
-            tuple(
-                less
-                for method in ("dape1x5-kerple", "dape1x7-kerple")
-                for less in better(method, ("dape1x3-kerple",), (train_length,), factor=1.01)
+def _dape_improves(method: str, name: str, note: str = "") -> Claim:
+    text = f"DAPE1x3 improves {name} within and beyond the train length"
+    return Claim(text, better(f"dape1x3-{method}", method), note=note)
+
+
+def _larger_kernels(number: int, train_length: int) -> Experiment:
+    """Return table 4 or table 5."""
+    at = (train_length,)
+    return Experiment(
+        title=f"kernel sizes, trained at {train_length}",
+        source=f"table {number}, appendix F, section 4.7",
+        methods=("kerple", *_KERNELS),
+        train_lengths=at,
+        claims=(
+            Claim(
+                "DAPE with any kernel size is better than Kerple, within and beyond the train length",
+                better(_KERNELS, "kerple", at),
             ),
-        ),
-        Claim(
-            "with DAPE, perplexity at the longest length is below that at the train length",
-            _easier_at_8192(_KERNELS, (train_length,)),
+            Claim("DAPE1x3 is better than DAPE (1x1) at every length", better("dape1x3-kerple", "dape1x1-kerple", at)),
+            Claim(
+                "kernels of 5 and 7 are no worse than 3 (to 1 %) at every length",
+                better(("dape1x5-kerple", "dape1x7-kerple"), "dape1x3-kerple", at, factor=1.01),
+            ),
+            Claim(
+                "with DAPE, perplexity at the longest length is below that at the train length",
+                easier_at_8192(_KERNELS, at),
+            ),
         ),
     )
 
@@ -312,18 +324,12 @@ EXPERIMENTS = {
         methods=("nope", "dape1x1-nope", "dape1x3-nope", "rope", "dape1x1-rope", "dape1x3-rope"),
         train_lengths=(128, 512),
         claims=(
-            Claim(
-                "DAPE1x3 improves NoPE within and beyond the train length",
-                better("dape1x3-nope", ("nope",), (128, 512)),
-            ),
-            Claim(
-                "DAPE1x3 improves RoPE within and beyond the train length",
-                better("dape1x3-rope", ("rope",), (128, 512)),
-            ),
-            Claim("DAPE (1x1) improves NoPE too, at every length", better("dape1x1-nope", ("nope",), (128, 512))),
+            _dape_improves("nope", "NoPE"),
+            _dape_improves("rope", "RoPE"),
+            Claim("DAPE (1x1) improves NoPE too, at every length", better("dape1x1-nope", "nope")),
             Claim(
                 "naive DAPE (1x1) makes RoPE worse at the train length",
-                better("rope", ("dape1x1-rope",), (128, 512), _at_train_length),
+                better("rope", "dape1x1-rope", lengths=_at_train_length),
             ),
         ),
     ),
@@ -335,15 +341,15 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is the best of all at the train length",
-                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), (128, 512), _at_train_length),
+                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), lengths=_at_train_length),
             ),
             Claim(
                 "DAPE1x3-Kerple is the best of all at every length beyond",
-                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), (128, 512), _beyond),
+                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), lengths=_beyond),
             ),
             Claim(
                 "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length",
-                better("dape1x3-kerple", ("dape1x1-kerple",), (128, 512)),
+                better("dape1x3-kerple", "dape1x1-kerple"),
             ),
             Claim(
                 "RoPE fails at twice the train length: perplexity there is more than doubled",
@@ -351,7 +357,7 @@ EXPERIMENTS = {
             ),
             Claim(
                 "the longest length is easier for DAPE1x3-Kerple than the train length",
-                _easier_at_8192(("dape1x3-kerple",), (128, 512)),
+                easier_at_8192("dape1x3-kerple"),
             ),
         ),
     ),
@@ -395,7 +401,7 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) within the train length and at the longest",
-                better("dape1x3-kerple", ("dape1x1-kerple",), (128, 512), _at_both_ends, size="350m"),
+                better("dape1x3-kerple", "dape1x1-kerple", lengths=_at_both_ends, size="350m"),
             ),
         ),
     ),
@@ -405,24 +411,19 @@ EXPERIMENTS = {
         methods=tuple(f"{processor}{bias}" for bias in _ADDITIVE for processor in ("", "dape1x1-", "dape1x3-")),
         train_lengths=(128, 512),
         claims=(
-            *(
-                Claim(
-                    f"DAPE1x3 improves {name} within and beyond the train length",
-                    better(f"dape1x3-{bias}", (bias,), (128, 512)),
-                    note=note,
-                )
-                for bias, name, note in (("alibi", "ALiBi", ""), ("kerple", "Kerple", ""), ("fire", "FIRE", _FIRE_NOTE))
+            _dape_improves("alibi", "ALiBi"),
+            _dape_improves("kerple", "Kerple"),
+            _dape_improves("fire", "FIRE", _FIRE_NOTE),
+            Claim(
+                "DAPE1x3-ALiBi is better than DAPE-ALiBi (1x1) at every length, trained at 512",
+                better("dape1x3-alibi", "dape1x1-alibi", (512,)),
             ),
-            *(
-                Claim(
-                    f"DAPE1x3-{name} is better than DAPE-{name} (1x1) at every length{condition}",
-                    better(f"dape1x3-{bias}", (f"dape1x1-{bias}",), train_lengths),
-                )
-                for bias, name, train_lengths, condition in (
-                    ("alibi", "ALiBi", (512,), ", trained at 512"),
-                    ("kerple", "Kerple", (128, 512), ""),
-                    ("fire", "FIRE", (128, 512), ""),
-                )
+            Claim(
+                "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length",
+                better("dape1x3-kerple", "dape1x1-kerple"),
+            ),
+            Claim(
+                "DAPE1x3-FIRE is better than DAPE-FIRE (1x1) at every length", better("dape1x3-fire", "dape1x1-fire")
             ),
         ),
     ),
@@ -436,14 +437,12 @@ EXPERIMENTS = {
             Claim(
                 "with the leak, perplexity is about 1 (below 1.1) up to 1024",
                 tuple(
-                    Less(Cell(f"dape1x3-{bias}", 128, length), 1.1)
-                    for bias in _ADDITIVE
-                    for length in lengths_from(128, 1024)
+                    Less(Cell(f"dape1x3-{bias}", 128, at), 1.1) for bias in _ADDITIVE for at in lengths_from(128, 1024)
                 ),
             ),
             Claim(
                 "with the leak and Kerple, perplexity is about 1 (below 1.1) up to 8192",
-                tuple(Less(Cell("dape1x3-kerple", 128, length), 1.1) for length in lengths_from(128)),
+                tuple(Less(Cell("dape1x3-kerple", 128, at), 1.1) for at in lengths_from(128)),
             ),
         ),
     ),
@@ -460,7 +459,9 @@ EXPERIMENTS = {
             ),
             Claim(
                 "it helps DAPE1x3-Kerple more than DAPE-Kerple (1x1)",
-                better("dape1x1-kerple", ("dape1x3-kerple",), (512,), _beyond),
+                better(  # a lower delta is worse
+                    "dape1x1-kerple", "dape1x3-kerple", (512,), _beyond
+                ),
             ),
             Claim(
                 "more context harms RoPE at every length (delta below 0)",
@@ -497,20 +498,8 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    "table4": Experiment(
-        title="kernel sizes, trained at 128",
-        source="table 4, appendix F, section 4.7",
-        methods=("kerple", *_KERNELS),
-        train_lengths=(128,),
-        claims=_larger_kernels(128),
-    ),
-    "table5": Experiment(
-        title="kernel sizes, trained at 512",
-        source="table 5, appendix F, section 4.7",
-        methods=("kerple", *_KERNELS),
-        train_lengths=(512,),
-        claims=_larger_kernels(512),
-    ),
+    "table4": _larger_kernels(4, 128),
+    "table5": _larger_kernels(5, 512),
     "table6": Experiment(
         title="accuracy on the tasks of the Chomsky hierarchy, beyond the lengths of training",
         source="table 6, appendix G, section 4.8",
@@ -521,26 +510,26 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is better than Kerple on 8 of 11 permutation-variant tasks",
-                outscores(("dape1x3-kerple",), ("kerple",), _ORDERED_TASKS),
+                outscores("dape1x3-kerple", "kerple", _ORDERED_TASKS),
                 at_least=8,
             ),
             Claim(
                 "DAPE1x3-Kerple is better than Kerple on even pairs and on missing duplicate, two of the eight",
-                outscores(("dape1x3-kerple",), ("kerple",), ("even_pairs", "missing_duplicate_string")),
+                outscores("dape1x3-kerple", "kerple", ("even_pairs", "missing_duplicate_string")),
             ),
             Claim(
                 "DAPE1x3-FIRE is better than FIRE on 6 of 11 permutation-variant tasks",
-                outscores(("dape1x3-fire",), ("fire",), _ORDERED_TASKS),
+                outscores("dape1x3-fire", "fire", _ORDERED_TASKS),
                 at_least=6,
                 note=_FIRE_NOTE,
             ),
             Claim(
                 "on missing duplicate, DAPE1x3-Kerple is better than DAPE-Kerple (1x1)",
-                outscores(("dape1x3-kerple",), ("dape1x1-kerple",), ("missing_duplicate_string",)),
+                outscores("dape1x3-kerple", "dape1x1-kerple", ("missing_duplicate_string",)),
             ),
             Claim(
                 "on stack manipulation, DAPE-Kerple (1x1) is better than DAPE1x3-Kerple",
-                outscores(("dape1x1-kerple",), ("dape1x3-kerple",), ("stack_manipulation",)),
+                outscores("dape1x1-kerple", "dape1x3-kerple", ("stack_manipulation",)),
             ),
             Claim(
                 "on most tasks, the best of all methods is one with DAPE (1x1 or 1x3)",
@@ -551,9 +540,9 @@ EXPERIMENTS = {
             Claim(
                 "with most tasks and biases, DAPE with one of the kernel sizes 1 and 3 is better than without DAPE",
                 tuple(
-                    less
+                    Less(Score((bias,), task), Score((f"dape1x1-{bias}", f"dape1x3-{bias}"), task))
                     for bias in _ADDITIVE
-                    for less in outscores((f"dape1x1-{bias}", f"dape1x3-{bias}"), (bias,), _PRINTED_TASKS)
+                    for task in _PRINTED_TASKS
                 ),
                 at_least=len(_ADDITIVE) * len(_PRINTED_TASKS) // 2 + 1,
                 note=_FIRE_NOTE,
@@ -572,11 +561,8 @@ EXPERIMENTS = {
             Claim(
                 "the larger the model, the nearer Kerple's time is to DAPE1x3-Kerple's (ratio above 0.75, 0.82, 0.89)",
                 tuple(
-                    less
+                    Less(Cell("dape1x3-kerple", 512, 512, size), Cell("kerple", 512, 512, size), 1 / ratio)
                     for size, ratio in (("350m", 0.75), ("2.7b", 0.82), ("6.7b", 0.89))
-                    for less in better(
-                        "dape1x3-kerple", ("kerple",), (512,), _at_train_length, factor=1 / ratio, size=size
-                    )
                 ),
             ),
         ),
@@ -586,9 +572,12 @@ EXPERIMENTS = {
         source="table 9, appendix J",
         methods=("transformer-xl", "cope", "dape1x1-kerple", "dape1x3-kerple"),
         train_lengths=(128,),
-        claims=tuple(
-            Claim(f"DAPE1x3-Kerple is better than {name} at every length", better("dape1x3-kerple", (other,), (128,)))
-            for other, name in (("transformer-xl", "Transformer-XL"), ("cope", "CoPE"))
+        claims=(
+            Claim(
+                "DAPE1x3-Kerple is better than Transformer-XL at every length",
+                better("dape1x3-kerple", "transformer-xl", (128,)),
+            ),
+            Claim("DAPE1x3-Kerple is better than CoPE at every length", better("dape1x3-kerple", "cope", (128,))),
         ),
     ),
     "appendixE": Experiment(
@@ -599,15 +588,15 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "trained at 128, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 at 128 and 8192",
-                better("dape1x3-kerple-c10", ("dape1x1-kerple-c64",), (128,), _at_both_ends),
+                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (128,), _at_both_ends),
             ),
             Claim(
                 "trained at 512, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 up to 4096",
-                better("dape1x3-kerple-c10", ("dape1x1-kerple-c64",), (512,), _up_to_4096),
+                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (512,), _up_to_4096),
             ),
             Claim(
                 "DAPE1x3 with 21 channels is better than DAPE (1x1) with 64 at every length",
-                better("dape1x3-kerple-c21", ("dape1x1-kerple-c64",), (128, 512)),
+                better("dape1x3-kerple-c21", "dape1x1-kerple-c64"),
             ),
         ),
     ),
