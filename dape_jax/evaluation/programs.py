@@ -33,14 +33,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Step compiled for one length: `step(params, batch)`.
-
-    Args:
-        length: tokens of a sequence.
-        batch_size: sequences of a batch.
-        step: compiled step; takes only the shapes and shardings that it was compiled for.
-        num_bytes: memory that it needs on each device, including its arguments.
-    """
+    """Step compiled for batches of one shape: `step(params, batch)`; `num_bytes` on each device, with its arguments."""
 
     length: int
     batch_size: int
@@ -178,10 +171,8 @@ def available_bytes(mesh: Mesh) -> int:
 def host_available_bytes(root: Path = Path("/")) -> int:
     """Return the memory that this process can still allocate, by the host's figures and those of its control groups.
 
-    Inactive file cache of a control group counts as free: the kernel drops it before it refuses memory.
-
-    Args:
-        root: root of the file system.
+    Inactive file cache of a control group counts as free: the kernel drops it before it refuses memory. `root` is the
+    root of the file system.
     """
     meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo")}
     if not meminfo:  # not Linux: total memory is all that is known

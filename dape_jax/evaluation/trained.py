@@ -112,24 +112,24 @@ def read_trained(workdir: Path, step: str, overrides: dict[str, Any], mesh: Mesh
     Raises:
         InputError: there is no such checkpoint, or the model's sizes are not divisible by the mesh.
     """
-    number, saved = _read(workdir, step, overrides)
-    run = RunConfig.from_dict(saved["config"])
-    return TrainedModel(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
+    number, spec, digest = _read(workdir, step, overrides)
+    run = RunConfig.from_dict(spec)
+    return TrainedModel(workdir, number, run, digest, mesh_for(run, mesh))
 
 
 def read_trained_on_task(
     workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
 ) -> TrainedOnTask:
     """Read the description of a checkpoint of a model of an algorithmic task; see `read_trained`."""
-    number, saved = _read(workdir, step, overrides)
-    run = TaskRunConfig.from_dict(saved["config"])
-    return TrainedOnTask(workdir, number, run, saved["data_digest"], mesh_for(run, mesh))
+    number, spec, digest = _read(workdir, step, overrides)
+    run = TaskRunConfig.from_dict(spec)
+    return TrainedOnTask(workdir, number, run, digest, mesh_for(run, mesh))
 
 
-def _read(workdir: Path, step: str, overrides: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def _read(workdir: Path, step: str, overrides: dict[str, Any]) -> tuple[int, dict[str, Any], str]:
     number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
-    return number, saved
+    return number, saved["config"], saved["data_digest"]
 
 
 def read_models(

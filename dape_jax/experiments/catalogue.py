@@ -245,11 +245,11 @@ def better(
     factor: float = 1.0,
     size: str = "125m",
 ) -> tuple[Less, ...]:
-    """Return the comparisons of "each method of `low` is better than each of `others`".
+    """Return the comparisons of "each method of `low` is better than each of `others`, trained at the same length".
 
     Args:
         low: a method, or several.
-        others: a method, or several, trained at the same length.
+        others: a method, or several.
         train_lengths: train lengths to compare at.
         lengths: from a train length to the evaluation lengths to compare at.
         factor: results of `others` are multiplied by it.

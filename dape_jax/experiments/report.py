@@ -43,14 +43,8 @@ UNITS = {
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    Args:
-        method: a key of `METHODS`.
-        size: the paper's; "" on a task.
-        task: a key of `TASKS`; "" on a text.
-        train_length: the paper's.
-        values: seed -> the paper's length -> value.
-        within: seed -> mean over lengths up to the train length; only on a task.
-        beyond: seed -> mean over longer lengths; only on a task.
+    Sizes and lengths are the paper's; `size` is "" on a task, `task` is "" on a text. `values` are by seed and length.
+    On a task, `within` and `beyond` are, by seed, the means over lengths up to the train length and over longer ones.
     """
 
     method: str
@@ -72,14 +66,10 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All finished runs of an experiment under one preset on one text or on the tasks, or what the paper prints.
+    """Finished runs of an experiment under one preset on one text (`data`) or on the tasks, or the paper's numbers.
 
-    Args:
-        experiment: a key of `EXPERIMENTS`.
-        preset: a key of `PRESETS`.
-        data: the name of the text; "" on tasks.
-        about: commits, devices, versions and times of the runs; empty for the paper.
-        series: one for each model.
+    `about` has commits, devices, versions and times of the runs, and is empty for the paper; `series` has one entry for
+    each model.
     """
 
     experiment: str
@@ -115,16 +105,10 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The verdict on a claim.
+    """Verdict on a claim: "holds" if every comparison, or as many as the claim needs, holds with every seed.
 
-    Args:
-        claim: its text.
-        verdict: "holds" if every comparison, or as many as the claim needs, holds with every seed.
-        holding: number of comparisons that hold with every seed.
-        comparisons: number of comparisons.
-        weakest: the comparison that decides, with its values: of those that the claim needs, the one with the smallest
-            margin.
-        note: what else differs between the two sides.
+    `weakest` is the deciding comparison with its values: of those that the claim needs, the one with the smallest
+    margin.
     """
 
     claim: str
@@ -136,23 +120,18 @@ class Judgement:
 
 
 def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
-    """Return the verdict on a claim.
+    """Return the verdict on a claim; lengths in its messages are divided by `divisor`.
 
     A comparison has the same seed on both sides, and holds if it holds with every seed. A claim is not tested unless
-    all of its comparisons have results of `min_seeds` seeds.
-
-    Args:
-        claim: the claim.
-        lookup: where the results are.
-        divisor: lengths are divided by it in messages.
-        min_seeds: number of seeds that are needed.
+    it has comparisons, and all of them have results of `min_seeds` seeds.
     """
     compared, total = [], len(claim.comparisons)
+    not_tested = Judgement(claim.text, "not tested", 0, total, "", claim.note)
     for less in claim.comparisons:
         low, high = (lookup(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high))
         seeds = sorted(set.intersection(*(set(side) for side in (low, high) if isinstance(side, dict))))
         if len(seeds) < min_seeds:
-            return Judgement(claim.text, "not tested", 0, total, "", claim.note)
+            return not_tested
         lows = [low[seed] if isinstance(low, dict) else low for seed in seeds]
         highs = [high[seed] if isinstance(high, dict) else high for seed in seeds]
         margins = [(less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True)]
@@ -162,7 +141,7 @@ def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_S
         failing = [str(seed) for seed, margin in zip(seeds, margins, strict=True) if margin <= 0]
         compared.append((min(margins), f"{text}, but not with seed {' and '.join(failing)}" if failing else text))
     if not total:
-        return Judgement(claim.text, "not tested", 0, 0, "", claim.note)
+        return not_tested
     holding = sum(margin > 0 for margin, _ in compared)
     needed = total if claim.at_least is None else claim.at_least
     _, deciding = sorted(compared, key=lambda item: item[0])[total - needed]
@@ -179,11 +158,15 @@ def _format_side(side: Cell | Score | float, values: list[float], divisor: int) 
     return f"{side:g}"
 
 
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
 def _format_spread(values: list[float]) -> str:
     """Return the mean and half the range over seeds, or "" without values."""
     if not values:
         return ""
-    mean, half = sum(values) / len(values), (max(values) - min(values)) / 2
+    mean, half = _mean(values), (max(values) - min(values)) / 2
     digits = 2 if abs(mean) < 1000 else 0
     return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {half:.{digits}f}"
 
@@ -515,14 +498,11 @@ def plot(group: Group) -> Figure:
         else:
             for item in series:
                 name = item.method + f", trained at {item.train_length // shown.divisor}" * compares_train_lengths
-                _draw_curve(
-                    panel_axes,
-                    item,
-                    shown.divisor,
-                    name,
-                    colors[item.method, compares_train_lengths and item.train_length],
-                )
-            (_scale_task_axes if task else _scale_text_axes)(panel_axes, shown, series)
+                color = colors[item.method, compares_train_lengths and item.train_length]
+                _draw_curve(panel_axes, item, shown.divisor, name, color)
+            (_scale_task_axes if task else _scale_text_axes)(panel_axes, series)
+            panel_axes.set_ylabel(shown.unit)
+            panel_axes.grid(alpha=0.3)
         trained = f", trained at {train_length // shown.divisor}" if train_length and not task else ""
         panel_axes.set_title(f"{shown.title}: {task or PRESETS[shown.preset].sizes[size]}{trained}", fontsize=9)
     if experiment.metric != "step_ms":  # bars have their names beside them
@@ -533,8 +513,7 @@ def plot(group: Group) -> Figure:
 
 
 def _draw_times(axes: Axes, group: Group, series: list[Series]) -> None:
-    times = [item.over_seeds(item.train_length) for item in series]
-    axes.barh([item.method for item in series], [sum(values) / len(values) for values in times])
+    axes.barh([item.method for item in series], [_mean(item.over_seeds(item.train_length)) for item in series])
     axes.set_xlabel(group.unit)
 
 
@@ -542,26 +521,31 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
     """Draw the mean over seeds and the range around it."""
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
-    means = [sum(values) / len(values) for values in over_seeds]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
-    axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
+    axes.plot(
+        lengths,
+        [_mean(values) for values in over_seeds],
+        marker=marker,
+        markersize=3,
+        linewidth=width,
+        label=name,
+        color=color,
+    )
     band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
 
 
-def _scale_text_axes(axes: Axes, group: Group, series: list[Series]) -> None:
+def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    means = [sum(values) / len(values) for item in series for n in item.lengths() if (values := item.over_seeds(n))]
+    means = [_mean(item.over_seeds(length)) for item in series for length in item.lengths()]
     if means and min(means) > 0 and max(means) > 4 * min(means):
         axes.set_yscale("log")
         for which in ("major", "minor"):
             getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
     axes.set_xlabel("sequence length (tokens)")
-    axes.set_ylabel(group.unit)
-    axes.grid(alpha=0.3)
 
 
-def _scale_task_axes(axes: Axes, group: Group, series: list[Series]) -> None:
+def _scale_task_axes(axes: Axes, series: list[Series]) -> None:
     chance = 100 * TASKS[series[0].task].random_accuracy
     axes.axhline(chance, color="gray", linestyle=":", linewidth=1.5)
     axes.annotate("chance", (0.99, chance - 1), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8)
@@ -569,5 +553,3 @@ def _scale_task_axes(axes: Axes, group: Group, series: list[Series]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(-3, 105)
     axes.set_xlabel("input length (symbols)")
-    axes.set_ylabel(group.unit)
-    axes.grid(alpha=0.3)

@@ -233,16 +233,7 @@ def _without(spec: dict[str, Any], fields: tuple[str, ...], prefix: str = "") ->
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run with its config and files.
-
-    Args:
-        run: the run.
-        metric: what is measured.
-        spec: nested dict of its config.
-        config: the checked config.
-        data_digest: digest of its data.
-        file: its results file.
-    """
+    """A run with its config, as nested dict (`spec`) and checked, the digest of its data and its results file."""
 
     run: Run
     metric: str
@@ -254,9 +245,8 @@ class PlannedRun:
     @property
     def key(self) -> str:
         """Digest that is equal for runs with equal results."""
-        return json_digest(
-            [identity(resolved(self.config), self.metric), self.data_digest, self.metric, self.run.lengths]
-        )
+        settings = identity(resolved(self.config), self.metric)
+        return json_digest([settings, self.data_digest, self.metric, self.run.lengths])
 
     @property
     def workdir_name(self) -> str:
@@ -386,10 +376,8 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
         state = init_state(config.model, optimizer, config.train.seed, mesh)
         if steps[index] is None:
             graphdef, _ = model_structure(config.model)
-            accumulation_steps = config.train.accumulation_steps
-            steps[index] = make_train_step(
-                graphdef, optimizer, shardings_of(state), accumulation_steps=accumulation_steps
-            )
+            shardings, accumulation_steps = shardings_of(state), config.train.accumulation_steps
+            steps[index] = make_train_step(graphdef, optimizer, shardings, accumulation_steps=accumulation_steps)
         shape = (config.train.batch_size, config.train.train_length + 1)
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
         with jax.set_mesh(mesh):
