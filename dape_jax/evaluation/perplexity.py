@@ -81,6 +81,17 @@ class PerplexityOptions(Options):
     )
     by_position: bool = flag(False, "Measure the loss by position in windows of the longest length instead.")
 
+    def __post_init__(self):
+        is_delta, by_position, last_tokens = self.protocol == "delta", self.by_position, self.last_tokens
+        require(self.protocol in PROTOCOLS, "protocol", self.protocol, f"must be one of {list(PROTOCOLS)}")
+        require(not (by_position and is_delta), "by_position", by_position, "cannot be combined with --protocol=delta")
+        allowed = "must not be given with --protocol=delta, which scores as many tokens as the train length"
+        require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
+        allowed = "must not be given with --by_position, which scores all tokens"
+        require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
+        is_known = set(self.rotary) <= set(STRETCHES) and len(set(self.rotary)) == len(self.rotary) > 0
+        require(is_known, "rotary", self.rotary, f"must be one or more of {list(STRETCHES)}, each once")
+
     @property
     def kind(self) -> str:
         """Return the kind of comparison: "perplexity", "delta" or "positions"."""
@@ -109,7 +120,6 @@ def evaluate(
     Raises:
         InputError: bad input, or a length that does not fit into memory, before any parameters are read.
     """
-    check_protocol(options)
     models = read_models(read_trained, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.kind == "delta":
         require_same(models, "train.train_length")
@@ -144,21 +154,10 @@ def evaluate(
 # ---- what is compared
 
 
-def check_protocol(options: PerplexityOptions) -> None:
-    """Raise `InputError` for an unknown protocol, or options that exclude each other."""
-    is_delta, by_position, last_tokens = options.protocol == "delta", options.by_position, options.last_tokens
-    require(options.protocol in PROTOCOLS, "protocol", options.protocol, f"must be one of {list(PROTOCOLS)}")
-    require(not (by_position and is_delta), "by_position", by_position, "cannot be combined with --protocol=delta")
-    allowed = "must not be given with --protocol=delta, which scores as many tokens as the train length"
-    require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
-    allowed = "must not be given with --by_position, which scores all tokens"
-    require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
-
-
 def with_protocol(model: TrainedModel, kind: str) -> TrainedModel:
-    """Return the model with the lengths and scored tokens that a kind of comparison has.
+    """Return the model with the lengths and scored tokens of a kind of comparison.
 
-    "delta" takes T_train and the lengths above it, and scores T_train tokens; "positions" takes the longest length, and
+    "delta" has T_train and the lengths above it, and scores T_train tokens; "positions" has the longest length, and
     scores all of it.
 
     Raises:
@@ -180,10 +179,7 @@ def with_protocol(model: TrainedModel, kind: str) -> TrainedModel:
 
 
 def check_rotary(model: TrainedModel, rotary: tuple[str, ...]) -> None:
-    """Raise `InputError` unless the rotary variants exist, each once, and are possible for the model."""
-    allowed = f"must be one or more of {list(STRETCHES)}, each once"
-    is_known = bool(rotary) and set(rotary) <= set(STRETCHES) and len(set(rotary)) == len(rotary)
-    require(is_known, "rotary", rotary, allowed)
+    """Raise `InputError` unless the rotary variants are possible for the model."""
     trained_with = model.run.model.rotary
     allowed = f"must be 'rope', as trained, for {model.workdir}, whose model.rotary is {trained_with}"
     require(rotary == ("rope",) or type(trained_with) is Rope, "rotary", rotary, allowed)
