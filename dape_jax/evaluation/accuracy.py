@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from dape_jax.command_line import flag
 from dape_jax.evaluation import report
-from dape_jax.evaluation.config import AccuracyConfig
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import (
     Options,
@@ -37,7 +36,7 @@ from dape_jax.evaluation.trained import (
     restore,
 )
 from dape_jax.model.attention import Blockwise, Dense
-from dape_jax.model.transformer import Params, TransformerConfig, model_structure
+from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
 from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import positions_of
@@ -163,12 +162,6 @@ class Tapes:
 # ---- answers
 
 
-def model_for_tapes(config: TransformerConfig, padded: int, evaluation: AccuracyConfig) -> TransformerConfig:
-    """Return a model's config for tapes of one length: dense below `evaluation.blockwise_from`, else blockwise."""
-    blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
-    return dataclasses.replace(config, attention=blockwise if padded >= evaluation.blockwise_from else Dense())
-
-
 def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
     """Make `step({"params": params, "number": number}, batch) -> answers_BT`, jitted.
 
@@ -188,9 +181,11 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
     """Compile the programs of one model, by the T of the tapes; its parameters are not read."""
     mesh, params = abstract_params(trained)
     run, evaluation = trained.run, trained.run.evaluation
+    blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
 
     def step_at(padded: int) -> tuple[Wrapped, int]:
-        graphdef, _ = model_structure(model_for_tapes(run.model, padded, evaluation))
+        attention = blockwise if padded >= evaluation.blockwise_from else Dense()
+        graphdef, _ = model_structure(dataclasses.replace(run.model, attention=attention))
         largest = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
         # The same number of batches, of as equal sizes as possible, so that the last has less padding.
         num_batches = -(-evaluation.num_sequences // largest)

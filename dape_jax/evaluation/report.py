@@ -146,9 +146,9 @@ def write_delta(results: Sequence[DeltaRunResult], directory: Path) -> ReportPat
     points = [[(each.length, each.delta, each.low, each.high) for each in run.deltas] for run in results]
     ylabel = f"ΔP of the last {results[0].train_length} tokens (> 0: context helps)"
     figure, axes = plot_by_length(results, points, ylabel)
-    axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
     if max(abs(delta) for curve in points for _, delta, _, _ in curve) > 10:
         axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
+    axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
     return save_runs("delta", directory, results, caption, rows, figure)
 
 
