@@ -97,33 +97,59 @@ class Bpe:
     Made by `read_tokenizer`, `saved_tokenizer` and `train_bpe`. It pickles as `content`.
 
     Args:
-        content: a file that `_parse` has checked, as text.
+        content: the file, as text.
+        where: name of the file, for messages.
+
+    Raises:
+        InputError: the library refuses the file, or accepts it although the ids would be wrong.
 
     Differs: special tokens that are written out in a text are encoded as the text that they are, so that no text can
         end a document; no token is put around a text, and the file's truncation and padding are ignored.
     """
 
-    def __init__(self, content: str):
+    def __init__(self, content: str, where: str = "the tokenizer"):
+        def check(condition: bool, field: str, allowed: str) -> None:
+            if not condition:
+                raise InputError(f"{where}: {field} must be {allowed}")
+
         self.content = content
-        self._library = tokenizers.Tokenizer.from_str(content)
+        with _library_errors(f"{where}: the tokenizers library refuses it"):
+            self._library = tokenizers.Tokenizer.from_str(content)
         self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
-        added = {id: token.content for id, token in self._library.get_added_tokens_decoder().items()}
+        model, vocab = self._library.model, self._library.get_vocab(with_added_tokens=False)
+        check(isinstance(model, tokenizers.models.BPE), "model.type", "'BPE'")
+        check(not model.dropout, "model.dropout", "null: it is random")
+        check(isinstance(self._library.decoder, tokenizers.decoders.ByteLevel), "decoder.type", "'ByteLevel'")
+        check(len(set(vocab.values())) == len(vocab), "model.vocab", "without two tokens of one id")
+        check(max(vocab.values(), default=0) < 2**31, "model.vocab", "of ids from 0 to 2**31 - 1")
+        added = self._library.get_added_tokens_decoder()
+        for token in json.loads(content)["added_tokens"] if added else ():
+            # The library numbers added tokens one after another and ignores the numbers in the file.
+            found, name = self._library.token_to_id(token["content"]), f"added token {token['content']!r}"
+            require(
+                found == token["id"], f"{where}: {name}: id", token["id"], f"the tokenizers library makes it {found}"
+            )
+        ends = {token.content: id for id, token in added.items() if token.content in END_TOKENS}
+        check(bool(ends), "added_tokens", f"with one that ends a document: {' or '.join(END_TOKENS)}")
+        end = min(ends, key=END_TOKENS.index)
+        check(added[ends[end]].special, f"added token {end!r}", "special: text must not end a document")
+
         byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
         self._text_of = {}
-        for token, id in self._library.get_vocab(with_added_tokens=False).items():
+        for token, id in vocab.items():
             # A token that is not spelt in the byte alphabet is, as for the library, its own text.
             is_spelt = all(char in byte_of for char in token)
             self._text_of[id] = bytes(byte_of[char] for char in token) if is_spelt else token.encode()
-        self._text_of |= {id: token.encode() for id, token in added.items()}
+        self._text_of |= {id: token.content.encode() for id, token in added.items()}
+        self._text_of[ends[end]] = b""
 
         self.name = "bpe-" + hashlib.sha256(content.encode()).hexdigest()[:16]
         self.vocab_size = max(self._text_of) + 1
-        self.end_of_document = min(added, key=lambda id: _end_rank(added[id]))
-        self._text_of[self.end_of_document] = b""
+        self.end_of_document = ends[end]
         self.loss: str | None = None
-        for probe in _probes(list(added.values())):
+        for probe in _probes([token.content for token in added.values()]):
             try:
                 self.encode(probe.encode())
             except InputError as error:
@@ -275,10 +301,6 @@ def _check_ids(tokenizer: Tokenizer, ids: Integer[np.ndarray, "tokens"]) -> None
         )
 
 
-def _end_rank(token: str) -> int:
-    return END_TOKENS.index(token) if token in END_TOKENS else len(END_TOKENS)
-
-
 def _byte_alphabet() -> list[str]:
     """Return the character of each byte in a vocabulary, as in GPT-2's.
 
@@ -328,65 +350,21 @@ def _read(file: Path, where: str) -> Bpe:
 
 
 def _parse(data: bytes, where: str) -> Bpe:
-    """Return the tokenizer of a file's bytes. Checked is what the library accepts although its ids would be wrong."""
-
-    def check(condition: bool, field: str, allowed: str) -> None:
-        if not condition:
-            raise InputError(f"{where}: {field} must be {allowed}")
-
     try:
         content: Any = json.loads(data)
         text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
         text.encode()  # half a surrogate pair is JSON but not Unicode
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: is no {TOKENIZER_FILE}: {error}") from error
-    model: Any = content.get("model") if type(content) is dict else None
-    check(type(model) is dict, "model", "an object, as in every tokenizer.json of Hugging Face")
-    check(model.get("type", "BPE") == "BPE", "model.type", "'BPE'")  # GPT-2's file does not name its type
-    check(not model.get("dropout"), "model.dropout", "null: it is random")
-    decoder: Any = content.get("decoder")
-    check(type(decoder) is dict and decoder.get("type") == "ByteLevel", "decoder.type", "'ByteLevel'")
-    vocab: Any = model.get("vocab")
-    ids: list[Any] = list(vocab.values()) if type(vocab) is dict else [None]
-    check(all(type(id) is int for id in ids), "model.vocab", "tokens and their ids")
-    check(len(set(ids)) == len(ids), "model.vocab", "without two tokens of one id")
-    check(all(0 <= id < 2**31 for id in ids), "model.vocab", "of ids from 0 to 2**31 - 1")
-    added: Any = content.get("added_tokens")
-    is_list = type(added) is list and all(type(token) is dict and type(token.get("content")) is str for token in added)
-    check(is_list, "added_tokens", "a list of objects with id and content")
-    ends = sorted((token for token in added if token["content"] in END_TOKENS), key=lambda t: _end_rank(t["content"]))
-    check(bool(ends), "added_tokens", f"with one that ends a document: {' or '.join(END_TOKENS)}")
-    check(
-        ends[0].get("special") is True, f"added token {ends[0]['content']!r}", "special: text must not end a document"
-    )
-    with _library_errors(f"{where}: the tokenizers library refuses it"):
-        tokenizer = Bpe(text)
-    for token in added:
-        # The library numbers added tokens one after another and ignores the numbers in the file.
-        found = tokenizer._library.token_to_id(token["content"])
-        name = f"{where}: added token {token['content']!r}: id"
-        require(found == token.get("id"), name, token.get("id"), f"the tokenizers library makes it {found}")
-    return tokenizer
+    return Bpe(text, where)
 
 
 def _probes(added_tokens: list[str]) -> Iterator[str]:
-    """Yield texts of which tokenizers lose parts, and every byte that UTF-8 can hold."""
-    yield from (
-        "",
-        " ",
-        "   leading and trailing   ",
-        "\n\n\r\n\r \t\t\x0b\x0c\n ",
-        "a\u00a0b\u1680c\u2003d\u2009e\u200bf\u2028g\u2029h\u202fi\u205fj\u3000k\ufeffl\u0085m",
-        "I don't , we 've . it 's ! n't ? : ;",
-        "Case CASE İıßẞ ΣΑΣ ς",
-        "e\u0301 \u00e9 A\u030a \u00c5 \u212b \u1100\u1161 \uac00 q\u0307\u0323 q\u0323\u0307 ﬁ ² ½ ＡＢ \u0344",
-        "👩‍👩‍👧‍👦 👍🏽 🇬🇧 ❤️ 𝔸 \U000e0001 \ufffd \ufffe \uffff",
-        "▁ Ġ ## @@ </w> <0x0A> <unk> [UNK] <s> </s> <pad> <|endoftext|>",
-        "0123456789 1,234.5 ١٢٣ 日本語のテキスト ไทย हिन्दी עברית العربية",
-    )
+    """Yield texts that show most losses at load; `Bpe.encode` checks every document."""
+    yield "  Leading and trailing white space \r\n\t\u3000 "
+    yield "e\u0301 I don't , we 've ! \ufb01 \uff21 ##x </w> <0x0A>"
     for token in added_tokens:
         yield f"{token} a{token}{token}  {token} \n{token}"
-    for first in range(0, 0x800, 64):
-        yield "".join(map(chr, range(first, first + 64)))
-    yield "".join(map(chr, [*range(0x800, 0xD800, 0x800), *range(0xE000, 0x10000, 0x800)]))
-    yield "".join(map(chr, range(0x10000, 0x110000, 0x8000)))
+    yield "".join(map(chr, range(128)))
+    # With these, all bytes of UTF-8: a first byte has at least 64 characters.
+    yield "".join(chr(code) for code in range(128, 0x110000, 61) if not 0xD800 <= code < 0xE000)
