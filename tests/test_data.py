@@ -377,11 +377,12 @@ def test_exchanged_splits_are_refused(made: tuple[DataConfig, Corpus]):
         load_corpus(made_config)
 
 
-def test_a_token_file_of_another_length_is_refused(made: tuple[DataConfig, Corpus]):
+@pytest.mark.parametrize(("more", "message"), [(b"\1\0", "num_tokens"), (b"\1", "not a multiple")])
+def test_a_token_file_of_another_length_is_refused(made: tuple[DataConfig, Corpus], more: bytes, message: str):
     made_config, first = made
     with open(first.train.directory / TOKENS_FILE, "ab") as file:
-        file.write(b"\1")
-    with pytest.raises(InputError, match="num_tokens"):
+        file.write(more)
+    with pytest.raises(InputError, match=message):
         load_corpus(made_config)
 
 

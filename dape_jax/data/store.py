@@ -25,6 +25,7 @@ from jaxtyping import Int64, UInt
 from dape_jax.data import corpus
 from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
+    CORPUS_DIRECTORY,
     FORMAT_VERSION,
     OFFSETS_FILE,
     RECORD_FILE,
@@ -32,11 +33,9 @@ from dape_jax.data.prepare.build import (
     SPLITS,
     TOKENS_FILE,
     Sidecar,
-    check_found,
-    combine_shards,
+    build_corpus,
     progress,
     token_dtype,
-    write_shards,
 )
 from dape_jax.data.prepare.records import Selection
 from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
@@ -170,34 +169,29 @@ def load_corpus(config: DataConfig) -> Corpus:
     if not os.path.exists(directory):
         _build(config, files, tokenizer, fingerprint, directory)
     try:
-        loaded = open_corpus(directory)
-        for split in SPLITS:
-            field = f"{directory / split / SIDECAR_FILE}: fingerprint"
-            found = getattr(loaded, split).sidecar.fingerprint
-            require(found == fingerprint, field, found, f"{fingerprint!r} by its place")
+        loaded = open_corpus(directory, fingerprint)
     except InputError as error:
         raise InputError(f"{error}; delete {directory} to build it again") from error
     return loaded
 
 
-def open_corpus(directory: Path) -> Corpus:
+def open_corpus(directory: Path, fingerprint: str | None = None) -> Corpus:
     """Map the two stores of a complete directory; they are checked by `open_store`, and against each other.
 
     Raises:
-        InputError: a file is missing or damaged, or the stores do not belong together.
+        InputError: a file is missing or damaged, or the stores do not belong together or to this fingerprint.
     """
     stores = {split: open_store(directory / split) for split in SPLITS}
+    train = stores["train"].sidecar
     for split, store in stores.items():
-        of_train = stores["train"].sidecar
-        for field, expected in (
-            ("split", split),
-            ("fingerprint", of_train.fingerprint),
-            ("tokenizer", of_train.tokenizer),
-        ):
-            value = getattr(store.sidecar, field)
-            require(
-                value == expected, f"{store.directory / SIDECAR_FILE}: {field}", value, f"{expected!r} by its place"
-            )
+        expected = {
+            "split": split,
+            "fingerprint": train.fingerprint if fingerprint is None else fingerprint,
+            "tokenizer": train.tokenizer,
+        }
+        for field, value in expected.items():
+            found = getattr(store.sidecar, field)
+            require(found == value, f"{store.directory / SIDECAR_FILE}: {field}", found, f"must be {value!r}")
     return Corpus(**stores)
 
 
@@ -230,46 +224,32 @@ def open_store(directory: Path) -> TokenStore:
     Raises:
         InputError: a file is missing or damaged; names the sidecar, the field and its value.
     """
-    sidecar = _read_sidecar(directory / SIDECAR_FILE)
-
-    def check(condition: bool, field: str, allowed: str) -> None:
-        require(condition, f"{directory / SIDECAR_FILE}: {field}", getattr(sidecar, field), allowed)
-
-    check(sidecar.format_version == FORMAT_VERSION, "format_version", f"this program reads {FORMAT_VERSION}")
+    file = directory / SIDECAR_FILE
+    sidecar = _read_sidecar(file)
     try:
         tokenizer = saved_tokenizer(directory)
-    except InputError as error:
-        raise InputError(f"{directory / SIDECAR_FILE}: the tokenizer beside it: {error}") from error
-    check(sidecar.tokenizer == tokenizer.name, "tokenizer", f"the tokenizer beside it is {tokenizer.name!r}")
-    vocab_size = tokenizer.vocab_size
-    check(sidecar.vocab_size == vocab_size, "vocab_size", f"the tokenizer {sidecar.tokenizer!r} has {vocab_size}")
-    dtype = token_dtype(vocab_size)
-    check(sidecar.dtype == dtype.str, "dtype", f"{dtype.str!r} for a vocabulary of {vocab_size}")
-    check(sidecar.split in SPLITS, "split", f"one of {list(SPLITS)}")
-    check(sidecar.num_documents > 0, "num_documents", "at least 1")
-    check(sidecar.num_tokens > 0, "num_tokens", "at least 1")
-    for field in ("digest", "fingerprint"):
-        check(re.fullmatch("[0-9a-f]{64}", getattr(sidecar, field)) is not None, field, "64 hexadecimal digits")
-
-    try:
-        size = (directory / TOKENS_FILE).stat().st_size
-        check(sidecar.num_tokens == size / dtype.itemsize, "num_tokens", f"{TOKENS_FILE} has {size} bytes")
+        dtype = token_dtype(tokenizer.vocab_size)
         tokens = np.memmap(directory / TOKENS_FILE, dtype, mode="r")
-    except OSError as error:
-        raise InputError(f"{directory / SIDECAR_FILE}: {TOKENS_FILE} beside it cannot be read: {error}") from error
-    try:
         offsets = np.lib.format.open_memmap(directory / OFFSETS_FILE, mode="r")
     except Exception as error:  # a damaged header makes numpy raise half a dozen kinds, some of several lines
-        raise InputError(f"{directory / SIDECAR_FILE}: {OFFSETS_FILE} beside it cannot be read: {error!r}") from error
-    check(
-        offsets.dtype == np.dtype("<i8") and offsets.shape == (sidecar.num_documents + 1,),
-        "num_documents",
-        f"{OFFSETS_FILE} must hold one int64 more than that",
-    )
-    check(
-        bool(offsets[0] == 0 and offsets[-1] == sidecar.num_tokens and _increase(offsets)),
-        "num_tokens",
-        f"{OFFSETS_FILE} must increase from 0 to that",
+        raise InputError(f"{file}: the files beside it cannot be read: {error!r}") from error
+    found = {
+        "format_version": FORMAT_VERSION,
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": dtype.str,
+        "num_documents": offsets.size - 1,
+        "num_tokens": tokens.size,
+    }
+    for field, value in found.items():
+        require(getattr(sidecar, field) == value, f"{file}: {field}", getattr(sidecar, field), f"must be {value!r}")
+    is_whole = offsets.dtype == np.dtype("<i8") and offsets.ndim == 1 and offsets.size > 1
+    is_whole = is_whole and offsets[0] == 0 and offsets[-1] == tokens.size and _increase(offsets)
+    require(
+        is_whole,
+        f"{file}: {OFFSETS_FILE}",
+        f"{offsets.dtype}{list(offsets.shape)}",
+        "must increase from 0 to num_tokens",
     )
     return TokenStore(directory, sidecar, tokens, offsets)
 
@@ -311,11 +291,18 @@ def _build(config: DataConfig, files: list[InputFile], tokenizer: Tokenizer, fin
     temporary = directory.with_name(f".tmp-{directory.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
-        record = write_shards(temporary, files, _selection(config), tokenizer)
-        check_found(record, f"data.path = {config.path!r}", "data.validation_fraction", config.validation_fraction)
-        combine_shards(temporary, temporary / "corpus", record, tokenizer, source=config.path, fingerprint=fingerprint)
+        build_corpus(
+            temporary,
+            files,
+            _selection(config),
+            tokenizer,
+            source=config.path,
+            fingerprint=fingerprint,
+            field="data.path",
+            fraction_field="data.validation_fraction",
+        )
         try:
-            os.rename(temporary / "corpus", directory)
+            os.rename(temporary / CORPUS_DIRECTORY, directory)
         except OSError:
             if not directory.exists():
                 raise

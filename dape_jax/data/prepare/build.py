@@ -35,7 +35,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, BinaryIO, get_args
 
 import numpy as np
 from jaxtyping import Integer
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
 RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
-SHARDS_DIRECTORY, SHARD_FILE = "shards", "shard.json"
+CORPUS_DIRECTORY, SHARDS_DIRECTORY, SHARD_FILE = "corpus", "shards", "shard.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 MAX_LISTED = 100_000  # bad records in rejected.jsonl; the rest is only counted
@@ -80,24 +80,29 @@ class Sidecar:
     fingerprint: str  # of the input files and of the options that decide the result
 
 
-@dataclasses.dataclass(frozen=True)
+def _per_split() -> collections.Counter[str]:
+    return collections.Counter(dict.fromkeys(SPLITS, 0))
+
+
+@dataclasses.dataclass
 class Record:
     """Counts of a shard, or of a whole corpus."""
 
     num_input_bytes: int = 0
     num_text_bytes: int = 0  # of the documents that are text
-    num_documents: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    num_tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    skipped: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
-    rejected: dict[str, int] = dataclasses.field(default_factory=dict)  # by reason
+    num_documents: collections.Counter[str] = dataclasses.field(default_factory=_per_split)
+    num_tokens: collections.Counter[str] = dataclasses.field(default_factory=_per_split)
+    skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by reason
+    rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by reason
     num_lossy: int = 0  # documents that their tokens do not give back, with a lossy tokenizer
 
-    def __add__(self, other: "Record") -> "Record":
-        def added(a: Any, b: Any) -> Any:
-            return a + b if isinstance(a, int) else {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
-
-        names = [field.name for field in dataclasses.fields(self)]
-        return Record(**{name: added(getattr(self, name), getattr(other, name)) for name in names})
+    def add(self, other: "Record") -> None:
+        """Add the counts of another record to these."""
+        for name, count in vars(other).items():
+            if isinstance(count, int):
+                setattr(self, name, getattr(self, name) + count)
+            else:
+                getattr(self, name).update(count)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -115,9 +120,10 @@ def read_record(file: Path) -> Record:
 
 
 def _parse_record(content: Any, file: Path) -> Record:
-    if not _is_like(content, dataclasses.asdict(Record())):
+    if not _is_like(content, vars(Record())):
         raise InputError(f"{file}: is damaged; delete {file.parent} to build it again")
-    return Record(**content)
+    counters = {name: collections.Counter(count) for name, count in content.items() if type(count) is dict}
+    return Record(**content | counters)
 
 
 def _is_like(found: Any, like: Any) -> bool:
@@ -162,15 +168,10 @@ def write_shard(
     strict: bool,
     advance: Callable[[int], object],
 ) -> Record:
-    """Write the documents of some input files as one shard; a function of its arguments.
+    """Write the documents of some input files, in order, as one shard; a function of its arguments.
 
-    Args:
-        files: read in this order.
-        directory: created; complete as soon as it exists.
-        selection: the records that become documents.
-        tokenizer: encodes them.
-        strict: stop at the first bad record.
-        advance: called with the number of input bytes read since the last call.
+    `directory` is complete as soon as it exists. `advance` is called with the number of input bytes read since the last
+    call.
 
     Raises:
         InputError: a file cannot be read, a record is bad and `strict` is set, or ids are not the tokenizer's.
@@ -180,8 +181,7 @@ def write_shard(
     partial.mkdir(parents=True)
     dtype = token_dtype(tokenizer.vocab_size)
     end = np.array([tokenizer.end_of_document], dtype).tobytes()
-    num_text_bytes = num_lossy = num_listed = 0
-    num_documents, num_tokens, skipped, rejected = (collections.Counter() for _ in range(4))
+    record = Record(num_input_bytes=sum(file.num_bytes for file in files))
     with contextlib.ExitStack() as stack:
         names = [f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "lengths")]
         out = {name: stack.enter_context(_HashedFile(partial / name)) for name in [*names, REJECTED_FILE]}
@@ -190,34 +190,24 @@ def write_shard(
             for found in read_documents(file, selection, reached):
                 result = _encode(found, selection, tokenizer) if isinstance(found, Document) else found
                 if isinstance(result, str):
-                    skipped[result] += 1
+                    record.skipped[result] += 1
                 elif isinstance(result, BadRecord):
                     if strict:
                         raise InputError(f"{describe(result)}; without strict it is skipped")
-                    rejected[result.reason] += 1
-                    if num_listed < MAX_LISTED:
-                        out[REJECTED_FILE].write(json.dumps(dataclasses.asdict(result)).encode() + b"\n")
-                        num_listed += 1
+                    record.rejected[result.reason] += 1
+                    if record.rejected.total() <= MAX_LISTED:
+                        out[REJECTED_FILE].write(json.dumps(vars(result)).encode() + b"\n")
                 else:
                     split, ids, num_bytes, is_lossy = result
                     out[f"{split}.tokens"].write(ids.astype(dtype, casting="unsafe").tobytes() + end)
                     out[f"{split}.lengths"].write((len(ids) + 1).to_bytes(8, "little"))
-                    num_documents[split] += 1
-                    num_tokens[split] += len(ids) + 1
-                    num_text_bytes += num_bytes
-                    num_lossy += is_lossy
+                    record.num_documents[split] += 1
+                    record.num_tokens[split] += len(ids) + 1
+                    record.num_text_bytes += num_bytes
+                    record.num_lossy += is_lossy
             reached(file.num_bytes)
-    record = Record(
-        num_input_bytes=sum(file.num_bytes for file in files),
-        num_text_bytes=num_text_bytes,
-        num_documents={split: num_documents[split] for split in SPLITS},
-        num_tokens={split: num_tokens[split] for split in SPLITS},
-        skipped=dict(skipped),
-        rejected=dict(rejected),
-        num_lossy=num_lossy,
-    )
     digests = {name: file.sha.hexdigest() for name, file in out.items()}
-    write_json(partial / SHARD_FILE, {"record": dataclasses.asdict(record), "digests": digests})
+    write_json(partial / SHARD_FILE, {"record": vars(record), "digests": digests})
     os.rename(partial, directory)
     sync_directory(directory.parent)
     return record
@@ -267,49 +257,28 @@ def _encode(
 # Writing all shards, in this process or in others.
 
 
-def write_shards(
-    work: Path,
-    files: list[InputFile],
-    selection: Selection,
-    tokenizer: Tokenizer,
-    *,
-    workers: int = 1,
-    strict: bool = False,
+def _write_shards(
+    work: Path, files: list[InputFile], selection: Selection, tokenizer: Tokenizer, workers: int, strict: bool
 ) -> Record:
-    """Write the shards that `work` does not have yet, and return the counts of all.
-
-    Args:
-        work: existing directory, empty or with shards of the same files, selection and tokenizer.
-        files: from `corpus.unique_files`.
-        selection: the records that become documents.
-        tokenizer: encodes them.
-        workers: number of processes; 1 uses only this one. Each takes one shard at a time.
-        strict: stop at the first bad record.
-
-    Raises:
-        InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, or a worker died.
-        OSError: the directory cannot be written to.
-    """
+    """Write the shards that `work` does not have yet, and return the counts of all."""
     units = _units(files)
-    directories = _shards(work, len(units))
-    records = {shard: _read_shard(shard)[0] for shard in directories if shard.exists()}
-    total = sum(records.values(), Record())
-    require(
-        not (strict and total.rejected),
-        "strict",
-        strict,
-        f"bad records were skipped before; delete {work} to start over",
-    )
-    missing = [(unit, shard) for unit, shard in zip(units, directories, strict=True) if shard not in records]
+    directories = [work / SHARDS_DIRECTORY / f"{index:08}" for index in range(len(units))]
+    missing = [(unit, shard) for unit, shard in zip(units, directories, strict=True) if not shard.exists()]
+    total = Record()
+    for shard in directories:
+        if shard.exists():
+            total.add(_read_shard(shard)[0])
+    message = f"bad records were skipped before; delete {work} to start over"
+    require(not (strict and total.rejected), "strict", strict, message)
     num_shown = 0
     with progress(sum(file.num_bytes for file in files), "tokenizing", total.num_input_bytes) as bar:
         job = selection, tokenizer, strict
         written = _write_in_pool(missing, job, workers, bar) if workers > 1 else _write_here(missing, job, bar)
         with contextlib.closing(written):
             for shard, record in written:
-                total += record
+                total.add(record)
                 bar.n = max(bar.n, total.num_input_bytes)
-                num_documents, num_tokens = sum(total.num_documents.values()), sum(total.num_tokens.values())
+                num_documents, num_tokens = total.num_documents.total(), total.num_tokens.total()
                 bar.set_postfix_str(f"{num_documents:,} documents, {num_tokens:,} tokens", refresh=False)
                 with open(shard / REJECTED_FILE) as rejected:
                     for line in itertools.islice(rejected, _SHOWN - num_shown):
@@ -329,10 +298,6 @@ def _units(files: list[InputFile]) -> list[list[InputFile]]:
         units[-1].append(file)
         size += file.num_bytes
     return units
-
-
-def _shards(work: Path, number: int) -> list[Path]:
-    return [work / SHARDS_DIRECTORY / f"{index:08}" for index in range(number)]
 
 
 def _read_shard(shard: Path) -> tuple[Record, dict[str, str]]:
@@ -410,52 +375,70 @@ def _work(unit: list[InputFile], shard: Path) -> Record:
 # Combining them.
 
 
-def check_found(record: Record, given: str, validation: str, validation_fraction: float) -> None:
-    """Raise `InputError` unless there are documents in both splits.
+def build_corpus(
+    work: Path,
+    files: list[InputFile],
+    selection: Selection,
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    fingerprint: str,
+    field: str,
+    fraction_field: str,
+    workers: int = 1,
+    strict: bool = False,
+) -> Record:
+    """Build a corpus in `work / "corpus"`, and return its counts.
 
     Args:
-        record: counts of the whole build.
-        given: the input in the user's words: "data.path = 'books'".
-        validation: name of the flag or field of the fraction, for messages.
-        validation_fraction: share of the documents for validation.
+        work: existing directory, empty or with shards of the same files, selection and tokenizer.
+        files: from `corpus.unique_files`.
+        selection: the records that become documents.
+        tokenizer: encodes them.
+        source: the input as the user gave it, for the sidecars.
+        fingerprint: for the sidecars.
+        field: name of the flag or config field of the input, for messages.
+        fraction_field: name of that of the validation fraction.
+        workers: number of processes; 1 uses only this one. Each takes one shard at a time.
+        strict: stop at the first bad record.
+
+    Raises:
+        InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, a worker died, or a
+            split has no documents.
+        OSError: the directory cannot be written to.
     """
-    num_documents = sum(record.num_documents.values())
+    record = _write_shards(work, files, selection, tokenizer, workers, strict)
+    _check_found(record, field, source, fraction_field, selection.validation_fraction)
+    _combine_shards(work, work / CORPUS_DIRECTORY, record, tokenizer, source, fingerprint)
+    return record
+
+
+def _check_found(record: Record, field: str, source: str, fraction_field: str, validation_fraction: float) -> None:
+    """Raise `InputError` unless there are documents in both splits."""
+    num_documents = record.num_documents.total()
     if not num_documents:
         counts = record.skipped | {f"bad ({reason})": count for reason, count in record.rejected.items()}
         found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "nothing at all"
-        raise InputError(f"{given}: no documents there: {found}")
+        raise InputError(f"{field} = {source!r}: no documents there: {found}")
     for split in SPLITS:
-        message = f"leaves no {split} documents of the {num_documents:,} in {given} (each split needs one)"
-        require(record.num_documents[split] > 0, validation, validation_fraction, message)
+        message = f"leaves no {split} documents of the {num_documents:,} in {field} = {source!r} (each split needs one)"
+        require(record.num_documents[split] > 0, fraction_field, validation_fraction, message)
 
 
-def combine_shards(
-    work: Path, directory: Path, record: Record, tokenizer: Tokenizer, *, source: str, fingerprint: str
+def _combine_shards(
+    work: Path, directory: Path, record: Record, tokenizer: Tokenizer, source: str, fingerprint: str
 ) -> None:
-    """Make the two stores from the shards, in the order of the input.
-
-    Args:
-        work: directory that `write_shards` has completed.
-        directory: created; replaced if it exists.
-        record: returned by `write_shards`.
-        tokenizer: the same.
-        source: for the sidecars.
-        fingerprint: for the sidecars.
-
-    Raises:
-        InputError: a shard is damaged.
-        OSError: the directory cannot be written to.
-    """
+    """Make the two stores in `directory` from the shards in `work`, in the order of the input."""
     shards = [(shard, _read_shard(shard)[1]) for shard in sorted((work / SHARDS_DIRECTORY).glob("[0-9]" * 8))]
     dtype = token_dtype(tokenizer.vocab_size)
     shutil.rmtree(directory, ignore_errors=True)
-    with progress(sum(record.num_tokens.values()) * dtype.itemsize, "combining", 0) as bar:
+    with progress(record.num_tokens.total() * dtype.itemsize, "combining", 0) as bar:
         for split in SPLITS:
             store = directory / split
             store.mkdir(parents=True)
             save_tokenizer(tokenizer, store)
             with _HashedFile(store / TOKENS_FILE) as tokens, _HashedFile(store / OFFSETS_FILE) as offsets:
-                for block in _content(shards, f"{split}.tokens"):
+                for block in _blocks(_verified(shards, f"{split}.tokens")):
                     tokens.write(block)
                     bar.update(len(block))
                 # The digest covers the numbers without numpy's header.
@@ -465,7 +448,7 @@ def combine_shards(
                 last = np.zeros(1, "<i8")
                 offsets.write(last.tobytes())
                 tokens.sha.update(last.tobytes())
-                for block in _content(shards, f"{split}.lengths"):
+                for block in _blocks(_verified(shards, f"{split}.lengths")):
                     ends = last[-1:] + np.cumsum(np.frombuffer(block, "<i8"))
                     offsets.write(ends.tobytes())
                     tokens.sha.update(ends.tobytes())
@@ -484,34 +467,28 @@ def combine_shards(
             )
             write_json(store / SIDECAR_FILE, dataclasses.asdict(sidecar))
     with _HashedFile(directory / REJECTED_FILE) as rejected:
-        lines = _lines(_content(shards, REJECTED_FILE))
+        lines = itertools.chain.from_iterable(_verified(shards, REJECTED_FILE))
         for line in itertools.islice(lines, MAX_LISTED):
             rejected.write(line)
-    write_json(directory / RECORD_FILE, dataclasses.asdict(record))
+    write_json(directory / RECORD_FILE, vars(record))
     sync_directory(directory)
 
 
-def _content(shards: Iterable[tuple[Path, dict[str, str]]], name: str) -> Iterator[bytes]:
-    """Yield the content of one file of every shard, in blocks, if it still has its recorded digest."""
+def _verified(shards: Iterable[tuple[Path, dict[str, str]]], name: str) -> Iterator[BinaryIO]:
+    """Yield one file of every shard, open for reading, if it still has its recorded digest."""
     for shard, digests in shards:
-        try:
-            with open(shard / name, "rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError:
-            found = None
-        if found is None or found != digests.get(name):
-            raise InputError(f"{shard / name}: has changed since it was written; delete {shard} to build it again")
-        with open(shard / name, "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+        with contextlib.suppress(FileNotFoundError), open(shard / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == digests.get(name):
+                file.seek(0)
+                yield file
+                continue
+        raise InputError(f"{shard / name}: has changed since it was written; delete {shard} to build it again")
 
 
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file that comes in blocks."""
-    held = b""
-    for block in blocks:
-        *lines, held = (held + block).split(b"\n")
-        yield from (line + b"\n" for line in lines)
+def _blocks(files: Iterable[BinaryIO]) -> Iterator[bytes]:
+    for file in files:
+        while block := file.read(_BLOCK_BYTES):
+            yield block
 
 
 def describe(bad: BadRecord) -> str:

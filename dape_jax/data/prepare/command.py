@@ -34,17 +34,16 @@ from dape_jax.command_line import flag
 from dape_jax.data import corpus
 from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
+    CORPUS_DIRECTORY,
     FORMAT_VERSION,
     RECORD_FILE,
     REJECTED_FILE,
     SHARDS_DIRECTORY,
     Record,
-    check_found,
-    combine_shards,
+    build_corpus,
     describe,
     progress,
     read_record,
-    write_shards,
 )
 from dape_jax.data.prepare.records import BadRecord, Document, Selection, holds_ids, read_documents
 from dape_jax.data.store import Corpus, open_corpus
@@ -133,7 +132,9 @@ def prepare(config: PrepareConfig) -> Prepared:
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
     partial = output.with_name(output.name + ".partial")
-    files = _input_files(config, excluded=(output, partial))
+    found = (file for path in config.input for file in corpus.find_files(path, "input"))
+    files = corpus.unique_files(found, excluded=(output, partial))
+    require(len(files) > 0, "input", ",".join(config.input), "nothing there but the output")
     tokenizer = None
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.lossy)
@@ -158,13 +159,19 @@ def prepare(config: PrepareConfig) -> Prepared:
             if tokenizer is None:
                 tokenizer = _trained_tokenizer(config, files, partial)
             save_tokenizer(tokenizer, partial)
-            record = write_shards(
-                partial, files, config.selection, tokenizer, workers=config.workers, strict=config.strict
+            record = build_corpus(
+                partial,
+                files,
+                config.selection,
+                tokenizer,
+                source=",".join(config.input),
+                fingerprint=json_digest(recipe),
+                field="input",
+                fraction_field="validation_fraction",
+                workers=config.workers,
+                strict=config.strict,
             )
-            source = ",".join(config.input)
-            check_found(record, f"input = {source!r}", "validation_fraction", config.validation_fraction)
-            complete = partial / "corpus"
-            combine_shards(partial, complete, record, tokenizer, source=source, fingerprint=json_digest(recipe))
+            complete = partial / CORPUS_DIRECTORY
             save_tokenizer(tokenizer, complete)
             write_json(complete / RECIPE_FILE, recipe)
             os.rename(complete, output)
@@ -174,13 +181,6 @@ def prepare(config: PrepareConfig) -> Prepared:
     except OSError as error:  # of writing: reading raises `InputError`
         raise InputError(f"output = {config.output!r}: cannot be written to: {error}") from error
     return Prepared(open_corpus(output), record, was_complete=False)
-
-
-def _input_files(config: PrepareConfig, excluded: tuple[Path, Path]) -> list[InputFile]:
-    found = (file for path in config.input for file in corpus.find_files(path, "input"))
-    files = corpus.unique_files(found, excluded)
-    require(len(files) > 0, "input", ",".join(config.input), "nothing there but the output")
-    return files
 
 
 def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
