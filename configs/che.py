@@ -28,7 +28,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict, config_dict
 
-from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument, read_module
+from dape_jax.config import choose, read_module
 from dape_jax.errors import require
 from dape_jax.model.transformer import ENCODER
 from dape_jax.tasks import TASKS
@@ -43,7 +43,7 @@ NUM_PROGRAMS = 5  # compiled for the lengths of training; tapes are padded to th
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see above."""
     more = dict(task="", positions=0, computation_steps=0, causal=0, num_steps=200_000, learning_rate=1e-3, seed=0)
-    choice = parse_argument(argument, **METHOD_ARGUMENTS, **more)
+    choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS, **more)
     require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"must be one of {list(TASKS)}")
     require(choice["causal"] in (0, 1), "config argument", f"causal={choice['causal']}", "must be 0 or 1")
 
@@ -62,7 +62,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         vocab_size=task.vocab_size,
         num_outputs=task.num_outputs,
         **ENCODER | dict(causal=bool(choice["causal"])),
-        **choose_method(choice, TRAIN_LENGTH, length_scale=TRAIN_LENGTH / 512),
+        **common.choose_method(choice, TRAIN_LENGTH, length_scale=TRAIN_LENGTH / 512),
         attention=choose("attention", "dense"),
         dtype="float32",
     )

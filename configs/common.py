@@ -8,6 +8,11 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from dape_jax.config import choose
+from dape_jax.errors import InputError, require
+
+METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32}
+
 
 def model(**fields: Any) -> dict[str, Any]:
     """Return the `model` section; `fields` are the size, the block (`GPT_NEOX`), the method and what differs."""
@@ -62,3 +67,58 @@ def perplexity(**fields: Any) -> dict[str, Any]:
     """Return the `evaluation` section of a language model, of which `lengths` and `max_windows` are missing."""
     shared = dict(last_tokens=64, batch_tokens=8192, blockwise_from=512, block_size=32)
     return shared | fields
+
+
+def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
+    """Return the values of a config file's argument, `config.py:key=value,key=value`, with the types of the defaults.
+
+    Raises:
+        InputError: an unknown key, or a value of another type.
+    """
+    values = dict(defaults)
+    for item in filter(None, (argument or "").split(",")):
+        key, equals, text = item.partition("=")
+        require(
+            bool(equals) and key in defaults,
+            "config argument",
+            item,
+            f"must be key=value with a key of {list(defaults)}",
+        )
+        kind = type(defaults[key])
+        try:
+            values[key] = kind(text)
+        except ValueError as error:
+            raise InputError(f"config argument = {item!r}: {key} must be of type {kind.__name__}") from error
+    return values
+
+
+def choose_method(argument: dict[str, Any], train_length: int, length_scale: float = 1.0) -> dict[str, Any]:
+    """Return the fields of a `model` section for a method of the paper, with the official settings.
+
+    Args:
+        argument: values for the keys of `METHOD_ARGUMENTS`, from `parse_argument`.
+        train_length: training length in tokens, for YaRN.
+        length_scale: the recipe's lengths relative to the paper's; it scales FIRE's threshold.
+
+    Raises:
+        InputError: an unknown name, or an option of DAPE without DAPE.
+    """
+    is_dape = argument["processor"] == "dape"
+    for key in ("kernel", "channels"):
+        require(
+            is_dape or argument[key] == METHOD_ARGUMENTS[key],
+            "config argument",
+            f"{key}={argument[key]}",
+            "needs processor=dape",
+        )
+    rotary = choose("rotary", argument["rotary"])
+    if argument["rotary"] == "yarn":
+        rotary |= {"train_length": train_length}
+    bias = choose("bias", argument["bias"])
+    if argument["bias"] == "fire":  # the official configurations give 512 and 128, which the code halves
+        bias |= {"threshold": round(length_scale * (256 if is_dape else 64))}
+        bias |= {"activation": "leaky_relu" if is_dape else "relu"}
+    processor = choose("processor", argument["processor"])
+    if is_dape:
+        processor |= {"kernel_width": argument["kernel"], "channels": argument["channels"]}
+    return {"rotary": rotary, "bias": bias, "processor": processor}

@@ -36,7 +36,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict, config_dict
 
-from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument, read_module
+from dape_jax.config import choose, read_module
 from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX, SIZES
 
@@ -49,9 +49,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see above."""
     size, _, rest = (argument or "125m").partition(",")
     require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
-    choice = parse_argument(
+    choice = common.parse_argument(
         rest,
-        **METHOD_ARGUMENTS,
+        **common.METHOD_ARGUMENTS,
         train_length=512,
         batch=256,
         accumulation=1,
@@ -65,7 +65,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.model = common.model(
         **SIZES[size],
         **GPT_NEOX,
-        **choose_method(choice, train_length),
+        **common.choose_method(choice, train_length),
         vocab_size=choice["vocab"],
         attention=choose("attention", choice["attention"]),
         remat="full",

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument, read_module
+from dape_jax.config import choose, read_module
 from dape_jax.model.transformer import GPT_NEOX
 
 common = read_module(Path(__file__).with_name("common.py"))
@@ -27,14 +27,14 @@ common = read_module(Path(__file__).with_name("common.py"))
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see above."""
-    choice = parse_argument(argument, **METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
+    choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
     config = ConfigDict()
     config.model = common.model(
         num_layers=4,
         width=128,
         num_heads=4,
         **GPT_NEOX,
-        **choose_method(choice, train_length=64, length_scale=0.5),
+        **common.choose_method(choice, train_length=64, length_scale=0.5),
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
     )
     config.data = common.text()

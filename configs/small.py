@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from dape_jax.config import METHOD_ARGUMENTS, choose, choose_method, parse_argument, read_module
+from dape_jax.config import choose, read_module
 from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX
 
@@ -42,13 +42,13 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see above."""
     size, _, rest = (argument or "xs").partition(",")
     require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
-    choice = parse_argument(rest, **METHOD_ARGUMENTS, train_length=32, batch=0, num_steps=600, seed=0)
+    choice = common.parse_argument(rest, **common.METHOD_ARGUMENTS, train_length=32, batch=0, num_steps=600, seed=0)
     train_length, seed = choice["train_length"], choice["seed"]
     config = ConfigDict()
     config.model = common.model(
         **SIZES[size],
         **GPT_NEOX,
-        **choose_method(choice, train_length, length_scale=0.25),
+        **common.choose_method(choice, train_length, length_scale=0.25),
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),
     )
     config.data = common.text(seed=seed)

@@ -309,29 +309,6 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(spec))
 
 
-def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
-    """Return the values of a config file's argument, `config.py:key=value,key=value`, with the types of the defaults.
-
-    Raises:
-        InputError: an unknown key, or a value of another type.
-    """
-    values = dict(defaults)
-    for item in filter(None, (argument or "").split(",")):
-        key, equals, text = item.partition("=")
-        require(
-            bool(equals) and key in defaults,
-            "config argument",
-            item,
-            f"must be key=value with a key of {list(defaults)}",
-        )
-        kind = type(defaults[key])
-        try:
-            values[key] = kind(text)
-        except ValueError as error:
-            raise InputError(f"config argument = {item!r}: {key} must be of type {kind.__name__}") from error
-    return values
-
-
 # Fields that affect only performance or storage; they may change on resume. Results change by rounding, and where
 # `mesh.context` or the accumulation changes, dropout draws other numbers. A digest identifies the data, wherever it is.
 RESUMABLE_FIELDS = (
@@ -363,41 +340,6 @@ def read_module(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32}
-
-
-def choose_method(argument: dict[str, Any], train_length: int, length_scale: float = 1.0) -> dict[str, Any]:
-    """Return the fields of a `model` section for a method of the paper, with the official settings.
-
-    Args:
-        argument: values for the keys of `METHOD_ARGUMENTS`, from `parse_argument`.
-        train_length: training length in tokens, for YaRN.
-        length_scale: the recipe's lengths relative to the paper's; it scales FIRE's threshold.
-
-    Raises:
-        InputError: an unknown name, or an option of DAPE without DAPE.
-    """
-    is_dape = argument["processor"] == "dape"
-    for key in ("kernel", "channels"):
-        require(
-            is_dape or argument[key] == METHOD_ARGUMENTS[key],
-            "config argument",
-            f"{key}={argument[key]}",
-            "needs processor=dape",
-        )
-    rotary = choose("rotary", argument["rotary"])
-    if argument["rotary"] == "yarn":
-        rotary |= {"train_length": train_length}
-    bias = choose("bias", argument["bias"])
-    if argument["bias"] == "fire":  # the official configurations give 512 and 128, which the code halves
-        bias |= {"threshold": round(length_scale * (256 if is_dape else 64))}
-        bias |= {"activation": "leaky_relu" if is_dape else "relu"}
-    processor = choose("processor", argument["processor"])
-    if is_dape:
-        processor |= {"kernel_width": argument["kernel"], "channels": argument["channels"]}
-    return {"rotary": rotary, "bias": bias, "processor": processor}
 
 
 def differences(saved: Any, new: Any, path: str = "", ignored: tuple[str, ...] = ()) -> list[str]:

@@ -282,7 +282,8 @@ _ORDERED_TASKS = tuple(task for task in _PRINTED_TASKS if not CHE[task].permutat
 _SAME_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 _FIRE_NOTE = (
     "FIRE's official settings depend on DAPE (threshold 256 and LeakyReLU with it, 64 and ReLU without; a preset "
-    "scales the thresholds with its lengths), so the sides differ in more than DAPE. See `config.choose_method`."
+    "scales the thresholds with its lengths), so the sides differ in more than DAPE. See `choose_method` in "
+    "`configs/common.py`."
 )
 
 
