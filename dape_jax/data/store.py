@@ -164,10 +164,13 @@ def load_corpus(config: DataConfig) -> Corpus:
         )
     tokenizer = read_tokenizer(config.tokenizer)
     files = corpus.unique_files(corpus.find_files(config.path))
-    fingerprint = _fingerprint(config, tokenizer, files)
+    selection = Selection("text", (), 1, _MAX_LENGTH, config.validation_fraction)
+    # Paths count because archives unpack with equal times: two corpora could agree in everything else.
+    inputs = [(corpus.absolute(file.path), file.num_bytes, file.version) for file in files]
+    fingerprint = json_digest([FORMAT_VERSION, tokenizer.name, dataclasses.asdict(selection), inputs])
     directory = Path(os.path.abspath(os.path.expanduser(config.cache_dir)), fingerprint[:16])
     if not os.path.exists(directory):
-        _build(config, files, tokenizer, fingerprint, directory)
+        _build(config, files, selection, tokenizer, fingerprint, directory)
     try:
         loaded = open_corpus(directory, fingerprint)
     except InputError as error:
@@ -269,24 +272,14 @@ def _read_sidecar(file: Path) -> Sidecar:
     return Sidecar(**content)
 
 
-def _selection(config: DataConfig) -> Selection:
-    return Selection(
-        text_field="text",
-        where=(),
-        min_length=1,
-        max_length=_MAX_LENGTH,
-        validation_fraction=config.validation_fraction,
-    )
-
-
-def _fingerprint(config: DataConfig, tokenizer: Tokenizer, files: list[InputFile]) -> str:
-    """Return a digest of everything that decides the store: the recipe, and the files' paths, sizes and times."""
-    # Paths count because archives unpack with equal times: two corpora could agree in everything else.
-    inputs = [(corpus.absolute(file.path), file.num_bytes, file.version) for file in files]
-    return json_digest([FORMAT_VERSION, tokenizer.name, dataclasses.asdict(_selection(config)), inputs])
-
-
-def _build(config: DataConfig, files: list[InputFile], tokenizer: Tokenizer, fingerprint: str, directory: Path) -> None:
+def _build(
+    config: DataConfig,
+    files: list[InputFile],
+    selection: Selection,
+    tokenizer: Tokenizer,
+    fingerprint: str,
+    directory: Path,
+) -> None:
     """Build both splits and rename them to `directory`."""
     temporary = directory.with_name(f".tmp-{directory.name}-{uuid.uuid4().hex}")
     try:
@@ -294,7 +287,7 @@ def _build(config: DataConfig, files: list[InputFile], tokenizer: Tokenizer, fin
         build_corpus(
             temporary,
             files,
-            _selection(config),
+            selection,
             tokenizer,
             source=config.path,
             fingerprint=fingerprint,

@@ -314,27 +314,6 @@ def _matches(values: list[Any], selection: Selection) -> bool:
 
 
 def _read_rows(opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]) -> Iterator[Found]:
-    number = 0
-    try:
-        for number, (text, *values) in enumerate(_rows(opened, file, selection, advance), 1):
-            if not _matches(values, selection):
-                yield "filtered"
-            elif text is None:
-                yield BadRecord(file.path, number, "no such field", f"{selection.text_field!r} is null")
-            else:
-                try:
-                    text.decode()
-                    yield Document(file.path, number, text)
-                except UnicodeDecodeError as error:
-                    yield BadRecord(file.path, number, "not UTF-8", str(error))
-    except _BadRecordError as error:
-        yield BadRecord(file.path, number + 1 if number else 0, *error.args)
-
-
-def _rows(
-    opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]
-) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of the text field (as bytes) and of the fields of `selection.where`, row by row."""
     from pyarrow import parquet  # large, and not needed by training and evaluation
 
     fields = [selection.text_field, *(field for field, _ in selection.where)]
@@ -348,26 +327,38 @@ def _rows(
         columns = [schema.column(i) for i in range(len(schema))]
         strings = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.path in fields]
         source = parquet.ParquetFile(opened, read_dictionary=strings, **options)
-        metadata = source.metadata
-        for index in range(metadata.num_row_groups):
-            group = metadata.row_group(index)
-            chunks = [group.column(i) for i in range(group.num_columns)]
+        for index in range(source.metadata.num_row_groups):
+            group = source.metadata.row_group(index)
             size = sum(
                 chunk.total_uncompressed_size
-                for chunk in chunks
+                for chunk in map(group.column, range(group.num_columns))
                 if any(f"{chunk.path_in_schema}.".startswith(f"{field}.") for field in fields)
             )
             rows_at_once = min(max(1, _BATCH_BYTES * group.num_rows // max(1, size)), _MAX_ROWS)
             for batch in source.iter_batches(rows_at_once, [index], columns=fields):
-                yield from zip(*(_values(batch, field) for field in fields), strict=True)
-                number += batch.num_rows
-                advance(file.num_bytes * number // metadata.num_rows)
-    except _BadRecordError:
-        raise
+                for text, *values in zip(*(_values(batch, field) for field in fields), strict=True):
+                    number += 1
+                    yield _row(file, number, text, values, selection)
+                advance(file.num_bytes * number // source.metadata.num_rows)
+    except _BadRecordError as error:
+        yield BadRecord(file.path, 0, *error.args)
     except Exception as error:  # a damaged file makes pyarrow raise many kinds
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise _BadRecordError("corrupt parquet", f"{type(error).__name__}: {error}") from error
+        line = number + 1 if number else 0
+        yield BadRecord(file.path, line, "corrupt parquet", f"{type(error).__name__}: {error}")
+
+
+def _row(file: InputFile, number: int, text: bytes | None, values: list[Any], selection: Selection) -> Found:
+    if not _matches(values, selection):
+        return "filtered"
+    if text is None:
+        return BadRecord(file.path, number, "no such field", f"{selection.text_field!r} is null")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return BadRecord(file.path, number, "not UTF-8", str(error))
+    return Document(file.path, number, text)
 
 
 def _check_columns(schema: Any, fields: list[str]) -> None:
