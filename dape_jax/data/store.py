@@ -200,10 +200,8 @@ def open_corpus(directory: Path, fingerprint: str | None = None) -> Corpus:
 
 def _is_prepared(path: Path) -> bool:
     """Return whether a directory is a corpus of ours, complete or not, and therefore no raw text."""
-    names = (
-        RECORD_FILE,
-        *(f"{split}/{name}" for split in SPLITS for name in (SIDECAR_FILE, TOKENS_FILE, OFFSETS_FILE)),
-    )
+    of_store = (SIDECAR_FILE, TOKENS_FILE, OFFSETS_FILE)
+    names = (RECORD_FILE, *(f"{split}/{name}" for split in SPLITS for name in of_store))
     try:
         return all((path / split).is_dir() for split in SPLITS) and any((path / name).exists() for name in names)
     except (OSError, ValueError):  # ValueError: a NUL byte in the path
@@ -212,10 +210,10 @@ def _is_prepared(path: Path) -> bool:
 
 def _check_tokenizer(config: DataConfig, loaded: Corpus) -> None:
     name, given = loaded.train.sidecar.tokenizer, config.tokenizer
-    if given is not None and given != name:
-        given = given if re.fullmatch(rf"bytes|{_NAME}", given) else read_tokenizer(given, lossy=True).name
-        allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
-        require(given == name, "data.tokenizer", config.tokenizer, allowed)
+    if given is not None and not re.fullmatch(rf"bytes|{_NAME}", given):
+        given = read_tokenizer(given, lossy=True).name
+    allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
+    require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
 
 
 def open_store(directory: Path) -> TokenStore:

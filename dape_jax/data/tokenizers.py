@@ -285,13 +285,8 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def check_trained_vocab_size(vocab_size: int) -> None:
     """Raise `InputError` unless a BPE of this size can be trained."""
-    smallest = len(_byte_alphabet()) + 1
-    require(
-        smallest <= vocab_size <= _MAX_TRAINED_VOCAB_SIZE,
-        "train_bpe",
-        vocab_size,
-        f"{smallest} (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}",
-    )
+    allowed = f"257 (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}"
+    require(257 <= vocab_size <= _MAX_TRAINED_VOCAB_SIZE, "train_bpe", vocab_size, allowed)
 
 
 def _check_ids(tokenizer: Tokenizer, ids: Integer[np.ndarray, "tokens"]) -> None:

@@ -12,6 +12,7 @@ it moves the damaged one to `damaged/`. Nothing is deleted.
 import contextlib
 import errno
 import functools
+import itertools
 import logging
 import os
 import re
@@ -345,21 +346,14 @@ def restore_newest(workdir: Path, abstract: TrainState) -> tuple[int, TrainState
 
     def move_damaged() -> None:
         for name, fault in faults.items():
-            logger.warning("step %s is damaged and moved to %s: %s", name, _move_damaged(workdir, name), fault)
+            (workdir / "damaged").mkdir(exist_ok=True)
+            names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+            target = next(target for target in map((workdir / "damaged").joinpath, names) if not target.exists())
+            (_directory(workdir) / name).rename(target)
+            logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
 
     process_zero_only(move_damaged)
     return found
-
-
-def _move_damaged(workdir: Path, name: str) -> Path:
-    directory = workdir / "damaged"
-    directory.mkdir(exist_ok=True)
-    target, number = directory / name, 1
-    while target.exists():
-        number += 1
-        target = directory / f"{name}-{number}"
-    (_directory(workdir) / name).rename(target)
-    return target
 
 
 def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str, Any]]:

@@ -18,7 +18,6 @@ with the input files that are not finished; the result is the same. Another comm
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -219,11 +218,7 @@ def _trained_tokenizer(config: PrepareConfig, files: list[InputFile], directory:
     if (directory / TOKENIZER_FILE).exists():
         return saved_tokenizer(directory)
     assert config.train_bpe is not None
-    texts = _training_texts(config, files)
-    first = next(texts, None)
-    if first is None:
-        raise InputError(f"input = {','.join(config.input)!r}: no text there to train a tokenizer on")
-    return train_bpe(itertools.chain([first], texts), config.train_bpe)
+    return train_bpe(_training_texts(config, files), config.train_bpe)
 
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
