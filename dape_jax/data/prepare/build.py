@@ -10,12 +10,12 @@ In: input files (`corpus`), a selection (`records`) and a tokenizer. Out: a dire
     record.json      the fields of `Record`
     rejected.jsonl   the bad records: file, line, reason, detail
 
-`write_shards` turns each input file into a shard (small files that follow one another share one), in any number of
-processes. A shard is a directory that is renamed when it is complete; a kill loses only the shards in progress:
+`build_corpus` first turns each input file into a shard (small files that follow one another share one), in any number
+of processes. A shard is a directory that is renamed when it is complete; a kill loses only the shards in progress:
 
     input files -> shards/00000000/, ..   {train,validation}.{tokens,lengths}  rejected.jsonl  shard.json
 
-`combine_shards` concatenates them in the order of the input, so the result does not depend on the number of processes.
+It then concatenates them in the order of the input, so the result does not depend on the number of processes.
 """
 
 import collections
