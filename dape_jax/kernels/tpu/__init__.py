@@ -42,18 +42,7 @@ def attend(
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
-    """Return attention computed by the kernels.
-
-    Args:
-        q_BTHK: queries.
-        k_BSGK: keys.
-        v_BSGK: values.
-        first: column of row 0.
-        operator: bias and processor.
-        dtype: dtype of the convolutions' operands.
-        row_stride: columns between neighbouring rows.
-        window: columns that a row sees, or None for all.
-        interpret: see `kernels.attend_fused`.
+    """Return attention computed by the kernels, for rows of which the first has the column `first`.
 
     Raises:
         NotImplementedError: see `tilings`.

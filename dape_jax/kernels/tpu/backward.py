@@ -26,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from dape_jax.kernels.tables import SLOPE, Operator
+from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.forward import (
     convolve,
     dot,
@@ -37,46 +38,12 @@ from dape_jax.kernels.tpu.forward import (
     roll,
     select,
     shear,
-    sheared_scratch,
 )
-from dape_jax.kernels.tpu.tiling import (
-    GROUP_ROWS,
-    LANES,
-    SUBLANES,
-    Tiling,
-    call,
-    cost,
-    from_tiles,
-    iota,
-    slab_specs,
-    to_blocks,
-    to_left_blocks,
-    to_matrix,
-    to_table,
-    to_tiles,
-    whole_spec,
-)
+from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, SUBLANES, Tiling, iota
 
 
 class Inputs(NamedTuple):
-    """Inputs of the backward kernel: arrays, their block specs, or refs of one step's blocks. Blocks are
-
-    Args:
-        q: [1, H, block_rows, K].
-        k: [1, 1, G, 128, K].
-        v: [1, 1, G, 128, K].
-        out: [1, H, block_rows, K].
-        dout: [1, H, block_rows, K].
-        lse: [1, 1, block_rows * padded heads / 128, 128].
-        matrix_1: first convolution.
-        matrix_2: second convolution.
-        transposed_1: transposed first convolution.
-        transposed_2: transposed second convolution.
-        left: [1, P, padded channels, 128].
-        slab: pieces [padded channels + padded heads, 128].
-        dq: zeros in HBM, donated to the output of the same name.
-        dtable: zeros in HBM, donated to the output of the same name.
-    """
+    """Inputs of the backward kernel: arrays with their specs, or refs of one step's blocks."""
 
     q: Any
     k: Any
@@ -84,28 +51,18 @@ class Inputs(NamedTuple):
     out: Any
     dout: Any
     lse: Any
-    matrix_1: Any
-    matrix_2: Any
+    matrix_1: Any  # first convolution
+    matrix_2: Any  # second convolution
     transposed_1: Any
     transposed_2: Any
     left: Any
-    slab: list[Any]
-    dq: Any
-    dtable: Any
+    slab: list[Any]  # pieces of 128 columns
+    dq: Any  # zeros, donated to the output of the same name
+    dtable: Any  # likewise
 
 
 class Outputs(NamedTuple):
-    """Gradients. Blocks are
-
-    Args:
-        dq: all of it, in HBM.
-        dk: [1, 1, G, 128, K].
-        dv: [1, 1, G, 128, K].
-        dmatrix_1: [1, padded channels, W * padded heads].
-        dmatrix_2: [1, padded heads, W * padded channels].
-        dtable: all of it, in HBM.
-        dleft: [1, 1, P, padded channels, 128].
-    """
+    """Gradients."""
 
     dq: Any
     dk: Any
@@ -117,35 +74,20 @@ class Outputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """VMEM of the backward kernel. The first three are [block_rows * padded heads, 128].
+    """VMEM of the backward kernel. The first three have the layout of scores."""
 
-    Args:
-        scores: of the tile; overwritten with their gradient, a group at a time.
-        dprobs: dout V^T - sum(dout * out).
-        probs: of the tile.
-        dq: [H, block_rows, K], sum over tiles, copied from and to HBM.
-        dslab: [padded channels + padded heads, margin + slab], likewise.
-        dk: [G, 128, K], sum over blocks.
-        dv: [G, 128, K], sum over blocks.
-        hidden: sheared table.
-        added: sheared table.
-        dhidden: gradient of the sheared table.
-        dadded: gradient of the sheared table.
-        semaphores: of copies from HBM and to HBM, of dq and dslab.
-    """
-
-    scores: Any
-    dprobs: Any
+    scores: Any  # overwritten with their gradient, a group at a time
+    dprobs: Any  # dout V^T - sum(dout * out)
     probs: Any
-    dq: Any
-    dslab: Any
-    dk: Any
-    dv: Any
-    hidden: Any
-    added: Any
+    dq: Any  # sum over tiles, copied from and to HBM
+    dslab: Any  # likewise
+    dk: Any  # sum over blocks
+    dv: Any  # sum over blocks
+    hidden: Any  # sheared table
+    added: Any  # sheared table
     dhidden: Any
     dadded: Any
-    semaphores: Any
+    semaphores: Any  # of copies from HBM and to HBM, of dq and dslab
 
 
 def unshear(t: Tiling, dhidden_ref: Any, dadded_ref: Any) -> Array:
@@ -321,123 +263,84 @@ def backward_pass(
     dout_BTHK: Array,
 ) -> tuple[Array, Array, Array, Operator]:
     """Run the backward kernel; return the gradients of q, k, v and the operator."""
-    batch, dtype = q_BTHK.shape[0], q_BTHK.dtype
-    H, C, W = t.num_heads, t.num_channels, t.width
+    batch, H, C, W = q_BTHK.shape[0], t.num_heads, t.num_channels, t.width
     matrices = [
-        to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels),
-        to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads),
-        to_matrix(t, operator.scores_WHC.swapaxes(1, 2), t.padded_channels, t.padded_heads),
-        to_matrix(t, operator.output_WCH.swapaxes(1, 2), t.padded_heads, t.padded_channels),
+        tiling.to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels),
+        tiling.to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads),
+        tiling.to_matrix(t, operator.scores_WHC.swapaxes(1, 2), t.padded_channels, t.padded_heads),
+        tiling.to_matrix(t, operator.output_WCH.swapaxes(1, 2), t.padded_heads, t.padded_channels),
     ]
-    table, table_vjp = jax.vjp(functools.partial(to_table, t), operator.hidden_CN, operator.added_HN)
-    left, left_vjp = jax.vjp(functools.partial(to_left_blocks, t), operator.left_PCT)
-    lse_block = t.block_sublanes // LANES, LANES
-    score_scratch = pltpu.VMEM((t.block_sublanes, LANES), jnp.float32)
-    tile_scratch = pltpu.VMEM((t.num_groups, LANES, t.head_dim), jnp.float32)
-    hidden_scratch, added_scratch = sheared_scratch(t)
+    table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.hidden_CN, operator.added_HN)
+    left, left_vjp = jax.vjp(functools.partial(tiling.to_left_blocks, t), operator.left_PCT)
 
-    def needed_block(tile, block, first_ref):
-        return jnp.clip(block, *t.block_range(tile, first_ref[0]))
+    def float32(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
 
     def left_block(tile, block):
         # After the first tile the index stays at the last block, so that nothing is copied again.
         return jnp.where(tile == 0, block, t.num_blocks - 1)
 
-    block_spec = pl.BlockSpec(
-        (1, H, t.block_rows, t.head_dim), lambda b, j, i, first_ref: (b, 0, needed_block(j, i, first_ref), 0)
-    )
-    tile_spec = pl.BlockSpec((1, 1, t.num_groups, LANES, t.head_dim), lambda b, j, i, _: (b, j, 0, 0, 0))
-    lse_spec = pl.BlockSpec((1, 1, *lse_block), lambda b, j, i, first_ref: (b, needed_block(j, i, first_ref), 0, 0))
-    hbm_spec = pl.BlockSpec(memory_space=pl.ANY)
+    def summed(*shape: int) -> tiling.Blocked:
+        return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
 
-    dq = jax.ShapeDtypeStruct((batch, H, t.padded_rows, t.head_dim), jnp.float32)
-    dtable = jax.ShapeDtypeStruct((batch, *table.shape), jnp.float32)
-    dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, LANES, t.head_dim), dtype)
-    matrix_shapes = (t.padded_channels, W * t.padded_heads), (t.padded_heads, W * t.padded_channels)
+    left_shape = 1, *left.shape[1:]
+    dq, dtable = float32(H, t.padded_rows, t.head_dim), float32(*table.shape)
+    dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, LANES, t.head_dim), q_BTHK.dtype)
     inputs = Inputs(
-        q=to_blocks(t, q_BTHK),
-        k=to_tiles(t, k_BSGK),
-        v=to_tiles(t, v_BSGK),
-        out=jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0))),
-        dout=to_blocks(t, dout_BTHK),
-        lse=lse.reshape(batch, t.num_blocks, *lse_block),
-        matrix_1=matrices[0],
-        matrix_2=matrices[1],
-        transposed_1=matrices[2],
-        transposed_2=matrices[3],
-        left=left,
-        slab=[table] * t.slab_parts,
-        dq=jnp.zeros(dq.shape, dq.dtype),
-        dtable=jnp.zeros(dtable.shape, dtable.dtype),
+        q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
+        k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
+        v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
+        out=tiling.by_rows(t, jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0)))),
+        dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
+        lse=tiling.by_lanes(t, lse.reshape(batch, t.num_blocks, t.block_sublanes // LANES, LANES)),
+        matrix_1=tiling.whole(t, matrices[0]),
+        matrix_2=tiling.whole(t, matrices[1]),
+        transposed_1=tiling.whole(t, matrices[2]),
+        transposed_2=tiling.whole(t, matrices[3]),
+        left=tiling.Blocked(left, pl.BlockSpec(left_shape, lambda b, j, i, _: (left_block(j, i), 0, 0, 0))),
+        slab=tiling.slab_of(t, table),
+        dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
+        dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
     )
-    num_operands = 1 + len(jax.tree.leaves(inputs))  # `first` is operand 0
-    outputs = call(
-        t,
-        backward_kernel,
-        name="dape_backward",
-        grid=(batch, t.num_tiles, t.num_blocks),
-        first=first,
-        inputs=inputs,
-        in_specs=Inputs(
-            q=block_spec,
-            k=tile_spec,
-            v=tile_spec,
-            out=block_spec,
-            dout=block_spec,
-            lse=lse_spec,
-            matrix_1=whole_spec(t, matrices[0]),
-            matrix_2=whole_spec(t, matrices[1]),
-            transposed_1=whole_spec(t, matrices[2]),
-            transposed_2=whole_spec(t, matrices[3]),
-            left=pl.BlockSpec((1, *left.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0)),
-            slab=slab_specs(t, table.shape[0], lambda b, j, i, first_ref: (needed_block(j, i, first_ref), j)),
-            dq=hbm_spec,
-            dtable=hbm_spec,
+    outputs = Outputs(
+        dq=tiling.in_hbm(dq),
+        dk=tiling.by_tiles(t, dtiles),
+        dv=tiling.by_tiles(t, dtiles),
+        dmatrix_1=summed(t.padded_channels, W * t.padded_heads),
+        dmatrix_2=summed(t.padded_heads, W * t.padded_channels),
+        dtable=tiling.in_hbm(dtable),
+        dleft=tiling.Blocked(
+            float32(*left.shape), pl.BlockSpec((1, *left_shape), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0))
         ),
-        out_shape=Outputs(
-            dq=dq,
-            dk=dtiles,
-            dv=dtiles,
-            dmatrix_1=jax.ShapeDtypeStruct((batch, *matrix_shapes[0]), jnp.float32),
-            dmatrix_2=jax.ShapeDtypeStruct((batch, *matrix_shapes[1]), jnp.float32),
-            dtable=dtable,
-            dleft=jax.ShapeDtypeStruct((batch, *left.shape), jnp.float32),
-        ),
-        out_specs=Outputs(
-            dq=hbm_spec,
-            dk=tile_spec,
-            dv=tile_spec,
-            dmatrix_1=pl.BlockSpec((1, *matrix_shapes[0]), lambda b, *_: (b, 0, 0)),
-            dmatrix_2=pl.BlockSpec((1, *matrix_shapes[1]), lambda b, *_: (b, 0, 0)),
-            dtable=hbm_spec,
-            dleft=pl.BlockSpec((1, 1, *left.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0)),
-        ),
-        scratch=Scratch(
-            scores=score_scratch,
-            dprobs=score_scratch,
-            probs=score_scratch,
-            dq=pltpu.VMEM((H, t.block_rows, t.head_dim), jnp.float32),
-            dslab=pltpu.VMEM((t.padded_channels + t.padded_heads, t.slab_margin + t.slab_columns), jnp.float32),
-            dk=tile_scratch,
-            dv=tile_scratch,
-            hidden=hidden_scratch,
-            added=added_scratch,
-            dhidden=hidden_scratch,
-            dadded=added_scratch,
-            semaphores=pltpu.SemaphoreType.DMA((2, 2)),
-        ),
-        input_output_aliases={
-            num_operands - 2: Outputs._fields.index("dq"),
-            num_operands - 1: Outputs._fields.index("dtable"),
-        },
-        cost_estimate=cost(t, batch, dtype.itemsize),
     )
-    dq_BTHK = jnp.moveaxis(outputs.dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(dtype)
-    dk_BSGK, dv_BSGK = (from_tiles(t, x).astype(k_BSGK.dtype) for x in (outputs.dk, outputs.dv))
-    dhidden_CN, dadded_HN = table_vjp(outputs.dtable.sum(0))
-    (dleft_PCT,) = left_vjp(outputs.dleft.sum(0))
-    dmatrix_1 = outputs.dmatrix_1.sum(0).reshape(t.padded_channels, W, t.padded_heads)
-    dmatrix_2 = outputs.dmatrix_2.sum(0).reshape(t.padded_heads, W, t.padded_channels)
+    scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
+    tile_scratch = tiling.scratch_of(t.num_groups, LANES, t.head_dim)
+    hidden_scratch, added_scratch = tiling.sheared_scratch(t)
+    scratch = Scratch(
+        scores=scores_scratch,
+        dprobs=scores_scratch,
+        probs=scores_scratch,
+        dq=tiling.scratch_of(H, t.block_rows, t.head_dim),
+        dslab=tiling.scratch_of(*t.slab_shape),
+        dk=tile_scratch,
+        dv=tile_scratch,
+        hidden=hidden_scratch,
+        added=added_scratch,
+        dhidden=hidden_scratch,
+        dadded=added_scratch,
+        semaphores=pltpu.SemaphoreType.DMA((2, 2)),
+    )
+    last = len(inputs) - 1 + len(inputs.slab)  # operand `dtable`; `first` is operand 0
+    aliases = {last - 1: Outputs._fields.index("dq"), last: Outputs._fields.index("dtable")}
+    gradients = tiling.call(
+        t, backward_kernel, first=first, inputs=inputs, outputs=outputs, scratch=scratch, input_output_aliases=aliases
+    )
+    dq_BTHK = jnp.moveaxis(gradients.dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(q_BTHK.dtype)
+    dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (gradients.dk, gradients.dv))
+    dhidden_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
+    (dleft_PCT,) = left_vjp(gradients.dleft.sum(0))
+    dmatrix_1 = gradients.dmatrix_1.sum(0).reshape(t.padded_channels, W, t.padded_heads)
+    dmatrix_2 = gradients.dmatrix_2.sum(0).reshape(t.padded_heads, W, t.padded_channels)
     dscores_WHC = dmatrix_1.transpose(1, 2, 0)[:, :H, :C]
     doutput_WCH = dmatrix_2.transpose(1, 2, 0)[:, :C, :H]
     return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dhidden_CN, dadded_HN, dleft_PCT)

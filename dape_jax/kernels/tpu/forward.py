@@ -24,26 +24,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from dape_jax.kernels.tables import SLOPE, Operator
-from dape_jax.kernels.tpu.tiling import (
-    GROUP_ROWS,
-    LANES,
-    MASKED_SCORE,
-    SUBLANES,
-    SlabOffset,
-    Step,
-    Tiling,
-    call,
-    cost,
-    iota,
-    rows_per_dot,
-    slab_specs,
-    to_blocks,
-    to_left_blocks,
-    to_matrix,
-    to_table,
-    to_tiles,
-    whole_spec,
-)
+from dape_jax.kernels.tpu import tiling
+from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANES, SlabOffset, Step, Tiling, iota
 
 # ---- Operations in VMEM, shared with the backward kernel
 
@@ -69,7 +51,7 @@ def select(mask: Array, x: Array, other: Any = 0.0) -> Array:
 
 def convolve(t: Tiling, matrix: Array, taps: list[Array], inputs: int) -> Array:
     """Convolve a group: taps [8 * inputs, 128] -> [8 * outputs, 128], one matmul for every `rows_per_dot` rows."""
-    num_sublanes = rows_per_dot(t, inputs) * inputs
+    num_sublanes = tiling.rows_per_dot(t, inputs) * inputs
     rows = [
         dot(matrix, jnp.concatenate([tap[start : start + num_sublanes] for tap in taps]), (1, 0))
         for start in range(0, GROUP_ROWS * inputs, num_sublanes)
@@ -101,27 +83,13 @@ def read_table(sheared_ref: Any, offset: SlabOffset, lane: Array) -> Array:
 
 
 def hidden_features(
-    step: Step,
-    group: Any,
-    scores: Array,
-    offset: SlabOffset,
-    matrix: Array,
-    hidden_ref: Any,
-    left_ref: Any | None,
+    step: Step, group: Any, scores: Array, offset: SlabOffset, matrix: Array, hidden_ref: Any, left_ref: Any | None
 ) -> tuple[list[Array], Array, Array]:
-    """Apply the first convolution to a group's scores. All results are rolled right by `offset.shift`.
-
-    Args:
-        step: positions of block and tile.
-        group: index of the group in its block.
-        scores: [8 * padded heads, 128].
-        offset: where the group's entries start in the slab.
-        matrix: the first convolution.
-        hidden_ref: sheared table of hidden features.
-        left_ref: correction of the first columns, or None if the tile has none of them.
+    """Apply the first convolution to a group's scores; `left_ref` is None if the tile has none of the first columns.
 
     Returns:
         The taps, the features before LeakyReLU, and whether the column of a lane is a column (not left of column 0).
+        All are rolled right by `offset.shift`.
     """
     t = step.t
     lane = iota((SUBLANES, LANES), 1)
@@ -170,73 +138,39 @@ def loop_over_groups(t: Tiling, tile: Any, needed: Any, process: Callable[[Any, 
     pl.when(needed & (tile > 0))(lambda: loop(in_first_tile=False))
 
 
-def sheared_scratch(t: Tiling) -> tuple[Any, Any]:
-    """Return VMEM for the sheared slabs of the two tables: hidden features, and what is added to scores."""
-    return (
-        pltpu.VMEM((GROUP_ROWS * t.padded_channels, t.slab_columns), jnp.float32),
-        pltpu.VMEM((GROUP_ROWS * t.padded_heads, t.slab_columns), jnp.float32),
-    )
-
-
 # ---- The kernel
 
 
 class Inputs(NamedTuple):
-    """Inputs of the forward kernel: arrays, their block specs, or refs of one step's blocks. Blocks are
-
-    Args:
-        q: [1, H, block_rows, K].
-        k: [1, 1, G, 128, K].
-        v: [1, 1, G, 128, K].
-        matrix_1: first convolution.
-        matrix_2: second convolution.
-        left: [1, P, padded channels, 128].
-        slab: pieces [padded channels + padded heads, 128].
-    """
+    """Inputs of the forward kernel: arrays with their specs, or refs of one step's blocks."""
 
     q: Any
     k: Any
     v: Any
-    matrix_1: Any
-    matrix_2: Any
+    matrix_1: Any  # first convolution
+    matrix_2: Any  # second convolution
     left: Any
-    slab: list[Any]
+    slab: list[Any]  # pieces of 128 columns
 
 
 class Outputs(NamedTuple):
-    """Outputs of the forward kernel. Blocks are
-
-    Args:
-        out: [1, H, block_rows, K].
-        lse: [1, 1, block_rows * padded heads / 128, 128]: log-sum-exp of each row and head, in the order of sublanes.
-    """
+    """Outputs of the forward kernel."""
 
     out: Any
-    lse: Any
+    lse: Any  # log-sum-exp of each row and head, in the order of sublanes
 
 
 class Scratch(NamedTuple):
-    """VMEM of the forward kernel. The first five are [block_rows * padded heads, 128].
-
-    Args:
-        scores: of the tile.
-        probs: of the tile, relative to the running maximum.
-        decay: exp(old maximum - new maximum).
-        max: running maximum, the same in all lanes.
-        sum: running sum of probs; lanes are summed after the last tile.
-        values: [H, block_rows, K], running weighted sum of values.
-        hidden: sheared table.
-        added: sheared table.
-    """
+    """VMEM of the forward kernel. The first five have the layout of scores."""
 
     scores: Any
-    probs: Any
-    decay: Any
-    max: Any
-    sum: Any
-    values: Any
-    hidden: Any
-    added: Any
+    probs: Any  # relative to the running maximum
+    decay: Any  # exp(old maximum - new maximum)
+    max: Any  # running maximum, the same in all lanes
+    sum: Any  # running sum of probs; lanes are summed after the last tile
+    values: Any  # running weighted sum of values
+    hidden: Any  # sheared table
+    added: Any  # sheared table
 
 
 def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, t: Tiling) -> None:
@@ -264,9 +198,6 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             scores = dot(inputs.q[0, head], inputs.k[0, 0, head // heads_per_group], (1, 1)) * t.head_dim**-0.5
             scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
 
-    def load(rows: Any) -> tuple[Array, Array, Array]:
-        return scratch.scores[rows, :], scratch.max[rows, :], scratch.sum[rows, :]
-
     def update(group: Any, left_ref: Any | None, scores: Array, old_max: Array, old_sum: Array) -> tuple[Array, ...]:
         """Return the new maximum, sum, decay and probs of a group."""
         offset = step.slab_offset(group)
@@ -288,7 +219,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         groups = [iteration * t.unroll + i for i in range(t.unroll)]
         rows_of_groups = [group_rows(t, group) for group in groups]
         # All loads first and all stores last, so that the compiler may overlap the groups in between.
-        loaded = [load(rows) for rows in rows_of_groups]
+        loaded = [[ref[rows, :] for ref in (scratch.scores, scratch.max, scratch.sum)] for rows in rows_of_groups]
         updated = [update(group, left_ref, *values) for group, values in zip(groups, loaded, strict=True)]
         for rows, values in zip(rows_of_groups, updated, strict=True):
             for ref, value in zip((scratch.max, scratch.sum, scratch.decay, scratch.probs), values, strict=True):
@@ -324,65 +255,38 @@ def forward_pass(
     Returns:
         The output [B, H, T, K], and the log-sum-exp [B, blocks, block_rows * padded heads / 128, 128].
     """
-    batch, dtype = q_BTHK.shape[0], q_BTHK.dtype
-    matrix_1 = to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels)
-    matrix_2 = to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads)
-    table = to_table(t, operator.hidden_CN, operator.added_HN)
-    left = to_left_blocks(t, operator.left_PCT)
-    lse_block = t.block_sublanes // LANES, LANES
-    score_scratch = pltpu.VMEM((t.block_sublanes, LANES), jnp.float32)
-    hidden_scratch, added_scratch = sheared_scratch(t)
-
-    def needed_tile(block, tile, first_ref):
-        return jnp.clip(tile, *t.tile_range(block, first_ref[0]))
-
-    block_spec = pl.BlockSpec((1, t.num_heads, t.block_rows, t.head_dim), lambda b, i, j, _: (b, 0, i, 0))
-    tile_spec = pl.BlockSpec(
-        (1, 1, t.num_groups, LANES, t.head_dim),
-        lambda b, i, j, first_ref: (b, needed_tile(i, j, first_ref), 0, 0, 0),
-    )
-    outputs = call(
+    batch = q_BTHK.shape[0]
+    matrix_1 = tiling.to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels)
+    matrix_2 = tiling.to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads)
+    table = tiling.to_table(t, operator.hidden_CN, operator.added_HN)
+    left = tiling.to_left_blocks(t, operator.left_PCT)
+    out = jax.ShapeDtypeStruct((batch, t.num_heads, t.padded_rows, t.head_dim), q_BTHK.dtype)
+    lse = jax.ShapeDtypeStruct((batch, t.num_blocks, t.block_sublanes // LANES, LANES), jnp.float32)
+    scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
+    hidden_scratch, added_scratch = tiling.sheared_scratch(t)
+    outputs = tiling.call(
         t,
         forward_kernel,
-        name="dape_forward",
-        grid=(batch, t.num_blocks, t.num_tiles),
         first=first,
         inputs=Inputs(
-            q=to_blocks(t, q_BTHK),
-            k=to_tiles(t, k_BSGK),
-            v=to_tiles(t, v_BSGK),
-            matrix_1=matrix_1,
-            matrix_2=matrix_2,
-            left=left,
-            slab=[table] * t.slab_parts,
+            q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
+            k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
+            v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
+            matrix_1=tiling.whole(t, matrix_1),
+            matrix_2=tiling.whole(t, matrix_2),
+            left=tiling.Blocked(left, pl.BlockSpec((1, *left.shape[1:]), lambda b, i, *_: (i, 0, 0, 0))),
+            slab=tiling.slab_of(t, table),
         ),
-        in_specs=Inputs(
-            q=block_spec,
-            k=tile_spec,
-            v=tile_spec,
-            matrix_1=whole_spec(t, matrix_1),
-            matrix_2=whole_spec(t, matrix_2),
-            left=pl.BlockSpec((1, *left.shape[1:]), lambda b, i, j, _: (i, 0, 0, 0)),
-            slab=slab_specs(t, table.shape[0], lambda b, i, j, first_ref: (i, needed_tile(i, j, first_ref))),
-        ),
-        out_shape=Outputs(
-            out=jax.ShapeDtypeStruct((batch, t.num_heads, t.padded_rows, t.head_dim), dtype),
-            lse=jax.ShapeDtypeStruct((batch, t.num_blocks, *lse_block), jnp.float32),
-        ),
-        out_specs=Outputs(
-            out=block_spec,
-            lse=pl.BlockSpec((1, 1, *lse_block), lambda b, i, j, _: (b, i, 0, 0)),
-        ),
+        outputs=Outputs(out=tiling.by_rows(t, out), lse=tiling.by_lanes(t, lse)),
         scratch=Scratch(
-            scores=score_scratch,
-            probs=score_scratch,
-            decay=score_scratch,
-            max=score_scratch,
-            sum=score_scratch,
-            values=pltpu.VMEM((t.num_heads, t.block_rows, t.head_dim), jnp.float32),
+            scores=scores_scratch,
+            probs=scores_scratch,
+            decay=scores_scratch,
+            max=scores_scratch,
+            sum=scores_scratch,
+            values=tiling.scratch_of(t.num_heads, t.block_rows, t.head_dim),
             hidden=hidden_scratch,
             added=added_scratch,
         ),
-        cost_estimate=cost(t, batch, dtype.itemsize),
     )
     return outputs.out[:, :, : t.num_rows], outputs.lse

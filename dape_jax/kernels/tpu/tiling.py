@@ -53,6 +53,7 @@ the table to the scores: scores are smaller, and their taps need a roll in any c
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,41 +92,23 @@ def iota(shape: tuple[int, ...], dim: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Static description of one kernel call: sizes, and how they are cut into blocks and tiles.
+    """Static description of one kernel call: sizes, and how they are cut into blocks and tiles."""
 
-    Args:
-        num_rows: T.
-        num_keys: S.
-        num_heads: H.
-        num_groups: G, heads of keys and values.
-        head_dim: K.
-        width: W.
-        pad: columns that a convolution reads to its left.
-        num_channels: C.
-        row_stride: columns between neighbouring rows.
-        window: columns that a row sees, or None for all.
-        block_rows: rows of a block.
-        backward: whether this is the backward pass, whose halo is wider.
-        dtype: dtype of the convolutions' operands.
-        vmem_limit_bytes: VMEM that the kernel may use.
-        interpret: see `kernels.attend_fused`.
-    """
-
-    num_rows: int
-    num_keys: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    width: int
-    pad: int
-    num_channels: int
-    row_stride: int
-    window: int | None
+    num_rows: int  # T
+    num_keys: int  # S
+    num_heads: int  # H
+    num_groups: int  # G, heads of keys and values
+    head_dim: int  # K
+    width: int  # W
+    pad: int  # columns that a convolution reads to its left
+    num_channels: int  # C
+    row_stride: int  # columns between neighbouring rows
+    window: int | None  # columns that a row sees, or None for all
     block_rows: int
-    backward: bool
-    dtype: jnp.dtype
+    backward: bool  # the backward pass has a wider halo
+    dtype: jnp.dtype  # of the convolutions' operands
     vmem_limit_bytes: int
-    interpret: Any
+    interpret: Any  # see `kernels.attend_fused`
 
     @property
     def ahead(self) -> int:
@@ -203,9 +186,9 @@ class Tiling:
         return round_up((GROUP_ROWS - 1) * self.row_stride, LANES)
 
     @property
-    def slab_parts(self) -> int:
-        """Return the pieces of 128 columns in which the margin and the slab are loaded."""
-        return (self.slab_margin + self.slab_columns) // LANES
+    def slab_shape(self) -> tuple[int, int]:
+        """Return the shape of the slab with its margin."""
+        return self.padded_channels + self.padded_heads, self.slab_margin + self.slab_columns
 
     @property
     def table_origin(self) -> int:
@@ -248,32 +231,29 @@ class Tiling:
             end = jnp.clip(reach // step, 0, end)
         return jnp.clip(-(-begin // step), 0, end), end
 
+    def block_of(self, outer: Any, inner: Any, first_ref: Any) -> Any:
+        """Return the block of a grid step; if the step is skipped, the nearest one that its tile needs."""
+        return jnp.clip(inner, *self.block_range(outer, first_ref[0])) if self.backward else outer
+
+    def tile_of(self, outer: Any, inner: Any, first_ref: Any) -> Any:
+        """Return the tile of a grid step; if the step is skipped, the nearest one that its block needs."""
+        return outer if self.backward else jnp.clip(inner, *self.tile_range(outer, first_ref[0]))
+
 
 class SlabOffset(NamedTuple):
-    """Where a group's entries start in the slab: at `start + shift`.
+    """Where a group's entries start in the slab: at `start + shift`."""
 
-    Args:
-        start: a multiple of 128.
-        shift: 0 .. 127. The group's scores are rolled right by as many lanes to meet the table.
-    """
-
-    start: Any
-    shift: Any
+    start: Any  # a multiple of 128
+    shift: Any  # 0 .. 127; the group's scores are rolled right by as many lanes to meet the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Positions of the block of rows and the tile of columns of one grid step.
-
-    Args:
-        t: tiling.
-        query_column: column of the block's first row.
-        key_column: column of the tile's first lane; negative in the left halo of tile 0.
-    """
+    """Positions of the block of rows and the tile of columns of one grid step."""
 
     t: Tiling
-    query_column: Any
-    key_column: Any
+    query_column: Any  # of the block's first row
+    key_column: Any  # of the tile's first lane; negative in the left halo of tile 0
 
     @property
     def slab_start(self) -> Any:
@@ -317,19 +297,7 @@ def tilings(
     interpret: Any = False,
     device_kind: str | None = None,
 ) -> tuple[Tiling, Tiling]:
-    """Choose the tilings of the forward and of the backward pass.
-
-    Args:
-        q_BTHK: queries, or their shape and dtype.
-        k_BSGK: keys, or their shape and dtype.
-        width: W.
-        pad: see `Tiling`.
-        num_channels: C.
-        dtype: dtype of the convolutions' operands.
-        row_stride: columns between neighbouring rows.
-        window: columns that a row sees, or None for all.
-        interpret: see `kernels.attend_fused`.
-        device_kind: of the device, as JAX calls it, or None for the present one.
+    """Choose the tilings of the forward and of the backward pass, for a device kind or the present device.
 
     Raises:
         NotImplementedError: the size of the device's VMEM is unknown, or no block of rows fits into it.
@@ -377,11 +345,6 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
 
     FLOPs count all steps that are computed, with halos and masked columns, but without padded heads and channels. Bytes
     count the blocks that the pipeline copies between HBM and VMEM, rows of K numbers padded to 128 lanes.
-
-    Args:
-        t: tiling of the call.
-        batch: B.
-        itemsize: bytes of a number in q, k and v.
     """
     steps = batch * t.num_steps
     pairs = steps * t.block_rows * LANES
@@ -390,7 +353,7 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     padded_dim = round_up(t.head_dim, LANES)
     block_numbers = t.num_heads * t.block_rows * padded_dim
     tile = t.num_groups * LANES * padded_dim * itemsize
-    slab = (t.padded_channels + t.padded_heads) * (t.slab_margin + t.slab_columns) * 4
+    slab = math.prod(t.slab_shape) * 4
     if t.backward:
         # A step reads q, out, dout and the slab, and reads and writes dq (float32) and the slab's gradient.
         step_bytes = 3 * block_numbers * itemsize + 2 * block_numbers * 4 + 3 * slab
@@ -401,16 +364,11 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
 
 
 def vmem_bytes(t: Tiling, itemsize: int) -> int:
-    """Return the VMEM that scratch and pipelined blocks need, without the compiler's temporary values.
-
-    Args:
-        t: tiling of the call.
-        itemsize: bytes of a number in q, k and v.
-    """
+    """Return the VMEM that scratch and pipelined blocks need, without the compiler's temporary values."""
     scores = t.block_sublanes * LANES * 4
     block_numbers = t.num_heads * t.block_rows * LANES
     tile_numbers = t.num_groups * LANES * LANES
-    slab = (t.padded_channels + t.padded_heads) * (t.slab_margin + t.slab_columns) * 4
+    slab = math.prod(t.slab_shape) * 4
     sheared = GROUP_ROWS * (t.padded_channels + t.padded_heads) * t.slab_columns * 4
     if not t.backward:
         return 5 * scores + block_numbers * (4 + 4 * itemsize) + tile_numbers * 4 * itemsize + 2 * slab + sheared
@@ -497,77 +455,106 @@ def to_matrix(t: Tiling, kernel_WIO: Array, inputs: int, outputs: int) -> Array:
 # ---- Block specs and the call
 
 
-def whole_spec(t: Tiling, x: Array) -> pl.BlockSpec:
-    """Return the spec of an array that is copied to VMEM once and kept there."""
-    once = {} if t.interpret else {"pipeline_mode": pl.Buffered(1)}
-    return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim, **once)
+class Blocked(NamedTuple):
+    """An array of a kernel call, or the shape and dtype of a result, with its spec.
 
-
-def slab_specs(t: Tiling, num_sublanes: int, block_and_tile: Callable[..., tuple[Any, Any]]) -> list[pl.BlockSpec]:
-    """Return the specs of a step's slab and its margin, in pieces of 128 columns side by side.
-
-    Args:
-        t: tiling of the call.
-        num_sublanes: of the tables.
-        block_and_tile: maps the arguments of an index map to the block and tile of the step.
+    Index maps get the grid indices (sequence, outer, inner), and the ref of the column of row 0.
     """
 
-    def part(i: int) -> pl.BlockSpec:
-        def index(*grid_and_first):
-            block, tile = block_and_tile(*grid_and_first)
-            begin = (t.step(block, tile, grid_and_first[-1][0]).slab_start - t.slab_margin) // LANES
+    array: Any
+    spec: pl.BlockSpec
+
+
+def by_rows(t: Tiling, array: Any) -> Blocked:
+    """Block an array laid out by `to_blocks`."""
+    block = 1, t.num_heads, t.block_rows, t.head_dim
+    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, 0, t.block_of(*step), 0)))
+
+
+def by_tiles(t: Tiling, array: Any) -> Blocked:
+    """Block an array laid out by `to_tiles`."""
+    block = 1, 1, t.num_groups, LANES, t.head_dim
+    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.tile_of(*step), 0, 0, 0)))
+
+
+def by_lanes(t: Tiling, array: Any) -> Blocked:
+    """Block the log-sum-exp, [B, blocks, block_rows * padded heads / 128, 128]."""
+    return Blocked(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda b, *step: (b, t.block_of(*step), 0, 0)))
+
+
+def whole(t: Tiling, array: Any) -> Blocked:
+    """Copy an array to VMEM once and keep it there."""
+    once = {} if t.interpret else {"pipeline_mode": pl.Buffered(1)}
+    return Blocked(array, pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, **once))
+
+
+def in_hbm(array: Any) -> Blocked:
+    """Leave an array in HBM: the kernel copies what it needs."""
+    return Blocked(array, pl.BlockSpec(memory_space=pl.ANY))
+
+
+def slab_of(t: Tiling, table: Array) -> list[Blocked]:
+    """Block the tables into a step's slab and its margin, in pieces of 128 columns side by side."""
+    num_sublanes, num_parts = t.slab_shape[0], t.slab_shape[1] // LANES
+
+    def part(i: int) -> Blocked:
+        def index(_, *step):
+            position = t.step(t.block_of(*step), t.tile_of(*step), step[-1][0])
+            begin = (position.slab_start - t.slab_margin) // LANES
             # A skipped step may lie outside the table; its index must not.
-            return 0, jnp.clip(begin, 0, t.table_columns // LANES - t.slab_parts) + i
+            return 0, jnp.clip(begin, 0, t.table_columns // LANES - num_parts) + i
 
-        return pl.BlockSpec((num_sublanes, LANES), index)
+        return Blocked(table, pl.BlockSpec((num_sublanes, LANES), index))
 
-    return [part(i) for i in range(t.slab_parts)]
+    return [part(i) for i in range(num_parts)]
+
+
+def scratch_of(*shape: int) -> Any:
+    """Return float32 scratch in VMEM."""
+    return pltpu.VMEM(shape, jnp.float32)
+
+
+def sheared_scratch(t: Tiling) -> tuple[Any, Any]:
+    """Return VMEM for the sheared slabs of the two tables: hidden features, and what is added to scores."""
+    return tuple(scratch_of(GROUP_ROWS * n, t.slab_columns) for n in (t.padded_channels, t.padded_heads))
 
 
 def call(
-    t: Tiling,
-    kernel: Callable[..., None],
-    *,
-    name: str,
-    grid: tuple[int, ...],
-    first: Array,
-    inputs: Any,
-    in_specs: Any,
-    out_shape: Any,
-    out_specs: Any,
-    scratch: Any,
-    **options: Any,
+    t: Tiling, kernel: Callable[..., None], *, first: Array, inputs: Any, outputs: Any, scratch: Any, **options: Any
 ) -> Any:
     """Run `kernel(first_ref, inputs, outputs, scratch, t=t)` over the grid; return the outputs.
 
-    Args:
-        t: tiling of the call.
-        kernel: the kernel. Its arguments are trees of refs.
-        name: of the kernel in the compiled program.
-        grid: (sequences, outer, inner).
-        first: column of row 0, prefetched to SMEM, because index maps depend on it.
-        inputs: tree of arrays.
-        in_specs: their specs, as a tree of the same structure.
-        out_shape: tree of shapes and dtypes.
-        out_specs: their specs.
-        scratch: tree of VMEM buffers.
-        **options: of `pl.pallas_call`.
+    `inputs` and `outputs` are trees of `Blocked`, `scratch` is a tree of VMEM buffers, and the kernel gets trees of
+    refs. Index maps depend on `first`, the column of row 0, which is prefetched to SMEM. `options` are those of
+    `pl.pallas_call`.
     """
+
+    def select(tree: Any, field: int) -> Any:
+        return jax.tree.map(lambda x: x[field], tree, is_leaf=lambda x: isinstance(x, Blocked))
+
+    arrays = select(inputs, 0)
     # Inside a shard_map all operands and results must vary over the same mesh axes.
-    first, inputs = vary_alike(first.reshape(1), inputs)
+    first, arrays = vary_alike(first.reshape(1), arrays)
     axes = jax.typeof(first).manual_axis_type
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes), select(outputs, 0))
     # The default interpreter is faster, but does not work inside a shard_map.
     interpret = pltpu.InterpretParams() if t.interpret is True and axes.varying else t.interpret
     # Sequences are independent. So are blocks of rows in the forward pass; the backward pass sums over them.
     semantics = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
+    batch, steps = arrays.q.shape[0], (t.num_blocks, t.num_tiles)
     return pl.pallas_call(
         functools.partial(kernel, t=t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=grid, in_specs=(in_specs,), out_specs=(out_specs,), scratch_shapes=(scratch,)
+            num_scalar_prefetch=1,
+            grid=(batch, *(steps[::-1] if t.backward else steps)),
+            in_specs=(select(inputs, 1),),
+            out_specs=(select(outputs, 1),),
+            scratch_shapes=(scratch,),
         ),
-        out_shape=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes), (out_shape,)),
+        out_shape=(shapes,),
         interpret=interpret,
-        name=name,
+        name="dape_backward" if t.backward else "dape_forward",
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=t.vmem_limit_bytes),
+        cost_estimate=cost(t, batch, arrays.q.dtype.itemsize),
         **options,
-    )(first, inputs)[0]
+    )(first, arrays)[0]
