@@ -71,19 +71,7 @@ def attend(
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
-    """Return attention computed by the kernels.
-
-    Args:
-        q_BTHK: queries.
-        k_BSGK: keys.
-        v_BSGK: values.
-        first: column of row 0. Every row has one of the S columns.
-        operator: bias and processor.
-        dtype: dtype of the convolutions' operands.
-        row_stride: columns between neighbouring rows.
-        window: columns that a row sees, or None for all.
-        interpret: see `attend_fused`.
-    """
+    """Return attention computed by the kernels. Row 0 has the column `first`; every row has one of the S columns."""
     batch, num_rows, heads, head_dim = q_BTHK.shape
     num_keys = k_BSGK.shape[1]
     reach = num_keys if window is None else min(window, num_keys)
@@ -162,27 +150,16 @@ def to_matrix(t: "Tiling", kernel_WHC: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Static description of the computation of a block of rows, without shapes of arrays.
+    """Static description of the computation of a block of rows, without shapes of arrays."""
 
-    Args:
-        dtype: dtype of the dots' operands.
-        heads: H.
-        channels: C.
-        width: W.
-        pad: columns that a convolution reads to its left.
-        reach: columns that a row sees, its own included.
-        row_stride: columns between neighbouring rows.
-        interpret: see `attend_fused`.
-    """
-
-    dtype: jnp.dtype
-    heads: int
-    channels: int
-    width: int
-    pad: int
-    reach: int
-    row_stride: int
-    interpret: Any
+    dtype: jnp.dtype  # of the dots' operands
+    heads: int  # H
+    channels: int  # C
+    width: int  # W
+    pad: int  # columns that a convolution reads to its left
+    reach: int  # columns that a row sees, its own included
+    row_stride: int  # columns between neighbouring rows
+    interpret: Any  # see `kernels.attend_fused`
 
     @property
     def ahead(self) -> int:
@@ -213,44 +190,29 @@ def visible(t: Tiling, row: Int[Array, ""], begin: Int[Array, ""], num_rows: int
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The row that a program is processing.
+    """The row that a program is processing."""
 
-    Args:
-        index: index in the block.
-        column: column of the row among the keys.
-    """
-
-    index: Array
-    column: Array
+    index: Array  # in the block
+    column: Array  # among the keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Band:
     """A program's band of offsets: iterates over its rows, reads tiles, and computes hidden features from them.
 
-    Args:
-        t: tiling.
-        starts: columns of the block's first row and first key.
-        scores: [H, T, S].
-        scores_taps: returns [taps_per_dot * H, C] of the first convolution's kernel, starting at a tap. If taps are
-            unrolled, they are loaded only once.
-        output_taps: the same for the second convolution.
-        hidden: [N, C].
-        left: [P, T, C].
-        offset_O: the offsets.
-        last: the largest offset.
-        taps_per_dot: taps in a dot.
+    `scores_taps` and `output_taps` return [taps_per_dot * H, C] of a convolution's kernel, starting at a tap. If taps
+    are unrolled, they are loaded only once.
     """
 
     t: Tiling
-    starts: Any
-    scores: Any
+    starts: Any  # columns of the block's first row and first key
+    scores: Any  # [H, T, S]
     scores_taps: Callable[[Any], Array]
     output_taps: Callable[[Any], Array]
-    hidden: Any
-    left: Any
+    hidden: Any  # [N, C]
+    left: Any  # [P, T, C]
     offset_O: Array
-    last: Array
+    last: Array  # the largest offset
     taps_per_dot: int
 
     def walk(self, visit: Callable[[Row, Any], Any], carry: Any) -> Any:
@@ -286,12 +248,7 @@ class Band:
     def read(self, ref: Any, row: Row, shift: Any = 0, taps: int = 1, step: int = 1) -> Array:
         """Load a tile [O, taps * H] of [H, T, S], with 0 where the row sees no key.
 
-        Args:
-            ref: scores, or their gradient.
-            row: row.
-            shift: columns to the right of the band.
-            taps: copies side by side.
-            step: columns from one copy to the next.
+        The first copy of the band is `shift` columns to its right, each other copy is `step` after the previous one.
         """
         elements, mask = self.locate(ref, row, shift, taps, step)
         return triton.load(elements, mask=mask, other=0)
@@ -355,20 +312,9 @@ def leaky_relu(y: Array, exists: Array) -> Array:
     return jnp.where(exists, jnp.maximum(y, SLOPE * y), 0)
 
 
-def make_band(
-    starts,
-    scores,
-    scores_kernel,
-    output_kernel,
-    hidden,
-    left,
-    *,
-    t: Tiling,
-    band_offsets: int,
-    largest: int = 0,
-    taps_per_dot: int = 1,
-) -> Band:
+def make_band(refs: Sequence[Any], t: Tiling, band_offsets: int, largest: int = 0, taps_per_dot: int = 1) -> Band:
     """Return the program's band, given the refs that all kernels have. The first program has the `largest` offset."""
+    starts, scores, scores_kernel, output_kernel, hidden, left = refs
 
     def taps_of(kernel: Any) -> Callable[[Any], Array]:
         def load(first: Any) -> Array:
@@ -388,7 +334,7 @@ def forward_kernel(
     starts, scores, scores_kernel, output_kernel, hidden, added, left, out, *, t: Tiling, band_offsets: int
 ) -> None:
     """Compute out[j] = scores[j] + added + sum over w of LeakyReLU(features[j + w - P]) output_kernel[w]^T."""
-    band = make_band(starts, scores, scores_kernel, output_kernel, hidden, left, t=t, band_offsets=band_offsets)
+    band = make_band((starts, scores, scores_kernel, output_kernel, hidden, left), t, band_offsets)
 
     def visit(row: Row, _: None) -> None:
         def term(w: Any) -> Array:
@@ -402,11 +348,10 @@ def forward_kernel(
     band.walk(visit, None)
 
 
-def scores_gradient_kernel(
-    starts, scores, scores_kernel, output_kernel, hidden, left, d_out, d_scores, *, t: Tiling, band_offsets: int
-) -> None:
+def scores_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
     """Compute d_scores[j] = d_out[j] + sum over w of d_features[j - w + P] scores_kernel[w]^T."""
-    band = make_band(starts, scores, scores_kernel, output_kernel, hidden, left, t=t, band_offsets=band_offsets)
+    *common, d_out, d_scores = refs
+    band = make_band(common, t, band_offsets)
 
     def visit(row: Row, _: None) -> None:
         def term(w: Any) -> Array:
@@ -421,30 +366,14 @@ def scores_gradient_kernel(
     band.walk(visit, None)
 
 
-def parameters_gradient_kernel(
-    starts,
-    scores,
-    scores_kernel,
-    output_kernel,
-    hidden,
-    left,
-    d_out,
-    d_left,
-    d_scores_kernel,
-    d_output_kernel,
-    d_hidden,
-    d_added,
-    *,
-    t: Tiling,
-    band_offsets: int,
-) -> None:
+def parameters_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
     """Sum the gradients of the parameters over the program's rows.
 
     Every hidden column counts once, so bands begin `ahead` columns after a row. For the convolutions' kernels, the last
     grid axis divides the taps into groups of `taps_per_dot`.
     """
-    refs = (starts, scores, scores_kernel, output_kernel, hidden, left)
-    band = make_band(*refs, t=t, band_offsets=band_offsets, largest=t.ahead, taps_per_dot=t.taps_per_dot)
+    *common, d_out, d_left, d_scores_kernel, d_output_kernel, d_hidden, d_added = refs
+    band = make_band(common, t, band_offsets, largest=t.ahead, taps_per_dot=t.taps_per_dot)
     first_tap = 0 if t.taps_per_dot >= t.width else pl.program_id(3) * t.taps_per_dot
 
     def visit(row: Row, carry: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -480,15 +409,8 @@ def process(
 ) -> Float[Array, "B H T S"]:
     """Return the input of the softmax for a block of rows. Where a row sees no key, values are undefined (also NaN).
 
-    Args:
-        t: tiling.
-        starts: columns of the first row and of the first key.
-        scores_BHTS: A, in the dtype of the dots.
-        scores_XC: first convolution; see `to_matrix`.
-        output_XC: second convolution, transposed.
-        hidden_NC: table of `Operator`, padded, by growing offset: the largest distance first.
-        added_NH: table of `Operator`, padded, by growing offset.
-        left_PTC: left correction of these rows, padded.
+    `starts` are the columns of the first row and of the first key. `scores_XC` and `output_XC` (transposed) are laid
+    out by `to_matrix`. Tables are padded and ordered by growing offset: the largest distance first.
     """
     return _process_forward(t, starts, scores_BHTS, scores_XC, output_XC, hidden_NC, added_NH, left_PTC)[0]
 
@@ -568,11 +490,8 @@ def _call(
         operands: `starts`, scores, then others. In those with four dims the first is the sequence.
         num_offsets: offsets to cover, from the largest down.
         sequence_outputs: shapes and dtypes of outputs that all programs of a sequence share.
-        program_outputs: shapes of outputs that each program has for itself.
+        program_outputs: shapes of float32 outputs of each program: [B, T / PROGRAM_ROWS, bands, groups, ..].
         num_groups: groups of taps.
-
-    Returns:
-        The outputs. Those of programs are [B, T / PROGRAM_ROWS, bands, groups, ..] and float32.
     """
     scores_BHTS = operands[1]
     num_bands = pl.cdiv(num_offsets, band_width(num_offsets))

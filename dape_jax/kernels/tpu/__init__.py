@@ -42,7 +42,7 @@ def attend(
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
-    """Return attention computed by the kernels, for rows of which the first has the column `first`.
+    """Return attention computed by the kernels. The first row has the column `first`.
 
     Raises:
         NotImplementedError: see `tilings`.
