@@ -3,28 +3,24 @@
 In: the text of a compiled and scheduled program (`jax.stages.Compiled.as_text`). Out: `Work`, for one device, since
 shapes in the text are those of one device. Next: `compile.py`.
 
-XLA does not promise the format of its text. `Compiled.cost_analysis` would be the stable way, but it counts the body of
-a loop once. Extrapolating it from unrolled programs of 1 and 2 layers is not reliable either. For results/planning's
-125m-T8192 (12 layers, libtpu 0.0.51) it gives 1.63e13 FLOPs and 158 GB, and the program has 2.31e13 and 170 GB, because
+XLA does not promise the format of its text. `Compiled.cost_analysis` would be the stable way, but it reports neither
+collectives nor buffers, and counts the body of a loop once. Extrapolating it from unrolled programs of 1 and 2 layers
+is not reliable: for results/planning's 125m-T8192 (12 layers, libtpu 0.0.51) it gives 1.63e13 FLOPs and 158 GB, and the
+program has 2.31e13 and 170 GB. In unrolled layers XLA merges recomputation with the forward pass, so that remat "full"
+has no effect, and "bytes accessed" includes VMEM and whole operands of which a fusion reads a slice.
 
-- in unrolled layers XLA merges recomputation with the forward pass, so that remat "full" has no effect;
-- "bytes accessed" includes VMEM and whole operands of which a fusion reads a slice: 29 % above HBM traffic at 1 layer;
-- loops over row blocks, chunks of logits and accumulation parts would have to be unrolled too;
-- it reports no collectives and no buffers.
-
-Format that is relied on: names of operations and their shapes, `calls=`, `body=`, `condition=`, and the attributes of
+The parser relies on names of operations and their shapes, `calls=`, `body=`, `condition=`, and the attributes of
 collectives and convolutions. TPUs are the target: there, the compiler makes a convolution of every matmul. On CPU and
 GPU matmuls may be dots or library calls. A Pallas kernel for TPUs reports its own cost (`kernels.tpu.cost`); the
 operands and results of any other kernel count as traffic, and its FLOPs as 0.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -41,27 +37,15 @@ NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of a program.
+    """An array of a program."""
 
-    Args:
-        dtype: the compiler's name of its dtype: bf16, s32, pred.
-        dims: its shape.
-        num_bytes: its size, padded to the tiles of its layout.
-        in_hbm: whether it is in HBM, and not in VMEM.
-    """
-
-    dtype: str
+    dtype: str  # as the compiler writes it: bf16, s32, pred
     dims: tuple[int, ...]
-    num_bytes: int
-    in_hbm: bool
+    num_bytes: int  # padded to the tiles of its layout
+    in_hbm: bool  # not in VMEM
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-    @property
-    def unpadded_bytes(self) -> int:
-        """Its size without padding."""
-        return math.prod(self.dims) * bits_of(self.dtype) // 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +56,23 @@ class Instruction:
     opcode: str
     results: tuple[Buffer, ...]
     operands: tuple[str, ...]
-    text: str
+    text: str  # after the opcode
     is_root: bool
 
-    @functools.cached_property
+    @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs."""
+        """Return the names of the computations that it runs."""
         return [name for group in CALLED.findall(self.text) for name in NAME.findall(group)]
 
     @property
     def kind(self) -> str:
-        """Its opcode; for the start of an asynchronous operation, that of the operation."""
+        """Return its opcode; for the start of an asynchronous operation, that of the operation."""
         return self.opcode.removesuffix("-start")
 
-    def attribute(self, pattern: str) -> str | None:
-        """Return the first group of a pattern in its text, or None."""
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of a pattern in its text, or "" if it is not there."""
         found = re.search(pattern, self.text)
-        return found[1] if found else None
+        return found[1] if found else ""
 
 
 Computation = dict[str, Instruction]
@@ -96,53 +80,35 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind in one run of a program.
+    """The collectives of one kind in one run of a program."""
 
-    Args:
-        kind: one of `COLLECTIVES`.
-        count: number of times that one is run.
-        num_bytes: bytes that a device receives in all of them.
-    """
-
-    kind: str
-    count: int
-    num_bytes: int
+    kind: str  # one of `COLLECTIVES`
+    count: int  # number of times that one is run
+    num_bytes: int  # received by a device in all of them
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one device in one run of a program.
+    """Work of one device in one run of a program."""
 
-    Args:
-        collectives: by kind, the one with the most bytes first.
-        matmul_flops: FLOPs of matmuls and convolutions.
-        hbm_bytes: bytes read from and written to HBM, each operand and result of a scheduled operation once.
-        largest: the largest buffers that the program allocates: (bytes, shape, operation of the model).
-        loops: for each loop, the number of times that its body runs; 0 if unknown (the body counts once).
-        cycles: the TPU compiler's own estimate for everything but Pallas kernels.
-    """
-
-    collectives: tuple[Collective, ...]
-    matmul_flops: int
-    hbm_bytes: int
-    largest: tuple[tuple[int, str, str], ...]
-    loops: tuple[int, ...]
-    cycles: int
+    collectives: tuple[Collective, ...]  # by kind, the one with the most bytes first
+    matmul_flops: int  # of matmuls and convolutions
+    hbm_bytes: int  # read from and written to HBM, each operand and result of a scheduled operation once
+    largest: tuple[tuple[int, str, str], ...]  # largest allocated buffers: (bytes, shape, operation of the model)
+    loops: tuple[int, ...]  # number of times that each loop's body runs; 0 if unknown (the body counts once)
+    cycles: int  # the TPU compiler's own estimate for everything but Pallas kernels
 
 
 def read_work(text: str, num_largest: int = 8) -> Work:
-    """Return the work of a compiled program.
-
-    Args:
-        text: the program.
-        num_largest: number of the largest buffers to return.
-    """
+    """Return the work of a compiled program, with its `num_largest` largest buffers."""
     program, entry = read_program(text)
     hbm_bytes = flops = cycles = 0
     collectives: dict[tuple[str, ...], tuple[int, Instruction, str]] = {}  # by identity
     buffers: dict[str, tuple[int, str]] = {}
     loops: list[int] = []
-    for computation, times, is_fused, instruction in _walk(program, entry, 1, False, loops):
+    for computation, times, is_fused, instruction in _walk(program, entry):
+        if instruction.opcode == "while":
+            loops.append(times * _trip_count(instruction, program))
         if instruction.kind in COLLECTIVES:
             key = _identity(computation, is_fused, instruction)
             # If it runs beside a loop, it is in the loop's body as well: it runs as often as its rarest part.
@@ -154,36 +120,28 @@ def read_work(text: str, num_largest: int = 8) -> Work:
         if is_fused or instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             continue
         cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-        kernel_flops, num_bytes = _kernel_cost(instruction) or (0, _traffic(instruction, program, program[computation]))
-        flops += times * kernel_flops
-        hbm_bytes += times * num_bytes
+        is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text
+        cost = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', instruction.text)) if is_kernel else {}
+        if len(cost) == 2:  # a Pallas kernel's `pl.CostEstimate`
+            flops += times * int(cost["flops"])
+            hbm_bytes += times * int(cost["bytes_accessed"])
+        else:
+            hbm_bytes += times * _traffic(instruction, program, program[computation])
         for buffer in instruction.results:
             if buffer.in_hbm:
-                source = instruction.attribute(r'op_name="([^"]*)"') or ""
-                buffers.setdefault(str(buffer), (buffer.num_bytes, source))
+                buffers.setdefault(str(buffer), (buffer.num_bytes, instruction.attribute(r'op_name="([^"]*)"')))
     counts, received = Counter(), Counter()
     for times, instruction, computation in collectives.values():
         kind, num_bytes = _received(instruction, computation)
         counts[kind] += times
         received[kind] += times * num_bytes
-        hbm_bytes += times * sum(buffer.num_bytes for buffer in instruction.results if buffer.in_hbm)
+        hbm_bytes += times * _hbm_bytes(instruction.results)
     largest = sorted(((size, shape, source) for shape, (size, source) in buffers.items()), reverse=True)
-    return Work(
-        collectives=tuple(Collective(kind, counts[kind], size) for kind, size in received.most_common()),
-        matmul_flops=flops,
-        hbm_bytes=hbm_bytes,
-        largest=tuple(largest[:num_largest]),
-        loops=tuple(loops),
-        cycles=cycles,
-    )
+    by_kind = tuple(Collective(kind, counts[kind], size) for kind, size in received.most_common())
+    return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles)
 
 
 # ---- the text
-
-
-def bits_of(dtype: str) -> int:
-    """Return the bits of an element: 16 for bf16, 32 for s32, 8 for pred, and 0 for token."""
-    return 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
 
 
 def read_buffer(dtype: str, dims: str, layout: str, tiling: str) -> Buffer:
@@ -196,8 +154,12 @@ def read_buffer(dtype: str, dims: str, layout: str, tiling: str) -> Buffer:
     if layout and (tile := re.search(r"T\(([0-9,]+)\)", tiling)):
         for dim, size in zip(map(int, layout.split(",")), map(int, reversed(tile[1].split(","))), strict=False):
             padded[dim] = -(-padded[dim] // size) * size
-    in_hbm = re.search(r"S\([1-9]", tiling) is None
-    return Buffer(dtype, tuple(sizes), math.prod(padded) * bits_of(dtype) // 8, in_hbm)
+    return Buffer(dtype, tuple(sizes), _bytes(dtype, padded), in_hbm=not re.search(r"S\([1-9]", tiling))
+
+
+def _bytes(dtype: str, dims: Iterable[int]) -> int:
+    """Return the bytes of an array without tiles: 2 per element for bf16, 4 for s32, 1 for pred, and 0 for token."""
+    return math.prod(dims) * (8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)) // 8
 
 
 def read_program(text: str) -> tuple[dict[str, Computation], str]:
@@ -218,23 +180,17 @@ def read_program(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _walk(
-    program: dict[str, Computation], computation: str, times: int, is_fused: bool, loops: list[int]
+    program: dict[str, Computation], computation: str, times: int = 1, is_fused: bool = False
 ) -> Iterator[tuple[str, int, bool, Instruction]]:
-    """Yield every instruction that runs: its computation, how often it runs, whether in a fusion, and the instruction.
-
-    Adds the number of runs of every loop's body to `loops`.
-    """
+    """Yield every instruction that runs, after its computation, how often it runs, and whether it is in a fusion."""
     for instruction in program[computation].values():
         yield computation, times, is_fused, instruction
         if instruction.opcode == "while":
-            trip_count = _trip_count(instruction, program)
-            loops.append(trip_count * times)
             body = instruction.attribute(r"body=%([\w.\-]+)")
-            assert body is not None
-            yield from _walk(program, body, times * max(1, trip_count), False, loops)
+            yield from _walk(program, body, times * max(1, _trip_count(instruction, program)))
         elif instruction.opcode in ("fusion", "call", "conditional", "async-start"):
             for name in instruction.called:
-                yield from _walk(program, name, times, is_fused or instruction.opcode == "fusion", loops)
+                yield from _walk(program, name, times, is_fused or instruction.opcode == "fusion")
 
 
 def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
@@ -245,10 +201,8 @@ def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
     """
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
-    condition = loop.attribute(r"condition=%([\w.\-]+)")
-    assert condition is not None
-    constants = [each for each in program[condition].values() if each.opcode == "constant" and not each.results[0].dims]
-    bounds = {int(constant.text.split(")")[0]) for constant in constants}
+    condition = program[loop.attribute(r"condition=%([\w.\-]+)")].values()
+    bounds = {int(x.text.split(")")[0]) for x in condition if x.opcode == "constant" and not x.results[0].dims}
     return bounds.pop() if len(bounds) == 1 else 0
 
 
@@ -262,10 +216,9 @@ def _identity(computation: str, is_fused: bool, instruction: Instruction) -> tup
     channel; it counts once. The channel alone is not enough: successive collectives may share one.
     """
     channel = instruction.attribute(r"channel_id=(\d+)")
-    if not is_fused or channel is None or "reduce-scatter" in computation:
+    if not is_fused or not channel or "reduce-scatter" in computation:
         return computation, instruction.name
-    chain = instruction.attribute(r'chain_id="(\d+)"') or ""
-    return channel, chain, instruction.opcode, str(instruction.results[0])
+    return channel, instruction.attribute(r'chain_id="(\d+)"'), instruction.opcode, str(instruction.results[0])
 
 
 def _received(instruction: Instruction, computation: str) -> tuple[str, int]:
@@ -274,7 +227,7 @@ def _received(instruction: Instruction, computation: str) -> tuple[str, int]:
     For n devices in a group, a gather receives (n - 1) / n of its result and a scatter as much of its operand. An
     all-reduce is a scatter followed by a gather.
     """
-    kind, sizes = instruction.kind, [buffer.unpadded_bytes for buffer in instruction.results]
+    kind, sizes = instruction.kind, [_bytes(buffer.dtype, buffer.dims) for buffer in instruction.results]
     if instruction.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
         sizes = [max(sizes)]  # the others are its operands
     size, n = sum(sizes), _group_size(instruction)
@@ -289,30 +242,21 @@ def _received(instruction: Instruction, computation: str) -> tuple[str, int]:
 
 def _group_size(instruction: Instruction) -> int:
     """Return the number of devices in a collective's group, from any of the three notations."""
-    if axes := instruction.attribute(r"replica_groups=mesh\[[^\]]*\] \{([^}]*)\}"):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", instruction.attribute(r"replica_groups=mesh\[([^\]]*)\]") or ""))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
     if size := instruction.attribute(r"replica_groups=\[\d+,(\d+)\]"):
         return int(size)
-    group = instruction.attribute(r"replica_groups=\{\{([0-9,]*)\}")
-    return len(group.split(",")) if group else 1
+    return len(instruction.attribute(r"replica_groups=\{\{([0-9,]*)\}").split(","))
 
 
 # ---- FLOPs
 
 
-def _kernel_cost(instruction: Instruction) -> tuple[int, int] | None:
-    """Return FLOPs and HBM bytes of a Pallas kernel by its own `pl.CostEstimate`, or None for any other operation."""
-    if instruction.opcode != "custom-call" or "tpu_custom_call" not in instruction.text:
-        return None
-    cost = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', instruction.text))
-    return (int(cost["flops"]), int(cost["bytes_accessed"])) if len(cost) == 2 else None
-
-
 def _is_library_matmul(instruction: Instruction) -> bool:
     """Return whether it calls a GPU library for a matmul, or for a convolution whose result is the larger side."""
     target = instruction.attribute(r'custom_call_target="(__cublas\$|__cudnn\$conv\w*Forward)')
-    return instruction.opcode == "custom-call" and target is not None
+    return instruction.opcode == "custom-call" and target != ""
 
 
 def matmul_flops(instruction: Instruction, computation: Computation) -> int:
@@ -326,28 +270,30 @@ def matmul_flops(instruction: Instruction, computation: Computation) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
     if labels is None:
         summed = instruction.attribute(r'lhs_contracting_dim(?:s=\{|ensions":\[)([0-9,"]*)')
-        assert summed is not None
         return 2 * math.prod(out) * math.prod(left[int(dim)] for dim in re.findall(r"\d+", summed))
     left_dims, right_dims, out_dims = labels.groups()
     window = instruction.attribute(r"window=\{([^}]*)\}")
-    options = dict(item.split("=") for item in window.split()) if window else {}
+    options = {name: values.split("x") for name, values in re.findall(r"(\w+)=(\S+)", window)}
     flops = 2 * out[out_dims.index("b")] * out[out_dims.index("f")] * right[right_dims.index("i")]
-    for dim in range(len(options["size"].split("x")) if options else 0):
-
-        def option(name: str, default: int, dim: int = dim) -> int:
-            return int(options[name].split("x")[dim].split("_")[0]) if name in options else default
-
-        stride, left_dilation, right_dilation = option("stride", 1), option("lhs_dilate", 1), option("rhs_dilate", 1)
+    for dim in range(len(options["size"]) if options else 0):
+        defaults = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
+        values = defaults | {name: int(each[dim].split("_")[0]) for name, each in options.items()}
         size, num_rows = left[left_dims.index(str(dim))], out[out_dims.index(str(dim))]
         columns = (
-            row * stride + tap * right_dilation - option("pad", 0)
-            for row, tap in itertools.product(range(num_rows), range(option("size", 1)))
+            row * values["stride"] + tap * values["rhs_dilate"] - values["pad"]
+            for row, tap in itertools.product(range(num_rows), range(values["size"]))
         )
-        flops *= sum(column % left_dilation == 0 and 0 <= column // left_dilation < size for column in columns)
+        gap = values["lhs_dilate"]
+        flops *= sum(column % gap == 0 and 0 <= column // gap < size for column in columns)
     return flops
 
 
 # ---- HBM traffic
+
+
+def _hbm_bytes(buffers: Iterable[Buffer]) -> int:
+    """Return the bytes of the buffers that are in HBM."""
+    return sum(buffer.num_bytes for buffer in buffers if buffer.in_hbm)
 
 
 def _traffic(instruction: Instruction, program: dict[str, Computation], computation: Computation) -> int:
@@ -358,17 +304,17 @@ def _traffic(instruction: Instruction, program: dict[str, Computation], computat
         arrays = [buffer for buffer in instruction.results if buffer.dims]
         return min((buffer.num_bytes for buffer in arrays), default=0) * len({buffer.in_hbm for buffer in arrays})
     if instruction.opcode in SLICES:
-        return 2 * sum(buffer.num_bytes for buffer in instruction.results if buffer.in_hbm)
+        return 2 * _hbm_bytes(instruction.results)
     if instruction.opcode == "dynamic-update-slice":
         return 2 * sum(buffer.num_bytes for buffer in operands[1])
     if instruction.opcode != "fusion" or not instruction.called:
-        return sum(b.num_bytes for b in itertools.chain(*operands, instruction.results) if b.in_hbm)
+        return _hbm_bytes(itertools.chain(*operands, instruction.results))
     return _fusion_traffic(instruction, program[instruction.called[0]])
 
 
 def _fusion_traffic(fusion: Instruction, body: Computation) -> int:
     """Return the traffic of a fusion: only the used slices of its operands, and no buffers that it passes through."""
-    users: dict[str, list[Instruction]] = {name: [] for name in body}
+    users: dict[str, list[Instruction]] = defaultdict(list)
     for instruction in body.values():
         for name in instruction.operands:
             users[name].append(instruction)
@@ -395,8 +341,7 @@ def _fusion_traffic(fusion: Instruction, body: Computation) -> int:
         if not buffer.in_hbm or output.opcode == "parameter" or _passes_through(output):
             continue
         is_update = output.opcode == "dynamic-update-slice"
-        written = body[output.operands[1]].results if is_update else (buffer,)
-        total += sum(each.num_bytes for each in written)
+        total += sum(each.num_bytes for each in (body[output.operands[1]].results if is_update else (buffer,)))
     return total
 
 
