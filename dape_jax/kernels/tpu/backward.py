@@ -28,10 +28,11 @@ from jaxtyping import Array
 from dape_jax.kernels.tables import SLOPE, Operator
 from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.forward import (
+    clear,
     convolve,
     dot,
     group_rows,
-    head_rows,
+    heads_of_block,
     hidden_features,
     loop_over_groups,
     read_table,
@@ -124,7 +125,6 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     step = t.step(block, tile, first_ref[0])
     needed = (tile >= begin) & (tile <= end)
     lane = iota((SUBLANES, LANES), 1)
-    heads_per_group = t.num_heads // t.num_groups
 
     # Sums in HBM. The copies in start first and are awaited last.
     batch = pl.program_id(0)
@@ -141,33 +141,29 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when((tile == 0) & (block == 0))
     def _():
-        for ref in (outputs.dmatrix_1, outputs.dmatrix_2):
-            ref[...] = jnp.zeros(ref.shape, jnp.float32)
+        clear(outputs.dmatrix_1, outputs.dmatrix_2)
         if t.padded_heads > t.num_heads:
-            scratch.scores[...] = jnp.zeros(scratch.scores.shape, jnp.float32)
-            scratch.dprobs[...] = jnp.zeros(scratch.dprobs.shape, jnp.float32)
+            clear(scratch.scores, scratch.dprobs)
 
     @pl.when(tile == 0)
     def _():
-        outputs.dleft[...] = jnp.zeros(outputs.dleft.shape, jnp.float32)
+        clear(outputs.dleft)
 
     @pl.when(block == 0)
     def _():
-        scratch.dk[...] = jnp.zeros(scratch.dk.shape, jnp.float32)
-        scratch.dv[...] = jnp.zeros(scratch.dv.shape, jnp.float32)
+        clear(scratch.dk, scratch.dv)
 
     @pl.when(needed)
     def _():
         shear(t, inputs.slab, scratch.hidden, scratch.added)
-        scratch.dhidden[...] = jnp.zeros(scratch.dhidden.shape, jnp.float32)
-        scratch.dadded[...] = jnp.zeros(scratch.dadded.shape, jnp.float32)
+        clear(scratch.dhidden, scratch.dadded)
         visible = step.visible(t.block_rows, 1)
-        for head, rows in enumerate(head_rows(t)):
-            scores = dot(inputs.q[0, head], inputs.k[0, 0, head // heads_per_group], (1, 1)) * t.head_dim**-0.5
+        for head, key_head, rows in heads_of_block(t):
+            scores = dot(inputs.q[0, head], inputs.k[0, 0, key_head], (1, 1)) * t.head_dim**-0.5
             scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
             dout = inputs.dout[0, head]
             mean = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
-            scratch.dprobs[rows, :] = dot(dout, inputs.v[0, 0, head // heads_per_group], (1, 1)) - mean
+            scratch.dprobs[rows, :] = dot(dout, inputs.v[0, 0, key_head], (1, 1)) - mean
 
     def process(group: Any, in_first_tile: bool) -> None:
         # Forward again. Arrays are rolled right by `shift` where they meet the tables.
@@ -234,12 +230,12 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         for read in reads:
             read.wait()
         scratch.dslab[...] += unshear(t, scratch.dhidden, scratch.dadded)
-        for head, rows in enumerate(head_rows(t)):
+        for head, key_head, rows in heads_of_block(t):
             dscores = scratch.scores[rows, :].astype(inputs.q.dtype)
             probs = scratch.probs[rows, :].astype(inputs.q.dtype)
-            scratch.dq[head] += dot(dscores, inputs.k[0, 0, head // heads_per_group], (1, 0))
-            scratch.dk[head // heads_per_group] += dot(dscores, inputs.q[0, head], (0, 0))
-            scratch.dv[head // heads_per_group] += dot(probs, inputs.dout[0, head], (0, 0))
+            scratch.dq[head] += dot(dscores, inputs.k[0, 0, key_head], (1, 0))
+            scratch.dk[key_head] += dot(dscores, inputs.q[0, head], (0, 0))
+            scratch.dv[key_head] += dot(probs, inputs.dout[0, head], (0, 0))
         for write in writes:
             write.start()
         for write in writes:

@@ -30,6 +30,12 @@ from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANE
 # ---- Operations in VMEM, shared with the backward kernel
 
 
+def clear(*refs: Any) -> None:
+    """Fill float32 refs with zeros."""
+    for ref in refs:
+        ref[...] = jnp.zeros(ref.shape, jnp.float32)
+
+
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Return the matmul over one dim of each operand, accumulated in float32."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -108,9 +114,10 @@ def hidden_features(
     return taps, before, exists
 
 
-def head_rows(t: Tiling) -> list[Any]:
-    """Return for each head the sublanes of its rows in a block: every `padded_heads`-th."""
-    return [pl.ds(head, t.block_rows, stride=t.padded_heads) for head in range(t.num_heads)]
+def heads_of_block(t: Tiling) -> list[tuple[int, int, Any]]:
+    """Return for each head its index, its head of keys, and the sublanes of its rows: every `padded_heads`-th."""
+    sublanes = [pl.ds(head, t.block_rows, stride=t.padded_heads) for head in range(t.num_heads)]
+    return [(head, head // (t.num_heads // t.num_groups), rows) for head, rows in enumerate(sublanes)]
 
 
 def group_rows(t: Tiling, group: Any) -> Any:
@@ -180,22 +187,20 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
     step = t.step(block, tile, first_ref[0])
     needed = (tile >= begin) & (tile <= end)
     lane = iota((SUBLANES, LANES), 1)
-    heads_per_group = t.num_heads // t.num_groups
 
     @pl.when(tile == 0)
     def _():
         scratch.max[...] = jnp.full(scratch.max.shape, MASKED_SCORE, jnp.float32)
-        scratch.sum[...] = jnp.zeros(scratch.sum.shape, jnp.float32)
-        scratch.values[...] = jnp.zeros(scratch.values.shape, jnp.float32)
+        clear(scratch.sum, scratch.values)
         if t.padded_heads > t.num_heads:
-            scratch.scores[...] = jnp.zeros(scratch.scores.shape, jnp.float32)
+            clear(scratch.scores)
 
     @pl.when(needed)
     def _():
         shear(t, inputs.slab, scratch.hidden, scratch.added)
         visible = step.visible(t.block_rows, 1)
-        for head, rows in enumerate(head_rows(t)):
-            scores = dot(inputs.q[0, head], inputs.k[0, 0, head // heads_per_group], (1, 1)) * t.head_dim**-0.5
+        for head, key_head, rows in heads_of_block(t):
+            scores = dot(inputs.q[0, head], inputs.k[0, 0, key_head], (1, 1)) * t.head_dim**-0.5
             scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
 
     def update(group: Any, left_ref: Any | None, scores: Array, old_max: Array, old_sum: Array) -> tuple[Array, ...]:
@@ -229,9 +234,9 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     @pl.when(needed)
     def _():
-        for head, rows in enumerate(head_rows(t)):
+        for head, key_head, rows in heads_of_block(t):
             probs = scratch.probs[rows, :].astype(inputs.v.dtype)
-            values = dot(probs, inputs.v[0, 0, head // heads_per_group], (1, 0))
+            values = dot(probs, inputs.v[0, 0, key_head], (1, 0))
             scratch.values[head] = scratch.values[head] * scratch.decay[rows, :][:, : t.head_dim] + values
 
     @pl.when(tile == t.num_tiles - 1)
@@ -242,7 +247,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         diagonal = iota(lse.shape, 1) == iota(lse.shape, 2)
         outputs.lse[0, 0] = jnp.sum(jnp.where(diagonal, lse, 0.0), 1)
         scratch.sum[...] = 1.0 / total
-        for head, rows in enumerate(head_rows(t)):
+        for head, _, rows in heads_of_block(t):
             out = scratch.values[head] * scratch.sum[rows, :][:, : t.head_dim]
             outputs.out[0, head] = out.astype(outputs.out.dtype)
 
