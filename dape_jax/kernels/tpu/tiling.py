@@ -529,27 +529,25 @@ def call(
     `pl.pallas_call`.
     """
 
-    def select(tree: Any, field: int) -> Any:
-        return jax.tree.map(lambda x: x[field], tree, is_leaf=lambda x: isinstance(x, Blocked))
+    def split(tree: Any) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Blocked))
+        return structure.unflatten([x.array for x in leaves]), structure.unflatten([x.spec for x in leaves])
 
-    arrays = select(inputs, 0)
+    (arrays, in_specs), (results, out_specs) = split(inputs), split(outputs)
     # Inside a shard_map all operands and results must vary over the same mesh axes.
     first, arrays = vary_alike(first.reshape(1), arrays)
     axes = jax.typeof(first).manual_axis_type
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes), select(outputs, 0))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=axes), results)
     # The default interpreter is faster, but does not work inside a shard_map.
     interpret = pltpu.InterpretParams() if t.interpret is True and axes.varying else t.interpret
     # Sequences are independent. So are blocks of rows in the forward pass; the backward pass sums over them.
     semantics = ("parallel", "arbitrary" if t.backward else "parallel", "arbitrary")
-    batch, steps = arrays.q.shape[0], (t.num_blocks, t.num_tiles)
+    batch = arrays.q.shape[0]
+    grid = (batch, t.num_tiles, t.num_blocks) if t.backward else (batch, t.num_blocks, t.num_tiles)
     return pl.pallas_call(
         functools.partial(kernel, t=t),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, *(steps[::-1] if t.backward else steps)),
-            in_specs=(select(inputs, 1),),
-            out_specs=(select(outputs, 1),),
-            scratch_shapes=(scratch,),
+            num_scalar_prefetch=1, grid=grid, in_specs=(in_specs,), out_specs=(out_specs,), scratch_shapes=(scratch,)
         ),
         out_shape=(shapes,),
         interpret=interpret,
