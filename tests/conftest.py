@@ -70,8 +70,9 @@ def trained_run(trained_runs: list[Path]) -> Path:
 
 
 @pytest.fixture
-def libtpu() -> Path:
-    """The compiler for TPUs."""
+def libtpu(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of the compiler for TPUs, which aborts on the CPU's flags above."""
+    monkeypatch.delenv("XLA_FLAGS")
     from dape_jax.errors import InputError
     from dape_jax.planning.compile import find_libtpu
 
