@@ -378,7 +378,7 @@ def test_grouped_queries_and_window(page):
 
 
 def test_blockwise(page):
-    """Its gradients and its memory are measured in `test_attention.py`."""
+    """Gradients are compared in `test_agreement.py`, memory in `test_attention.py`."""
     close(page.blockwise_BTHK, page.attended_BTHK)
 
 
@@ -430,7 +430,7 @@ def test_derivatives(page, monkeypatch):
     "options", [{"kernel_width": 1}, {"kernel_width": 3}, {"kernel_width": 2, "alignment": "causal"}]
 )
 def test_padding_and_packing(page, options):
-    """With W > 1 a masked key on the left is not the same as none there. (On the right: `test_attention.py`.)"""
+    """With W > 1 a masked key on the left is not the same as none there. (On the right: `test_causality.py`.)"""
     config = DapeConfig(channels=8, **options)
     processor = config.build(num_heads=4, rngs=nnx.Rngs(11))
     other = jax.random.normal(jax.random.key(12), (3, 2, 6, 4, 8))

@@ -432,7 +432,7 @@ def test_the_tables_specs():
     assert batch_part(ONE) == (0, 1)
 
 
-def test_attention_on_one_device_is_the_drivers_own():
+def test_attention_on_one_device_is_the_implementations_own():
     """Nothing is added to the program where there is nothing to split."""
     x = jnp.ones((1, 8, 2, 4))
     pos = jnp.arange(8)
