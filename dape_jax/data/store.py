@@ -245,7 +245,7 @@ def open_store(directory: Path) -> TokenStore:
     for field, value in found.items():
         require(getattr(sidecar, field) == value, f"{file}: {field}", getattr(sidecar, field), f"must be {value!r}")
     is_whole = offsets.dtype == np.dtype("<i8") and offsets.ndim == 1 and offsets.size > 1
-    is_whole = is_whole and offsets[0] == 0 and offsets[-1] == tokens.size and _increase(offsets)
+    is_whole = is_whole and bool(offsets[0] == 0 and offsets[-1] == tokens.size) and _increase(offsets)
     require(
         is_whole,
         f"{file}: {OFFSETS_FILE}",
