@@ -12,15 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 from tiny import SPEC
 
 from dape_jax.config import CHOICES, choose, read_model
 from dape_jax.errors import InputError
+from dape_jax.model.attention import attend
 from dape_jax.model.biases import BIASES, distances
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.processors import PROCESSORS
 from dape_jax.model.transformer import (
+    ENCODER,
+    GPT_NEOX,
     REMAT,
     SIZES,
     Transformer,
@@ -67,6 +71,44 @@ def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
     changed = step(model, x.at[:, 9:].set((x[:, 9:] + 1) % 11))
     np.testing.assert_array_equal(changed[:, :9], whole[:, :9])
     assert np.abs(changed[:, 9:] - whole[:, 9:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("form", [GPT_NEOX, ENCODER], ids=["decoder", "encoder"])
+def test_a_block_is_its_equation(form):
+    """x + f(norm(x)) in the decoder, norm(x + f(x)) in the encoder, with a plain norm, gelu and projections."""
+    config = make_config(**form)
+    block = Transformer(config, rngs=nnx.Rngs(0)).layers
+    draw = np.random.default_rng(0)
+    block = jax.tree.map(lambda x: x[0] + jnp.asarray(draw.normal(0, 0.3, x.shape[1:]), x.dtype), block)
+    x_BTD, pos_T = draw.normal(size=(2, 7, config.width)).astype(np.float32), jnp.arange(7)
+
+    def norm(layer: nnx.LayerNorm, x: np.ndarray) -> np.ndarray:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * layer.scale[...] + layer.bias[...]
+
+    def attention(x: np.ndarray) -> np.ndarray:
+        a = block.attention
+        q, k, v = (jnp.einsum("BTD,DHK->BTHK", x, w[...]) for w in (a.query_DHK, a.key_DGK, a.value_DGK))
+        if config.projection_bias:
+            q, k, v = q + a.query_bias_HK[...], k + a.key_bias_GK[...], v + a.value_bias_GK[...]
+        out = attend(q, k, v, pos_T, pos_T, bias=a.bias, processor=a.processor, causal=config.causal)
+        y = np.einsum("BTHK,HKD->BTD", out, a.output_HKD[...])
+        return y + a.output_bias_D[...] if config.projection_bias else y
+
+    def mlp(x: np.ndarray) -> np.ndarray:
+        h = x @ block.mlp.up_DF[...] + block.mlp.up_bias_F[...]
+        h = h * (1 + scipy.special.erf(h / np.sqrt(2))) / 2 if config.activation == "gelu" else np.maximum(h, 0)
+        return h @ block.mlp.down_FD[...] + block.mlp.down_bias_D[...]
+
+    with jax.numpy_rank_promotion("allow"):
+        if config.norm_first:
+            expected = x_BTD + attention(norm(block.attention_norm, x_BTD))
+            expected = expected + mlp(norm(block.mlp_norm, expected))
+        else:
+            expected = norm(block.attention_norm, x_BTD + attention(x_BTD))
+            expected = norm(block.mlp_norm, expected + mlp(expected))
+    found, _ = block(jnp.asarray(x_BTD), pos_T, None)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
