@@ -449,6 +449,20 @@ def test_accuracy_equals_that_of_a_plain_loop(runs, evaluated):
     check_plain_loop(runs[0], [short, long], 11)
 
 
+def test_only_output_symbols_count(runs, monkeypatch, tmp_path):
+    """Answer 0 everywhere, which is also the target of input symbols and padding: right are the answers that are 0."""
+    monkeypatch.setattr(
+        accuracy, "run_in_batches", lambda *_, num_rows, **__: np.zeros((num_rows, 1), np.int32), raising=True
+    )
+    evaluate_tasks(runs[:1], lengths=(2, 20), num_sequences=11, output=tmp_path)
+    (run,) = written(tmp_path)
+    config = read_trained_on_task(runs[0], "newest", {}).run.data
+    for result in run["lengths"]:
+        answers_BM = Tapes(config, result["length"], 11, padded=96).targets_BM
+        assert 0 < (answers_BM == 0).mean() < 1
+        assert result["accuracy"] == pytest.approx((answers_BM == 0).mean())
+
+
 @pytest.mark.slow
 def test_accuracy_with_random_positions_equals_that_of_a_plain_loop(random, tmp_path):
     """Uses one batch, so that the loop draws the same positions."""
