@@ -212,7 +212,7 @@ def test_the_command_line(corpus, tmp_path):
         ([directory], "validation/store.json: num_tokens"),
         ([tmp_path], "directory = "),
         ([], "DIR = ''"),
-        ([directory, directory], "after DIR, flags alone"),
+        ([directory, directory], "must be DIR and flags"),
     ):
         failed = run(*arguments)
         assert failed.returncode == 2
