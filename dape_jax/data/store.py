@@ -267,6 +267,9 @@ def _read_sidecar(file: Path) -> Sidecar:
     require(content.keys() == fields.keys(), f"{file}: fields", sorted(content), f"{sorted(fields)}")
     for name, kind in fields.items():
         require(type(content[name]) is kind, f"{file}: {name}", content[name], f"must be of type {kind.__name__}")
+    for name in ("digest", "fingerprint"):
+        is_digest = re.fullmatch("[0-9a-f]{64}", content[name]) is not None
+        require(is_digest, f"{file}: {name}", content[name], "must be 64 hexadecimal digits")
     return Sidecar(**content)
 
 
