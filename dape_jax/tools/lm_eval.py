@@ -15,7 +15,6 @@ Padding changes no score, because attention is causal. Two kinds of model are th
 refuses: their rows are not padded, and a batch holds rows of equal length.
 """
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -26,7 +25,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -69,30 +68,19 @@ def padded_width(length: int, max_length: int) -> int:
     return min(max_length, max(MIN_WIDTH, 1 << (length - 1).bit_length()))
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoredRow:
-    """Tokens of one request.
-
-    Args:
-        tokens: the inputs, followed by the last target.
-        num_scored: number of targets, counted from the end, that are scored; fewer than all tokens.
-    """
+class ScoredRow(NamedTuple):
+    """The inputs of one request, followed by the last target; the last `num_scored` targets are scored."""
 
     tokens: list[int]
     num_scored: int
 
-    @property
-    def length(self) -> int:
-        """Number of inputs."""
-        return len(self.tokens) - 1
-
 
 def make_batch(rows: Sequence[ScoredRow], width: int) -> dict[str, np.ndarray]:
-    """Return the batch of these rows, padded with zeros to one width."""
+    """Return the batch of these rows, padded with zeros to one width: targets `first` to `stop` - 1 are scored."""
     tokens = np.zeros((len(rows), width + 1), np.int32)
-    for target, row in zip(tokens, rows, strict=True):
-        target[: len(row.tokens)] = row.tokens
-    stop = np.array([row.length for row in rows], np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row.tokens)] = row.tokens
+    stop = np.array([len(row.tokens) - 1 for row in rows], np.int32)
     first = stop - np.array([row.num_scored for row in rows], np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "first": first, "stop": stop}
 
@@ -104,13 +92,8 @@ def score(
     """Return the negative log-likelihood of each row's scored targets, and whether all of them are greedy.
 
     The scored targets start at column 0 of the result; zeros follow. Positions are unembedded `CHUNK` at a time, so
-    memory does not grow with length times vocabulary.
-
-    Args:
-        config: of the model.
-        params: of the model.
-        batch: from `make_batch`: targets `first` to `stop` - 1 of each row are scored.
-        num_ids: size of the tokenizer's vocabulary, which may be smaller than the model's; greedy among these ids.
+    memory does not grow with length times vocabulary. `batch` is from `make_batch`; `num_ids` is the size of the
+    tokenizer's vocabulary, which may be smaller than the model's: greedy is among these ids.
     """
     graphdef, _ = model_structure(config)
     model = nnx.merge(graphdef, params)
@@ -138,15 +121,8 @@ def score(
     return jax.lax.fori_loop(0, num_chunks, chunk, start)
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerationOptions:
-    """Options of a `generate_until` request.
-
-    Args:
-        until: stop sequences, excluded from the output.
-        max_gen_toks: maximum number of generated tokens.
-        sampling: temperature, top-k and top-p.
-    """
+class GenerationOptions(NamedTuple):
+    """Options of a `generate_until` request; `until` are stop sequences, excluded from the output."""
 
     until: tuple[str, ...]
     max_gen_toks: int
@@ -159,11 +135,10 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     Raises:
         InputError: a bad value, an unsupported option, or no room left for a context.
     """
-    options: dict[str, Any] = {**normalize_gen_kwargs(gen_kwargs)}
     supported = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
-    others = {name: value for name, value in options.items() if name not in supported}
-    if "num_beams" in others and others["num_beams"] == 1:
-        others.pop("num_beams")  # one beam is greedy search
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": None, **normalize_gen_kwargs(gen_kwargs)}
+    # One beam is greedy search.
+    others = {key: value for key, value in options.items() if key not in supported and (key, value) != ("num_beams", 1)}
     require(not others, "generation_kwargs", others, f"not supported; the options are {', '.join(supported)}")
     until, max_gen_toks = options["until"], options["max_gen_toks"]
     require(all(isinstance(stop, str) for stop in until), "generation_kwargs.until", until, "must be a list of strings")
@@ -171,11 +146,9 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     allowed = f"must be below max_length = {max_length}, to leave room for a context; increase max_length"
     require(max_gen_toks < max_length, "generation_kwargs.max_gen_toks", max_gen_toks, allowed)
     sampling = Sampling(
-        temperature=(float(options["temperature"]) if "temperature" in options else 1.0)
-        if options["do_sample"]
-        else 0.0,
-        top_k=(int(options["top_k"]) or None) if "top_k" in options else None,
-        top_p=float(options["top_p"]) if "top_p" in options else None,
+        temperature=float(options["temperature"]) if options["do_sample"] else 0.0,
+        top_k=int(options["top_k"]) or None,
+        top_p=None if options["top_p"] is None else float(options["top_p"]),
     )
     return GenerationOptions(tuple(stop for stop in until if stop), max_gen_toks, sampling)
 
@@ -188,7 +161,8 @@ def generate_until_stop(
     Stops are compared with the decoded string, so they may begin and end inside tokens.
     """
     streams = [TextStream(tokenizer) for _ in range(num_sequences)]
-    outputs, unfinished = [""] * num_sequences, set(range(num_sequences))
+    outputs = [""] * num_sequences
+    unfinished = set(range(num_sequences))
     for token_B in steps:
         for row in list(unfinished):
             outputs[row] += streams[row].feed(token_B[row : row + 1])
@@ -196,10 +170,9 @@ def generate_until_stop(
                 unfinished.remove(row)
         if not unfinished:
             break
-    ends = [stream.feed(np.zeros(0, int), last=True) for stream in streams]
-    return [
-        postprocess_generated_text(output + end, list(until), None) for output, end in zip(outputs, ends, strict=True)
-    ]
+    for row, stream in enumerate(streams):
+        outputs[row] += stream.feed(np.zeros(0, int), last=True)
+    return [postprocess_generated_text(output, list(until), None) for output in outputs]
 
 
 @register_model("dape_jax")
@@ -278,8 +251,6 @@ class DapeLM(TemplateLM):
         totals = [0.0] * len(requests)
         for owner, (log_likelihood, _) in zip(owners, self._score(rows, "window", disable_tqdm), strict=True):
             totals[owner] += log_likelihood
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def _loglikelihood_tokens(
@@ -296,35 +267,34 @@ class DapeLM(TemplateLM):
             rows.append(ScoredRow(tokens[-(self.max_length + 1) :], len(continuation)))
             num_truncated += len(tokens) > self.max_length + 1
         self._warn_of_truncation(num_truncated, len(requests))
-        answers = self._score(rows, "request", disable_tqdm)
-        for (strings, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", strings, answer)
-        return answers
+        return self._score(rows, "request", disable_tqdm)
 
     def _score(self, rows: list[ScoredRow], unit: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each row's scored tokens, and whether all are greedy; widest batches first."""
         run = self.info.run
-        indices_of_width = defaultdict(list)
-        for index, row in enumerate(rows):
-            width = row.length if run.model.processor.why_not_cached else padded_width(row.length, self.max_length)
-            indices_of_width[width].append(index)
+
+        def width_of(index: int) -> int:
+            length = len(rows[index].tokens) - 1
+            return length if run.model.processor.why_not_cached else padded_width(length, self.max_length)
+
+        # A batch unembeds as many positions as its row with the most scored tokens: group similar rows.
+        order = sorted(range(len(rows)), key=lambda index: (width_of(index), rows[index].num_scored), reverse=True)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with jax.set_mesh(self._mesh), tqdm(total=len(rows), unit=unit, disable=disable_tqdm) as bar:
-            for width, indices in sorted(indices_of_width.items(), reverse=True):
+            for width, group in itertools.groupby(order, key=width_of):
                 bar.set_postfix_str(f"width {width}")
+                indices = list(group)
                 config = model_at(run.model, width, run.evaluation, "rope", run.train.train_length)
-                # A batch unembeds as many positions as its row with the most scored tokens: group similar rows.
-                ordered = sorted(indices, key=lambda index: rows[index].num_scored, reverse=True)
                 nll_BT, greedy_B = run_in_batches(
                     functools.partial(score, config, self._params, num_ids=self._tokenizer.vocab_size),
-                    lambda chosen: make_batch([rows[ordered[i]] for i in chosen], width),  # noqa: B023
-                    num_rows=len(ordered),
-                    batch_size=self._rows_per_batch(width, len(ordered)),
+                    lambda chosen: make_batch([rows[indices[i]] for i in chosen], width),  # noqa: B023
+                    num_rows=len(indices),
+                    batch_size=self._rows_per_batch(width, len(indices)),
                     mesh=self._mesh,
                     progress=bar.update,
                 )
                 sums = -nll_BT.sum(axis=1, dtype=np.float64)
-                for index, total, greedy in zip(ordered, sums, greedy_B, strict=True):
+                for index, total, greedy in zip(indices, sums, greedy_B, strict=True):
                     answers[index] = (float(total), bool(greedy))
         return answers
 
@@ -365,34 +335,31 @@ class DapeLM(TemplateLM):
         with tqdm(total=len(requests), unit="request", disable=disable_tqdm) as bar:
             for options, indices in indices_of_options.items():
                 indices.sort(key=lambda index: len(prompts[index]), reverse=True)
-                size = self._rows_per_batch(
-                    padded_width(len(prompts[indices[0]]) + options.max_gen_toks, self.max_length), len(indices)
-                )
-                for rows, num_real in padded_batches(len(indices), size):
-                    found = self._continue([prompts[indices[row]] for row in rows], num_real, options, next(seeds))
-                    for row, answer in zip(rows, found, strict=False):
-                        answers[indices[row]] = answer
-                        self.cache_hook.add_partial("generate_until", requests[indices[row]].args, answer)
+                batch_size = self._rows_per_batch(self._cache_width(prompts[indices[0]], options), len(indices))
+                for rows, num_real in padded_batches(len(indices), batch_size):
+                    batch = [prompts[indices[row]] for row in rows]  # the longest first
+                    steps = generate(
+                        self.info.run.model,
+                        self._params,
+                        self._mesh,
+                        batch,
+                        # Decides the size of the caches, one of a few; `islice` stops earlier.
+                        max_new_tokens=self._cache_width(batch[0], options) - len(batch[0]) + 1,
+                        sampling=options.sampling,
+                        seed=next(seeds),
+                        num_ids=self._tokenizer.vocab_size,
+                        end_token=self.eot_token_id,
+                    )
+                    steps = itertools.islice(steps, options.max_gen_toks)
+                    outputs = generate_until_stop(steps, num_real, self._tokenizer, options.until)
+                    for row, output in zip(rows, outputs, strict=False):
+                        answers[indices[row]] = output
+                        self.cache_hook.add_partial("generate_until", requests[indices[row]].args, output)
                     bar.update(num_real)
         return answers
 
-    def _continue(self, prompts: list[np.ndarray], num_real: int, options: GenerationOptions, seed: int) -> list[str]:
-        """Continue the first `num_real` prompts, the longest first; caches are padded to one of a few widths."""
-        width = padded_width(len(prompts[0]) + options.max_gen_toks, self.max_length)
-        steps = generate(
-            self.info.run.model,
-            self._params,
-            self._mesh,
-            prompts,
-            max_new_tokens=width - len(prompts[0]) + 1,  # decides the caches' size; `islice` stops earlier
-            sampling=options.sampling,
-            seed=seed,
-            num_ids=self._tokenizer.vocab_size,
-            end_token=self.eot_token_id,
-        )
-        return generate_until_stop(
-            itertools.islice(steps, options.max_gen_toks), num_real, self._tokenizer, options.until
-        )
+    def _cache_width(self, prompt: np.ndarray, options: GenerationOptions) -> int:
+        return padded_width(len(prompt) + options.max_gen_toks, self.max_length)
 
 
 def main() -> None:
