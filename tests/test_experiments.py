@@ -165,6 +165,14 @@ def test_the_papers_numbers_are_shown_only_beside_runs_with_as_many_tokens_in_a_
         assert {series.train_length for series in group.series} == trained_at
 
 
+def test_an_experiment_with_one_finished_method_is_drawn_beside_the_papers():
+    (paper, *others) = report.paper_groups("fig2")
+    figure = report.plot(dataclasses.replace(paper, series=paper.series[:1]))
+    (legend,) = [axes.get_legend() for axes in figure.axes if axes.get_legend() is not None]
+    drawn = {series.method for group in (paper, *others) for series in group.series if series.train_length == 128}
+    assert {text.get_text() for text in legend.get_texts()} == drawn
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_claims_that_compare_fire_with_and_without_dape_name_the_confound(name: str):
     for claim in EXPERIMENTS[name].claims:

@@ -41,45 +41,26 @@ METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class TaskPreset:
-    """Settings for experiments on the algorithmic tasks.
+    """Settings for experiments on the algorithmic tasks."""
 
-    Args:
-        recipe: file under `configs/`.
-        tasks: tasks to run if `--tasks` is empty.
-        methods: methods to run, of those that the experiment has.
-        num_steps: training steps.
-        lengths: evaluation lengths, in symbols.
-        num_sequences: sequences of each evaluation length.
-    """
-
-    recipe: str
-    tasks: tuple[str, ...]
-    methods: tuple[str, ...]
-    num_steps: int
-    lengths: tuple[int, ...]
-    num_sequences: int
+    recipe: str  # file under configs/
+    tasks: tuple[str, ...]  # to run if --tasks is empty
+    methods: tuple[str, ...]  # to run, of those that the experiment has
+    num_steps: int  # of training
+    lengths: tuple[int, ...]  # of the evaluation, in symbols
+    num_sequences: int  # of each evaluation length
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """Settings for all experiments.
+    """Settings for all experiments."""
 
-    Args:
-        recipe: file under `configs/` for models on a text.
-        sizes: from the paper's sizes to the recipe's.
-        length_divisor: the paper's lengths are divided by it.
-        batch: sequences in a step, or None for the recipe's default, which keeps the tokens in a step constant.
-        seeds: seeds to run if `--seeds` is empty.
-        data: the text if `--data` is empty, or "" where `--data` is required.
-        on_tasks: settings for experiments on the algorithmic tasks.
-    """
-
-    recipe: str
-    sizes: dict[str, str]
-    length_divisor: int
-    batch: int | None
-    seeds: tuple[int, ...]
-    data: str
+    recipe: str  # file under configs/ for models on a text
+    sizes: dict[str, str]  # from the paper's sizes to the recipe's
+    length_divisor: int  # the paper's lengths are divided by it
+    batch: int | None  # sequences in a step; None for the recipe's default, which keeps the tokens in a step constant
+    seeds: tuple[int, ...]  # to run if --seeds is empty
+    data: str  # the text if --data is empty; "" where --data is required
     on_tasks: TaskPreset
 
 
@@ -154,52 +135,31 @@ class Less:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim of the paper.
-
-    Args:
-        text: the claim in words.
-        comparisons: the inequalities that it consists of.
-        at_least: how many of them it needs, or None for all.
-        note: what else differs between the two sides, if anything.
-    """
+    """A claim of the paper: all of its comparisons hold, or with `at_least` that number of them."""
 
     text: str
     comparisons: tuple[Less, ...]
     at_least: int | None = None
-    note: str = ""
+    note: str = ""  # on what else differs between the two sides
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One figure or table.
-
-    Args:
-        title: what it compares.
-        source: where it is in the paper.
-        methods: keys of `METHODS`.
-        train_lengths: the paper's, in tokens; on tasks a single one, in symbols.
-        claims: the paper's claims.
-        sizes: the paper's model sizes. Not used on tasks, where the recipe has one size.
-        tasks: keys of `TASKS`, each of which is a training set of its own; empty for models on a text.
-        skipped: pairs (method, train length) that the paper does not have.
-        overrides: config fields that differ from the recipe's.
-        metric: "perplexity"; "delta" (appendix A); "step_ms", milliseconds of a training step; or "accuracy", on tasks.
-        step_tokens: tokens in a step at every train length, where the paper keeps them equal.
-        step_batch: sequences in a step, for a measurement of time.
-    """
+    """One figure or table. Sizes and lengths are the paper's."""
 
     title: str
-    source: str
-    methods: tuple[str, ...]
-    train_lengths: tuple[int, ...]
+    source: str  # where it is in the paper
+    methods: tuple[str, ...]  # keys of METHODS
+    train_lengths: tuple[int, ...]  # in tokens; on tasks a single one, in symbols
     claims: tuple[Claim, ...]
-    sizes: tuple[str, ...] = ("125m",)
-    tasks: tuple[str, ...] = ()
-    skipped: tuple[tuple[str, int], ...] = ()
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: tuple[str, ...] = ("125m",)  # not used on tasks, where the recipe has one size
+    tasks: tuple[str, ...] = ()  # keys of TASKS, each a training set of its own; empty for models on a text
+    skipped: tuple[tuple[str, int], ...] = ()  # pairs (method, train length) that the paper does not have
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # config fields that differ from the recipe's
+    # "perplexity"; "delta" (appendix A); "step_ms", milliseconds of a training step; or "accuracy", on tasks
     metric: str = "perplexity"
-    step_tokens: int | None = None
-    step_batch: int | None = None
+    step_tokens: int | None = None  # tokens in a step at every train length, where the paper keeps them equal
+    step_batch: int | None = None  # sequences in a step, for a measurement of time
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
@@ -214,22 +174,6 @@ def format_lengths(lengths: tuple[int, ...]) -> str:
 
 
 # ---- claims
-
-
-def _at_train_length(train_length: int) -> tuple[int, ...]:
-    return (train_length,)
-
-
-def _beyond(train_length: int) -> tuple[int, ...]:
-    return lengths_from(train_length)[1:]
-
-
-def _up_to_4096(train_length: int) -> tuple[int, ...]:
-    return lengths_from(train_length, 4096)
-
-
-def _at_both_ends(train_length: int) -> tuple[int, ...]:
-    return (train_length, 8192)
 
 
 def _methods(methods: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -247,13 +191,8 @@ def better(
 ) -> tuple[Less, ...]:
     """Return the comparisons of "each method of `low` is better than each of `others`, trained at the same length".
 
-    Args:
-        low: a method, or several.
-        others: a method, or several.
-        train_lengths: train lengths to compare at.
-        lengths: from a train length to the evaluation lengths to compare at.
-        factor: results of `others` are multiplied by it.
-        size: size of all models.
+    `lengths` maps a train length to the evaluation lengths to compare at. Results of `others` are multiplied by
+    `factor`.
     """
     return tuple(
         Less(Cell(method, train_length, length, size), Cell(other, train_length, length, size), factor)
@@ -290,6 +229,11 @@ _FIRE_NOTE = (
 def _dape_improves(method: str, name: str, note: str = "") -> Claim:
     text = f"DAPE1x3 improves {name} within and beyond the train length"
     return Claim(text, better(f"dape1x3-{method}", method), note=note)
+
+
+_WIDER_IS_BETTER = Claim(
+    "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length", better("dape1x3-kerple", "dape1x1-kerple")
+)
 
 
 def _larger_kernels(number: int, train_length: int) -> Experiment:
@@ -330,7 +274,7 @@ EXPERIMENTS = {
             Claim("DAPE (1x1) improves NoPE too, at every length", better("dape1x1-nope", "nope")),
             Claim(
                 "naive DAPE (1x1) makes RoPE worse at the train length",
-                better("rope", "dape1x1-rope", lengths=_at_train_length),
+                better("rope", "dape1x1-rope", lengths=lambda t: (t,)),
             ),
         ),
     ),
@@ -342,16 +286,13 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is the best of all at the train length",
-                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), lengths=_at_train_length),
+                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), lengths=lambda t: (t,)),
             ),
             Claim(
                 "DAPE1x3-Kerple is the best of all at every length beyond",
-                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), lengths=_beyond),
+                better("dape1x3-kerple", (*_BASELINES, "dape1x1-kerple"), lengths=lambda t: lengths_from(t)[1:]),
             ),
-            Claim(
-                "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length",
-                better("dape1x3-kerple", "dape1x1-kerple"),
-            ),
+            _WIDER_IS_BETTER,
             Claim(
                 "RoPE fails at twice the train length: perplexity there is more than doubled",
                 tuple(Less(Cell("rope", t, t), Cell("rope", t, 2 * t), 0.5) for t in (128, 512)),
@@ -402,7 +343,7 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) within the train length and at the longest",
-                better("dape1x3-kerple", "dape1x1-kerple", lengths=_at_both_ends, size="350m"),
+                better("dape1x3-kerple", "dape1x1-kerple", lengths=lambda t: (t, 8192), size="350m"),
             ),
         ),
     ),
@@ -419,10 +360,7 @@ EXPERIMENTS = {
                 "DAPE1x3-ALiBi is better than DAPE-ALiBi (1x1) at every length, trained at 512",
                 better("dape1x3-alibi", "dape1x1-alibi", (512,)),
             ),
-            Claim(
-                "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length",
-                better("dape1x3-kerple", "dape1x1-kerple"),
-            ),
+            _WIDER_IS_BETTER,
             Claim(
                 "DAPE1x3-FIRE is better than DAPE-FIRE (1x1) at every length", better("dape1x3-fire", "dape1x1-fire")
             ),
@@ -456,17 +394,16 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "more context helps DAPE1x3-Kerple at every length (delta above 0)",
-                tuple(Less(0.0, Cell("dape1x3-kerple", 512, length)) for length in _beyond(512)),
+                tuple(Less(0.0, Cell("dape1x3-kerple", 512, length)) for length in lengths_from(512)[1:]),
             ),
             Claim(
                 "it helps DAPE1x3-Kerple more than DAPE-Kerple (1x1)",
-                better(  # a lower delta is worse
-                    "dape1x1-kerple", "dape1x3-kerple", (512,), _beyond
-                ),
+                # A lower delta is worse.
+                better("dape1x1-kerple", "dape1x3-kerple", (512,), lambda t: lengths_from(t)[1:]),
             ),
             Claim(
                 "more context harms RoPE at every length (delta below 0)",
-                tuple(Less(Cell("rope", 512, length), 0.0) for length in _beyond(512)),
+                tuple(Less(Cell("rope", 512, length), 0.0) for length in lengths_from(512)[1:]),
             ),
             Claim(
                 "more context harms Kerple at the longest length (delta below 0)",
@@ -495,7 +432,13 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is the best of all at every length up to 4096",
-                better("dape1x3-kerple", ("rope", "t5", "kerple", "dape1x1-kerple"), (512,), _up_to_4096, size="2.7b"),
+                better(
+                    "dape1x3-kerple",
+                    ("rope", "t5", "kerple", "dape1x1-kerple"),
+                    (512,),
+                    lambda t: lengths_from(t, 4096),
+                    size="2.7b",
+                ),
             ),
         ),
     ),
@@ -589,11 +532,11 @@ EXPERIMENTS = {
         claims=(
             Claim(
                 "trained at 128, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 at 128 and 8192",
-                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (128,), _at_both_ends),
+                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (128,), lambda t: (t, 8192)),
             ),
             Claim(
                 "trained at 512, DAPE1x3 with 10 channels is better than DAPE (1x1) with 64 up to 4096",
-                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (512,), _up_to_4096),
+                better("dape1x3-kerple-c10", "dape1x1-kerple-c64", (512,), lambda t: lengths_from(t, 4096)),
             ),
             Claim(
                 "DAPE1x3 with 21 channels is better than DAPE (1x1) with 64 at every length",

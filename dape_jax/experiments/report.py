@@ -9,8 +9,9 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import matplotlib
@@ -93,11 +94,6 @@ class Group:
         """The number by which the paper's lengths are divided in tables and figures."""
         return 1 if EXPERIMENTS[self.experiment].tasks or not self.about else PRESETS[self.preset].length_divisor
 
-    @property
-    def unit(self) -> str:
-        """Unit of the values."""
-        return UNITS[EXPERIMENTS[self.experiment].metric]
-
     def lengths(self) -> list[int]:
         """Return the lengths that have a value."""
         return sorted({length for series in self.series for length in series.lengths()})
@@ -158,15 +154,11 @@ def _format_side(side: Cell | Score | float, values: list[float], divisor: int) 
     return f"{side:g}"
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _format_spread(values: list[float]) -> str:
     """Return the mean and half the range over seeds, or "" without values."""
     if not values:
         return ""
-    mean, half = _mean(values), (max(values) - min(values)) / 2
+    mean, half = fmean(values), (max(values) - min(values)) / 2
     digits = 2 if abs(mean) < 1000 else 0
     return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {half:.{digits}f}"
 
@@ -275,7 +267,7 @@ def _series(model: Model, values: dict[int, dict[int, float]]) -> Series:
         for means, is_beyond in ((within, False), (beyond, True)):
             chosen = [value for length, value in by_length.items() if (length > train_length) == is_beyond]
             if chosen:
-                means[seed] = math.fsum(chosen) / len(chosen)
+                means[seed] = fmean(chosen)
     return Series(method, size, task, train_length, values, within, beyond)
 
 
@@ -319,9 +311,6 @@ def paper_groups(name: str) -> list[Group]:
 
 # ---- output
 
-# Judgements of an experiment's claims in each of its groups, by experiment.
-Judged = dict[str, list[tuple[Group, list[Judgement]]]]
-
 
 def write(results: Path) -> Path:
     """Write the report on all finished runs and return its README.md.
@@ -332,39 +321,32 @@ def write(results: Path) -> Path:
     groups = read_groups(results)
     allowed = "must be a directory with finished runs (python -m dape_jax.experiments run)"
     require(bool(groups), "--results", str(results), allowed)
-    judged = {
-        name: [
-            (group, [judge(claim, lookup_in(group), group.divisor) for claim in experiment.claims])
-            for group in groups
-            if group.experiment == name
-        ]
-        for name, experiment in EXPERIMENTS.items()
-    }
     try:
         for group in groups:
             plot(group).savefig(results / group.experiment / f"{group.name}.png", dpi=120)
-        write_json(results / "report.json", _as_json(judged))
-        (results / "README.md").write_text(_readme(judged) + "\n")
+        write_json(results / "report.json", _as_json(groups))
+        (results / "README.md").write_text(_readme(groups) + "\n")
     except OSError as error:
         raise InputError(f"--results = {str(results)!r}: cannot be written to: {error}") from error
     return results / "README.md"
 
 
-def _as_json(judged: Judged) -> dict[str, Any]:
-    def without_empty(item: Judgement | Series) -> dict[str, Any]:
-        return {field: value for field, value in dataclasses.asdict(item).items() if value not in ("", {})}
+def judge_all(group: Group) -> list[Judgement]:
+    """Return the verdicts on the claims of a group's experiment."""
+    return [judge(claim, lookup_in(group), group.divisor) for claim in EXPERIMENTS[group.experiment].claims]
 
-    return {
-        name: {
-            group.name: {
-                "claims": [without_empty(judgement) for judgement in judgements],
-                "series": [without_empty(series) for series in group.series],
-                "about": group.about,
-            }
-            for group, judgements in groups
-        }
-        for name, groups in judged.items()
-    }
+
+def _as_json(groups: list[Group]) -> dict[str, Any]:
+    def without_empty(items: Sequence[Judgement | Series]) -> list[dict[str, Any]]:
+        return [
+            {key: value for key, value in dataclasses.asdict(item).items() if value not in ("", {})} for item in items
+        ]
+
+    content: dict[str, Any] = {name: {} for name in EXPERIMENTS}
+    for group in groups:
+        claims, series = without_empty(judge_all(group)), without_empty(group.series)
+        content[group.experiment][group.name] = {"claims": claims, "series": series, "about": group.about}
+    return content
 
 
 _INTRODUCTION = f"""# The paper's experiments, reproduced
@@ -383,27 +365,26 @@ without at least {MIN_SEEDS} seeds of every run that it compares. Values are the
 | --- | --- | --- | ---: | --- |"""
 
 
-def _readme(judged: Judged) -> str:
-    lines, notes = [_INTRODUCTION], defaultdict(list)
-    for name, groups in judged.items():
-        for claim in () if groups else EXPERIMENTS[name].claims:
-            lines.append(f"| {name} | {claim.text} | not tested | | no runs |")
-        for group, judgements in groups:
-            for item in judgements:
+def _readme(groups: list[Group]) -> str:
+    verdicts, sections, notes = [], [], defaultdict(list)
+    for name, experiment in EXPERIMENTS.items():
+        ours = [group for group in groups if group.experiment == name]
+        for claim in experiment.claims:
+            notes[claim.note].append(f"{name}, {claim.text}")
+            if not ours:
+                verdicts.append(f"| {name} | {claim.text} | not tested | | no runs |")
+        for group in ours:
+            for item in judge_all(group):
                 count = "" if item.verdict == "not tested" else f"{item.holding} of {item.comparisons}"
                 where = f"[{name}](#{name}) {group.title}"
-                lines.append(f"| {where} | {item.claim} | **{item.verdict}** | {count} | {item.weakest} |")
-        for claim in EXPERIMENTS[name].claims:
-            notes[claim.note].append(f"{name}, {claim.text}")
-    lines += ["", "Notes on claims:", ""]
-    lines += [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
-    for name, groups in judged.items():
-        if groups:
-            lines += ["", f"## {name}", "", f"{EXPERIMENTS[name].title} ({EXPERIMENTS[name].source})."]
-            lines += [part for group, _ in groups for part in ("", _section(group))]
+                verdicts.append(f"| {where} | {item.claim} | **{item.verdict}** | {count} | {item.weakest} |")
+        if ours:
+            sections += ["", f"## {name}", "", f"{experiment.title} ({experiment.source})."]
+            sections += [part for group in ours for part in ("", _section(group))]
             for paper in paper_groups(name):
-                lines += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
-    return "\n".join(lines)
+                sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
+    noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
+    return "\n".join([_INTRODUCTION, *verdicts, "", "Notes on claims:", "", *noted, *sections])
 
 
 def _section(group: Group) -> str:
@@ -426,21 +407,22 @@ def _section(group: Group) -> str:
 
 def _tables(group: Group, whose: str) -> str:
     """Return a group's table; on tasks one for lengths beyond training, as in the paper, and one for those within."""
+    experiment = EXPERIMENTS[group.experiment]
+    caption = f"{whose}: {UNITS[experiment.metric]}"
     seeds = sorted({seed for series in group.series for seed in series.values})
     with_seeds = f", seeds {', '.join(map(str, seeds))}" if group.about else ""
-    if not EXPERIMENTS[group.experiment].tasks:
-        return markdown_table(f"{whose}: {group.unit}{with_seeds}", _text_rows(group))
+    if not experiment.tasks:
+        return markdown_table(caption + with_seeds, _text_rows(group))
     if not group.about:
-        return markdown_table(f"{whose}: {group.unit}, mean over lengths 41 to 500", _task_rows(group, beyond=True))
-    (train_length,) = EXPERIMENTS[group.experiment].train_lengths
+        return markdown_table(f"{caption}, mean over lengths 41 to 500", _task_rows(group, beyond=True))
+    (train_length,) = experiment.train_lengths
     steps, sequences = (" or ".join(f"{n:,}" for n in group.about[field]) for field in ("num_steps", "num_sequences"))
     trained = f"{steps} steps on lengths 1 to {train_length}, {sequences} sequences of each length{with_seeds}"
     tables = []
     for beyond in (True, False):
         if shown := [length for length in group.lengths() if (length > train_length) == beyond]:
             over = f"mean over {len(shown)} lengths, {shown[0]} to {shown[-1]}"
-            caption = f"{whose}: {group.unit}, {over}; {trained}"
-            tables.append(markdown_table(caption, _task_rows(group, beyond=beyond)))
+            tables.append(markdown_table(f"{caption}, {over}; {trained}", _task_rows(group, beyond=beyond)))
     return "\n\n".join(tables)
 
 
@@ -486,35 +468,35 @@ def plot(group: Group) -> Figure:
     down = -(-len(panels) // across) * len(groups)
     figure = Figure(figsize=(5.4 * across + 1.2, 3.6 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).ravel()
-    curves = list(dict.fromkeys((s.method, compares_train_lengths and s.train_length) for s in group.series))
+    # Ours first. The paper may have methods that are not finished here.
+    curves = dict.fromkeys(
+        (item.method, compares_train_lengths and item.train_length) for shown in groups for item in shown.series
+    )
     colors = dict(zip(curves, matplotlib.color_sequences["tab10" if len(curves) <= 10 else "tab20"], strict=False))
     for empty in axes[len(groups) * len(panels) :]:
         empty.remove()
     for panel_axes, (shown, panel) in zip(axes, itertools.product(groups, panels), strict=False):
         task, size, train_length = panel
         series = [item for item in shown.series if panel_of(item) == panel]
-        if experiment.metric == "step_ms":
-            _draw_times(panel_axes, shown, series)
-        else:
-            for item in series:
-                name = item.method + f", trained at {item.train_length // shown.divisor}" * compares_train_lengths
-                color = colors[item.method, compares_train_lengths and item.train_length]
-                _draw_curve(panel_axes, item, shown.divisor, name, color)
-            (_scale_task_axes if task else _scale_text_axes)(panel_axes, series)
-            panel_axes.set_ylabel(shown.unit)
-            panel_axes.grid(alpha=0.3)
         trained = f", trained at {train_length // shown.divisor}" if train_length and not task else ""
         panel_axes.set_title(f"{shown.title}: {task or PRESETS[shown.preset].sizes[size]}{trained}", fontsize=9)
+        if experiment.metric == "step_ms":
+            times = [fmean(item.over_seeds(item.train_length)) for item in series]
+            panel_axes.barh([item.method for item in series], times)
+            panel_axes.set_xlabel(UNITS[experiment.metric])
+            continue
+        for item in series:
+            name = item.method + f", trained at {item.train_length // shown.divisor}" * compares_train_lengths
+            color = colors[item.method, compares_train_lengths and item.train_length]
+            _draw_curve(panel_axes, item, shown.divisor, name, color)
+        (_scale_task_axes if task else _scale_text_axes)(panel_axes, series)
+        panel_axes.set_ylabel(UNITS[experiment.metric])
+        panel_axes.grid(alpha=0.3)
     if experiment.metric != "step_ms":  # bars have their names beside them
-        lines = {line.get_label(): line for panel in axes[: len(panels)] for line in panel.get_lines()}
+        lines = {line.get_label(): line for panel in axes for line in panel.get_lines()}
         handles = [line for label, line in lines.items() if not str(label).startswith("_")]
         axes[across - 1].legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
-
-
-def _draw_times(axes: Axes, group: Group, series: list[Series]) -> None:
-    axes.barh([item.method for item in series], [_mean(item.over_seeds(item.train_length)) for item in series])
-    axes.set_xlabel(group.unit)
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
@@ -522,26 +504,19 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
-    axes.plot(
-        lengths,
-        [_mean(values) for values in over_seeds],
-        marker=marker,
-        markersize=3,
-        linewidth=width,
-        label=name,
-        color=color,
-    )
+    means = [fmean(values) for values in over_seeds]
+    axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
     band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
 
 
 def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    means = [_mean(item.over_seeds(length)) for item in series for length in item.lengths()]
+    means = [fmean(item.over_seeds(length)) for item in series for length in item.lengths()]
     if means and min(means) > 0 and max(means) > 4 * min(means):
         axes.set_yscale("log")
-        for which in ("major", "minor"):
-            getattr(axes.yaxis, f"set_{which}_formatter")("{x:g}")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xlabel("sequence length (tokens)")
 
 

@@ -11,12 +11,11 @@ results: figure 2 and table 4 have the same Kerple.
 
 import dataclasses
 import itertools
-import json
 import logging
 import os
+import re
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,31 +65,21 @@ UNIDENTIFYING_FIELDS = (
 class Run:
     """One model of an experiment under a preset, on a text or on an algorithmic task.
 
-    Args:
-        method: a key of `METHODS`.
-        train_length: T in tokens; on a task the longest input, in symbols.
-        lengths: evaluation lengths.
-        seed: seed of the parameters and of the data.
-        recipe: file under `configs/`.
-        argument: the recipe's argument.
-        overrides: config fields to set, as by flags.
-        size: the recipe's model size; "" on a task.
-        paper_size: the paper's size that it replaces; "" on a task.
-        paper_train_length: the paper's train length that it replaces; on a task the same.
-        task: a key of `TASKS`; "" on a text.
+    Sizes and lengths are the preset's; `paper_size` and `paper_train_length` are the paper's that they replace. On a
+    task lengths are in symbols, those of the paper, and there are no sizes.
     """
 
-    method: str
+    method: str  # a key of METHODS
     train_length: int
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # of the evaluation
     seed: int
-    recipe: str
-    argument: str
-    overrides: dict[str, Any]
+    recipe: str  # file under configs/
+    argument: str  # of the recipe
+    overrides: dict[str, Any]  # config fields to set, as by flags
     paper_train_length: int
     size: str = ""
     paper_size: str = ""
-    task: str = ""
+    task: str = ""  # a key of TASKS; "" on a text
 
     @property
     def model(self) -> str:
@@ -101,12 +90,6 @@ class Run:
     def name(self) -> str:
         """Name of the run, and the stem of its results file."""
         return f"{self.model}-seed{self.seed}"
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """Fields of this run in its results file."""
-        fields = ("method", *(TASK_FIELDS if self.task else TEXT_FIELDS), "train_length", "seed")
-        return {field: getattr(self, field) for field in fields}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,22 +116,35 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     Raises:
         InputError: a task that the experiment does not have, or a text for an experiment on tasks.
     """
-    if not experiment.tasks:
-        require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
-        return _text_runs(experiment, settings)
-    allowed = "must be empty: this experiment is on tasks, which draw their own strings"
-    require(settings.data == "", "--data", settings.data, allowed)
-    for task in settings.tasks:
-        require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
-    return _task_runs(experiment, settings)
-
-
-def _text_runs(experiment: Experiment, settings: Settings) -> list[Run]:
     preset = PRESETS[settings.preset]
-    data = settings.data or preset.data
+    seeds = settings.seeds or preset.seeds
     runs = []
+    if experiment.tasks:
+        allowed = "must be empty: this experiment is on tasks, which draw their own strings"
+        require(settings.data == "", "--data", settings.data, allowed)
+        for task in settings.tasks:
+            require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
+        on_tasks, (train_length,) = preset.on_tasks, experiment.train_lengths
+        methods = [method for method in experiment.methods if method in on_tasks.methods]
+        for seed, task, method in itertools.product(seeds, settings.tasks or on_tasks.tasks, methods):
+            run = Run(
+                method=method,
+                train_length=train_length,
+                lengths=on_tasks.lengths,
+                seed=seed,
+                recipe=on_tasks.recipe,
+                argument=f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},seed={seed}",
+                overrides=experiment.overrides | {"evaluation.num_sequences": on_tasks.num_sequences},
+                paper_train_length=train_length,
+                task=task,
+            )
+            runs.append(run)
+        return runs
+
+    require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
+    data = settings.data or preset.data
     for seed, paper_size, paper_length, method in itertools.product(
-        settings.seeds or preset.seeds, experiment.sizes, experiment.train_lengths, experiment.methods
+        seeds, experiment.sizes, experiment.train_lengths, experiment.methods
     ):
         if (method, paper_length) in experiment.skipped:
             continue
@@ -177,29 +173,6 @@ def _text_runs(experiment: Experiment, settings: Settings) -> list[Run]:
     return runs
 
 
-def _task_runs(experiment: Experiment, settings: Settings) -> list[Run]:
-    preset = PRESETS[settings.preset]
-    on_tasks = preset.on_tasks
-    (train_length,) = experiment.train_lengths
-    methods = [method for method in experiment.methods if method in on_tasks.methods]
-    return [
-        Run(
-            method=method,
-            train_length=train_length,
-            lengths=on_tasks.lengths,
-            seed=seed,
-            recipe=on_tasks.recipe,
-            argument=f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},seed={seed}",
-            overrides=experiment.overrides | {"evaluation.num_sequences": on_tasks.num_sequences},
-            paper_train_length=train_length,
-            task=task,
-        )
-        for seed, task, method in itertools.product(
-            settings.seeds or preset.seeds, settings.tasks or on_tasks.tasks, methods
-        )
-    ]
-
-
 def config_of(run: Run) -> dict[str, Any]:
     """Return the nested dict of a run's config, as `train.py` would read it.
 
@@ -218,16 +191,15 @@ def train_command(run: Run) -> str:
     return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
-def identity(spec: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the part of a resolved config that determines a run's results: all of it for times of steps."""
-    return spec if metric == "step_ms" else _without(spec, UNIDENTIFYING_FIELDS)
+def identity(spec: dict[str, Any], metric: str, prefix: str = "") -> dict[str, Any]:
+    """Return the part of a resolved config that determines a run's results: all of it for times of steps.
 
-
-def _without(spec: dict[str, Any], fields: tuple[str, ...], prefix: str = "") -> dict[str, Any]:
+    `prefix` is the dotted name of the section that `spec` is, or "" for the whole config.
+    """
     return {
-        key: _without(value, fields, f"{prefix}{key}.") if isinstance(value, dict) else value
+        key: identity(value, metric, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in spec.items()
-        if f"{prefix}{key}" not in fields
+        if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
     }
 
 
@@ -255,8 +227,11 @@ class PlannedRun:
 
     def write(self, results: dict[str, Any], seconds: float) -> None:
         """Write the results file."""
-        content = {"key": self.key, "data": self.data_digest, **self.run.description, "metric": self.metric}
-        content |= {"train_command": train_command(self.run), "wall_seconds": round(seconds, 1), **results}
+        content = {"key": self.key, "data": self.data_digest}
+        for field in ("method", *(TASK_FIELDS if self.run.task else TEXT_FIELDS), "train_length", "seed"):
+            content[field] = getattr(self.run, field)
+        content |= {"metric": self.metric, "train_command": train_command(self.run)}
+        content |= {"wall_seconds": round(seconds, 1), **results}
         write_json(self.file, content | provenance("flax", "optax") | {"config": resolved(self.config)})
 
 
@@ -264,18 +239,24 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     """Return the runs of an experiment with their configs; see `run_experiment`."""
     experiment = find_experiment(name)
     runs = runs_of(experiment, settings)
-    has_data = bool(experiment.tasks or settings.data or PRESETS[settings.preset].data)
+    data = "" if experiment.tasks else settings.data or PRESETS[settings.preset].data
     allowed = f"must be the text to train on; the preset {settings.preset!r} has no default"
-    require(has_data, "--data", settings.data, allowed)
+    require(bool(experiment.tasks or data), "--data", settings.data, allowed)
     specs = [config_of(run) for run in runs]
     configs = [read_run(spec) for spec in specs]
     for config in configs:
         model_structure(config.model)
-    digests = data_digests(configs)
-    directory = Path(settings.results, name, "-".join([settings.preset, *data_names(configs)]))
+    # The digest of a text, or of the strings that a task draws, is the same for every seed.
+    unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
+    digests = {
+        each: load_corpus(each).digest if isinstance(each, DataConfig) else tapes.digest(each) for each in set(unseeded)
+    }
+    # The last part of the text's path names it in results/.
+    text = re.sub(r"[^\w.-]", "_", Path(os.path.expanduser(data)).name) or "text"
+    directory = Path(settings.results, name, settings.preset if experiment.tasks else f"{settings.preset}-{text}")
     return [
-        PlannedRun(run, experiment.metric, spec, config, digest, directory / f"{run.name}.json")
-        for run, spec, config, digest in zip(runs, specs, configs, digests, strict=True)
+        PlannedRun(run, experiment.metric, spec, config, digests[each], directory / f"{run.name}.json")
+        for run, spec, config, each in zip(runs, specs, configs, unseeded, strict=True)
     ]
 
 
@@ -325,8 +306,8 @@ def _check_existing(planned: list[PlannedRun]) -> None:
 
 def _run_timings(planned: list[PlannedRun]) -> None:
     """Measure times of steps: models of one size and seed together, unless all of them are finished."""
-    groups = itertools.groupby(planned, lambda item: (item.run.seed, item.run.size))
-    for together in [list(items) for _, items in groups]:
+    for _, group in itertools.groupby(planned, lambda item: (item.run.seed, item.run.size)):
+        together = list(group)
         if all(item.file.exists() for item in together):
             continue
         started = time.monotonic()
@@ -353,13 +334,12 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
     """Return the results of a trained model at the run's lengths."""
     lengths = item.run.lengths
     if isinstance(item.config, TaskRunConfig):
-        options = TaskOptions(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
-        report = evaluate_tasks([workdir], options, output=workdir)
-        (results,) = json.loads((report.directory / "accuracy.json").read_bytes())["runs"]
-        return {"lengths": results["lengths"]}
-    report = evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
-    name = "delta.json" if item.metric == "delta" else "lengths.json"
-    (results,) = json.loads((report.directory / name).read_bytes())["runs"]
+        stem, options = "accuracy", TaskOptions(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
+        evaluate_tasks([workdir], options, output=workdir)
+    else:
+        stem = "delta" if item.metric == "delta" else "lengths"
+        evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
+    (results,) = read_json(workdir / f"{stem}.json")["runs"]
     return {field: results[field] for field in ("lengths", "deltas") if field in results}
 
 
@@ -393,22 +373,3 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
         low, median, high = (1000 * value for value in statistics.quantiles(times, n=4))
         results.append({"step_ms": median, "step_ms_quartiles": [low, high], "timed_steps": len(times)})
     return results
-
-
-def data_digests(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
-    """Return the digest of each run's text, or of the strings that its task draws, the same for every seed."""
-    unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
-    digests = {
-        data: load_corpus(data).digest if isinstance(data, DataConfig) else tapes.digest(data)
-        for data in dict.fromkeys(unseeded)
-    }
-    return [digests[data] for data in unseeded]
-
-
-def data_names(configs: Sequence[RunConfig | TaskRunConfig]) -> list[str]:
-    """Return the names of the runs' texts in results/, the last part of each path; tasks have none."""
-    paths = dict.fromkeys(config.data.path for config in configs if isinstance(config, RunConfig))
-    names = [Path(os.path.expanduser(path)).name for path in paths]
-    return [
-        "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name) or "text" for name in names
-    ]
