@@ -54,17 +54,11 @@ CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Apply temperature first, then top-k, then top-p among the tokens that top-k keeps.
+    """Apply temperature first, then top-k, then top-p among the tokens that top-k keeps."""
 
-    Args:
-        temperature: divisor of the logits; 0 is greedy, the most probable token.
-        top_k: number of most probable tokens to sample from, or None for all.
-        top_p: sample from the smallest set of most probable tokens whose total probability reaches it, or None for all.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: float = 1.0  # divisor of the logits; 0 is greedy, the most probable token
+    top_k: int | None = None  # number of most probable tokens to sample from, or None for all
+    top_p: float | None = None  # total probability that the smallest set of most probable tokens reaches, or None
 
     def __post_init__(self):
         require(0 <= self.temperature < math.inf, "temperature", self.temperature, "must be 0 (greedy) or more")
@@ -74,12 +68,7 @@ class Sampling:
 
 
 def sample(logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], sampling: Sampling) -> Int[Array, "B"]:
-    """Draw one token from each row of logits.
-
-    Args:
-        logits_BV: logits of the next token.
-        keys_B: one key per row, so that a row's draw does not depend on the others.
-        sampling: temperature, top-k and top-p.
+    """Draw one token from each row of logits. A row has its own key, so its draw does not depend on the others.
 
     Differs: among equal logits at the edge of top-k the lower ids are kept, so that top_k=1 is greedy; common
         implementations keep all of them.
@@ -120,13 +109,9 @@ def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
 def extend(
     model: Transformer, tokens_BT: Int[Array, "B T"], first: Int[Array, "*B"], caches: Cache
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Apply `Transformer.extend` to every sequence.
+    """Apply `Transformer.extend` to the next T tokens of every sequence.
 
-    Args:
-        model: the model.
-        tokens_BT: the next T tokens of every sequence.
-        first: position of the first of them, one for all sequences or one for each.
-        caches: from `empty_caches` or an earlier call.
+    `first` is the position of the first of them, one for all sequences or one for each.
     """
 
     def extend_one(tokens_T: Int[Array, "T"], first: Int[Array, ""], cache: Cache) -> tuple[Float[Array, "T D"], Cache]:
@@ -144,13 +129,7 @@ def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
 
 
 class Latest(NamedTuple):
-    """The newest token of every sequence, not yet in the cache.
-
-    Args:
-        token_B: token ids.
-        pos_B: positions.
-        finished_B: whether the sequence has ended.
-    """
+    """The newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
 
     token_B: Int[Array, "B"]
     pos_B: Int[Array, "B"]
@@ -250,10 +229,10 @@ def generate(
         config: of the model.
         params: of the model.
         mesh: mesh of the parameters; sequences are split over its devices, padded with copies of the last.
-        prompts: token ids of at least one prompt.
+        prompts: token ids.
         max_new_tokens: maximum number of steps.
-        sampling: temperature, top-k and top-p.
-        seed: seed of the draws.
+        sampling: how to draw.
+        seed: of the draws.
         num_ids: size of the tokenizer's vocabulary, from which tokens are drawn, or None for the model's.
         end_token: ends a sequence, which then repeats it; the iterator stops when all sequences have ended. None to
             stop only at `max_new_tokens`.
@@ -271,21 +250,14 @@ def generate(
 
     num_prompts = len(prompts)
     padded = [*prompts, *[prompts[-1]] * (-num_prompts % mesh.size)]
-    end = -1 if end_token is None else end_token  # no token is -1
+    num_ids = config.vocab_size if num_ids is None else num_ids
+    end = np.int32(-1 if end_token is None else end_token)  # no token is -1
 
     def steps() -> Iterator[Integer[np.ndarray, "B"]]:
         latest, caches = read_prompts(config, params, mesh, padded, max_new_tokens)
         for _ in range(max_new_tokens):
             latest, caches = decode(
-                config,
-                params,
-                latest,
-                caches,
-                np.uint32(seed),
-                np.int32(end),
-                sampling=sampling,
-                num_ids=config.vocab_size if num_ids is None else num_ids,
-                mesh=mesh,
+                config, params, latest, caches, np.uint32(seed), end, sampling=sampling, num_ids=num_ids, mesh=mesh
             )
             token_B = np.asarray(latest.token_B)[:num_prompts]
             yield token_B
@@ -332,8 +304,8 @@ def complete(
         workdir: run directory.
         prompts: one or more.
         max_new_tokens: maximum tokens per completion; it ends earlier where its document does.
-        sampling: temperature, top-k and top-p.
-        seed: seed of the draws.
+        sampling: how to draw.
+        seed: of the draws.
         step: "newest", "best" (lowest validation loss) or a number.
         output: JSON file to create for prompts, completions, tokens and settings, or None.
 
@@ -349,7 +321,8 @@ def complete(
     trained = read_trained(workdir, step, {})
     check(trained.run.model, max_new_tokens, seed)
     tokenizer = saved_tokenizer(workdir)
-    ids = [tokenizer.encode(prompt) if prompt else np.array([tokenizer.end_of_document]) for prompt in prompts]
+    end_token = tokenizer.end_of_document
+    ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
     if output is not None:
         report.make_directory(output.absolute().parent)
     mesh, params = restore(trained)
@@ -362,11 +335,28 @@ def complete(
         sampling=sampling,
         seed=seed,
         num_ids=tokenizer.vocab_size,
-        end_token=tokenizer.end_of_document,
+        end_token=end_token,
     )
-    sequences = take_sequences(stream, ids, tokenizer, max_new_tokens)
+
+    is_single, text, steps, times = len(prompts) == 1, TextStream(tokenizer), [], [time.perf_counter()]
+    if is_single:
+        show(text.feed(ids[0]))
+    for token_B in tqdm(stream, total=max_new_tokens, unit="step", disable=is_single):
+        times.append(time.perf_counter())
+        steps.append(token_B)
+        if is_single:
+            show(text.feed(token_B))
+    if is_single:
+        show(text.feed(steps[-1][:0], last=True) + "\n")
+    # A sequence that has ended repeats its end token.
+    sequences = [tokens[: np.sum(tokens != end_token) + 1] for tokens in np.stack(steps, axis=1)]
+    num_tokens = sum(map(len, sequences))
+    rate = (num_tokens - len(prompts)) / max(times[-1] - times[1], 1e-9)  # without the first step, which compiles
+    first_s = times[1] - times[0]
+    print(f"{num_tokens:,} tokens: the first after {first_s:.1f} s, then {rate:,.1f} tokens/s", file=sys.stderr)
+
     completions = [tokenizer.decode(sequence).decode("utf-8", "replace") for sequence in sequences]
-    if len(prompts) > 1:
+    if not is_single:
         for number, (prompt, sequence) in enumerate(zip(ids, sequences, strict=True), 1):
             whole = TextStream(tokenizer).feed(np.concatenate([prompt, sequence]), last=True)
             show(f"\n==== {number} of {len(prompts)} ====\n{whole}\n")
@@ -379,38 +369,6 @@ def complete(
         content = {"workdir": str(workdir), "step": trained.step, "settings": settings, "completions": records}
         write_json(output, content | provenance("flax"))
     return completions
-
-
-def take_sequences(
-    stream: Iterator[Integer[np.ndarray, "B"]],
-    prompts: Sequence[Integer[np.ndarray, "_"]],
-    tokenizer: Tokenizer,
-    max_new_tokens: int,
-) -> list[Integer[np.ndarray, "_"]]:
-    """Return the tokens that `generate` yields for each prompt, up to its end-of-document token.
-
-    Prints a single sequence as it grows, after its prompt, and a progress bar for several. The rate excludes the first
-    step, which compiles.
-    """
-    is_single, decoder, steps, times = len(prompts) == 1, TextStream(tokenizer), [], [time.perf_counter()]
-    if is_single:
-        show(decoder.feed(prompts[0]))
-    for token_B in tqdm(stream, total=max_new_tokens, unit="step", disable=is_single):
-        times.append(time.perf_counter())
-        steps.append(token_B)
-        if is_single:
-            show(decoder.feed(token_B))
-    if is_single:
-        show(decoder.feed(steps[-1][:0], last=True) + "\n")
-    sequences = []
-    for sequence in np.stack(steps, axis=1):
-        ends = np.flatnonzero(sequence == tokenizer.end_of_document)
-        sequences.append(sequence[: ends[0] + 1] if len(ends) else sequence)
-    num_tokens = sum(map(len, sequences))
-    rate = (num_tokens - len(prompts)) / max(times[-1] - times[1], 1e-9)
-    first_s = times[1] - times[0]
-    print(f"{num_tokens:,} tokens: the first after {first_s:.1f} s, then {rate:,.1f} tokens/s", file=sys.stderr)
-    return sequences
 
 
 @dataclasses.dataclass(frozen=True)
