@@ -96,7 +96,7 @@ def attention_maps(
         return layer_maps(block, x_BTD, model.shared_bias, block_size=block_size)
 
     name = trained.workdir.absolute().name
-    cell_size = _cell_size(length, MAX_CELLS)
+    cell_size = -(-length // MAX_CELLS)
     layers = []
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
     for layer in tqdm(range(config.num_layers), unit="layer", desc=name):
@@ -160,11 +160,6 @@ def read_tokens(trained: TrainedModel, length: int, text: Path | None) -> tuple[
     return tokens_T, {"source": source, "beginning": beginning}
 
 
-def _cell_size(length: int, max_cells: int) -> int:
-    """Return the number of pairs along one side of a cell."""
-    return -(-length // max_cells)
-
-
 def layer_maps(
     block: Block,
     x_BTD: Float[Array, "1 T D"],
@@ -175,12 +170,7 @@ def layer_maps(
 ) -> tuple[Float[Array, "1 T D"], dict[str, Float[Array, "H cells cells"]], dict[str, dict[str, Float[Array, "H"]]]]:
     """Return the output, maps and statistics of one layer for one sequence.
 
-    Args:
-        block: the layer. Memory is linear in T if its attention is `Blockwise`.
-        x_BTD: input of the layer.
-        shared_bias: the bias that all layers share, or None.
-        block_size: query rows whose maps are held at once.
-        max_cells: maximum cells along one side of a map.
+    Memory is linear in T if the attention of `block` is `Blockwise`: maps of `block_size` query rows are held at once.
 
     Returns:
         The output of the layer; the cells of each map, NaN where no pair is visible; and the mean, std, min and max of
@@ -194,15 +184,14 @@ def layer_maps(
     padding = num_blocks * block_size - length  # rows after the last one, which are masked below
     q_blocks = jnp.pad(q_BTHK[0], ((0, padding), (0, 0), (0, 0))).reshape(num_blocks, 1, block_size, *q_BTHK.shape[2:])
     pos_blocks = jnp.arange(num_blocks * block_size).reshape(num_blocks, block_size)
-
-    cell = _cell_size(length, max_cells)
-    num_cells = -(-length // cell)
+    cell_size = -(-length // max_cells)
+    num_cells = -(-length // cell_size)
     maps_of = functools.partial(row_maps, attention, bias, k_BSGK=k_BSGK, k_pos_S=pos_S)
 
     def pool(cells: Float[Array, "_ cells cells"], x: Float[Array, "_ T S"], pos_T: Int[Array, "T"]) -> Array:
         """Add a block of rows to the sums of their cells."""
-        padded = jnp.pad(x, ((0, 0), (0, 0), (0, num_cells * cell - length)))
-        return cells.at[:, pos_T // cell].add(padded.reshape(*x.shape[:2], num_cells, cell).sum(-1))
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, num_cells * cell_size - length)))
+        return cells.at[:, pos_T // cell_size].add(padded.reshape(*x.shape[:2], num_cells, cell_size).sum(-1))
 
     def add_block(carry, q_and_pos):
         (sums, counts), (q_BTHK, pos_T) = carry, q_and_pos
@@ -210,16 +199,16 @@ def layer_maps(
         mask_TS &= (pos_T < length)[:, None]
         counts = pool(counts, mask_TS[None].astype(counts.dtype), pos_T)
         sums = {name: pool(sums[name], jnp.where(mask_TS[None], x, 0), pos_T) for name, x in maps.items()}
-        return (sums, counts), {name: _row_statistics(x, mask_TS) for name, x in maps.items()}
+        return (sums, counts), {name: _block_statistics(x, mask_TS) for name, x in maps.items()}
 
     maps, _ = jax.eval_shape(maps_of, q_blocks[0], pos_blocks[0])
     zeros = {name: jnp.zeros((x.shape[0], num_cells, num_cells), x.dtype) for name, x in maps.items()}
-    (sums, counts), of_rows = jax.lax.scan(
+    (sums, counts), of_blocks = jax.lax.scan(
         add_block, (zeros, jnp.zeros((1, num_cells, num_cells))), (q_blocks, pos_blocks)
     )
     cells = {name: x / counts for name, x in sums.items()}  # 0 / 0, which is NaN, where no pair is visible
     x_BTD, _ = block(x_BTD, pos_S, shared_bias)
-    return x_BTD, cells, {name: _statistics(rows, length) for name, rows in of_rows.items()}
+    return x_BTD, cells, {name: _combine(blocks) for name, blocks in of_blocks.items()}
 
 
 def row_maps(
@@ -243,35 +232,28 @@ def row_maps(
     return {name: x_BHTS[0] for name, x_BHTS in maps.items()}, mask_TS
 
 
-def _row_statistics(x_HTS: Float[Array, "H T S"], mask_TS: Bool[Array, "T S"]) -> dict[str, Float[Array, "_ T"]]:
-    """Return statistics of each row; variances about a row's own mean add up without cancellation."""
-    seen = mask_TS[None]
+def _block_statistics(x_HTS: Float[Array, "H T S"], mask_TS: Bool[Array, "T S"]) -> dict[str, Float[Array, "_"]]:
+    """Return statistics of a block of rows; variances about a block's own mean add up without cancellation."""
+    pairs: dict[str, Any] = {"axis": (1, 2), "where": mask_TS[None]}
     return {
-        "count": seen.sum(-1).astype(x_HTS.dtype),
-        "mean": x_HTS.mean(-1, where=seen),
-        "var": x_HTS.var(-1, where=seen),
-        "min": x_HTS.min(-1, where=seen, initial=jnp.inf),
-        "max": x_HTS.max(-1, where=seen, initial=-jnp.inf),
+        "count": mask_TS.sum(dtype=x_HTS.dtype)[None],
+        "mean": x_HTS.mean(**pairs),
+        "var": x_HTS.var(**pairs),
+        "min": x_HTS.min(initial=jnp.inf, **pairs),
+        "max": x_HTS.max(initial=-jnp.inf, **pairs),
     }
 
 
-def _statistics(of_rows: dict[str, Float[Array, "blocks _ T"]], length: int) -> dict[str, Float[Array, "H"]]:
-    """Combine the statistics of rows into those of the map."""
-    rows = {key: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length] for key, x in of_rows.items()}
-    share = rows["count"] / rows["count"].sum()
-    mean = (share * rows["mean"]).sum(-1)
-    var = (share * (rows["var"] + (rows["mean"] - mean[:, None]) ** 2)).sum(-1)
-    return {"mean": mean, "std": jnp.sqrt(var), "min": rows["min"].min(-1), "max": rows["max"].max(-1)}
+def _combine(blocks: dict[str, Float[Array, "blocks _"]]) -> dict[str, Float[Array, "H"]]:
+    """Return the statistics of a map from those of its blocks."""
+    share = blocks["count"] / blocks["count"].sum()
+    mean = (share * blocks["mean"]).sum(0)
+    var = (share * (blocks["var"] + (blocks["mean"] - mean[None]) ** 2)).sum(0)
+    return {"mean": mean, "std": jnp.sqrt(var), "min": blocks["min"].min(0), "max": blocks["max"].max(0)}
 
 
 def draw(cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, title: str) -> Figure:
-    """Draw one layer: a row per head, a column per map.
-
-    Args:
-        cells: from `layer_maps`.
-        extent: positions along one side.
-        title: title of the figure.
-    """
+    """Draw one layer: a row per head, a column per map; `extent` is the number of positions along one side."""
     num_heads = len(cells["scores"])
     side = min(3.6, max(1.8, 29 / num_heads))  # inches per map; smaller with many heads, to limit the file's size
     figure = Figure((1.25 * len(cells) * side + 1, num_heads * side + 1.2))
