@@ -65,8 +65,8 @@ class LengthAccuracy:
 class TaskResult:
     """Accuracy by length of one model, and its means, which are None if there are no lengths to average.
 
-    `random_accuracy` is that of a random guess, `trained` the mean over lengths up to the train length, `score` the
-    mean over lengths above it, and `reference_score` the same without the first of these.
+    `random_accuracy` is chance, `trained` the mean over lengths up to the train length, `score` the mean over lengths
+    above it, and `reference_score` the same without the first of these.
 
     Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
         length 42: `reference_score`.
@@ -357,7 +357,7 @@ def plot(results: Sequence[TaskResult]) -> Figure:
         if number + across >= len(tasks):  # the lowest panel of its column
             axes.set_xlabel("input length N (symbols)")
             axes.tick_params(labelbottom=True)
-    shown = [*names, "train length", "random guess"]
+    shown = [*names, "train length", "chance"]
     figure.legend(
         [lines[name] for name in shown],
         [report.label(name) for name in shown],
@@ -378,7 +378,7 @@ def plot_task(axes: Axes, runs: Sequence[TaskResult], names: list[str]) -> dict[
         report.band(axes, lengths, [(result.low, result.high) for result in run.lengths], color)
     gray = {"color": "gray", "linewidth": 1.2}
     lines["train length"] = axes.axvline(runs[0].train_length, linestyle="--", **gray)
-    lines["random guess"] = axes.axhline(runs[0].random_accuracy, linestyle=":", **gray)
+    lines["chance"] = axes.axhline(runs[0].random_accuracy, linestyle=":", **gray)
     axes.set_title(runs[0].task.replace("_", " "))
     axes.set_xlim(0, 1.02 * runs[0].lengths[-1].length)
     axes.set_ylim(-0.03, 1.05)
