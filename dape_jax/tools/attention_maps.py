@@ -60,14 +60,7 @@ HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the proce
 def attention_maps(
     workdir: Path, *, length: int, text: Path | None = None, step: str = "newest", output: Path | None = None
 ) -> Path:
-    """Draw the maps of every layer and head of a trained model.
-
-    Args:
-        workdir: run directory.
-        length: number of tokens.
-        text: file whose first tokens the model reads, or None for the first validation document that is long enough.
-        step: "newest", "best" (lowest validation loss) or a number.
-        output: result directory, or None for WORKDIR/attention_maps/step-STEP-length-LENGTH.
+    """Draw the maps of every layer and head of a trained model; `Flags` describes the arguments.
 
     Returns:
         The path of the index page.
@@ -305,7 +298,9 @@ class Flags:
 
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     length: int = flag(dataclasses.MISSING, "Number of tokens that the model reads.")
-    text: str | None = flag(None, "File whose first tokens the model reads; a validation document if unset.")
+    text: str | None = flag(
+        None, "File whose first tokens the model reads; the first validation document that is long enough if unset."
+    )
     step: str = flag("newest", STEP_HELP)
     output: str | None = flag(None, "Result directory; WORKDIR/attention_maps/step-STEP-length-LENGTH if unset.")
 
@@ -313,13 +308,8 @@ class Flags:
 def main(_: list[str]) -> None:
     """Parse flags and draw the maps."""
     given = from_flags(Flags)
-    page = attention_maps(
-        Path(given.workdir),
-        length=given.length,
-        text=Path(given.text) if given.text else None,
-        step=given.step,
-        output=Path(given.output) if given.output else None,
-    )
+    text, output = (Path(path) if path else None for path in (given.text, given.output))
+    page = attention_maps(Path(given.workdir), length=given.length, text=text, step=given.step, output=output)
     print(f"\npage: {page}")
 
 

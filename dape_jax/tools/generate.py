@@ -298,16 +298,7 @@ def complete(
 
     A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
     which precedes every document in training. One prompt is printed with its completion as it grows, several when all
-    are complete.
-
-    Args:
-        workdir: run directory.
-        prompts: one or more.
-        max_new_tokens: maximum tokens per completion; it ends earlier where its document does.
-        sampling: how to draw.
-        seed: of the draws.
-        step: "newest", "best" (lowest validation loss) or a number.
-        output: JSON file to create for prompts, completions, tokens and settings, or None.
+    are complete. `Flags` describes the other arguments.
 
     Returns:
         The completion of each prompt.
