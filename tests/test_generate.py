@@ -33,7 +33,6 @@ from dape_jax.tools.generate import (
     complete,
     decode,
     decoding_model,
-    empty_caches,
     extend,
     generate,
     make_caches,
@@ -126,7 +125,7 @@ def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, op
         x_BTD, caches = extend(model, tokens_BT, first, caches)
         return model.logits(x_BTD), caches
 
-    caches, found = empty_caches(config, 2, 23), []
+    caches, found = make_caches(config, 2, 23, one_device()), []
     for first, last in [(0, 6), (6, 7), (7, 8), (8, 9), (9, 15), (15, 16), (16, 17), (17, 18)]:
         start = jnp.asarray(first) if last - first > 1 else jnp.full((2,), first)
         logits, caches = more(params, tokens_BT[:, first:last], start, caches)
@@ -235,7 +234,7 @@ def test_memory_is_linear_in_length_and_the_caches_are_not_copied(model):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def temporary_bytes(length: int) -> list[int]:
-        caches = jax.eval_shape(lambda: empty_caches(config, batch, length))
+        caches = jax.eval_shape(lambda: make_caches(config, batch, length, mesh))
         cache_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in caches)
         latest = Latest(of((batch,), "int32"), of((batch,), "int32"), of((batch,), "bool"))
         options = {"sampling": Sampling(0.8, 5, 0.9), "num_ids": 11, "mesh": mesh}

@@ -557,6 +557,22 @@ def find_experiment(name: str) -> Experiment:
     return EXPERIMENTS[name]
 
 
+# Method, size, train length and task of a model; the size is "" on a task, the task "" on a text.
+Model = tuple[str, str, int, str]
+
+
+def models_of(experiment: Experiment) -> list[Model]:
+    """Return the models of an experiment. Sizes and lengths are the paper's."""
+    return [
+        (method, size, train_length, task)
+        for task in experiment.tasks or ("",)
+        for size in (("",) if experiment.tasks else experiment.sizes)
+        for train_length in experiment.train_lengths
+        for method in experiment.methods
+        if (method, train_length) not in experiment.skipped
+    ]
+
+
 def paper_tables() -> dict[str, Any]:
     """Return the numbers that the paper prints; `curves` has one entry for each method and train length."""
     return json.loads(resources.files("dape_jax.experiments").joinpath("paper_tables.json").read_text())

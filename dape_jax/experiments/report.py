@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.report import band, mark_train_lengths, markdown_table
-from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Experiment, Score, paper_tables
+from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Model, Score, models_of, paper_tables
 from dape_jax.experiments.run import identity, read_result
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
@@ -181,21 +181,6 @@ def lookup_in(group: Group) -> Lookup:
 
 # ---- results: ours and the paper's
 
-# Method, size, train length and task; the paper's.
-Model = tuple[str, str, int, str]
-
-
-def models_of(experiment: Experiment) -> list[Model]:
-    """Return the models of an experiment in the catalogue's order."""
-    sizes = ("",) if experiment.tasks else experiment.sizes
-    return [
-        (method, size, train_length, task)
-        for task in experiment.tasks or ("",)
-        for size in sizes
-        for train_length in experiment.train_lengths
-        for method in experiment.methods
-    ]
-
 
 def read_groups(results: Path) -> list[Group]:
     """Return the finished runs under a directory in the catalogue's order.
@@ -297,11 +282,7 @@ def paper_groups(name: str) -> list[Group]:
         if curve["metric"] == experiment.metric and step_tokens == (experiment.step_tokens or usual):
             model = (curve["method"], curve["size"], curve["train_length"], "")
             found[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
-    wanted = [
-        model
-        for model in models_of(experiment)
-        if not experiment.overrides and (model[0], model[2]) not in experiment.skipped
-    ]
+    wanted = [] if experiment.overrides else models_of(experiment)
     groups = [
         Group(name, "paper", dataset, {}, [_series(model, {0: curves[model]}) for model in wanted if model in curves])
         for dataset, curves in found.items()

@@ -28,7 +28,15 @@ from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
 from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Experiment, find_experiment, lengths_from
+from dape_jax.experiments.catalogue import (
+    EXPERIMENTS,
+    METHODS,
+    PRESETS,
+    Experiment,
+    find_experiment,
+    lengths_from,
+    models_of,
+)
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import provenance
@@ -116,59 +124,54 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     Raises:
         InputError: a task that the experiment does not have, or a text for an experiment on tasks.
     """
-    preset = PRESETS[settings.preset]
-    seeds = settings.seeds or preset.seeds
-    runs = []
     if experiment.tasks:
         allowed = "must be empty: this experiment is on tasks, which draw their own strings"
         require(settings.data == "", "--data", settings.data, allowed)
         for task in settings.tasks:
             require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
-        on_tasks, (train_length,) = preset.on_tasks, experiment.train_lengths
-        methods = [method for method in experiment.methods if method in on_tasks.methods]
-        for seed, task, method in itertools.product(seeds, settings.tasks or on_tasks.tasks, methods):
+    else:
+        require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
+    preset = PRESETS[settings.preset]
+    on_tasks, data = preset.on_tasks, settings.data or preset.data
+    runs = []
+    models = itertools.product(settings.seeds or preset.seeds, models_of(experiment))
+    for seed, (method, paper_size, paper_length, task) in models:
+        if task:
+            if task not in (settings.tasks or on_tasks.tasks) or method not in on_tasks.methods:
+                continue
             run = Run(
                 method=method,
-                train_length=train_length,
+                train_length=paper_length,
                 lengths=on_tasks.lengths,
                 seed=seed,
                 recipe=on_tasks.recipe,
                 argument=f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},seed={seed}",
                 overrides=experiment.overrides | {"evaluation.num_sequences": on_tasks.num_sequences},
-                paper_train_length=train_length,
+                paper_train_length=paper_length,
                 task=task,
             )
-            runs.append(run)
-        return runs
-
-    require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
-    data = settings.data or preset.data
-    for seed, paper_size, paper_length, method in itertools.product(
-        seeds, experiment.sizes, experiment.train_lengths, experiment.methods
-    ):
-        if (method, paper_length) in experiment.skipped:
-            continue
-        size, train_length = preset.sizes[paper_size], paper_length // preset.length_divisor
-        batch = preset.batch
-        if batch is not None and experiment.step_tokens is not None:
-            batch = experiment.step_tokens // paper_length
-        if experiment.step_batch is not None:
-            batch = experiment.step_batch
-        argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
-        # Where train lengths are compared, every model is evaluated from the shortest of them.
-        shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
-        run = Run(
-            method=method,
-            train_length=train_length,
-            lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest)),
-            seed=seed,
-            recipe=preset.recipe,
-            argument=argument if batch is None else f"{argument},batch={batch}",
-            overrides=experiment.overrides | ({"data.path": data} if data else {}),
-            paper_train_length=paper_length,
-            size=size,
-            paper_size=paper_size,
-        )
+        else:
+            size, train_length = preset.sizes[paper_size], paper_length // preset.length_divisor
+            batch = preset.batch
+            if batch is not None and experiment.step_tokens is not None:
+                batch = experiment.step_tokens // paper_length
+            if experiment.step_batch is not None:
+                batch = experiment.step_batch
+            argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
+            # Where train lengths are compared, every model is evaluated from the shortest of them.
+            shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
+            run = Run(
+                method=method,
+                train_length=train_length,
+                lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest)),
+                seed=seed,
+                recipe=preset.recipe,
+                argument=argument if batch is None else f"{argument},batch={batch}",
+                overrides=experiment.overrides | ({"data.path": data} if data else {}),
+                paper_train_length=paper_length,
+                size=size,
+                paper_size=paper_size,
+            )
         runs.append(run)
     return runs
 

@@ -141,7 +141,7 @@ def read_tokens(trained: TrainedModel, length: int, text: Path | None) -> tuple[
         try:
             store = validation_corpus(trained, None).validation
         except InputError as error:
-            raise InputError(f"{error}; here, with --text") from error
+            raise InputError(f"{error}; attention maps read another text with --text") from error
         sizes = np.diff(store.offsets) - 1  # without the end-of-document token
         allowed = f"must be at most {sizes.max()}, the longest validation document; or choose a longer --text"
         require(bool((sizes >= length).any()), "length", length, allowed)

@@ -97,15 +97,6 @@ def decoding_model(config: TransformerConfig, params: Params) -> Transformer:
     return nnx.merge(graphdef, params)
 
 
-def empty_caches(config: TransformerConfig, batch: int, length: int) -> Cache:
-    """Return one cache per sequence, stacked: a leading dim B before the dims of a `Cache` of one sequence.
-
-    Raises:
-        InputError: see `make_cache`.
-    """
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), make_cache(config, 1, length))
-
-
 def extend(
     model: Transformer, tokens_BT: Int[Array, "B T"], first: Int[Array, "*B"], caches: Cache
 ) -> tuple[Float[Array, "B T D"], Cache]:
@@ -138,8 +129,9 @@ class Latest(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "batch", "length", "mesh"))
 def make_caches(config: TransformerConfig, batch: int, length: int, mesh: Mesh) -> Cache:
-    """Return `empty_caches`, split over the devices."""
-    return jax.lax.with_sharding_constraint(empty_caches(config, batch, length), NamedSharding(mesh, BATCH))
+    """Return one cache per sequence, split over the devices: a dim B before the dims of a `Cache` of one sequence."""
+    caches = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), make_cache(config, 1, length))
+    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, BATCH))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="caches")

@@ -39,9 +39,9 @@ from dape_jax.errors import InputError, printable, require
 from dape_jax.evaluation.programs import model_at, padded_batches, run_in_batches
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
-from dape_jax.model.transformer import Params, TransformerConfig, make_cache, model_structure
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.provenance import provenance
-from dape_jax.tools.generate import Sampling, TextStream, generate
+from dape_jax.tools.generate import Sampling, TextStream, check, generate
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -319,7 +319,7 @@ class DapeLM(TemplateLM):
         Raises:
             InputError: a model that cannot generate, or bad `generation_kwargs`.
         """
-        jax.eval_shape(lambda: make_cache(self.info.run.model, 1, 1))
+        check(self.info.run.model, max_new_tokens=1, seed=0)
         prompts: list[np.ndarray] = []
         indices_of_options: dict[GenerationOptions, list[int]] = defaultdict(list)
         num_truncated = 0
