@@ -88,7 +88,7 @@ def attention_maps(
         block = jax.tree.map(lambda stacked: stacked[layer], model.layers)
         return layer_maps(block, x_BTD, model.shared_bias, block_size=block_size)
 
-    name = trained.workdir.absolute().name
+    name = trained.name
     cell_size = -(-length // MAX_CELLS)
     layers = []
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])

@@ -215,19 +215,12 @@ def generate(
     """Continue every prompt; yield the tokens of one step at a time.
 
     A draw depends only on the seed, the index of the prompt and the position: a prompt gives the same tokens whatever
-    the prompts after it (up to rounding of the logits).
+    the prompts after it (up to rounding of the logits). Sequences are split over the devices of `mesh`, which is that
+    of the parameters, and padded with copies of the last.
 
-    Args:
-        config: of the model.
-        params: of the model.
-        mesh: mesh of the parameters; sequences are split over its devices, padded with copies of the last.
-        prompts: token ids.
-        max_new_tokens: maximum number of steps.
-        sampling: how to draw.
-        seed: of the draws.
-        num_ids: size of the tokenizer's vocabulary, from which tokens are drawn, or None for the model's.
-        end_token: ends a sequence, which then repeats it; the iterator stops when all sequences have ended. None to
-            stop only at `max_new_tokens`.
+    `num_ids` is the size of the tokenizer's vocabulary, from which tokens are drawn, or None for the model's.
+    `end_token` ends a sequence, which then repeats it; the iterator stops when all sequences have ended. None stops it
+    only at `max_new_tokens`.
 
     Raises:
         InputError: no prompts, a bad prompt or number, or a model that cannot be cached.
