@@ -11,7 +11,7 @@ import math
 import typing
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -30,6 +30,8 @@ from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 
+Run = TypeVar("Run", bound="BaseRunConfig")
+
 # Fields of the `model` section that are chosen by name; each is a dict from name to config dataclass.
 CHOICES = {
     "rotary": ROTARY,
@@ -41,56 +43,34 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Settings of the training loop.
+    """Settings of the training loop."""
 
-    Args:
-        seed: seed of the parameters and of dropout.
-        train_length: T, in tokens; for a task, the longest input in symbols.
-        batch_size: sequences per step, over all devices and accumulation parts.
-        accumulation_steps: parts in which the gradient of a step is computed.
-        logits_chunk_tokens: tokens per device whose logits are in memory at a time.
-        num_steps: total number of steps.
-        eval_interval: steps between validations; the last step has one too.
-        validation_batches: batches per validation.
-        checkpoint_interval: steps between checkpoints, a multiple of `eval_interval`; the last step has one too.
-        max_to_keep: number of newest checkpoints to keep; the one with the lowest validation loss is kept as well.
-        max_bad_steps: consecutive non-finite steps to skip before aborting.
-    """
-
-    seed: int
-    train_length: int
-    batch_size: int
-    accumulation_steps: int
-    logits_chunk_tokens: int
+    seed: int  # of the parameters and of dropout
+    train_length: int  # T, in tokens; for a task, the longest input in symbols
+    batch_size: int  # sequences per step, over all devices and accumulation parts
+    accumulation_steps: int  # parts in which the gradient of a step is computed
+    logits_chunk_tokens: int  # tokens per device whose logits are in memory at a time
     num_steps: int
-    eval_interval: int
-    validation_batches: int
-    checkpoint_interval: int
-    max_to_keep: int
-    max_bad_steps: int
+    eval_interval: int  # steps between validations; the last step has one too
+    validation_batches: int  # batches per validation
+    checkpoint_interval: int  # steps between checkpoints, a multiple of `eval_interval`; the last step has one too
+    max_to_keep: int  # newest checkpoints to keep; the one with the lowest validation loss is kept as well
+    max_bad_steps: int  # consecutive non-finite steps to skip before aborting
 
     def __post_init__(self):
         require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1")
         require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative")
         others = {field.name for field in dataclasses.fields(self)} - {"seed", "max_bad_steps"}
         positive(self, "train", *sorted(others))
-        require(
-            self.checkpoint_interval % self.eval_interval == 0,
-            "train.checkpoint_interval",
-            self.checkpoint_interval,
-            f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint has a validation loss",
-        )
+        is_validated = self.checkpoint_interval % self.eval_interval == 0
+        allowed = f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint is validated"
+        require(is_validated, "train.checkpoint_interval", self.checkpoint_interval, allowed)
 
     def check_devices(self, batch_axis_size: int) -> None:
         """Raise `InputError` unless the batch divides over devices and accumulation parts."""
         divisor = batch_axis_size * self.accumulation_steps
-        require(
-            self.batch_size % divisor == 0,
-            "train.batch_size",
-            self.batch_size,
-            f"must be a multiple of {divisor} = {batch_axis_size} devices x {self.accumulation_steps} "
-            "accumulation_steps",
-        )
+        allowed = f"must be a multiple of {divisor} = {batch_axis_size} devices x {self.accumulation_steps}"
+        require(self.batch_size % divisor == 0, "train.batch_size", self.batch_size, f"{allowed} accumulation_steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +84,8 @@ class BaseRunConfig:
 
     def __post_init__(self):
         fraction, num_steps = self.optimizer.warmup_fraction, self.train.num_steps
-        require(
-            round(fraction * num_steps) < num_steps,
-            "optimizer.warmup_fraction",
-            fraction,
-            f"must leave at least one of train.num_steps = {num_steps} after the warm-up",
-        )
+        allowed = f"must leave at least one of train.num_steps = {num_steps} after the warm-up"
+        require(round(fraction * num_steps) < num_steps, "optimizer.warmup_fraction", fraction, allowed)
 
     def check_model_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless the model divides over a mesh."""
@@ -123,13 +99,26 @@ class BaseRunConfig:
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless batch, sequences and model divide over a mesh."""
         self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
-        check_mesh(mesh, {"T": self.length_multiple})
+        of_task = isinstance(self, TaskRunConfig)
+        length = ("data.pad_to", self.data.pad_to) if of_task else ("train.train_length", self.train.train_length)
+        check_mesh(mesh, {"T": length})
         self.check_model_mesh(mesh)
 
-    @property
-    def length_multiple(self) -> tuple[str, int]:
-        """Return the field and the number of which every sequence's length is a multiple."""
-        raise NotImplementedError
+    @classmethod
+    def from_dict(cls: type[Run], spec: dict[str, Any]) -> Run:
+        """Return the checked config of a config file's dict.
+
+        Raises:
+            InputError: a section or field is unknown, missing or out of range, or `data` of a `RunConfig` is a task.
+        """
+        if cls is RunConfig and is_algorithmic(spec):
+            raise InputError(
+                f"data.task = {spec['data']['task']!r}: is a task, but this program needs a language model"
+            )
+        _check_fields(cls, "config", spec)
+        kinds, sections = typing.get_type_hints(cls), dict(spec)
+        model = read_model(sections.pop("model"))
+        return cls(model=model, **{name: read_section(kinds[name], name, spec[name]) for name in sections})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,30 +131,9 @@ class RunConfig(BaseRunConfig):
     def __post_init__(self):
         super().__post_init__()
         require(self.model.causal, "model.causal", self.model.causal, "must be True for a language model")
-        require(
-            self.model.num_outputs == self.model.vocab_size,
-            "model.num_outputs",
-            self.model.num_outputs,
-            f"must be model.vocab_size = {self.model.vocab_size} for a language model",
-        )
-
-    @property
-    def length_multiple(self) -> tuple[str, int]:
-        """See `BaseRunConfig`."""
-        return "train.train_length", self.train.train_length
-
-    @classmethod
-    def from_dict(cls, spec: dict[str, Any]) -> "RunConfig":
-        """Return the checked config of a config file's dict.
-
-        Raises:
-            InputError: a section or field is unknown, missing or out of range, or `data` is a task.
-        """
-        if is_algorithmic(spec):
-            raise InputError(
-                f"data.task = {spec['data']['task']!r}: is a task, but this program needs a language model"
-            )
-        return cls(**_read_sections(cls, spec))
+        vocab_size, num_outputs = self.model.vocab_size, self.model.num_outputs
+        allowed = f"must be model.vocab_size = {vocab_size} for a language model"
+        require(num_outputs == vocab_size, "model.num_outputs", num_outputs, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,16 +158,6 @@ class TaskRunConfig(BaseRunConfig):
         for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
             require(reason is None or pad_to == 1, field, pad_to, f"must be 1: padding is appended, and {reason}")
 
-    @property
-    def length_multiple(self) -> tuple[str, int]:
-        """See `BaseRunConfig`."""
-        return "data.pad_to", self.data.pad_to
-
-    @classmethod
-    def from_dict(cls, spec: dict[str, Any]) -> "TaskRunConfig":
-        """See `RunConfig.from_dict`."""
-        return cls(**_read_sections(cls, spec))
-
 
 def is_algorithmic(spec: dict[str, Any]) -> bool:
     """Return whether a config file's dict describes a run on an algorithmic task."""
@@ -207,17 +165,8 @@ def is_algorithmic(spec: dict[str, Any]) -> bool:
 
 
 def read_run(spec: dict[str, Any]) -> RunConfig | TaskRunConfig:
-    """Return the checked config of a config file's dict; see `RunConfig.from_dict`."""
+    """Return the checked config of a config file's dict; see `BaseRunConfig.from_dict`."""
     return TaskRunConfig.from_dict(spec) if is_algorithmic(spec) else RunConfig.from_dict(spec)
-
-
-def _read_sections(cls: type, spec: dict[str, Any]) -> dict[str, Any]:
-    _check_fields(cls, "config", spec)
-    kinds = typing.get_type_hints(cls)
-    return {
-        name: read_model(section) if name == "model" else read_section(kinds[name], name, section)
-        for name, section in spec.items()
-    }
 
 
 def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
@@ -246,10 +195,7 @@ def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
 def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> Any:
     """Return the config dataclass described by `{"name": NAME, **options}`.
 
-    Args:
-        field: name of the field, for messages.
-        choices: dict from name to config dataclass, like `biases.BIASES`.
-        spec: the name and any of the dataclass's fields.
+    `field` names the field in messages, and `choices` is a dict from name to config dataclass, like `biases.BIASES`.
 
     Raises:
         InputError: an unknown name or option.
@@ -280,12 +226,7 @@ def read_model(spec: dict[str, Any]) -> TransformerConfig:
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
-    """Return a choice with all its options, for a config file: `choose("bias", "fire", threshold=64)`.
-
-    Args:
-        field: key of `CHOICES`.
-        name: key of the dict there.
-        options: options that differ from the dataclass's defaults.
+    """Return a choice of `CHOICES` with all its options, for a config file: `choose("bias", "fire", threshold=64)`.
 
     Raises:
         InputError: an unknown name or option.

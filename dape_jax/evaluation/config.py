@@ -10,23 +10,14 @@ from dape_jax.errors import positive, require
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Perplexity by length; see `perplexity.py`.
+    """Perplexity by length; see `perplexity.py`."""
 
-    Args:
-        lengths: sequence lengths N in tokens, increasing.
-        last_tokens: scored tokens at the end of a sequence; a sequence shorter than that is scored whole.
-        max_windows: maximum number of scored windows; see `choose_windows`.
-        batch_tokens: tokens of a batch; a batch has as many sequences as fit, and at least one for each device.
-        blockwise_from: length from which attention is fused or blockwise, so that memory is linear in length.
-        block_size: rows of a block of blockwise attention.
-    """
-
-    lengths: tuple[int, ...]
-    last_tokens: int
-    max_windows: int
-    batch_tokens: int
-    blockwise_from: int
-    block_size: int
+    lengths: tuple[int, ...]  # sequence lengths N in tokens, increasing
+    last_tokens: int  # scored tokens at the end of a sequence; a sequence shorter than that is scored whole
+    max_windows: int  # maximum number of scored windows; see `choose_windows`
+    batch_tokens: int  # a batch has as many sequences as fit, and at least one for each device
+    blockwise_from: int  # length from which attention is fused or blockwise, so that memory is linear in length
+    block_size: int  # rows of a block of blockwise attention
 
     def __post_init__(self):
         _check_lengths(self.lengths)
@@ -35,24 +26,14 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyConfig:
-    """Accuracy by length; see `accuracy.py`.
+    """Accuracy by length; see `accuracy.py`, and `EvaluationConfig` for the fields that it has too."""
 
-    Args:
-        lengths: input lengths in symbols, increasing.
-        num_sequences: sequences of each length.
-        batch_tokens: tokens of a batch; a batch has as many sequences as fit, and at least one for each device.
-        pad_to: tapes are padded to a multiple of this; compare `data.pad_to`.
-        dropout: whether dropout stays on, as in the reference's evaluation.
-        blockwise_from: tape length from which attention is blockwise, so that memory is linear in length.
-        block_size: rows of a block of blockwise attention.
-    """
-
-    lengths: tuple[int, ...]
-    num_sequences: int
+    lengths: tuple[int, ...]  # input lengths in symbols, increasing
+    num_sequences: int  # of each length
     batch_tokens: int
-    pad_to: int
-    dropout: bool
-    blockwise_from: int
+    pad_to: int  # tapes are padded to a multiple of this; compare `data.pad_to`
+    dropout: bool  # whether dropout stays on, as in the reference's evaluation
+    blockwise_from: int  # tape length from which attention is blockwise
     block_size: int
 
     def __post_init__(self):

@@ -12,27 +12,16 @@ from dape_jax.errors import require
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of AdamW and its schedule.
+    """Settings of AdamW and its schedule."""
 
-    Args:
-        learning_rate: peak learning rate.
-        warmup_fraction: fraction of all steps in which the rate rises linearly from 0.
-        final_fraction: last learning rate as a fraction of the peak; 1 for a constant rate.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: constant added to the root of the second moment.
-        weight_decay: decay, multiplied by the learning rate; norms and biases of layers are exempt.
-        clip_norm: largest global norm of a gradient.
-    """
-
-    learning_rate: float
-    warmup_fraction: float
-    final_fraction: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    clip_norm: float
+    learning_rate: float  # peak learning rate
+    warmup_fraction: float  # fraction of all steps in which the rate rises linearly from 0
+    final_fraction: float  # last learning rate as a fraction of the peak; 1 for a constant rate
+    beta1: float  # decay of the first moment
+    beta2: float  # decay of the second moment
+    epsilon: float  # constant added to the root of the second moment
+    weight_decay: float  # decay, multiplied by the learning rate; norms and biases of layers are exempt
+    clip_norm: float  # largest global norm of a gradient
 
     def __post_init__(self):
         for field in ("learning_rate", "epsilon", "clip_norm"):
