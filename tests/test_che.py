@@ -44,7 +44,7 @@ from dape_jax.evaluation.accuracy import (
 )
 from dape_jax.evaluation.programs import padded_batches
 from dape_jax.evaluation.report import ReportPaths
-from dape_jax.evaluation.trained import TrainedOnTask, are_algorithmic, read_trained, read_trained_on_task, restore
+from dape_jax.evaluation.trained import TrainedModel, are_algorithmic, read_trained, read_trained_on_task, restore
 from dape_jax.model.attention import Dense
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -622,7 +622,7 @@ def test_the_longest_tapes_need_little_memory():
     """A thousand output tokens after 500 inputs, with DAPE, by the compiler's prediction."""
     run = TaskRunConfig.from_dict(get_config("task=duplicate_string,bias=kerple,processor=dape").to_dict())
     run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, lengths=(500,)))
-    trained = TrainedOnTask(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1))
+    trained = TrainedModel(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1))
     (program,) = compile_tapes(trained).values()
     assert program.length == 1504
     assert program.num_bytes * jax.device_count() < 2**30
@@ -730,7 +730,7 @@ def test_an_output_that_cannot_be_written_is_named(runs, root, tmp_path):
     ],
 )
 def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypatch, section, field, value, words):
-    def read(workdir: Path, *_: Any) -> TrainedOnTask:
+    def read(workdir: Path, *_: Any) -> TrainedModel:
         trained = read_trained_on_task(workdir, "newest", {})
         if workdir.name == "dape":
             return trained

@@ -24,12 +24,12 @@ from matplotlib.lines import Line2D
 from tqdm import tqdm
 
 from dape_jax.command_line import flag
+from dape_jax.config import TaskRunConfig
 from dape_jax.evaluation import report
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import (
     Options,
-    TrainedOnTask,
-    abstract_params,
+    TrainedModel,
     read_models,
     read_trained_on_task,
     require_same,
@@ -39,7 +39,7 @@ from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
 from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
-from dape_jax.training.step import positions_of
+from dape_jax.training.step import abstract_params, positions_of
 
 TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # preferred columns among many lengths
 MAX_COLUMNS = 8
@@ -48,12 +48,9 @@ MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 @dataclasses.dataclass(frozen=True)
 class LengthAccuracy:
-    """Accuracy at one input length: right symbols / symbols that count, with the interval of `length_accuracy`.
+    """Accuracy at one input length: right symbols / symbols that count, with the interval of `length_accuracy`."""
 
-    A task that has no input of `length` symbols uses one symbol less.
-    """
-
-    length: int
+    length: int  # a task that has no input of this length uses one symbol less
     accuracy: float
     low: float
     high: float
@@ -65,9 +62,6 @@ class LengthAccuracy:
 class TaskResult:
     """Accuracy by length of one model, and its means, which are None if there are no lengths to average.
 
-    `random_accuracy` is chance, `trained` the mean over lengths up to the train length, `score` the mean over lengths
-    above it, and `reference_score` the same without the first of these.
-
     Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
         length 42: `reference_score`.
     """
@@ -77,12 +71,12 @@ class TaskResult:
     workdir: str
     step: int
     train_length: int
-    random_accuracy: float
+    random_accuracy: float  # chance
     dropout: bool
     lengths: list[LengthAccuracy]
-    trained: float | None
-    score: float | None
-    reference_score: float | None
+    trained: float | None  # mean over lengths up to the train length
+    score: float | None  # mean over lengths above it
+    reference_score: float | None  # the same without the first of these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +94,13 @@ def evaluate_tasks(
     mesh: MeshConfig | None = None,
     output: Path | None = None,
 ) -> report.ReportPaths:
-    """Evaluate one checkpoint of every workdir and write one comparison.
+    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`.
 
     Args:
         workdirs: run directories; those of the same task have different names.
         options: what to measure.
         mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
         output: directory of the results; by default the workdir, or the longest path common to all workdirs.
-
-    Returns:
-        Paths of the results. The "runs" of the JSON are `TaskResult`s.
 
     Raises:
         InputError: bad input, or a length that does not fit into memory, before any parameters are read.
@@ -177,13 +168,12 @@ def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
     return jax.jit(step)
 
 
-def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
+def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
     """Compile the programs of one model, by the T of the tapes; its parameters are not read."""
-    mesh, params = abstract_params(trained)
-    run, evaluation = trained.run, trained.run.evaluation
-    blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
+    mesh, run, evaluation = make_mesh(trained.mesh), trained.run, trained.run.evaluation
 
     def step_at(padded: int) -> tuple[Wrapped, int]:
+        blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
         attention = blockwise if padded >= evaluation.blockwise_from else Dense()
         graphdef, _ = model_structure(dataclasses.replace(run.model, attention=attention))
         largest = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
@@ -197,7 +187,7 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
     programs = compile_programs(
         step_at,
         tapes,
-        {"params": params, "number": number},
+        {"params": abstract_params(run.model, mesh), "number": number},
         mesh,
         batch_names=("inputs", "positions"),
         name=trained.label,
@@ -207,7 +197,7 @@ def compile_tapes(trained: TrainedOnTask) -> dict[int, Program]:
 
 
 def answer_tapes(
-    trained: TrainedOnTask, programs: dict[int, Program], params: Params, mesh: Mesh
+    trained: TrainedModel[TaskRunConfig], programs: dict[int, Program], params: Params, mesh: Mesh
 ) -> list[LengthAccuracy]:
     """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
@@ -267,7 +257,7 @@ def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[n
     )
 
 
-def task_result(trained: TrainedOnTask, lengths: list[LengthAccuracy]) -> TaskResult:
+def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[LengthAccuracy]) -> TaskResult:
     """Return the result of one model, with its mean accuracies."""
 
     def mean(above: int, to: int | float) -> float | None:

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,16 +29,16 @@ from jaxtyping import Float64, Int
 from tqdm import tqdm
 
 from dape_jax.command_line import flag
+from dape_jax.config import RunConfig
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.results import DeltaRunResult, EvaluatedModel, PositionsRunResult, RunResult
+from dape_jax.evaluation.report import DeltaRunResult, PositionsRunResult, RunResult
 from dape_jax.evaluation.statistics import delta_result, length_result, positions_result
 from dape_jax.evaluation.trained import (
     Options,
     TrainedModel,
-    abstract_params,
     read_models,
     read_trained,
     require_same,
@@ -47,7 +48,7 @@ from dape_jax.evaluation.trained import (
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
-from dape_jax.training.step import make_nll_step
+from dape_jax.training.step import abstract_params, make_nll_step
 
 PROTOCOLS = ("perplexity", "delta")
 
@@ -55,7 +56,7 @@ NllByLength = dict[int, Float64[np.ndarray, "windows scored"]]  # nats, of the s
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class ScoredWindow:
     """Place in a document where sequences of all lengths end: the token at `end - 1` is the last target."""
 
     document: int
@@ -105,17 +106,13 @@ def evaluate(
     mesh: MeshConfig | None = None,
     output: Path | None = None,
 ) -> report.ReportPaths:
-    """Evaluate one checkpoint of every workdir and write one comparison.
+    """Evaluate one checkpoint of every workdir and write one comparison: `lengths.*`, `delta.*` or `positions.*`.
 
     Args:
         workdirs: run directories with different names.
         options: what to measure.
         mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
         output: directory of the results; by default the workdir, or the longest path common to all workdirs.
-
-    Returns:
-        Paths of `lengths.*`, `delta.*` or `positions.*`. The "runs" of the JSON are `RunResult`s, `DeltaRunResult`s or
-        `PositionsRunResult`s, one for each model and rotary variant.
 
     Raises:
         InputError: bad input, or a length that does not fit into memory, before any parameters are read.
@@ -125,8 +122,7 @@ def evaluate(
         require_same(models, "train.train_length")
     models = [with_protocol(model, options.kind) for model in models]
     for model in models:
-        check_rotary(model, options.rotary)
-        check_lengths(model)
+        check_rotary_and_lengths(model, options.rotary)
     require_same(models, "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
 
     corpora = [validation_corpus(model, options.data) for model in models]
@@ -137,16 +133,13 @@ def evaluate(
 
     directory = report.make_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused before the work.
-    programs = [
-        {variant: compile_lengths(model, variant, len(windows)) for variant in options.rotary} for model in models
-    ]
+    programs = [{rotary: compile_lengths(model, rotary, len(windows)) for rotary in options.rotary} for model in models]
     results = []
-    for model, by_variant in zip(models, programs, strict=True):
-        model_mesh, params = restore(model)
-        for variant, compiled in by_variant.items():
-            evaluated = identity(model, variant, digests[0])
-            nll = score_windows(compiled, params, model_mesh, store, windows, evaluated.name)
-            results.append(summarise(options.kind, evaluated, windows, nll))
+    for model, by_rotary in zip(models, programs, strict=True):
+        mesh_of_model, params = restore(model)
+        for rotary, compiled in by_rotary.items():
+            nll = score_windows(compiled, params, mesh_of_model, store, windows, variant_name(model, rotary))
+            results.append(summarise(options.kind, model, rotary, digests[0], windows, nll))
         del params  # before the next model's are read
     return report.WRITERS[options.kind](results, directory)
 
@@ -154,7 +147,7 @@ def evaluate(
 # ---- what is compared
 
 
-def with_protocol(model: TrainedModel, kind: str) -> TrainedModel:
+def with_protocol(model: TrainedModel[RunConfig], kind: str) -> TrainedModel[RunConfig]:
     """Return the model with the lengths and scored tokens of a kind of comparison.
 
     "delta" has T_train and the lengths above it, and scores T_train tokens; "positions" has the longest length, and
@@ -163,30 +156,23 @@ def with_protocol(model: TrainedModel, kind: str) -> TrainedModel:
     Raises:
         InputError: "delta", and no length is above the train length.
     """
-    if kind == "perplexity":
-        return model
     evaluation, train_length = model.run.evaluation, model.run.train.train_length
     if kind == "delta":
         longer = tuple(length for length in evaluation.lengths if length > train_length)
         allowed = f"must have one or more above the train length, {train_length}"
         require(bool(longer), "evaluation.lengths", evaluation.lengths, allowed)
-        lengths, last_tokens = (train_length, *longer), train_length
-    else:
-        last_tokens = max(evaluation.lengths)
-        lengths = (last_tokens,)
-    evaluation = dataclasses.replace(evaluation, lengths=lengths, last_tokens=last_tokens)
+        evaluation = dataclasses.replace(evaluation, lengths=(train_length, *longer), last_tokens=train_length)
+    elif kind == "positions":
+        longest = max(evaluation.lengths)
+        evaluation = dataclasses.replace(evaluation, lengths=(longest,), last_tokens=longest)
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def check_rotary(model: TrainedModel, rotary: tuple[str, ...]) -> None:
-    """Raise `InputError` unless the rotary variants are possible for the model."""
+def check_rotary_and_lengths(model: TrainedModel[RunConfig], rotary: tuple[str, ...]) -> None:
+    """Raise `InputError` unless the model has these rotary variants, and its mesh divides lengths and scored tokens."""
     trained_with = model.run.model.rotary
     allowed = f"must be 'rope', as trained, for {model.workdir}, whose model.rotary is {trained_with}"
     require(rotary == ("rope",) or type(trained_with) is Rope, "rotary", rotary, allowed)
-
-
-def check_lengths(model: TrainedModel) -> None:
-    """Raise `InputError` unless the devices that share a sequence divide every length and its scored tokens."""
     mesh, evaluation = make_mesh(model.mesh), model.run.evaluation
     for length in evaluation.lengths:
         check_mesh(mesh, {"T": ("evaluation.lengths", length)})
@@ -195,19 +181,22 @@ def check_lengths(model: TrainedModel) -> None:
         require(scored % context == 0, "evaluation.last_tokens", scored, allowed)
 
 
+def variant_name(model: TrainedModel[RunConfig], rotary: str) -> str:
+    """Return the name of a model in one rotary variant."""
+    return model.name + ("" if rotary == "rope" else f"+{rotary}")
+
+
 # ---- windows
 
 
-def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Window]:
+def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[ScoredWindow]:
     """Return the windows to score: of the longest length, at the end of documents, then before those, not overlapping.
 
     Every document that is long enough gives one window before any document gives two, so that a few long documents do
     not dominate the result.
 
-    Args:
-        store: validation documents.
-        longest: longest N; a window has N inputs and one more token, the last target.
-        max_windows: maximum number of windows. Documents are taken in a random order that is always the same.
+    A window has `longest` inputs and one more token, the last target. Documents are taken in a random order that is
+    always the same.
 
     Raises:
         InputError: no document is long enough.
@@ -216,7 +205,7 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Wi
     windows_each = (document_lengths - 1) // longest
     order = np.random.default_rng(0).permutation(store.num_documents)
     windows = [
-        Window(int(document), int(document_lengths[document]) - taken * longest)
+        ScoredWindow(int(document), int(document_lengths[document]) - taken * longest)
         for taken in range(min(max_windows, max(windows_each)))
         for document in order
         if taken < windows_each[document]
@@ -228,7 +217,7 @@ def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[Wi
 
 
 def window_batch(
-    store: TokenStore, windows: list[Window], length: int, rows: Int[np.ndarray, "B"]
+    store: TokenStore, windows: list[ScoredWindow], length: int, rows: Int[np.ndarray, "B"]
 ) -> dict[str, np.ndarray]:
     """Return the inputs and targets of the sequences of one length that end at some of the windows."""
     chosen = [windows[row] for row in rows]
@@ -239,22 +228,23 @@ def window_batch(
 # ---- scores
 
 
-def compile_lengths(model: TrainedModel, rotary: str, num_windows: int) -> list[Program]:
-    """Compile the scoring step of one model for every length; its parameters are not read. See `compile_programs`."""
-    mesh, params = abstract_params(model)
-    run, evaluation = model.run, model.run.evaluation
+def compile_lengths(model: TrainedModel[RunConfig], rotary: str, num_windows: int) -> list[Program]:
+    """Compile the scoring step of one model for every length, without reading its parameters."""
+    mesh, run, evaluation = make_mesh(model.mesh), model.run, model.run.evaluation
 
     def step_at(length: int) -> tuple[Wrapped, int]:
         graphdef, _ = model_structure(model_at(run.model, length, evaluation, rotary, run.train.train_length))
         step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
         return step, batch_size_at(length, num_windows, evaluation, mesh)
 
-    name = identity(model, rotary, "").name
-    return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=("inputs", "targets"), name=name)
+    names = ("inputs", "targets")
+    name = variant_name(model, rotary)
+    params = abstract_params(run.model, mesh)
+    return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=names, name=name)
 
 
 def score_windows(
-    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[Window], name: str
+    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[ScoredWindow], name: str
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}
@@ -275,31 +265,29 @@ def score_windows(
     return nll_by_length
 
 
-# ---- results
-
-
-def identity(model: TrainedModel, rotary: str, data: str) -> EvaluatedModel:
-    """Return the identity of a model in one rotary variant, evaluated on the corpus with the digest `data`."""
-    return EvaluatedModel(
-        name=model.name + ("" if rotary == "rope" else f"+{rotary}"),
-        workdir=str(model.workdir),
-        step=model.step,
-        train_length=model.run.train.train_length,
-        rotary=rotary,
-        last_tokens=model.run.evaluation.last_tokens,
-        data=data,
-    )
-
-
 def summarise(
-    kind: str, evaluated: EvaluatedModel, windows: list[Window], nll_by_length: NllByLength
+    kind: str,
+    model: TrainedModel[RunConfig],
+    rotary: str,
+    data: str,
+    windows: list[ScoredWindow],
+    nll_by_length: NllByLength,
 ) -> RunResult | PositionsRunResult:
-    """Return the result of one model for a kind of comparison."""
-    fields = dataclasses.asdict(evaluated)
+    """Return the result of a model in one rotary variant, scored on the corpus with the digest `data`."""
+    train_length = model.run.train.train_length
+    fields: dict[str, Any] = {
+        "name": variant_name(model, rotary),
+        "workdir": str(model.workdir),
+        "step": model.step,
+        "train_length": train_length,
+        "rotary": rotary,
+        "last_tokens": model.run.evaluation.last_tokens,
+        "data": data,
+    }
     documents = np.array([window.document for window in windows])
     if kind == "positions":
         (nll,) = nll_by_length.values()
-        return PositionsRunResult(**fields, positions=positions_result(documents, nll, evaluated.train_length))
+        return PositionsRunResult(**fields, positions=positions_result(documents, nll, train_length))
     lengths = [length_result(length, documents, nll) for length, nll in nll_by_length.items()]
     if kind == "perplexity":
         return RunResult(**fields, lengths=lengths)

@@ -15,9 +15,44 @@ from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
 
 from dape_jax.errors import InputError, require
-from dape_jax.evaluation.results import DeltaRunResult, EvaluatedModel, LengthResult, PositionsRunResult, RunResult
+from dape_jax.evaluation.statistics import DeltaResult, LengthResult, PositionsResult
 from dape_jax.files import write_json
 from dape_jax.provenance import provenance
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatedModel:
+    """Identity of an evaluated language model: base class of the three results, of which the JSON's "runs" consist."""
+
+    name: str  # that of the workdir, and the rotary variant
+    workdir: str
+    step: int
+    train_length: int
+    rotary: str  # "rope" for the model as trained, else the stretching of its rotary embedding
+    last_tokens: int  # scored tokens of a sequence
+    data: str  # digest of the scored corpus
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult(EvaluatedModel):
+    """Perplexity by length of one model: protocol "perplexity"."""
+
+    lengths: list[LengthResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRunResult(RunResult):
+    """Perplexity and gain from context by length of one model: protocol "delta"."""
+
+    # The first of `lengths` is T_train: the local perplexity of every delta. `deltas` are at the lengths above it.
+    deltas: list[DeltaResult]
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionsRunResult(EvaluatedModel):
+    """Loss by position of one model: `by_position`."""
+
+    positions: PositionsResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +67,10 @@ class ReportPaths:
 def save(
     stem: str, directory: Path, content: dict[str, Any], caption: str, rows: list[list[str]], figure: Figure | None
 ) -> ReportPaths:
-    """Write JSON, table and figure; files of the same stem are replaced.
+    """Write JSON, table and figure to an existing directory; files of the same stem are replaced.
 
-    Args:
-        stem: name of the files, without suffix.
-        directory: existing directory of the files.
-        content: content of the JSON, to which commit, command, device and versions are added.
-        caption: caption of the table.
-        rows: rows of the table, the header first.
-        figure: the figure, or None.
+    Commit, command, device and versions are added to the content of the JSON. The first of the table's rows is its
+    header.
     """
     table = text_table(caption, rows)
     write_json(directory / f"{stem}.json", content | provenance("flax"))

@@ -1,16 +1,18 @@
 """Statistics of scored windows: perplexity by length, gain from context, loss by position, with bootstrap intervals.
 
-In: the nll of windows, and the document that each window comes from. Out: `results.py`. Next: `perplexity.py`.
+In: the nll of windows, and the document that each window comes from. Out: results, which `report.py` writes. `low` and
+`high` are the ends of a 95 % bootstrap interval over documents, or None with fewer than two documents.
+Next: `perplexity.py`.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import scipy.stats
 from jaxtyping import Float64, Int
-
-from dape_jax.evaluation.results import DeltaResult, LengthResult, PositionBin, PositionsResult
 
 BINS_PER_OCTAVE = 16
 SMOOTHED_OCTAVES = 0.25
@@ -19,13 +21,65 @@ MARGIN_NATS = 0.1
 Documents = Int[np.ndarray, "windows"]  # the document of each window
 
 
-def bootstrap_interval(
-    documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the 95 % bootstrap interval of a statistic over documents, or None with fewer than two documents.
+@dataclasses.dataclass(frozen=True)
+class LengthResult:
+    """Perplexity at one sequence length: exp(nll_nats / num_tokens), the nll summed over all scored tokens."""
+
+    length: int
+    perplexity: float
+    low: float | None
+    high: float | None
+    nll_nats: float
+    num_tokens: int
+    num_windows: int
+    num_documents: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaResult:
+    """Gain from the context before the last T_train tokens at one sequence length N, with the interval of `delta`."""
+
+    length: int
+    local: float  # perplexity of the last T_train tokens, given only those tokens
+    full: float  # perplexity of the same tokens, given all N
+    delta: float  # local - full (equation 6 of the paper), positive where the context helps
+    low: float | None
+    high: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionBin:
+    """Loss at the positions `first` to `last`; see `positions_result`."""
+
+    first: int
+    last: int
+    nll_nats: float  # mean over the targets of the bin
+    num_tokens: int
+    smoothed_nats: float  # mean over the targets of the bins nearby
+    excess_nats: float  # smoothed_nats minus the loss around the train length, with its interval
+    excess_low: float | None
+    excess_high: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PositionsResult:
+    """Loss by position of one model; see `positions_result`."""
+
+    length: int  # tokens of a window
+    reference_nats: float  # mean loss around the train length
+    last_octave_nats: float  # mean loss from length / 2 to length
+    breaks_at: int | None  # first position of the bin where the model breaks
+    margin_nats: float  # excess that counts as a break
+    num_windows: int
+    num_documents: int
+    bins: list[PositionBin]
+
+
+def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
+    """Return the ends of the 95 % bootstrap interval of a statistic over documents, numbers or lists, or None and None.
 
     Whole documents are drawn, because the windows of a document are not independent. All sums are taken of the same
-    draw, so that paired values stay paired.
+    draw, so that paired values stay paired. With fewer than two documents there is no interval.
 
     Args:
         documents: the document of each row of the sums.
@@ -34,7 +88,7 @@ def bootstrap_interval(
     """
     unique, which = np.unique(documents, return_inverse=True)
     if len(unique) < 2:
-        return None
+        return None, None
 
     def sum_by_document(rows: np.ndarray) -> np.ndarray:
         totals = np.zeros((len(unique), *rows.shape[1:]))
@@ -52,14 +106,7 @@ def bootstrap_interval(
         batch=200,
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return np.asarray(interval.low), np.asarray(interval.high)
-
-
-def _scalar_interval(
-    documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]
-) -> tuple[float, float] | tuple[None, None]:
-    interval = bootstrap_interval(documents, sums, statistic)
-    return (None, None) if interval is None else (float(interval[0]), float(interval[1]))
+    return interval.low.tolist(), interval.high.tolist()
 
 
 def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
@@ -69,7 +116,7 @@ def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
 def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> LengthResult:
     """Return the perplexity at one length, from the nll in nats of the scored tokens of every window."""
     nll_of_windows, total_nll = nll.sum(axis=1), float(nll.sum(axis=1).sum())
-    low, high = _scalar_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
+    low, high = bootstrap_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
     return LengthResult(
         length=length,
         perplexity=math.exp(total_nll / nll.size),
@@ -90,18 +137,15 @@ def delta_result(
 ) -> DeltaResult:
     """Return the gain from context at one length N.
 
-    Args:
-        length: N.
-        documents: the document of each window.
-        local: nll in nats of the last T_train tokens, given only those tokens.
-        full: nll of the same tokens, given all N.
+    `local` is the nll in nats of the last T_train tokens of every window, given only those tokens; `full` that of the
+    same tokens, given all N.
     """
     local_nll, full_nll, tokens = local.sum(axis=1), full.sum(axis=1), np.full(*local.shape)
 
     def gain(local: np.ndarray, full: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
         return _perplexity(local, tokens, axis) - _perplexity(full, tokens, axis)
 
-    low, high = _scalar_interval(documents, (local_nll, full_nll, tokens), gain)
+    low, high = bootstrap_interval(documents, (local_nll, full_nll, tokens), gain)
     local_perplexity, full_perplexity = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
     return DeltaResult(length, local_perplexity, full_perplexity, local_perplexity - full_perplexity, low, high)
 
@@ -130,10 +174,7 @@ def positions_result(
     length (the mean over positions from T_train / 2 to T_train) by more than `MARGIN_NATS`, and where the 95 %
     bootstrap interval of that excess over documents is above 0, so that noise alone is no break.
 
-    Args:
-        documents: the document of each window.
-        nll_of_windows: nll in nats of every target of every window.
-        train_length: T_train, in tokens.
+    `nll_of_windows` is the nll in nats of every target.
     """
     num_windows, length = nll_of_windows.shape
     ends = bin_ends(length)
@@ -155,14 +196,13 @@ def positions_result(
         nll, tokens = nll.sum(axis), tokens.sum(axis)
         return mean(nll, tokens, is_near) - mean(nll, tokens, is_reference)
 
-    interval = bootstrap_interval(documents, (nll, tokens), excess)
-    low, high = ([None] * len(ends),) * 2 if interval is None else (bounds.tolist() for bounds in interval)
+    low, high = bootstrap_interval(documents, (nll, tokens), excess)
     excess_nats = excess(nll, tokens, 0)
     nll, tokens = nll.sum(0), tokens.sum(0)
     smoothed_nats = mean(nll, tokens, is_near)
     is_broken = (starts >= train_length) & (excess_nats > MARGIN_NATS)
-    if interval is not None:
-        is_broken &= interval[0] > 0
+    if low is not None:
+        is_broken &= np.array(low) > 0
     return PositionsResult(
         length=length,
         reference_nats=float(mean(nll, tokens, is_reference)[0]),
@@ -179,8 +219,8 @@ def positions_result(
                 num_tokens=int(tokens[i]),
                 smoothed_nats=float(smoothed_nats[i]),
                 excess_nats=float(excess_nats[i]),
-                excess_low=low[i],
-                excess_high=high[i],
+                excess_low=low and low[i],
+                excess_high=high and high[i],
             )
             for i in range(len(ends))
         ],

@@ -1,14 +1,14 @@
 """Trained models for every tool: read the config of a checkpoint, build its mesh, restore its parameters.
 
-In: a workdir of `train.py`. Out: `TrainedModel` (a language model) or `TrainedOnTask` (a model of an algorithmic task),
-which say what to compile; then the parameters. Checkpoints are never written here. Next: `programs.py`.
+In: a workdir of `train.py`. Out: a `TrainedModel`, which says what to compile; then the parameters. Checkpoints are
+never written here. Next: `programs.py`.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -17,13 +17,14 @@ from dape_jax.command_line import flag
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
-from dape_jax.model.transformer import Params, model_structure
-from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
+from dape_jax.model.transformer import Params
+from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint
+from dape_jax.training.step import abstract_params
 
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
 
-Model = TypeVar("Model", bound="CheckpointInfo")
+Run = TypeVar("Run", bound=RunConfig | TaskRunConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,22 +40,14 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointInfo:
-    """Description of a checkpoint, read before its parameters.
-
-    Args:
-        workdir: run directory.
-        step: number of the checkpoint.
-        run: config of the training run, with the evaluation fields that the caller overrides.
-        data_digest: digest of the training corpus, or of the task's strings.
-        mesh: mesh over the devices of this machine, independent of the mesh of the training run.
-    """
+class TrainedModel(Generic[Run]):
+    """Description of a checkpoint, read before its parameters."""
 
     workdir: Path
     step: int
-    run: RunConfig | TaskRunConfig
-    data_digest: str
-    mesh: MeshConfig
+    run: Run  # config of the training run, with the evaluation fields that the caller overrides
+    data_digest: str  # of the training corpus, or of the task's strings
+    mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
 
     @property
     def name(self) -> str:
@@ -63,27 +56,8 @@ class CheckpointInfo:
 
     @property
     def label(self) -> str:
-        """Return the name that distinguishes the model from others it is compared with."""
-        return self.name
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedModel(CheckpointInfo):
-    """Description of a checkpoint of a language model; see `CheckpointInfo`."""
-
-    run: RunConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedOnTask(CheckpointInfo):
-    """Description of a checkpoint of a model of an algorithmic task; see `CheckpointInfo`."""
-
-    run: TaskRunConfig
-
-    @property
-    def label(self) -> str:
-        """Return task and name, since a method has the same name on every task."""
-        return f"{self.run.data.task}/{self.name}"
+        """Return the name, on a task after the task: a method has the same name on every task."""
+        return f"{self.run.data.task}/{self.name}" if isinstance(self.run, TaskRunConfig) else self.name
 
 
 def are_algorithmic(workdirs: list[Path]) -> bool:
@@ -99,7 +73,9 @@ def are_algorithmic(workdirs: list[Path]) -> bool:
     return bool(tasks)
 
 
-def read_trained(workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None) -> TrainedModel:
+def read_trained(
+    workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
+) -> TrainedModel[RunConfig]:
     """Read the description of a checkpoint of a language model.
 
     Args:
@@ -112,33 +88,36 @@ def read_trained(workdir: Path, step: str, overrides: dict[str, Any], mesh: Mesh
     Raises:
         InputError: there is no such checkpoint, or the model's sizes are not divisible by the mesh.
     """
-    number, spec, digest = _read(workdir, step, overrides)
-    run = RunConfig.from_dict(spec)
-    return TrainedModel(workdir, number, run, digest, mesh_for(run, mesh))
+    return _read(RunConfig, workdir, step, overrides, mesh)
 
 
 def read_trained_on_task(
     workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
-) -> TrainedOnTask:
+) -> TrainedModel[TaskRunConfig]:
     """Read the description of a checkpoint of a model of an algorithmic task; see `read_trained`."""
-    number, spec, digest = _read(workdir, step, overrides)
-    run = TaskRunConfig.from_dict(spec)
-    return TrainedOnTask(workdir, number, run, digest, mesh_for(run, mesh))
+    return _read(TaskRunConfig, workdir, step, overrides, mesh)
 
 
-def _read(workdir: Path, step: str, overrides: dict[str, Any]) -> tuple[int, dict[str, Any], str]:
+def _read(
+    config: type[Run], workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
+) -> TrainedModel[Run]:
     number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
-    return number, saved["config"], saved["data_digest"]
+    run = config.from_dict(saved["config"])
+    if mesh is None:
+        mesh = MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
+    else:
+        run.check_model_mesh(make_mesh(mesh))
+    return TrainedModel(workdir, number, run, saved["data_digest"], mesh)
 
 
 def read_models(
-    read: Callable[[Path, str, dict[str, Any], MeshConfig | None], Model],
+    read: Callable[[Path, str, dict[str, Any], MeshConfig | None], TrainedModel[Run]],
     workdirs: Sequence[Path],
     options: Options,
     mesh: MeshConfig | None,
     *overrides: str,
-) -> list[Model]:
+) -> list[TrainedModel[Run]]:
     """Read the descriptions of the models to compare, whose labels must be different.
 
     Args:
@@ -156,7 +135,7 @@ def read_models(
     return models
 
 
-def require_same(models: Sequence[CheckpointInfo], *fields: str) -> None:
+def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
     """Raise `InputError` unless all models have the same value of each config field, such as "evaluation.lengths"."""
     for field in fields:
         section, name = field.split(".")
@@ -165,20 +144,8 @@ def require_same(models: Sequence[CheckpointInfo], *fields: str) -> None:
         require(len(set(values)) == 1, field, values, f"must be the same for all{option}")
 
 
-def mesh_for(run: RunConfig | TaskRunConfig, mesh: MeshConfig | None) -> MeshConfig:
-    """Return the mesh that a model is evaluated on; see `read_trained`."""
-    if mesh is None:
-        return MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
-    run.check_model_mesh(make_mesh(mesh))
-    return mesh
-
-
-def validation_corpus(trained: TrainedModel, data: str | None) -> Corpus:
-    """Return the corpus whose validation documents are scored: that of the training run, or another.
-
-    Args:
-        trained: the model.
-        data: another corpus, in the form of `data.path`.
+def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Corpus:
+    """Return the corpus whose validation documents are scored: that of the training run, or `data`, like `data.path`.
 
     Raises:
         InputError: the corpus cannot be read, or the text under the model's `data.path` has changed since training.
@@ -201,19 +168,7 @@ def validation_corpus(trained: TrainedModel, data: str | None) -> Corpus:
     return corpus
 
 
-def abstract_params(trained: CheckpointInfo) -> tuple[Mesh, Params]:
-    """Return the mesh, and the shapes and shardings of the parameters on it, without reading them."""
-    mesh = make_mesh(trained.mesh)
-    _, abstract = model_structure(trained.run.model)
-    params = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        parameter_shardings(abstract, mesh),
-    )
-    return mesh, params
-
-
-def restore(trained: CheckpointInfo) -> tuple[Mesh, Params]:
+def restore(trained: TrainedModel) -> tuple[Mesh, Params]:
     """Read the parameters of a checkpoint; return the mesh, and the parameters sharded over it."""
-    mesh, abstract = abstract_params(trained)
-    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)
+    mesh = make_mesh(trained.mesh)
+    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract_params(trained.run.model, mesh))

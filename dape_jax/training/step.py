@@ -24,21 +24,13 @@ FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**32, 1000
 
 
 class Health(NamedTuple):
-    """Counts of applied and skipped steps, and float16's loss scale.
+    """Counts of applied and skipped steps, and float16's loss scale."""
 
-    Args:
-        applied: number of steps that changed the parameters.
-        skipped: number of steps that did not: bad steps and overflows.
-        bad_in_a_row: number of consecutive bad steps up to now.
-        loss_scale: factor of the loss in float16, or None in other dtypes.
-        steps_at_scale: number of applied steps since the scale last changed.
-    """
-
-    applied: Int[Array, ""]
-    skipped: Int[Array, ""]
-    bad_in_a_row: Int[Array, ""]
-    loss_scale: Float[Array, ""] | None
-    steps_at_scale: Int[Array, ""]
+    applied: Int[Array, ""]  # steps that changed the parameters
+    skipped: Int[Array, ""]  # steps that did not: bad steps and overflows
+    bad_in_a_row: Int[Array, ""]  # consecutive bad steps up to now
+    loss_scale: Float[Array, ""] | None  # factor of the loss in float16, or None in other dtypes
+    steps_at_scale: Int[Array, ""]  # applied steps since the scale last changed
 
 
 class TrainState(NamedTuple):
@@ -59,30 +51,32 @@ def _init_params(config: TransformerConfig, seed: int) -> Params:
     return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param))
 
 
+def abstract_params(config: TransformerConfig, mesh: Mesh) -> Params:
+    """Return the shapes, dtypes and shardings of a model's parameters, without allocating them."""
+    _, params = model_structure(config)
+    return jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), params, parameter_shardings(params, mesh)
+    )
+
+
 def abstract_state(config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Return the shapes, dtypes and shardings of a state, without allocating it. Moments are sharded like parameters.
 
     `jax.jit(optimizer.init)` would replicate the moments, because they are constants that depend on no sharded input.
     """
-    _, params = model_structure(config)
-    opt_state = jax.eval_shape(optimizer.init, params)
-    health = jax.eval_shape(lambda: _init_health(config))
-    shardings = TrainState(
-        parameter_shardings(params, mesh),
-        optax.tree_utils.tree_map_params(
-            optimizer,
-            lambda _, sharding: sharding,
-            opt_state,
-            parameter_shardings(params, mesh),
-            transform_non_params=lambda _: replicated(mesh),
-        ),
-        jax.tree.map(lambda _: replicated(mesh), health),
+
+    def replicate(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf.update(sharding=replicated(mesh))
+
+    params = abstract_params(config, mesh)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda moment, param: moment.update(sharding=param.sharding),
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=replicate,
     )
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        TrainState(params, opt_state, health),
-        shardings,
-    )
+    return TrainState(params, opt_state, jax.tree.map(replicate, jax.eval_shape(lambda: _init_health(config))))
 
 
 def init_state(config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
@@ -96,14 +90,8 @@ def init_state(config: TransformerConfig, optimizer: optax.GradientTransformatio
 
 
 def _init_health(config: TransformerConfig) -> Health:
-    zero = jnp.zeros((), jnp.int32)
-    return Health(
-        applied=zero,
-        skipped=zero,
-        bad_in_a_row=zero,
-        loss_scale=jnp.asarray(FIRST_SCALE) if config.dtype == "float16" else None,
-        steps_at_scale=zero,
-    )
+    zero, scale = jnp.zeros((), jnp.int32), jnp.asarray(FIRST_SCALE) if config.dtype == "float16" else None
+    return Health(applied=zero, skipped=zero, bad_in_a_row=zero, loss_scale=scale, steps_at_scale=zero)
 
 
 def shardings_of(state: TrainState) -> TrainState:
@@ -130,13 +118,8 @@ def make_train_step(
     counts it. In float16 a non-finite gradient halves the loss scale, and the step is skipped as well; it is bad only
     if the scale is 1.
 
-    Args:
-        graphdef: structure of the model.
-        optimizer: from `optimizer.make_optimizer`.
-        shardings: shardings of the state, before and after the step.
-        accumulation_steps: number of parts in which the gradient is computed.
-        logits_chunk_tokens: see `nll_of_features`.
-        seed: seed of dropout, combined with the number of the step.
+    `shardings` are those of the state, before and after the step. Dropout's seed is `seed` with the number of the step.
+    See `nll_of_features` for `logits_chunk_tokens`.
 
     Returns:
         The step. Its batch has `inputs` and `targets`, optionally `weights` (the loss is their weighted mean) and
