@@ -68,8 +68,7 @@ class MetricLogger:
 
     def __exit__(self, *exception: object) -> None:
         self.bar.close()
-        if self.events is not None:
-            self.events.close()
+        self._close_events()
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
         """Accept the metrics of a step with this many tokens, and report the previous step."""
@@ -164,6 +163,10 @@ class MetricLogger:
             self.events.flush()
         except OSError as error:
             logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, error)
-            with contextlib.suppress(OSError):
+            self._close_events()
+
+    def _close_events(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk; all events are flushed already
+            if self.events is not None:
                 self.events.close()
-            self.events = None
+        self.events = None

@@ -19,19 +19,12 @@ from dape_jax.tasks.tapes import Batch, digest
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Input of the training loop.
+    """Input of the training loop; each process has its own rows of every batch."""
 
-    Args:
-        batches: infinite iterator over this process's rows, with `get_state` and `set_state`.
-        validation: this process's rows of the validation batches.
-        digest: digest of the data, which the run's config records.
-        tokenizer: tokenizer of the corpus, or None for a task.
-    """
-
-    batches: grain.DatasetIterator[Batch]
+    batches: grain.DatasetIterator[Batch]  # infinite
     validation: list[Batch]
-    digest: str
-    tokenizer: Tokenizer | None
+    digest: str  # of the data, which the run's config records
+    tokenizer: Tokenizer | None  # of the corpus; a task has none
 
 
 def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
@@ -40,45 +33,25 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     Raises:
         InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
     """
-    return _task(run, mesh) if isinstance(run, TaskRunConfig) else _corpus(run, mesh)
-
-
-def _corpus(run: RunConfig, mesh: Mesh) -> Source:
-    corpus = process_zero_first(lambda: load_verified(run.data))
-    require(
-        corpus.train.sidecar.vocab_size <= run.model.vocab_size,
-        "model.vocab_size",
-        run.model.vocab_size,
-        f"must be at least the tokenizer's {corpus.train.sidecar.vocab_size}",
-    )
-    part, num_parts = batch_part(mesh)
-    batches = corpus_batches.train_batches(
-        corpus.train,
-        train_length=run.train.train_length,
-        global_batch_size=run.train.batch_size,
-        seed=run.data.seed,
-        shard_index=part,
-        num_shards=num_parts,
-    )
-    validation = corpus_batches.validation_batches(
-        corpus.validation,
-        length=run.train.train_length,
-        batch_size=run.train.batch_size,
-        num_batches=run.train.validation_batches,
-    )
+    train, (part, num_parts) = run.train, batch_part(mesh)
+    shard = {"global_batch_size": train.batch_size, "shard_index": part, "num_shards": num_parts}
+    sizes = {"batch_size": train.batch_size, "num_batches": train.validation_batches}
+    if isinstance(run, TaskRunConfig):
+        batches = task_batches.train_batches(run.data, longest=train.train_length, **shard)
+        validation = task_batches.validation_batches(run.data, longest=train.train_length, **sizes)
+        data_digest, tokenizer = digest(run.data), None
+    else:
+        corpus = process_zero_first(lambda: load_verified(run.data))
+        vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
+        allowed = f"must be at least the tokenizer's {vocab_size}"
+        require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
+        batches = corpus_batches.train_batches(
+            corpus.train, train_length=train.train_length, seed=run.data.seed, **shard
+        )
+        validation = corpus_batches.validation_batches(corpus.validation, length=train.train_length, **sizes)
+        data_digest = corpus.digest
     mine = [rows_of_part(batch, part, num_parts) for batch in validation]
-    return Source(batches, mine, corpus.digest, corpus.train.tokenizer)
-
-
-def _task(run: TaskRunConfig, mesh: Mesh) -> Source:
-    longest, (part, num_parts) = run.train.train_length, batch_part(mesh)
-    batches = task_batches.train_batches(
-        run.data, longest=longest, global_batch_size=run.train.batch_size, shard_index=part, num_shards=num_parts
-    )
-    validation = task_batches.validation_batches(
-        run.data, longest=longest, batch_size=run.train.batch_size, num_batches=run.train.validation_batches
-    )
-    return Source(batches, [rows_of_part(batch, part, num_parts) for batch in validation], digest(run.data), None)
+    return Source(batches, mine, data_digest, tokenizer)
 
 
 def load_verified(config: DataConfig) -> Corpus:
