@@ -18,28 +18,16 @@ GPU_SHEET = "NVIDIA data sheet,"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip, as its vendor describes it.
+    """A chip, as its vendor describes it."""
 
-    Args:
-        name: first part of a topology's name: v5e.
-        device_kinds: names that `jax.Device.device_kind` has for it.
-        peak_flops: FLOPs per second of bfloat16 matmuls with float32 accumulation, without sparsity.
-        hbm_bytes: size of its HBM.
-        hbm_bytes_per_second: bandwidth of its HBM.
-        link_bytes_per_second: bytes that it can receive over all of its links at once: half of the figure that vendors
-            call bidirectional.
-        source: document with these figures.
-        vmem_bytes: VMEM of a core that a Pallas kernel may use; None for a GPU.
-    """
-
-    name: str
-    device_kinds: tuple[str, ...]
-    peak_flops: float
+    name: str  # first part of a topology's name: v5e
+    device_kinds: tuple[str, ...]  # names that `jax.Device.device_kind` has for it
+    peak_flops: float  # FLOPs per second of bfloat16 matmuls with float32 accumulation, without sparsity
     hbm_bytes: int
     hbm_bytes_per_second: float
-    link_bytes_per_second: float
-    source: str
-    vmem_bytes: int | None = None
+    link_bytes_per_second: float  # received over all links at once: half of what vendors call bidirectional
+    source: str  # document with these figures
+    vmem_bytes: int | None = None  # VMEM of a core that a Pallas kernel may use; None for a GPU
 
     @property
     def is_tpu(self) -> bool:
@@ -77,15 +65,9 @@ TOPOLOGIES = {"v4": SHAPES_3D, "v5e": SHAPES_2D, "v5p": SHAPES_3D, "v6e": SHAPES
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A TPU slice.
+    """A TPU slice."""
 
-    Args:
-        name: v5e:4x4.
-        chip: the kind of its chips.
-        num_chips: number of its chips.
-    """
-
-    name: str
+    name: str  # v5e:4x4
     chip: Chip
     num_chips: int
 

@@ -31,19 +31,13 @@ from dape_jax.planning.hlo import Work, read_work
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled function. All figures are for one device.
-
-    Args:
-        run: the function.
-        compile_s: seconds of compilation, without tracing.
-        memory: the compiler's figures, a `CompiledMemoryStats`.
-        work: what one run does, or None if the compiler cannot print the program (libtpu 0.0.51, some programs with a
-            kernel, for v5p and v6e).
-    """
+    """A compiled function. All figures are for one device."""
 
     run: Compiled
-    compile_s: float
-    memory: Any
+    compile_s: float  # seconds of compilation, without tracing
+    memory: Any  # the compiler's figures, a `CompiledMemoryStats`
+    # The work of one run, or None if the compiler cannot print the program (libtpu 0.0.51, some programs with a kernel,
+    # for v5p and v6e).
     work: Work | None
 
     @property
@@ -90,13 +84,8 @@ def compile_error(error: BaseException) -> str:
 def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: Path) -> dict[str, Any]:
     """Run a function that compiles in a process of its own, without showing the compiler's messages.
 
-    Args:
-        function: returns at least whether the program `fits`.
-        request: its argument.
-        libtpu: the compiler.
-
-    Returns:
-        The function's results and `num_full_rematerializations`, a count of the compiler's warnings.
+    Return its results, of which one is whether the program `fits`, and `num_full_rematerializations`, a count of the
+    compiler's warnings.
     """
     # No TPU is used, so other processes may use libtpu too, and there is no cloud metadata to ask for a slice.
     os.environ.update(TPU_LIBRARY_PATH=str(libtpu), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")

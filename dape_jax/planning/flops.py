@@ -50,13 +50,7 @@ def num_pairs(length: int, window: int | None) -> int:
 
 
 def forward_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
-    """Return the FLOPs that the model needs for the forward pass of a batch.
-
-    Args:
-        config: the model.
-        length: T, in tokens.
-        batch_size: sequences.
-    """
+    """Return the FLOPs that the model needs for the forward pass of a batch of sequences of `length` tokens."""
     return _flops(config, length * batch_size, num_pairs(length, config.window), batch_size, 1, Passes())
 
 
@@ -93,9 +87,9 @@ def _flops(
         config: the model.
         tokens: number of tokens in the batch.
         pairs: pairs of a query and a key in one sequence.
-        batch_size: sequences.
+        batch_size: sequences in the batch.
         num_bias_batches: number of times that arrays without a batch dim are computed.
-        passes: passes of each part.
+        passes: cost of each part.
     """
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
     pair = config.processor.pair_flops(H, has_bias=not isinstance(config.bias, NopeConfig))

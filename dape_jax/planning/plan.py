@@ -24,7 +24,7 @@ from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.files import write_json
-from dape_jax.hardware import GIB, MIB, Chip, Slice
+from dape_jax.hardware import GIB, MIB, Slice
 from dape_jax.model.transformer import attention_of, model_structure, parameter_counts
 from dape_jax.planning.compile import (
     compile_error,
@@ -49,9 +49,7 @@ REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
     """Return the run of a config as it would be on a TPU: dtype "auto" is bfloat16, and no corpus is needed.
 
-    Args:
-        spec: the config.
-        batch_size: replaces `train.batch_size`, unless None.
+    `batch_size` replaces `train.batch_size`, unless it is None.
     """
     spec = json.loads(json.dumps(spec))
     if spec["model"]["dtype"] == "auto":
@@ -122,19 +120,12 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The program to compile.
-
-    Args:
-        run: the run.
-        hardware: the slice to compile for.
-        mesh: mesh of its chips.
-        eval_length: compile the evaluator at this length; the train step if None.
-    """
+    """The program to compile for a slice."""
 
     run: RunConfig
     hardware: Slice
-    mesh: MeshConfig
-    eval_length: int | None = None
+    mesh: MeshConfig  # of its chips
+    eval_length: int | None = None  # compile the evaluator at this length; the train step if None
 
     @property
     def program(self) -> str:
@@ -201,56 +192,31 @@ def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, A
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The figures of one program on one mesh: of one chip, unless stated otherwise.
+    """The figures of one program on one mesh: of one chip, unless stated otherwise."""
 
-    Args:
-        program: train step, or evaluation at a length.
-        mesh: in the notation of `--mesh`.
-        remat: rematerialisation policy of the layers.
-        batch_size: sequences, over all chips.
-        length: tokens in a sequence.
-        fits: whether it compiles, into the chips' memory.
-        reason: why it does not fit, or which figures are missing.
-        compile_seconds: time of the compilation.
-        peak_bytes: peak memory.
-        held_bytes: memory by purpose: parameters, moments, batch, temporary (activations, gradients, gathered
-            weights), program.
-        largest: the largest buffers: (bytes, shape, operation of the model).
-        model_flops: FLOPs that the model needs, over all chips, by part.
-        executed_flops: FLOPs of the program by formula: with recomputation, masked pairs, and what every chip repeats.
-        matmul_flops: FLOPs of the compiled program's matmuls and convolutions.
-        collectives: kind, count, and bytes that a chip receives.
-        loops: for each loop of the program, the number of times that its body runs.
-        num_full_rematerializations: arrays that the compiler says it gathers in full to reshard them.
-        roofline_seconds: least time by limit: compute, memory, interconnect.
-        binds: the limit with the largest time.
-        step_seconds: that time.
-        mfu: model FLOPs utilisation at that time, an upper bound.
-        mfu_at_step_time: model FLOPs utilisation at the step time given.
-    """
-
-    program: str
-    mesh: str
-    remat: str
-    batch_size: int
-    length: int
-    fits: bool
-    reason: str | None = None
+    program: str  # "train step", or evaluation at a length
+    mesh: str  # in the notation of `--mesh`
+    remat: str  # rematerialisation policy of the layers
+    batch_size: int  # sequences, over all chips
+    length: int  # tokens in a sequence
+    fits: bool  # whether it compiles, into the chips' memory
+    reason: str | None = None  # why it does not fit, or which figures are missing
     compile_seconds: float | None = None
     peak_bytes: int | None = None
+    # By purpose: parameters, moments, batch, temporary (activations, gradients, gathered weights), program.
     held_bytes: dict[str, int] | None = None
-    largest: tuple[tuple[int, str, str], ...] = ()
-    model_flops: dict[str, int] | None = None
-    executed_flops: int | None = None
-    matmul_flops: int | None = None
-    collectives: tuple[dict[str, Any], ...] = ()
-    loops: tuple[int, ...] = ()
-    num_full_rematerializations: int = 0
-    roofline_seconds: dict[str, float] | None = None
-    binds: str | None = None
-    step_seconds: float | None = None
-    mfu: float | None = None
-    mfu_at_step_time: float | None = None
+    largest: tuple[tuple[int, str, str], ...] = ()  # the largest buffers: (bytes, shape, operation of the model)
+    model_flops: dict[str, int] | None = None  # FLOPs that the model needs, over all chips, by part
+    executed_flops: int | None = None  # by formula: with recomputation, masked pairs, and what every chip repeats
+    matmul_flops: int | None = None  # FLOPs of the compiled program's matmuls and convolutions
+    collectives: tuple[dict[str, Any], ...] = ()  # kind, count, and bytes that a chip receives
+    loops: tuple[int, ...] = ()  # for each loop of the program, the number of times that its body runs
+    num_full_rematerializations: int = 0  # arrays that the compiler says it gathers in full to reshard them
+    roofline_seconds: dict[str, float] | None = None  # least time by limit: compute, memory, interconnect
+    binds: str | None = None  # the limit with the largest time
+    step_seconds: float | None = None  # that time
+    mfu: float | None = None  # model FLOPs utilisation at that time, an upper bound
+    mfu_at_step_time: float | None = None  # the same at the step time given
 
 
 def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
@@ -262,6 +228,7 @@ def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
         step_time: measured seconds of a train step, for `mfu_at_step_time`.
     """
     run, hardware, is_train = request.run, request.hardware, request.eval_length is None
+    chip = hardware.chip
     mesh = planned_mesh(request.mesh, hardware.num_chips)
     batch_size, length = request.batch_shape(mesh)
     outcome = in_process(compile_request, request, libtpu)
@@ -281,9 +248,13 @@ def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
         outcome["reason"] = "the compiler cannot print it: FLOPs by formula; traffic and collectives are not known"
     outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
     link_bytes = sum(collective["num_bytes"] for collective in work["collectives"])
-    seconds = roofline_seconds(hardware.chip, work["matmul_flops"], work["hbm_bytes"], link_bytes)
+    seconds = {  # the least time by each limit alone
+        "compute": work["matmul_flops"] / chip.peak_flops,
+        "memory": work["hbm_bytes"] / chip.hbm_bytes_per_second,
+        "interconnect": link_bytes / chip.link_bytes_per_second,
+    }
     binds = max(seconds, key=lambda limit: seconds[limit])
-    least_seconds = needed.total / (hardware.num_chips * hardware.chip.peak_flops)  # at an MFU of 1
+    least_seconds = needed.total / (hardware.num_chips * chip.peak_flops)  # at an MFU of 1
     return dataclasses.replace(
         plan,
         model_flops=dataclasses.asdict(needed),
@@ -295,15 +266,6 @@ def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
         mfu_at_step_time=least_seconds / step_time if is_train and step_time is not None else None,
         **outcome,
     )
-
-
-def roofline_seconds(chip: Chip, flops: int, hbm_bytes: int, link_bytes: int) -> dict[str, float]:
-    """Return the least time by each limit alone."""
-    return {
-        "compute": flops / chip.peak_flops,
-        "memory": hbm_bytes / chip.hbm_bytes_per_second,
-        "interconnect": link_bytes / chip.link_bytes_per_second,
-    }
 
 
 def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
@@ -346,8 +308,7 @@ def plan_run(
     Args:
         run: the run.
         hardware: the slice.
-        mesh: its mesh, with the config's remat. If None, `candidates` are tried, each with remat "none", "dots" and
-            "full" until one fits.
+        mesh: its mesh, with the config's remat. If None, `candidates` are tried, each with the `REMATS` until one fits.
         eval_length: compile the evaluator at this length too, on the best mesh.
         step_time: measured seconds of a train step, for its MFU.
 
