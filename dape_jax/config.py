@@ -66,12 +66,6 @@ class TrainConfig:
         allowed = f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint is validated"
         require(is_validated, "train.checkpoint_interval", self.checkpoint_interval, allowed)
 
-    def check_devices(self, batch_axis_size: int) -> None:
-        """Raise `InputError` unless the batch divides over devices and accumulation parts."""
-        divisor = batch_axis_size * self.accumulation_steps
-        allowed = f"must be a multiple of {divisor} = {batch_axis_size} devices x {self.accumulation_steps}"
-        require(self.batch_size % divisor == 0, "train.batch_size", self.batch_size, f"{allowed} accumulation_steps")
-
 
 @dataclasses.dataclass(frozen=True)
 class BaseRunConfig:
@@ -98,7 +92,11 @@ class BaseRunConfig:
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Raise `InputError` unless batch, sequences and model divide over a mesh."""
-        self.train.check_devices(math.prod(mesh.shape[axis] for axis in BATCH_AXES))
+        batch_size, num_parts = self.train.batch_size, self.train.accumulation_steps
+        num_devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+        divisor = num_devices * num_parts
+        allowed = f"must be a multiple of {divisor} = {num_devices} devices x {num_parts} accumulation_steps"
+        require(batch_size % divisor == 0, "train.batch_size", batch_size, allowed)
         of_task = isinstance(self, TaskRunConfig)
         length = ("data.pad_to", self.data.pad_to) if of_task else ("train.train_length", self.train.train_length)
         check_mesh(mesh, {"T": length})

@@ -39,13 +39,9 @@ _LOST_CONNECTION = ("by peer", "UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat") 
 def distributed_runtime(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Iterator[None]:
     """Initialise jax's distributed runtime, before any device is used, and end this process together with the others.
 
-    Without arguments, jax looks for a cluster in the environment (SLURM, a TPU pod, Open MPI, ..). If there is none,
-    this process initialises the runtime alone, because the runtime is what records SIGTERM for `PreemptionGuard`.
-
-    Args:
-        coordinator: host:port of process 0.
-        num_processes: number of processes.
-        process_id: number of this process, from 0.
+    `coordinator` is the host:port of process 0, whose `process_id` is 0. Without arguments, jax looks for a cluster in
+    the environment (SLURM, a TPU pod, Open MPI, ..). If there is none, this process initialises the runtime alone,
+    because the runtime is what records SIGTERM for `PreemptionGuard`.
 
     Raises:
         InputError: the arguments or the environment are incomplete or out of range.

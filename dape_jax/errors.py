@@ -48,9 +48,7 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
 def printable(text: str, keep: str = "") -> str:
     r"""Return the text with control characters escaped (\x1b), because they could control the terminal.
 
-    Args:
-        text: any text.
-        keep: characters that are not escaped, for example a newline; by default the result is one line.
+    Characters in `keep` are not escaped, for example a newline; by default the result is one line.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 

@@ -94,16 +94,9 @@ def evaluate_tasks(
     mesh: MeshConfig | None = None,
     output: Path | None = None,
 ) -> report.ReportPaths:
-    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`.
+    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.
 
-    Args:
-        workdirs: run directories; those of the same task have different names.
-        options: what to measure.
-        mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
-        output: directory of the results; by default the workdir, or the longest path common to all workdirs.
-
-    Raises:
-        InputError: bad input, or a length that does not fit into memory, before any parameters are read.
+    The workdirs of the same task have different names.
     """
     models = read_models(read_trained_on_task, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")

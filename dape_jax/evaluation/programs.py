@@ -79,7 +79,7 @@ def compile_programs(
 
     Args:
         step_at: returns, for a length, the jitted `step(params, batch)` and the number of sequences of a batch.
-        lengths: lengths in tokens, increasing.
+        lengths: lengths in tokens.
         params: first argument of the step: arrays, or only their shapes and shardings.
         mesh: mesh of parameters and batches.
         batch_names: names of the int32[B, T] arrays of a batch.
@@ -237,7 +237,7 @@ def run_in_batches(
         step: function of a batch on the devices, such as a program's step with its parameters; its outputs are arrays
             with one row for each row of the batch.
         make_batch: returns the batch of the given row numbers; see `padded_batches`.
-        num_rows: number of rows.
+        num_rows: number of all rows.
         batch_size: rows of a batch.
         mesh: mesh that batches are put on.
         progress: called after each batch with the number of its real rows.

@@ -118,14 +118,9 @@ def read_models(
     mesh: MeshConfig | None,
     *overrides: str,
 ) -> list[TrainedModel[Run]]:
-    """Read the descriptions of the models to compare, whose labels must be different.
+    """Read the descriptions of the models to compare, whose labels must be different; `read` is one of the above.
 
-    Args:
-        read: `read_trained` or `read_trained_on_task`.
-        workdirs: run directories.
-        options: options of the evaluation.
-        mesh: see `read_trained`.
-        overrides: options that replace the config's evaluation field of that name, where they are given.
+    The options named by `overrides` replace the config's evaluation field of that name, where they are given.
     """
     require(bool(workdirs), "workdir", [], "must be one workdir or more")
     given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
@@ -157,14 +152,12 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
         corpus = load_corpus(config)
     except InputError as error:
         raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
-    require(
-        corpus.digest == trained.data_digest,
-        "data.path",
-        config.path,
+    allowed = (
         f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, then "
         f"{trained.data_digest}), so its validation documents may be training data; name the corpus to score with "
-        "--data",
+        "--data"
     )
+    require(corpus.digest == trained.data_digest, "data.path", config.path, allowed)
     return corpus
 
 

@@ -56,8 +56,7 @@ def forward_flops(config: TransformerConfig, length: int, batch_size: int) -> Fl
 
 def model_flops(config: TransformerConfig, length: int, batch_size: int) -> Flops:
     """Return the FLOPs that the model needs for a training step, without recomputation: the numerator of MFU."""
-    passes = Passes(*[3] * len(dataclasses.fields(Passes)))
-    return _flops(config, length * batch_size, num_pairs(length, config.window), batch_size, 1, passes)
+    return Flops(*(3 * part for part in dataclasses.astuple(forward_flops(config, length, batch_size))))
 
 
 def model_flops_per_token(config: TransformerConfig, length: int, batch_size: int) -> float:
@@ -83,13 +82,8 @@ def _flops(
 ) -> Flops:
     """Return the FLOPs of all parts.
 
-    Args:
-        config: the model.
-        tokens: number of tokens in the batch.
-        pairs: pairs of a query and a key in one sequence.
-        batch_size: sequences in the batch.
-        num_bias_batches: number of times that arrays without a batch dim are computed.
-        passes: cost of each part.
+    `tokens` are those of the batch, and `pairs` of a query and a key those of one sequence. Arrays without a batch dim
+    are computed `num_bias_batches` times.
     """
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
     pair = config.processor.pair_flops(H, has_bias=not isinstance(config.bias, NopeConfig))
@@ -122,7 +116,7 @@ def executed_flops(
     Args:
         config: the model; its `attention` must not be `Auto`: see `transformer.attention_of`.
         length: T, in tokens.
-        batch_size: sequences.
+        batch_size: sequences in the batch.
         row_parts: devices that the query rows of a sequence are split over: mesh.context x mesh.tensor.
         batch_parts: devices that the batch is split over: mesh.data x mesh.fsdp. Each of them computes all arrays
             without a batch dim.

@@ -220,13 +220,7 @@ class Plan:
 
 
 def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
-    """Compile a program and return its plan.
-
-    Args:
-        request: the program.
-        libtpu: the compiler.
-        step_time: measured seconds of a train step, for `mfu_at_step_time`.
-    """
+    """Compile a program and return its plan; `step_time` are the measured seconds of a train step, if known."""
     run, hardware, is_train = request.run, request.hardware, request.eval_length is None
     chip = hardware.chip
     mesh = planned_mesh(request.mesh, hardware.num_chips)
@@ -310,7 +304,7 @@ def plan_run(
         hardware: the slice.
         mesh: its mesh, with the config's remat. If None, `candidates` are tried, each with the `REMATS` until one fits.
         eval_length: compile the evaluator at this length too, on the best mesh.
-        step_time: measured seconds of a train step, for its MFU.
+        step_time: see `make_plan`.
 
     Raises:
         InputError: sizes do not divide, or libtpu is missing; before anything is compiled.

@@ -14,6 +14,7 @@ import errno
 import functools
 import itertools
 import logging
+import operator
 import os
 import re
 import shutil
@@ -118,17 +119,12 @@ def _directory(workdir: Path) -> Path:
     return workdir.absolute() / "checkpoints"
 
 
-def _step_names(workdir: Path) -> list[str]:
+def step_names(workdir: Path) -> list[str]:
     """Return the names of the saved steps, newest first. Unfinished saves have other names."""
     if not _directory(workdir).is_dir():
         return []
     names = [entry.name for entry in _directory(workdir).iterdir() if entry.name.isdecimal()]
     return sorted(names, key=lambda name: (int(name), name), reverse=True)
-
-
-def has_steps(workdir: Path) -> bool:
-    """Return whether any step was saved, damaged or not."""
-    return bool(_step_names(workdir))
 
 
 # ---- digests
@@ -191,14 +187,15 @@ class _Manager(ocp.CheckpointManager):
         """
         self.workdir = workdir
         self.saving: int | None = None
+        validation_nats = operator.itemgetter("validation_nats")
         best = preservation_policy.BestN(
-            get_metric_fn=_validation_nats, reverse=True, n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=validation_nats, reverse=True, n=1, keep_checkpoints_without_metrics=False
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy.AnyPreservationPolicy(
                 [preservation_policy.LatestN(max_to_keep), best]
             ),
-            best_fn=_validation_nats,
+            best_fn=validation_nats,
             best_mode="min",
             cleanup_tmp_directories=True,
             todelete_subdir=_DELETED,
@@ -268,10 +265,6 @@ def _error_number(error: BaseException) -> int | None:
     return int(code[1]) if code else getattr(error, "errno", None)
 
 
-def _validation_nats(metrics: dict[str, float]) -> float:
-    return metrics["validation_nats"]
-
-
 def open_checkpoints(workdir: Path, max_to_keep: int) -> ocp.CheckpointManager:
     """Return the manager of a run's checkpoints. Call `close()` on it: saves run in the background until then."""
     return _Manager(workdir, max_to_keep)
@@ -317,12 +310,9 @@ def restore_newest(workdir: Path, abstract: TrainState) -> tuple[int, TrainState
 
     Call it before `open_checkpoints`. Of the steps before the newest intact one, only the JSON items are read.
 
-    Args:
-        workdir: run directory.
-        abstract: shapes, dtypes and shardings of the state, from `step.abstract_state`.
-
     Returns:
-        The step's number, its state and its position in the data, or None if no step was saved.
+        The step's number, its state, sharded like `abstract`, and its position in the data, or None if no step was
+        saved.
 
     Raises:
         InputError: there are steps, and none is intact.
@@ -331,7 +321,7 @@ def restore_newest(workdir: Path, abstract: TrainState) -> tuple[int, TrainState
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "config")}
     faults: dict[str, str] = {}
     found = None
-    for name in _step_names(workdir):
+    for name in step_names(workdir):
         try:
             restored = _read(workdir, name, **jsons, **({} if found else arrays))
         except DamagedError as error:
@@ -359,16 +349,14 @@ def restore_newest(workdir: Path, abstract: TrainState) -> tuple[int, TrainState
 def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str, Any]]:
     """Return a step's number and the config saved with it, from which an evaluator rebuilds the model.
 
-    Args:
-        workdir: run directory.
-        which: "newest", "best" (the lowest validation loss) or a number. The first two skip steps whose config or
-            metrics are damaged, with a warning.
+    `which` is "newest", "best" (the lowest validation loss) or a number. The first two skip steps whose config or
+    metrics are damaged, with a warning.
 
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
     """
     require(_directory(workdir).is_dir(), "workdir", str(workdir), "must be a directory written by train.py")
-    names = _step_names(workdir)
+    names = step_names(workdir)
     require(bool(names), "workdir", str(workdir), "has no checkpoint yet")
     allowed = ["newest", "best", *reversed(names)]
     require(which in allowed, "step", which, f"must be one of {allowed} in {workdir}")
@@ -398,7 +386,7 @@ def restore_params(workdir: Path, step: int, abstract: Params) -> Params:
     try:
         return _read(workdir, str(step), params=ocp.args.StandardRestore(abstract))["params"]
     except DamagedError as error:
-        others = [name for name in reversed(_step_names(workdir)) if name != str(step)]
+        others = [name for name in reversed(step_names(workdir)) if name != str(step)]
         raise InputError(f"step = '{step}': {error}" + (f"; other steps are {others}" if others else "")) from error
 
 

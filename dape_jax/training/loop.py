@@ -45,10 +45,6 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
     4. It holds another config: refuse and print the differences. Fields in `config.RESUMABLE_FIELDS` may differ.
     5. It holds a checkpoint of the last step: return.
 
-    Args:
-        spec: nested dict of a config file.
-        workdir: run directory, for config, checkpoints and TensorBoard scalars.
-
     Raises:
         InputError: bad input, before any device work.
         NonFiniteError: the loss is not finite; earlier checkpoints are kept.
@@ -136,13 +132,11 @@ def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer
     """Write the run's config and tokenizer to `workdir`, or compare the config with the one there."""
     saved = checkpoint.read_config(workdir)
     if saved is None:
-        require(
-            not checkpoint.has_steps(workdir),
-            "workdir",
-            str(workdir),
+        allowed = (
             f"has checkpoints but no {checkpoint.CONFIG_FILE} that describes them; restore it (each checkpoint has a "
-            "copy, config/metadata) or choose another directory",
+            "copy, config/metadata) or choose another directory"
         )
+        require(not checkpoint.step_names(workdir), "workdir", str(workdir), allowed)
         if tokenizer is not None:
             save_tokenizer(tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
         checkpoint.write_config(workdir, record)
