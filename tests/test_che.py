@@ -141,7 +141,7 @@ def test_golden_che_loss_and_accuracy(folder, task):
     assert float(jnp.average(nll_BT, weights=jnp.asarray(tapes["weights"]))) == pytest.approx(float(loss), abs=1e-6)
     right_BT = (logits_BTV.argmax(axis=-1) == tapes["targets"]) & tapes["counted"]
     found = length_accuracy(length, right_BT.sum(axis=1), tapes["counted"].sum(axis=1))
-    assert found.accuracy == pytest.approx(float(right_share), abs=1e-6)
+    assert found["accuracy"] == pytest.approx(float(right_share), abs=1e-6)
     # The same from the four sums of a validation step.
     sums = [nll_BT * tapes["weights"], tapes["weights"], right_BT, tapes["counted"]]
     nats, weight, right, counted = (float(np.sum(of)) for of in sums)
@@ -545,7 +545,7 @@ def test_several_tasks_have_a_column_and_panels(runs, random, root, tmp_path):
 def test_means_over_no_lengths_are_none(runs, tmp_path, lengths, means):
     trained = read_trained_on_task(runs[0], "newest", {})
     results = [task_result(trained, [length_accuracy(length, np.array([1]), np.array([2])) for length in lengths])]
-    paths = report.save_runs("accuracy", tmp_path, results, caption(results), cells(results), plot(results))
+    paths = report.save("accuracy", tmp_path, {"runs": results}, caption(results), cells(results), plot(results))
     (run,) = written(tmp_path)
     assert {field for field in ("trained", "score") if run[field] is not None} == set(means)
     assert (run["reference_score"] is None) == (7 not in lengths)
@@ -580,11 +580,11 @@ def test_interval_contains_the_accuracy(rows):
     counted_B = np.array([counted for counted, _ in rows])
     right_B = np.array([round(counted * share) for counted, share in rows])
     found = length_accuracy(5, right_B, counted_B)
-    assert found.accuracy == right_B.sum() / counted_B.sum()
-    assert (found.num_symbols, found.num_sequences) == (counted_B.sum(), len(rows))
-    assert 0 <= found.low <= found.accuracy + 1e-12
-    assert found.accuracy - 1e-12 <= found.high <= 1
-    assert found.high - found.low > 1e-4
+    assert found["accuracy"] == right_B.sum() / counted_B.sum()
+    assert (found["num_symbols"], found["num_sequences"]) == (counted_B.sum(), len(rows))
+    assert 0 <= found["low"] <= found["accuracy"] + 1e-12
+    assert found["accuracy"] - 1e-12 <= found["high"] <= 1
+    assert found["high"] - found["low"] > 1e-4
 
 
 @settings(max_examples=50, deadline=None)
@@ -592,7 +592,7 @@ def test_interval_contains_the_accuracy(rows):
 def test_interval_for_one_symbol_per_sequence_is_wilsons(rights):
     found = length_accuracy(5, np.array(rights, int), np.ones(len(rights), int))
     wilson = scipy.stats.binomtest(sum(rights), len(rights)).proportion_ci(method="wilson")
-    assert (found.low, found.high) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
+    assert (found["low"], found["high"]) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.2, 0.4])
@@ -603,7 +603,7 @@ def test_interval_has_95_percent_coverage(spread):
         share_B = np.where(rng.random(64) < 0.5, 0.5 - spread, 0.5 + spread)
         counted_B = rng.integers(5, 30, 64)
         found = length_accuracy(5, rng.binomial(counted_B, share_B), counted_B)
-        hits += found.low <= 0.5 <= found.high
+        hits += found["low"] <= 0.5 <= found["high"]
     assert 0.92 <= hits / 400 <= 0.98
 
 
@@ -855,7 +855,7 @@ def test_an_interval_does_not_vanish_by_rounding():
     for right, counted in ((15, 22), (1, 49)):
         for num in (1, 3):
             found = length_accuracy(5, np.full(num, right), np.full(num, counted))
-            assert found.high - found.low > 0.2
+            assert found["high"] - found["low"] > 0.2
 
 
 def test_a_range_of_millions_is_refused():

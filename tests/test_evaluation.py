@@ -162,15 +162,15 @@ def test_perplexity_is_of_the_sum(rows, tokens_each):
     """exp(sum of nll / number of tokens), not a mean of perplexities; the interval holds it."""
     documents, nlls = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
     result = length_result(7, documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
-    assert result.perplexity == pytest.approx(math.exp(nlls.sum() / (len(rows) * tokens_each)))
-    assert result.num_tokens == len(rows) * tokens_each
-    assert result.num_documents == len({document for document, _ in rows})
-    if result.num_documents == 1:
-        assert result.low is None
-        assert result.high is None
+    assert result["perplexity"] == pytest.approx(math.exp(nlls.sum() / (len(rows) * tokens_each)))
+    assert result["num_tokens"] == len(rows) * tokens_each
+    assert result["num_documents"] == len({document for document, _ in rows})
+    if result["num_documents"] == 1:
+        assert result["low"] is None
+        assert result["high"] is None
     else:
-        assert result.low <= result.perplexity * (1 + 1e-9)
-        assert result.high >= result.perplexity * (1 - 1e-9)
+        assert result["low"] <= result["perplexity"] * (1 + 1e-9)
+        assert result["high"] >= result["perplexity"] * (1 - 1e-9)
 
 
 def test_training_loss_is_the_evaluators_loss(root):
@@ -409,12 +409,12 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tm
 def test_delta_is_positive_where_context_helps(rows, saved):
     documents, local = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
     result = delta_result(64, documents, *(np.outer(nll, np.full(16, 1 / 16)) for nll in (local, local - saved)))
-    assert result.delta == pytest.approx(result.local - result.full)
+    assert result["delta"] == pytest.approx(result["local"] - result["full"])
     # Every document saves the same nll for every window, so no draw of documents changes the sign.
-    assert np.sign(result.delta) == np.sign(saved) or result.delta == pytest.approx(0)
-    if result.low is not None and result.high is not None:
-        assert result.low >= 0 or saved < 0
-        assert result.high <= 0 or saved > 0
+    assert np.sign(result["delta"]) == np.sign(saved) or result["delta"] == pytest.approx(0)
+    if result["low"] is not None and result["high"] is not None:
+        assert result["low"] >= 0 or saved < 0
+        assert result["high"] <= 0 or saved > 0
 
 
 def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, monkeypatch):
@@ -447,18 +447,18 @@ def test_bins_hold_every_position_once_and_end_at_powers_of_two(length):
 def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, seed):
     nll = np.random.default_rng(seed).exponential(size=(num_windows, length))
     positions = positions_result(np.arange(num_windows), nll, train_length)
-    for each in positions.bins:
-        measured = nll[:, each.first - 1 : each.last]
-        assert each.num_tokens == measured.size
-        assert each.nll_nats == pytest.approx(measured.mean())
-        near = [b for b in positions.bins if abs(math.log2(b.last / each.last)) <= SMOOTHED_OCTAVES + 1e-9]
-        smoothed = nll[:, near[0].first - 1 : near[-1].last].mean()
-        assert each.smoothed_nats == pytest.approx(smoothed)
-        assert each.excess_nats == pytest.approx(smoothed - positions.reference_nats)
+    for each in positions["bins"]:
+        measured = nll[:, each["first"] - 1 : each["last"]]
+        assert each["num_tokens"] == measured.size
+        assert each["nll_nats"] == pytest.approx(measured.mean())
+        near = [b for b in positions["bins"] if abs(math.log2(b["last"] / each["last"])) <= SMOOTHED_OCTAVES + 1e-9]
+        smoothed = nll[:, near[0]["first"] - 1 : near[-1]["last"]].mean()
+        assert each["smoothed_nats"] == pytest.approx(smoothed)
+        assert each["excess_nats"] == pytest.approx(smoothed - positions["reference_nats"])
     trained = min(train_length, length)
-    around = [b for b in positions.bins if b.first > trained // 2 and b.last <= trained]
-    assert positions.reference_nats == pytest.approx(nll[:, around[0].first - 1 : around[-1].last].mean())
-    assert (positions.breaks_at is None) or positions.breaks_at > train_length
+    around = [b for b in positions["bins"] if b["first"] > trained // 2 and b["last"] <= trained]
+    assert positions["reference_nats"] == pytest.approx(nll[:, around[0]["first"] - 1 : around[-1]["last"]].mean())
+    assert (positions["breaks_at"] is None) or positions["breaks_at"] > train_length
 
 
 @pytest.mark.parametrize("breaks_at", [None, 100, 700])
@@ -467,7 +467,7 @@ def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
     nll = np.random.default_rng(0).normal(2.0, 10 * MARGIN_NATS, (64, 1024))
     if breaks_at is not None:
         nll[:, breaks_at - 1 :] += 2 * MARGIN_NATS
-    found = positions_result(np.arange(64), nll, 64).breaks_at
+    found = positions_result(np.arange(64), nll, 64)["breaks_at"]
     if breaks_at is None:
         assert found is None
     else:

@@ -47,39 +47,6 @@ MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 
 @dataclasses.dataclass(frozen=True)
-class LengthAccuracy:
-    """Accuracy at one input length: right symbols / symbols that count, with the interval of `length_accuracy`."""
-
-    length: int  # a task that has no input of this length uses one symbol less
-    accuracy: float
-    low: float
-    high: float
-    num_sequences: int
-    num_symbols: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskResult:
-    """Accuracy by length of one model, and its means, which are None if there are no lengths to average.
-
-    Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
-        length 42: `reference_score`.
-    """
-
-    task: str
-    name: str
-    workdir: str
-    step: int
-    train_length: int
-    random_accuracy: float  # chance
-    dropout: bool
-    lengths: list[LengthAccuracy]
-    trained: float | None  # mean over lengths up to the train length
-    score: float | None  # mean over lengths above it
-    reference_score: float | None  # the same without the first of these
-
-
-@dataclasses.dataclass(frozen=True)
 class TaskOptions(Options):
     """Options of `evaluate_tasks`, and flags of `eval.py` for runs on algorithmic tasks."""
 
@@ -111,7 +78,7 @@ def evaluate_tasks(
         model_mesh, params = restore(model)
         results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
         del params  # before the next model's are read
-    return report.save_runs("accuracy", directory, results, caption(results), cells(results), plot(results))
+    return report.save("accuracy", directory, {"runs": results}, caption(results), cells(results), plot(results))
 
 
 # ---- tapes
@@ -191,7 +158,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
 
 def answer_tapes(
     trained: TrainedModel[TaskRunConfig], programs: dict[int, Program], params: Params, mesh: Mesh
-) -> list[LengthAccuracy]:
+) -> list[dict[str, Any]]:
     """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
     num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
@@ -221,7 +188,7 @@ def answer_tapes(
     return accuracies
 
 
-def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndarray, "B"]) -> LengthAccuracy:
+def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndarray, "B"]) -> dict[str, Any]:
     """Return the accuracy at one length: right symbols / symbols that count, over all sequences, and a 95 % interval.
 
     The symbols of one sequence are not independent. The interval is Wilson's for the number of independent symbols that
@@ -240,37 +207,41 @@ def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[n
     centre = (accuracy + z**2 / (2 * independent)) / (1 + z**2 / independent)
     half = z * math.sqrt(accuracy * (1 - accuracy) / independent + (z / (2 * independent)) ** 2)
     half /= 1 + z**2 / independent
-    return LengthAccuracy(
-        length=length,
-        accuracy=float(accuracy),
-        low=float(max(0, centre - half)),
-        high=float(min(1, centre + half)),
-        num_sequences=len(right_B),
-        num_symbols=int(counted_B.sum()),
-    )
+    return {
+        "length": length,  # a task that has no input of this length uses one symbol less
+        "accuracy": float(accuracy),
+        "low": float(max(0, centre - half)),
+        "high": float(min(1, centre + half)),
+        "num_sequences": len(right_B),
+        "num_symbols": int(counted_B.sum()),
+    }
 
 
-def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[LengthAccuracy]) -> TaskResult:
-    """Return the result of one model, with its mean accuracies."""
+def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of one model, with its mean accuracies, which are None if there are no lengths to average.
+
+    Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
+        length 42: `reference_score`.
+    """
 
     def mean(above: int, to: int | float) -> float | None:
-        chosen = [result.accuracy for result in lengths if above < result.length <= to]
+        chosen = [each["accuracy"] for each in lengths if above < each["length"] <= to]
         return math.fsum(chosen) / len(chosen) if chosen else None
 
     run, train_length = trained.run, trained.run.train.train_length
-    return TaskResult(
-        task=run.data.task,
-        name=trained.name,
-        workdir=str(trained.workdir),
-        step=trained.step,
-        train_length=train_length,
-        random_accuracy=run.data.of.random_accuracy,
-        dropout=run.evaluation.dropout,
-        lengths=lengths,
-        trained=mean(0, train_length),
-        score=mean(train_length, math.inf),
-        reference_score=mean(train_length + 1, math.inf),
-    )
+    return {
+        "task": run.data.task,
+        "name": trained.name,
+        "workdir": str(trained.workdir),
+        "step": trained.step,
+        "train_length": train_length,
+        "random_accuracy": run.data.of.random_accuracy,
+        "dropout": run.evaluation.dropout,
+        "lengths": lengths,
+        "trained": mean(0, train_length),
+        "score": mean(train_length, math.inf),
+        "reference_score": mean(train_length + 1, math.inf),
+    }
 
 
 # ---- table and figure
@@ -291,41 +262,41 @@ def percent(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{100 * accuracy:.2f}"
 
 
-def cells(results: Sequence[TaskResult]) -> list[list[str]]:
+def cells(results: report.Runs) -> list[list[str]]:
     """Return the header, and a row for each model: its means, and its accuracy at some lengths."""
-    train_length = results[0].train_length
-    shown = columns([result.length for result in results[0].lengths])
-    several = len({run.task for run in results}) > 1
+    train_length = results[0]["train_length"]
+    shown = columns([result["length"] for result in results[0]["lengths"]])
+    several = len({run["task"] for run in results}) > 1
     rows = [["", *(["task"] if several else []), f"<= {train_length}", f"> {train_length}", *map(str, shown)]]
     for run in results:
-        at = {result.length: percent(result.accuracy) for result in run.lengths}
-        means = [percent(run.trained), percent(run.score)]
-        rows.append([run.name, *([run.task] if several else []), *means, *(at[length] for length in shown)])
+        at = {result["length"]: percent(result["accuracy"]) for result in run["lengths"]}
+        means = [percent(run["trained"]), percent(run["score"])]
+        rows.append([run["name"], *([run["task"]] if several else []), *means, *(at[length] for length in shown)])
     return rows
 
 
-def caption(results: Sequence[TaskResult]) -> str:
+def caption(results: report.Runs) -> str:
     """Return the caption of the table."""
     first = results[0]
-    lengths, train_length = [result.length for result in first.lengths], first.train_length
+    lengths, train_length = [result["length"] for result in first["lengths"]], first["train_length"]
     beyond = [length for length in lengths if length > train_length]
     span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
     chances: dict[str, list[str]] = {}
-    for task, chance in {run.task: run.random_accuracy for run in results}.items():
+    for task, chance in {run["task"]: run["random_accuracy"] for run in results}.items():
         chances.setdefault(percent(chance), []).append(task)
     return (
         f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols"
-        f"{', dropout on' if first.dropout else ''}; {first.lengths[0].num_sequences} sequences of each length. "
-        f"<= {train_length}: mean over {len(lengths) - len(beyond)} lengths; > {train_length}, the score: mean over "
-        f"{len(beyond)} lengths{span}. Chance: "
+        f"{', dropout on' if first['dropout'] else ''}; {first['lengths'][0]['num_sequences']} sequences of each "
+        f"length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; > {train_length}, the score: "
+        f"mean over {len(beyond)} lengths{span}. Chance: "
         + "; ".join(f"{chance} ({', '.join(tasks)})" for chance, tasks in chances.items())
         + "."
     )
 
 
-def plot(results: Sequence[TaskResult]) -> Figure:
+def plot(results: report.Runs) -> Figure:
     """Draw accuracy against length: a panel for each task, a colour for each method, a dotted line for chance."""
-    tasks, names = list(dict.fromkeys(run.task for run in results)), list(dict.fromkeys(run.name for run in results))
+    tasks, names = (list(dict.fromkeys(run[field] for run in results)) for field in ("task", "name"))
     across = 2 if len(tasks) in (2, 4) else min(3, len(tasks))
     down = -(-len(tasks) // across)
     figure = Figure(figsize=(6.4 if across == 1 else 4.2 * across, 0.9 + 3.2 * down), layout="constrained")
@@ -334,7 +305,7 @@ def plot(results: Sequence[TaskResult]) -> Figure:
         axes.remove()
     lines: dict[str, Line2D] = {}
     for number, (axes, task) in enumerate(zip(panels, tasks, strict=False)):
-        lines |= plot_task(axes, [run for run in results if run.task == task], names)
+        lines |= plot_task(axes, [run for run in results if run["task"] == task], names)
         if number % across == 0:
             axes.set_ylabel("accuracy")
         if number + across >= len(tasks):  # the lowest panel of its column
@@ -350,20 +321,20 @@ def plot(results: Sequence[TaskResult]) -> Figure:
     return figure
 
 
-def plot_task(axes: Axes, runs: Sequence[TaskResult], names: list[str]) -> dict[str, Line2D]:
+def plot_task(axes: Axes, runs: report.Runs, names: list[str]) -> dict[str, Line2D]:
     """Draw one panel; return its lines by name."""
     lines = {}
     for run in runs:
-        lengths = [result.length for result in run.lengths]
-        color, marker = f"C{names.index(run.name) % 10}", "o" if len(lengths) <= MAX_MARKERS else None
-        accuracies = [result.accuracy for result in run.lengths]
-        (lines[run.name],) = axes.plot(lengths, accuracies, marker=marker, markersize=3, color=color)
-        report.band(axes, lengths, [(result.low, result.high) for result in run.lengths], color)
+        lengths = [result["length"] for result in run["lengths"]]
+        color, marker = f"C{names.index(run['name']) % 10}", "o" if len(lengths) <= MAX_MARKERS else None
+        accuracies = [result["accuracy"] for result in run["lengths"]]
+        (lines[run["name"]],) = axes.plot(lengths, accuracies, marker=marker, markersize=3, color=color)
+        report.band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], color)
     gray = {"color": "gray", "linewidth": 1.2}
-    lines["train length"] = axes.axvline(runs[0].train_length, linestyle="--", **gray)
-    lines["chance"] = axes.axhline(runs[0].random_accuracy, linestyle=":", **gray)
-    axes.set_title(runs[0].task.replace("_", " "))
-    axes.set_xlim(0, 1.02 * runs[0].lengths[-1].length)
+    lines["train length"] = axes.axvline(runs[0]["train_length"], linestyle="--", **gray)
+    lines["chance"] = axes.axhline(runs[0]["random_accuracy"], linestyle=":", **gray)
+    axes.set_title(runs[0]["task"].replace("_", " "))
+    axes.set_xlim(0, 1.02 * runs[0]["lengths"][-1]["length"])
     axes.set_ylim(-0.03, 1.05)
     axes.grid(alpha=0.3)
     return lines

@@ -34,7 +34,6 @@ from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.report import DeltaRunResult, PositionsRunResult, RunResult
 from dape_jax.evaluation.statistics import delta_result, length_result, positions_result
 from dape_jax.evaluation.trained import (
     Options,
@@ -272,10 +271,10 @@ def summarise(
     data: str,
     windows: list[ScoredWindow],
     nll_by_length: NllByLength,
-) -> RunResult | PositionsRunResult:
+) -> dict[str, Any]:
     """Return the result of a model in one rotary variant, scored on the corpus with the digest `data`."""
     train_length = model.run.train.train_length
-    fields: dict[str, Any] = {
+    identity = {
         "name": variant_name(model, rotary),
         "workdir": str(model.workdir),
         "step": model.step,
@@ -287,10 +286,10 @@ def summarise(
     documents = np.array([window.document for window in windows])
     if kind == "positions":
         (nll,) = nll_by_length.values()
-        return PositionsRunResult(**fields, positions=positions_result(documents, nll, train_length))
+        return identity | {"positions": positions_result(documents, nll, train_length)}
     lengths = [length_result(length, documents, nll) for length, nll in nll_by_length.items()]
     if kind == "perplexity":
-        return RunResult(**fields, lengths=lengths)
-    local, *longer = nll_by_length
+        return identity | {"lengths": lengths}
+    local, *longer = nll_by_length  # T_train and the lengths above it
     deltas = [delta_result(length, documents, nll_by_length[local], nll_by_length[length]) for length in longer]
-    return DeltaRunResult(**fields, lengths=lengths, deltas=deltas)
+    return identity | {"lengths": lengths, "deltas": deltas}

@@ -6,7 +6,7 @@ In: one result for each model. Out: `lengths.*` (perplexity by length), `delta.*
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,44 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
 
 from dape_jax.errors import InputError, require
-from dape_jax.evaluation.statistics import DeltaResult, LengthResult, PositionsResult
 from dape_jax.files import write_json
 from dape_jax.provenance import provenance
 
-
-@dataclasses.dataclass(frozen=True)
-class EvaluatedModel:
-    """Identity of an evaluated language model: base class of the three results, of which the JSON's "runs" consist."""
-
-    name: str  # that of the workdir, and the rotary variant
-    workdir: str
-    step: int
-    train_length: int
-    rotary: str  # "rope" for the model as trained, else the stretching of its rotary embedding
-    last_tokens: int  # scored tokens of a sequence
-    data: str  # digest of the scored corpus
-
-
-@dataclasses.dataclass(frozen=True)
-class RunResult(EvaluatedModel):
-    """Perplexity by length of one model: protocol "perplexity"."""
-
-    lengths: list[LengthResult]
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaRunResult(RunResult):
-    """Perplexity and gain from context by length of one model: protocol "delta"."""
-
-    # The first of `lengths` is T_train: the local perplexity of every delta. `deltas` are at the lengths above it.
-    deltas: list[DeltaResult]
-
-
-@dataclasses.dataclass(frozen=True)
-class PositionsRunResult(EvaluatedModel):
-    """Loss by position of one model: `by_position`."""
-
-    positions: PositionsResult
+Runs = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +47,6 @@ def save(
     file = directory / f"{stem}.png"
     figure.savefig(file, dpi=150)
     return ReportPaths(directory, table, file)
-
-
-def save_runs(
-    stem: str, directory: Path, results: Sequence[Any], caption: str, rows: list[list[str]], figure: Figure
-) -> ReportPaths:
-    """Write a report whose JSON has one result dataclass for each model, as "runs"; see `save`."""
-    content = {"runs": [dataclasses.asdict(result) for result in results]}
-    return save(stem, directory, content, caption, rows, figure)
 
 
 def common_directory(workdirs: Sequence[Path]) -> Path:
@@ -124,137 +82,126 @@ def markdown_table(caption: str, rows: list[list[str]]) -> str:
     return "\n".join([caption, "", *lines])
 
 
-def with_interval(value: float, low: float | None, high: float | None) -> str:
+def with_interval(result: dict[str, Any], field: str) -> str:
     """Return a number of a table, with its 95 % interval if it has one."""
-    return f"{value:.2f}" + ("" if low is None else f" [{low:.2f}, {high:.2f}]")
+    interval = "" if result["low"] is None else f" [{result['low']:.2f}, {result['high']:.2f}]"
+    return f"{result[field]:.2f}{interval}"
 
 
 # ---- perplexity by length
 
 
-def write_perplexity(results: Sequence[RunResult], directory: Path) -> ReportPaths:
+def write_perplexity(results: Runs, directory: Path) -> ReportPaths:
     """Write perplexity by length to `lengths.*`: a row for each model, a column for each length, as in the paper."""
-    last_tokens, lengths = results[0].last_tokens, results[0].lengths
-    fewer = ", ".join(f"{each.num_tokens:,} at {each.length}" for each in lengths if each.length < last_tokens)
+    last_tokens, lengths = results[0]["last_tokens"], results[0]["lengths"]
+    fewer = ", ".join(f"{each['num_tokens']:,} at {each['length']}" for each in lengths if each["length"] < last_tokens)
     caption = (
         f"Perplexity of the last {last_tokens} tokens by sequence length, trained at {_train_lengths(results)} tokens. "
-        f"{_sample(lengths[-1])}, {lengths[-1].num_tokens:,} scored tokens{fewer and f' ({fewer})'}; "
+        f"{_sample(lengths[-1])}, {lengths[-1]['num_tokens']:,} scored tokens{fewer and f' ({fewer})'}; "
         "95 % bootstrap intervals over documents."
     )
-    rows = [["", *(str(result.length) for result in lengths)]]
-    for run in results:
-        rows.append([run.name, *(with_interval(each.perplexity, each.low, each.high) for each in run.lengths)])
-    points = [[(each.length, each.perplexity, each.low, each.high) for each in run.lengths] for run in results]
-    figure, axes = plot_by_length(results, points, f"perplexity of the last {last_tokens} tokens")
-    perplexities = [perplexity for curve in points for _, perplexity, _, _ in curve]
+    rows = [["", *(str(each["length"]) for each in lengths)]]
+    rows += [[run["name"], *(with_interval(each, "perplexity") for each in run["lengths"])] for run in results]
+    figure, axes = plot_by_length(results, "lengths", "perplexity", f"perplexity of the last {last_tokens} tokens")
+    perplexities = [each["perplexity"] for run in results for each in run["lengths"]]
     if max(perplexities) > 5 * min(perplexities):
         axes.set_yscale("log")
-    mark_train_lengths(axes, [run.train_length for run in results])
-    return save_runs("lengths", directory, results, caption, rows, figure)
+    mark_train_lengths(axes, [run["train_length"] for run in results])
+    return save("lengths", directory, {"runs": results}, caption, rows, figure)
 
 
 # ---- gain from context
 
 
-def write_delta(results: Sequence[DeltaRunResult], directory: Path) -> ReportPaths:
+def write_delta(results: Runs, directory: Path) -> ReportPaths:
     """Write the gain from context to `delta.*`: a column for each model, as in table 1 of the paper."""
-    longest = results[0].lengths[-1]
+    train_length, longest = results[0]["train_length"], results[0]["lengths"][-1]
     caption = (
-        f"P(N): perplexity of the last {results[0].train_length} tokens, the train length, given all N; local: given "
+        f"P(N): perplexity of the last {train_length} tokens, the train length, given all N; local: given "
         "only those tokens; ΔP = local - P(N), positive where the context helps. "
-        f"{_sample(longest)}, {longest.num_tokens:,} scored tokens, the same at every N; 95 % bootstrap intervals of "
-        "the difference over documents."
+        f"{_sample(longest)}, {longest['num_tokens']:,} scored tokens, the same at every N; "
+        "95 % bootstrap intervals of the difference over documents."
     )
-    rows = [["", *(run.name for run in results)]]
-    for deltas in zip(*(run.deltas for run in results), strict=True):
-        length = deltas[0].length
+    rows = [["", *(run["name"] for run in results)]]
+    for deltas in zip(*(run["deltas"] for run in results), strict=True):
+        length = deltas[0]["length"]
         rows += [
-            [f"P({length})", *(f"{delta.full:.2f}" for delta in deltas)],
-            [f"P({length}, local)", *(f"{delta.local:.2f}" for delta in deltas)],
-            [f"ΔP({length})", *(with_interval(delta.delta, delta.low, delta.high) for delta in deltas)],
+            [f"P({length})", *(f"{each['full']:.2f}" for each in deltas)],
+            [f"P({length}, local)", *(f"{each['local']:.2f}" for each in deltas)],
+            [f"ΔP({length})", *(with_interval(each, "delta") for each in deltas)],
         ]
-    points = [[(each.length, each.delta, each.low, each.high) for each in run.deltas] for run in results]
-    ylabel = f"ΔP of the last {results[0].train_length} tokens (> 0: context helps)"
-    figure, axes = plot_by_length(results, points, ylabel)
-    if max(abs(delta) for curve in points for _, delta, _, _ in curve) > 10:
+    ylabel = f"ΔP of the last {train_length} tokens (> 0: context helps)"
+    figure, axes = plot_by_length(results, "deltas", "delta", ylabel)
+    if max(abs(each["delta"]) for run in results for each in run["deltas"]) > 10:
         axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
-    return save_runs("delta", directory, results, caption, rows, figure)
+    return save("delta", directory, {"runs": results}, caption, rows, figure)
 
 
 # ---- loss by position
 
 
-def write_positions(results: Sequence[PositionsRunResult], directory: Path) -> ReportPaths:
+def write_positions(results: Runs, directory: Path) -> ReportPaths:
     """Write loss by position to `positions.*`: a row for each model, and where it breaks."""
-    first = results[0].positions
+    first = results[0]["positions"]
     caption = (
-        f"Loss in nats by position in windows of {first.length} tokens, trained at {_train_lengths(results)} tokens. "
-        f"{first.num_windows} windows from {first.num_documents} validation documents. A model breaks where its "
-        f"smoothed loss is more than {first.margin_nats} nats above that around the train length (T/2..T)."
+        f"Loss in nats by position in windows of {first['length']} tokens, trained at {_train_lengths(results)} "
+        f"tokens. {first['num_windows']} windows from {first['num_documents']} validation documents. A model breaks "
+        f"where its smoothed loss is more than {first['margin_nats']} nats above that around the train length (T/2..T)."
     )
-    rows = [["", "around the train length", f"{first.length // 2}..{first.length}", "breaks at"]]
+    rows = [["", "around the train length", f"{first['length'] // 2}..{first['length']}", "breaks at"]]
     for run in results:
-        found = run.positions
-        breaks_at = "-" if found.breaks_at is None else str(found.breaks_at)
-        rows.append([run.name, f"{found.reference_nats:.3f}", f"{found.last_octave_nats:.3f}", breaks_at])
-    return save_runs("positions", directory, results, caption, rows, plot_positions(results))
+        found = run["positions"]
+        breaks_at = "-" if found["breaks_at"] is None else str(found["breaks_at"])
+        rows.append([run["name"], f"{found['reference_nats']:.3f}", f"{found['last_octave_nats']:.3f}", breaks_at])
+    return save("positions", directory, {"runs": results}, caption, rows, plot_positions(results))
 
 
-def plot_positions(results: Sequence[PositionsRunResult]) -> Figure:
+def plot_positions(results: Runs) -> Figure:
     """Draw loss against position: a line for the smoothed loss, dots for bins, marks at train length and breaks."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for run in results:
-        bins = run.positions.bins
-        last = [each.last for each in bins]
-        (line,) = axes.plot(last, [each.smoothed_nats for each in bins], label=label(run.name))
-        axes.plot(last, [each.nll_nats for each in bins], ".", color=line.get_color(), markersize=3, alpha=0.35)
-        if run.positions.breaks_at is not None:
-            (broken,) = [each for each in bins if each.first == run.positions.breaks_at]
-            axes.plot(broken.last, broken.smoothed_nats, "X", color=line.get_color(), markersize=9)
+        bins, breaks_at = run["positions"]["bins"], run["positions"]["breaks_at"]
+        last = [each["last"] for each in bins]
+        (line,) = axes.plot(last, [each["smoothed_nats"] for each in bins], label=label(run["name"]))
+        axes.plot(last, [each["nll_nats"] for each in bins], ".", color=line.get_color(), markersize=3, alpha=0.35)
+        if breaks_at is not None:
+            (broken,) = [each for each in bins if each["first"] == breaks_at]
+            axes.plot(broken["last"], broken["smoothed_nats"], "X", color=line.get_color(), markersize=9)
     axes.set_xlabel("position in the window (tokens)")
     axes.set_ylabel("loss (nats)")
-    lengths_axis(axes, [2**octave for octave in range(results[0].positions.length.bit_length())])
-    mark_train_lengths(axes, [run.train_length for run in results])
+    lengths_axis(axes, [2**octave for octave in range(results[0]["positions"]["length"].bit_length())])
+    mark_train_lengths(axes, [run["train_length"] for run in results])
     axes.legend()
     return figure
 
 
-WRITERS: dict[str, Callable[[Sequence[Any], Path], ReportPaths]] = {
-    "perplexity": write_perplexity,
-    "delta": write_delta,
-    "positions": write_positions,
-}
+WRITERS = {"perplexity": write_perplexity, "delta": write_delta, "positions": write_positions}
 
 
-def _train_lengths(results: Sequence[EvaluatedModel]) -> str:
-    return ", ".join(str(length) for length in sorted({run.train_length for run in results}))
+def _train_lengths(results: Runs) -> str:
+    return ", ".join(str(length) for length in sorted({run["train_length"] for run in results}))
 
 
-def _sample(result: LengthResult) -> str:
-    return f"{result.num_windows} sequences from {result.num_documents} validation documents"
+def _sample(result: dict[str, Any]) -> str:
+    return f"{result['num_windows']} sequences from {result['num_documents']} validation documents"
 
 
 # ---- figures
 
 
-Point = tuple[int, float, float | None, float | None]  # length, value and the ends of its interval
-
-
-def plot_by_length(
-    results: Sequence[EvaluatedModel], points: Sequence[Sequence[Point]], ylabel: str
-) -> tuple[Figure, Axes]:
-    """Draw a curve for each model, with its intervals, against the sequence length."""
+def plot_by_length(results: Runs, name: str, field: str, ylabel: str) -> tuple[Figure, Axes]:
+    """Draw a curve for each model, `run[name][i][field]` against the sequence length, with its intervals."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
-    for run, curve in zip(results, points, strict=True):
-        lengths, values, lows, highs = zip(*curve, strict=True)
-        (line,) = axes.plot(lengths, values, marker="o", label=label(run.name))
-        band(axes, lengths, list(zip(lows, highs, strict=True)), line.get_color())
+    lengths = [each["length"] for each in results[0][name]]
+    for run in results:
+        (line,) = axes.plot(lengths, [each[field] for each in run[name]], marker="o", label=label(run["name"]))
+        band(axes, lengths, [(each["low"], each["high"]) for each in run[name]], line.get_color())
     axes.set_xlabel("sequence length N (tokens)")
     axes.set_ylabel(ylabel)
-    lengths_axis(axes, [length for length, *_ in points[0]])
+    lengths_axis(axes, lengths)
     axes.legend()
     return figure, axes
 

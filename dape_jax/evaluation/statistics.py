@@ -1,11 +1,10 @@
 """Statistics of scored windows: perplexity by length, gain from context, loss by position, with bootstrap intervals.
 
-In: the nll of windows, and the document that each window comes from. Out: results, which `report.py` writes. `low` and
-`high` are the ends of a 95 % bootstrap interval over documents, or None with fewer than two documents.
-Next: `perplexity.py`.
+In: the nll of windows, and the document that each window comes from. Out: results as JSON values, which `report.py`
+writes. "low" and "high" are the ends of a 95 % bootstrap interval over documents, or None with fewer than two
+documents. Next: `perplexity.py`.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,60 +18,6 @@ SMOOTHED_OCTAVES = 0.25
 MARGIN_NATS = 0.1
 
 Documents = Int[np.ndarray, "windows"]  # the document of each window
-
-
-@dataclasses.dataclass(frozen=True)
-class LengthResult:
-    """Perplexity at one sequence length: exp(nll_nats / num_tokens), the nll summed over all scored tokens."""
-
-    length: int
-    perplexity: float
-    low: float | None
-    high: float | None
-    nll_nats: float
-    num_tokens: int
-    num_windows: int
-    num_documents: int
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaResult:
-    """Gain from the context before the last T_train tokens at one sequence length N, with the interval of `delta`."""
-
-    length: int
-    local: float  # perplexity of the last T_train tokens, given only those tokens
-    full: float  # perplexity of the same tokens, given all N
-    delta: float  # local - full (equation 6 of the paper), positive where the context helps
-    low: float | None
-    high: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class PositionBin:
-    """Loss at the positions `first` to `last`; see `positions_result`."""
-
-    first: int
-    last: int
-    nll_nats: float  # mean over the targets of the bin
-    num_tokens: int
-    smoothed_nats: float  # mean over the targets of the bins nearby
-    excess_nats: float  # smoothed_nats minus the loss around the train length, with its interval
-    excess_low: float | None
-    excess_high: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class PositionsResult:
-    """Loss by position of one model; see `positions_result`."""
-
-    length: int  # tokens of a window
-    reference_nats: float  # mean loss around the train length
-    last_octave_nats: float  # mean loss from length / 2 to length
-    breaks_at: int | None  # first position of the bin where the model breaks
-    margin_nats: float  # excess that counts as a break
-    num_windows: int
-    num_documents: int
-    bins: list[PositionBin]
 
 
 def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
@@ -113,20 +58,20 @@ def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
     return np.exp(nll.sum(axis) / tokens.sum(axis))
 
 
-def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> LengthResult:
-    """Return the perplexity at one length, from the nll in nats of the scored tokens of every window."""
+def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> dict[str, Any]:
+    """Return the perplexity at one length, exp(nll_nats / num_tokens), from the nll in nats of all scored tokens."""
     nll_of_windows, total_nll = nll.sum(axis=1), float(nll.sum(axis=1).sum())
     low, high = bootstrap_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
-    return LengthResult(
-        length=length,
-        perplexity=math.exp(total_nll / nll.size),
-        low=low,
-        high=high,
-        nll_nats=total_nll,
-        num_tokens=nll.size,
-        num_windows=len(nll),
-        num_documents=len(set(documents.tolist())),
-    )
+    return {
+        "length": length,
+        "perplexity": math.exp(total_nll / nll.size),
+        "low": low,
+        "high": high,
+        "nll_nats": total_nll,
+        "num_tokens": nll.size,
+        "num_windows": len(nll),
+        "num_documents": len(set(documents.tolist())),
+    }
 
 
 def delta_result(
@@ -134,8 +79,8 @@ def delta_result(
     documents: Documents,
     local: Float64[np.ndarray, "windows scored"],
     full: Float64[np.ndarray, "windows scored"],
-) -> DeltaResult:
-    """Return the gain from context at one length N.
+) -> dict[str, Any]:
+    """Return the gain from the context before the last T_train tokens at one length N, with its interval.
 
     `local` is the nll in nats of the last T_train tokens of every window, given only those tokens; `full` that of the
     same tokens, given all N.
@@ -147,7 +92,14 @@ def delta_result(
 
     low, high = bootstrap_interval(documents, (local_nll, full_nll, tokens), gain)
     local_perplexity, full_perplexity = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
-    return DeltaResult(length, local_perplexity, full_perplexity, local_perplexity - full_perplexity, low, high)
+    return {
+        "length": length,
+        "local": local_perplexity,
+        "full": full_perplexity,
+        "delta": local_perplexity - full_perplexity,  # equation 6 of the paper, positive where the context helps
+        "low": low,
+        "high": high,
+    }
 
 
 def bin_ends(length: int) -> Int[np.ndarray, "bins"]:
@@ -158,7 +110,7 @@ def bin_ends(length: int) -> Int[np.ndarray, "bins"]:
 
 def positions_result(
     documents: Documents, nll_of_windows: Float64[np.ndarray, "windows length"], train_length: int
-) -> PositionsResult:
+) -> dict[str, Any]:
     """Return the loss by position of one model, and the position where it breaks.
 
     The position of a target is the number of tokens before it in its window, 1 to N. The width of bins grows with the
@@ -203,25 +155,25 @@ def positions_result(
     is_broken = (starts >= train_length) & (excess_nats > MARGIN_NATS)
     if low is not None:
         is_broken &= np.array(low) > 0
-    return PositionsResult(
-        length=length,
-        reference_nats=float(mean(nll, tokens, is_reference)[0]),
-        last_octave_nats=float(mean(nll, tokens, is_last_octave)[0]),
-        breaks_at=int(starts[np.argmax(is_broken)]) + 1 if is_broken.any() else None,
-        margin_nats=MARGIN_NATS,
-        num_windows=num_windows,
-        num_documents=len(set(documents.tolist())),
-        bins=[
-            PositionBin(
-                first=int(starts[i]) + 1,
-                last=int(ends[i]),
-                nll_nats=float(nll[i] / tokens[i]),
-                num_tokens=int(tokens[i]),
-                smoothed_nats=float(smoothed_nats[i]),
-                excess_nats=float(excess_nats[i]),
-                excess_low=low and low[i],
-                excess_high=high and high[i],
-            )
+    return {
+        "length": length,
+        "reference_nats": float(mean(nll, tokens, is_reference)[0]),  # mean loss around the train length
+        "last_octave_nats": float(mean(nll, tokens, is_last_octave)[0]),  # mean loss from length / 2 to length
+        "breaks_at": int(starts[np.argmax(is_broken)]) + 1 if is_broken.any() else None,
+        "margin_nats": MARGIN_NATS,
+        "num_windows": num_windows,
+        "num_documents": len(set(documents.tolist())),
+        "bins": [
+            {
+                "first": int(starts[i]) + 1,
+                "last": int(ends[i]),
+                "nll_nats": float(nll[i] / tokens[i]),
+                "num_tokens": int(tokens[i]),
+                "smoothed_nats": float(smoothed_nats[i]),
+                "excess_nats": float(excess_nats[i]),  # smoothed_nats minus reference_nats, with its interval
+                "excess_low": low and low[i],
+                "excess_high": high and high[i],
+            }
             for i in range(len(ends))
         ],
-    )
+    }
