@@ -262,7 +262,7 @@ def percent(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{100 * accuracy:.2f}"
 
 
-def cells(results: report.Runs) -> list[list[str]]:
+def cells(results: report.Results) -> list[list[str]]:
     """Return the header, and a row for each model: its means, and its accuracy at some lengths."""
     train_length = results[0]["train_length"]
     shown = columns([result["length"] for result in results[0]["lengths"]])
@@ -275,7 +275,7 @@ def cells(results: report.Runs) -> list[list[str]]:
     return rows
 
 
-def caption(results: report.Runs) -> str:
+def caption(results: report.Results) -> str:
     """Return the caption of the table."""
     first = results[0]
     lengths, train_length = [result["length"] for result in first["lengths"]], first["train_length"]
@@ -294,7 +294,7 @@ def caption(results: report.Runs) -> str:
     )
 
 
-def plot(results: report.Runs) -> Figure:
+def plot(results: report.Results) -> Figure:
     """Draw accuracy against length: a panel for each task, a colour for each method, a dotted line for chance."""
     tasks, names = (list(dict.fromkeys(run[field] for run in results)) for field in ("task", "name"))
     across = 2 if len(tasks) in (2, 4) else min(3, len(tasks))
@@ -321,7 +321,7 @@ def plot(results: report.Runs) -> Figure:
     return figure
 
 
-def plot_task(axes: Axes, runs: report.Runs, names: list[str]) -> dict[str, Line2D]:
+def plot_task(axes: Axes, runs: report.Results, names: list[str]) -> dict[str, Line2D]:
     """Draw one panel; return its lines by name."""
     lines = {}
     for run in runs:

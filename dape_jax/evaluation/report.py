@@ -18,7 +18,7 @@ from dape_jax.errors import InputError, require
 from dape_jax.files import write_json
 from dape_jax.provenance import provenance
 
-Runs = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
+Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def with_interval(result: dict[str, Any], field: str) -> str:
 # ---- perplexity by length
 
 
-def write_perplexity(results: Runs, directory: Path) -> ReportPaths:
+def write_perplexity(results: Results, directory: Path) -> ReportPaths:
     """Write perplexity by length to `lengths.*`: a row for each model, a column for each length, as in the paper."""
     last_tokens, lengths = results[0]["last_tokens"], results[0]["lengths"]
     fewer = ", ".join(f"{each['num_tokens']:,} at {each['length']}" for each in lengths if each["length"] < last_tokens)
@@ -113,7 +113,7 @@ def write_perplexity(results: Runs, directory: Path) -> ReportPaths:
 # ---- gain from context
 
 
-def write_delta(results: Runs, directory: Path) -> ReportPaths:
+def write_delta(results: Results, directory: Path) -> ReportPaths:
     """Write the gain from context to `delta.*`: a column for each model, as in table 1 of the paper."""
     train_length, longest = results[0]["train_length"], results[0]["lengths"][-1]
     caption = (
@@ -141,7 +141,7 @@ def write_delta(results: Runs, directory: Path) -> ReportPaths:
 # ---- loss by position
 
 
-def write_positions(results: Runs, directory: Path) -> ReportPaths:
+def write_positions(results: Results, directory: Path) -> ReportPaths:
     """Write loss by position to `positions.*`: a row for each model, and where it breaks."""
     first = results[0]["positions"]
     caption = (
@@ -157,7 +157,7 @@ def write_positions(results: Runs, directory: Path) -> ReportPaths:
     return save("positions", directory, {"runs": results}, caption, rows, plot_positions(results))
 
 
-def plot_positions(results: Runs) -> Figure:
+def plot_positions(results: Results) -> Figure:
     """Draw loss against position: a line for the smoothed loss, dots for bins, marks at train length and breaks."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
@@ -180,7 +180,7 @@ def plot_positions(results: Runs) -> Figure:
 WRITERS = {"perplexity": write_perplexity, "delta": write_delta, "positions": write_positions}
 
 
-def _train_lengths(results: Runs) -> str:
+def _train_lengths(results: Results) -> str:
     return ", ".join(str(length) for length in sorted({run["train_length"] for run in results}))
 
 
@@ -191,7 +191,7 @@ def _sample(result: dict[str, Any]) -> str:
 # ---- figures
 
 
-def plot_by_length(results: Runs, name: str, field: str, ylabel: str) -> tuple[Figure, Axes]:
+def plot_by_length(results: Results, name: str, field: str, ylabel: str) -> tuple[Figure, Axes]:
     """Draw a curve for each model, `run[name][i][field]` against the sequence length, with its intervals."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()

@@ -8,13 +8,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import jax
 from jax.sharding import Mesh
 
 from dape_jax.command_line import flag
-from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
+from dape_jax.config import AnyRunConfig, RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.model.transformer import Params
@@ -23,8 +23,6 @@ from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
-
-Run = TypeVar("Run", bound=RunConfig | TaskRunConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +38,12 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedModel(Generic[Run]):
+class TrainedModel(Generic[AnyRunConfig]):
     """Description of a checkpoint, read before its parameters."""
 
     workdir: Path
     step: int
-    run: Run  # config of the training run, with the evaluation fields that the caller overrides
+    run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
     mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
 
@@ -99,8 +97,8 @@ def read_trained_on_task(
 
 
 def _read(
-    config: type[Run], workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
-) -> TrainedModel[Run]:
+    config: type[AnyRunConfig], workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
+) -> TrainedModel[AnyRunConfig]:
     number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
     run = config.from_dict(saved["config"])
@@ -112,12 +110,12 @@ def _read(
 
 
 def read_models(
-    read: Callable[[Path, str, dict[str, Any], MeshConfig | None], TrainedModel[Run]],
+    read: Callable[[Path, str, dict[str, Any], MeshConfig | None], TrainedModel[AnyRunConfig]],
     workdirs: Sequence[Path],
     options: Options,
     mesh: MeshConfig | None,
     *overrides: str,
-) -> list[TrainedModel[Run]]:
+) -> list[TrainedModel[AnyRunConfig]]:
     """Read the descriptions of the models to compare, whose labels must be different; `read` is one of the above.
 
     The options named by `overrides` replace the config's evaluation field of that name, where they are given.

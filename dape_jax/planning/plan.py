@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.stages import Wrapped
 from tqdm import tqdm
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
@@ -142,11 +141,28 @@ class Request:
 
 def compile_request(request: Request) -> dict[str, Any]:
     """Compile a program for a slice and return fields of its `Plan`; must run in a process of its own."""
-    mesh = make_mesh(request.mesh, slice_devices(request.hardware))
-    step, arguments = _step(request, mesh)
+    mesh, run, length = make_mesh(request.mesh, slice_devices(request.hardware)), request.run, request.eval_length
+    optimizer, evaluation = make_optimizer(run.optimizer, run.train.num_steps), run.evaluation
+    state = abstract_state(run.model, optimizer, mesh)
+    rows = jax.ShapeDtypeStruct(
+        request.batch_shape(mesh), np.int32, sharding=NamedSharding(mesh, activation_spec("BT"))
+    )
+    if length is None:
+        graphdef, _ = model_structure(run.model)
+        step = make_train_step(
+            graphdef,
+            optimizer,
+            shardings_of(state),
+            accumulation_steps=run.train.accumulation_steps,
+            logits_chunk_tokens=run.train.logits_chunk_tokens,
+        )
+    else:
+        graphdef, _ = model_structure(model_at(run.model, length, evaluation, "rope", run.train.train_length))
+        step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
+    state_or_params = state if length is None else state.params
     with jax.set_mesh(mesh):
         try:
-            program = compile_program(step, *arguments)
+            program = compile_program(step, state_or_params, {"inputs": rows, "targets": rows})
         except jax.errors.JaxRuntimeError as error:
             return {"fits": False, "reason": compile_error(error)}
     memory = program.memory
@@ -162,29 +178,6 @@ def compile_request(request: Request) -> dict[str, Any]:
         },
         "work": program.work and dataclasses.asdict(program.work),
     }
-
-
-def _step(request: Request, mesh: Mesh) -> tuple[Wrapped, tuple[Any, dict[str, Any]]]:
-    """Return the jitted step and the shapes, dtypes and shardings of its arguments."""
-    run = request.run
-    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-    state = abstract_state(run.model, optimizer, mesh)
-    sharding = NamedSharding(mesh, activation_spec("BT"))
-    rows = jax.ShapeDtypeStruct(request.batch_shape(mesh), np.int32, sharding=sharding)
-    batch: dict[str, Any] = {"inputs": rows, "targets": rows}
-    if request.eval_length is None:
-        graphdef, _ = model_structure(run.model)
-        step = make_train_step(
-            graphdef,
-            optimizer,
-            shardings_of(state),
-            accumulation_steps=run.train.accumulation_steps,
-            logits_chunk_tokens=run.train.logits_chunk_tokens,
-        )
-        return step, (state, batch)
-    length, evaluation = request.eval_length, run.evaluation
-    graphdef, _ = model_structure(model_at(run.model, length, evaluation, "rope", run.train.train_length))
-    return make_nll_step(graphdef, min(evaluation.last_tokens, length)), (state.params, batch)
 
 
 # ---- plans
