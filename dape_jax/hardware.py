@@ -31,7 +31,7 @@ class Chip:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether it is a TPU."""
+        """Return whether it is a TPU."""
         return self.vmem_bytes is not None
 
 

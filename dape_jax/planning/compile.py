@@ -42,7 +42,7 @@ class CompiledProgram:
 
     @property
     def result_bytes(self) -> int:
-        """Memory of its results, without those that reuse the memory of donated arguments."""
+        """Return the memory of its results, without those that reuse the memory of donated arguments."""
         return self.memory.output_size_in_bytes - self.memory.alias_size_in_bytes
 
 

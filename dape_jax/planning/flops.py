@@ -38,7 +38,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Return the sum of all parts."""
         return sum(dataclasses.astuple(self))
 
 

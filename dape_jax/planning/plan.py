@@ -128,11 +128,11 @@ class Request:
 
     @property
     def program(self) -> str:
-        """The program's name in reports."""
+        """Return the program's name in reports."""
         return "train step" if self.eval_length is None else f"evaluation at {self.eval_length}"
 
     def batch_shape(self, mesh: Mesh) -> tuple[int, int]:
-        """Return sequences in a batch, over all chips, and tokens in a sequence."""
+        """Return the number of sequences in a batch, over all chips, and of tokens in a sequence."""
         if self.eval_length is None:
             return self.run.train.batch_size, self.run.train.train_length
         evaluation = self.run.evaluation
@@ -185,7 +185,7 @@ def compile_request(request: Request) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The figures of one program on one mesh: of one chip, unless stated otherwise."""
+    """Figures of one program on one mesh: of one chip, unless stated otherwise."""
 
     program: str  # "train step", or evaluation at a length
     mesh: str  # in the notation of `--mesh`
