@@ -30,7 +30,7 @@ from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 
-AnyRunConfig = TypeVar("AnyRunConfig", bound="BaseRunConfig")
+Self = TypeVar("Self", bound="BaseRunConfig")  # the run-time checks of tests do not understand `typing.Self`
 
 # Fields of the `model` section that are chosen by name; each is a dict from name to config dataclass.
 CHOICES = {
@@ -103,7 +103,7 @@ class BaseRunConfig:
         self.check_model_mesh(mesh)
 
     @classmethod
-    def from_dict(cls: type[AnyRunConfig], spec: dict[str, Any]) -> AnyRunConfig:
+    def from_dict(cls: type[Self], spec: dict[str, Any]) -> Self:
         """Return the checked config of a config file's dict.
 
         Raises:

@@ -8,13 +8,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from dape_jax.command_line import flag
-from dape_jax.config import AnyRunConfig, RunConfig, TaskRunConfig, is_algorithmic
+from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, require
 from dape_jax.model.transformer import Params
@@ -23,6 +23,8 @@ from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
+
+AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 
 
 @dataclasses.dataclass(frozen=True)
