@@ -521,7 +521,6 @@ def test_report_has_means_and_accuracies_of_every_run(evaluated):
         assert list(at) == [2, 5, 6, 20]
         assert run["trained"] == pytest.approx((at[2] + at[5]) / 2)
         assert run["score"] == pytest.approx((at[6] + at[20]) / 2)
-        assert run["reference_score"] == pytest.approx(at[20])  # leaves out the first length above the train length
         for result in run["lengths"]:
             assert result["low"] < result["accuracy"] < result["high"]
             assert (result["num_sequences"], result["num_symbols"]) == (11, 11 * result["length"])
@@ -548,7 +547,6 @@ def test_means_over_no_lengths_are_none(runs, tmp_path, lengths, means):
     paths = report.save("accuracy", tmp_path, {"runs": results}, caption(results), cells(results), plot(results))
     (run,) = written(tmp_path)
     assert {field for field in ("trained", "score") if run[field] is not None} == set(means)
-    assert (run["reference_score"] is None) == (7 not in lengths)
     assert paths.table.splitlines()[3].split().count("-") == 2 - len(means)
 
 

@@ -221,7 +221,7 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
     """Return the result of one model, with its mean accuracies, which are None if there are no lengths to average.
 
     Differs: the reference slices the list of accuracies at lengths 1, 2, .. from index 41 on, so its score begins with
-        length 42: `reference_score`.
+        length 42 instead of 41.
     """
 
     def mean(above: int, to: int | float) -> float | None:
@@ -240,7 +240,6 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
         "lengths": lengths,
         "trained": mean(0, train_length),
         "score": mean(train_length, math.inf),
-        "reference_score": mean(train_length + 1, math.inf),
     }
 
 
