@@ -46,6 +46,9 @@ tpu-aot: .venv/tpu-aot/installed
 	$(PIP_INSTALL) --upgrade --no-deps --target .venv/tpu-aot libtpu
 	touch $@
 
+# Test workers and the command lines that they start share compiled Python files.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: install-dev
 	$(PY) -m pytest -n auto --dist worksteal -m 'not slow'
 

@@ -15,7 +15,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu
 # One compilation cache for all workers, command lines and later runs: its key covers program, options and versions.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most programs are small ones
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
