@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import gzip
 import io
+import itertools
 import json
 import lzma
 import os
@@ -36,36 +37,25 @@ from dape_jax.data.prepare.megatron import open_indexed
 from dape_jax.errors import InputError
 
 Skipped = Literal["filtered", "too short", "too long", "binary file"]
+Content = bytes | Integer[np.ndarray, "_"]  # text or, from a .bin file, token ids
 
 _READ_BYTES = 2**20
 _ZSTD_STEP_BYTES = 2**10  # decompressed at once: a KiB of Zstandard can be 32 MiB of zeros
 _BINARY_PROBE_BYTES = 8192
-_BATCH_BYTES = 2**20  # of parquet rows that are read at once
-_MAX_ROWS = 1024
 _MAX_ESCAPES = 3  # bytes of JSON per byte of UTF-8: "\u00e9" has six for two
 _MAX_METADATA_BYTES = 2**20
 _MAX_DETAIL_CHARS = 200
-
-_DAMAGE = (zlib.error, gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError, EOFError)
-_JSON = json.JSONDecoder(parse_constant=lambda name: _refuse_constant(name))
+_STRINGS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of a column of text
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The records that become documents, and the share of them for validation.
+    """The records that become documents, and the share of them for validation."""
 
-    Args:
-        text_field: field of a record that holds its text; a dot descends into an object.
-        where: pairs of a field and its accepted values (strings, or JSON's spelling of numbers and booleans).
-        min_length: minimum bytes of UTF-8 of a document; of token ids in a `.bin` file.
-        max_length: maximum, likewise. It bounds the memory.
-        validation_fraction: share of the documents for validation.
-    """
-
-    text_field: str
-    where: tuple[tuple[str, tuple[str, ...]], ...]
-    min_length: int
-    max_length: int
+    text_field: str  # field of a record that holds its text; a dot descends into an object
+    where: tuple[tuple[str, tuple[str, ...]], ...]  # fields and their accepted values, numbers and booleans as in JSON
+    min_length: int  # of a document, in bytes of UTF-8; of token ids in a .bin file
+    max_length: int  # likewise; it bounds the memory
     validation_fraction: float
 
     @property
@@ -76,6 +66,10 @@ class Selection:
     def skips_length(self, length: int) -> Skipped | None:
         """Return why a document of this length is skipped, or None if it is not."""
         return "too short" if length < self.min_length else "too long" if length > self.max_length else None
+
+    def accepts(self, value_of: Callable[[str], Any]) -> bool:
+        """Return whether a record, given as a function from field to value, matches `where`."""
+        return all(_spelled(value_of(field)) in accepted for field, accepted in self.where)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,18 +87,15 @@ class BadRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One document: its text or, from a .bin file, its token ids."""
+    """One document."""
 
     file: str
     line: int  # as in `BadRecord`
-    content: bytes | Integer[np.ndarray, "_"]
-
-
-Found = Document | BadRecord | Skipped
+    content: Content
 
 
 class _BadRecordError(Exception):
-    """Reason and detail of a `BadRecord`, raised where its file and line are not known."""
+    """Reason and detail of a `BadRecord`; also its line, if the rest of the file is lost with it."""
 
 
 def holds_ids(path: str) -> bool:
@@ -112,7 +103,9 @@ def holds_ids(path: str) -> bool:
     return path.lower().endswith((".bin", ".idx"))
 
 
-def read_documents(file: InputFile, selection: Selection, advance: Callable[[int], object]) -> Iterator[Found]:
+def read_documents(
+    file: InputFile, selection: Selection, advance: Callable[[int], object]
+) -> Iterator[Document | BadRecord | Skipped]:
     """Yield every record of a file, in order: a document, the reason why it is skipped, or a bad record.
 
     Args:
@@ -124,20 +117,35 @@ def read_documents(file: InputFile, selection: Selection, advance: Callable[[int
         InputError: the file cannot be read. (A file with damaged content gives a `BadRecord`.)
     """
     name, suffix = os.path.splitext(file.path.lower())
-    is_lines = name.endswith((".jsonl", ".ndjson", ".json")) if suffix in _DECOMPRESS else False
+    is_lines = suffix in (".jsonl", ".ndjson") or (
+        suffix in _DECOMPRESS and name.endswith((".jsonl", ".ndjson", ".json"))
+    )
     try:
-        if holds_ids(file.path):
-            yield from _read_ids(file, selection)
-            return
         with contextlib.ExitStack() as stack:
-            opened: Any = stack.enter_context(fsspec.open(file.path, "rb", compression=None))
-            content = stack.enter_context(_DECOMPRESS.get(suffix, _buffered)(opened))
-            if is_lines or suffix in (".jsonl", ".ndjson"):
-                yield from _read_lines(content, file, selection, lambda: advance(opened.tell()))
-            elif suffix == ".parquet":
-                yield from _read_rows(opened, file, selection, advance)
+            records: Iterator[tuple[int, Any]]  # lines, and what `content_of` takes
+            content_of: Callable[[Any, Selection], Content | Skipped]
+            if holds_ids(file.path):
+                records, content_of = _read_ids(file), _whole
             else:
-                yield from _read_text(content, file, selection)
+                opened: Any = stack.enter_context(fsspec.open(file.path, "rb", compression=None))
+                content = stack.enter_context(_DECOMPRESS.get(suffix, _buffered)(opened))
+                if is_lines:
+                    records = _read_lines(content, selection.max_line, lambda: advance(opened.tell()))
+                    content_of = _text_of_line
+                elif suffix == ".parquet":
+                    records, content_of = _read_rows(opened, file, selection, advance), _text_of_row
+                else:
+                    records, content_of = _read_text(content, selection.max_length), _whole
+            for line, record in records:
+                try:
+                    found = content_of(record, selection)
+                except _BadRecordError as error:
+                    yield BadRecord(file.path, line, *error.args)
+                else:
+                    yield found if isinstance(found, str) else Document(file.path, line, found)
+    except _BadRecordError as error:
+        reason, detail, line = error.args
+        yield BadRecord(file.path, line, reason, detail)
     except InputError:
         raise
     except Exception as error:
@@ -157,28 +165,28 @@ class _ZstdReader(io.RawIOBase):
     """
 
     def __init__(self, compressed: Any):
-        self._compressed = compressed
-        self._input, self._output = b"", memoryview(b"")
-        self._frame: Any = None
+        self._blocks, self._block = _zstd_blocks(compressed), b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._compressed.read(_ZSTD_STEP_BYTES)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("ends within a Zstandard frame")
-                return 0
-            self._frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._output = memoryview(self._frame.decompress(self._input))
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._output))
-        buffer[:size], self._output = self._output[:size], self._output[size:]
+        self._block = self._block or next(self._blocks, b"")
+        size = min(len(buffer), len(self._block))
+        buffer[:size], self._block = self._block[:size], self._block[size:]
         return size
+
+
+def _zstd_blocks(compressed: Any) -> Iterator[memoryview]:
+    frame = None
+    while data := compressed.read(_ZSTD_STEP_BYTES):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            if block := frame.decompress(data):
+                yield memoryview(block)
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("ends within a Zstandard frame")
 
 
 def _buffered(raw: Any) -> io.BufferedReader:
@@ -194,76 +202,73 @@ _DECOMPRESS: dict[str, Callable[[Any], io.BufferedIOBase]] = {
 
 
 @contextlib.contextmanager
-def _damage() -> Iterator[None]:
+def _damage(line: int) -> Iterator[None]:
     """Raise `_BadRecordError` where compressed content is damaged."""
     try:
         yield
     except OSError as error:
         if error.errno is not None:  # the disk or the network, not the content
             raise
-        raise _BadRecordError("corrupt archive", str(error)) from error
-    except _DAMAGE as error:
-        reason = "truncated archive" if isinstance(error, EOFError) else "corrupt archive"
-        raise _BadRecordError(reason, str(error)) from error
+        raise _BadRecordError("corrupt archive", str(error), line) from error
+    except EOFError as error:
+        raise _BadRecordError("truncated archive", str(error), line) from error
+    except (zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+        raise _BadRecordError("corrupt archive", str(error), line) from error
 
 
-# One document per file.
+# Whole documents: a text file, or the documents of a .bin file.
 
 
-def _read_text(content: io.BufferedIOBase, file: InputFile, selection: Selection) -> Iterator[Found]:
+def _read_text(content: io.BufferedIOBase, max_length: int) -> Iterator[tuple[int, bytes | Skipped]]:
+    with _damage(line=0):
+        text = content.read(_BINARY_PROBE_BYTES)
+        is_binary = b"\0" in text
+        if not is_binary:
+            text += content.read(max(0, max_length + 1 - len(text)))
+    yield 1, "binary file" if is_binary else "too long" if len(text) > max_length else text
+
+
+def _read_ids(file: InputFile) -> Iterator[tuple[int, Integer[np.ndarray, "_"]]]:
+    if is_remote(file.path):
+        raise InputError(f"{file.path}: token ids are mapped into memory; copy .bin and .idx to a local disk")
     try:
-        with _damage():
-            text = content.read(_BINARY_PROBE_BYTES)
-            is_binary = b"\0" in text
-            if not is_binary:
-                text += content.read(max(0, selection.max_length + 1 - len(text)))
-    except _BadRecordError as error:
-        yield BadRecord(file.path, 0, *error.args)
-        return
-    if is_binary:
-        yield "binary file"
-    elif len(text) > selection.max_length:
-        yield "too long"
-    else:  # it has no fields, so none that match
-        yield "filtered" if selection.where else Document(file.path, 1, text)
+        dataset = open_indexed(Path(file.path))
+    except InputError as error:
+        raise _BadRecordError("damaged .bin or .idx", str(error), 0) from error
+    for index in range(dataset.num_documents):
+        yield index + 1, dataset.document(index)
+
+
+def _whole(content: Content | Skipped, selection: Selection) -> Content | Skipped:
+    if isinstance(content, str):
+        return content
+    return "filtered" if selection.where else content  # it has no fields, so none that match
 
 
 # Lines of JSON.
 
 
 def _read_lines(
-    content: io.BufferedIOBase, file: InputFile, selection: Selection, advance: Callable[[], object]
-) -> Iterator[Found]:
-    limit = selection.max_line + 1
-    number = 0
-    while True:
-        number += 1
-        try:
-            with _damage():
-                line = content.readline(limit)
-                is_too_long = len(line) == limit and not line.endswith(b"\n")
-                rest = line
-                while is_too_long and rest and not rest.endswith(b"\n"):
-                    rest = content.readline(_READ_BYTES)
-        except _BadRecordError as error:
-            yield BadRecord(file.path, number, *error.args)
-            return
+    content: io.BufferedIOBase, max_line: int, advance: Callable[[], object]
+) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines that are not blank, with None for one that is too long."""
+    for number in itertools.count(1):
+        with _damage(number):
+            line = rest = content.readline(max_line + 1)
+            is_too_long = len(line) > max_line and not line.endswith(b"\n")
+            while is_too_long and rest and not rest.endswith(b"\n"):
+                rest = content.readline(_READ_BYTES)
         if not line:
             return
         advance()
-        try:
-            if is_too_long:
-                raise _BadRecordError("line too long", f"more than {selection.max_line} bytes")
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.isspace():
-                text = _text_of(line, selection)
-                yield "filtered" if text is None else Document(file.path, number, text)
-        except _BadRecordError as error:
-            yield BadRecord(file.path, number, *error.args)
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        if is_too_long or not line.isspace():
+            yield number, None if is_too_long else line
 
 
-def _text_of(line: bytes, selection: Selection) -> bytes | None:
-    """Return the text of a JSON record, or None if the record does not match `selection.where`."""
+def _text_of_line(line: bytes | None, selection: Selection) -> bytes | Skipped:
+    if line is None:
+        raise _BadRecordError("line too long", f"more than {selection.max_line} bytes")
     try:
         record = _JSON.decode(line.decode())
     except UnicodeDecodeError as error:
@@ -274,8 +279,8 @@ def _text_of(line: bytes, selection: Selection) -> bytes | None:
         raise _BadRecordError("nested too deeply", str(error)) from error
     if type(record) is not dict:
         raise _BadRecordError("not an object", type(record).__name__)
-    if not _matches([_lookup(record, field) for field, _ in selection.where], selection):
-        return None
+    if not selection.accepts(lambda field: _lookup(record, field)):
+        return "filtered"
     text = _lookup(record, selection.text_field)
     if text is None:
         raise _BadRecordError("no such field", f"{selection.text_field!r}, or it is null")
@@ -291,128 +296,82 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _lookup(record: dict[str, Any], field: str) -> Any:
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _lookup(record: Any, field: str) -> Any:
     """Return the value of a dotted field, or None."""
-    value: Any = record
     for name in field.split("."):
-        if type(value) is not dict or name not in value:
-            return None
-        value = value[name]
-    return value
+        record = record.get(name) if type(record) is dict else None
+    return record
 
 
-def _matches(values: list[Any], selection: Selection) -> bool:
-    def spelled(value: Any) -> str | None:
-        if isinstance(value, bytes):  # of parquet
-            return value.decode("utf-8", "replace")
-        return json.dumps(value) if isinstance(value, bool | int | float) else value if isinstance(value, str) else None
-
-    return all(spelled(value) in accepted for value, (_, accepted) in zip(values, selection.where, strict=True))
+def _spelled(value: Any) -> str | None:
+    """Return a value as `where` spells it, or None for an array or an object."""
+    if isinstance(value, bytes):  # of parquet
+        return value.decode("utf-8", "replace")
+    return json.dumps(value) if isinstance(value, bool | int | float) else value if isinstance(value, str) else None
 
 
 # Rows of parquet.
 
 
-def _read_rows(opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]) -> Iterator[Found]:
-    from pyarrow import parquet  # large, and not needed by training and evaluation
+def _read_rows(
+    opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the fields of `selection` of each row, strings as bytes; one row at a time, to bound the memory."""
+    import pyarrow  # large, and not needed by training and evaluation
+    from pyarrow import parquet
 
     fields = [selection.text_field, *(field for field, _ in selection.where)]
     number = 0
     try:
-        # A column of a row group may have gigabytes, so it is not read ahead. Strings stay in their dictionary: rows
-        # that share a large value share its memory.
-        options: dict[str, Any] = {"buffer_size": _READ_BYTES, "pre_buffer": False}
-        schema = parquet.ParquetFile(opened, **options).schema
-        _check_columns(schema.to_arrow_schema(), fields)
-        columns = [schema.column(i) for i in range(len(schema))]
-        strings = [c.path for c in columns if c.physical_type == "BYTE_ARRAY" and c.path in fields]
-        source = parquet.ParquetFile(opened, read_dictionary=strings, **options)
-        for index in range(source.metadata.num_row_groups):
-            group = source.metadata.row_group(index)
-            size = sum(
-                chunk.total_uncompressed_size
-                for chunk in map(group.column, range(group.num_columns))
-                if any(f"{chunk.path_in_schema}.".startswith(f"{field}.") for field in fields)
-            )
-            rows_at_once = min(max(1, _BATCH_BYTES * group.num_rows // max(1, size)), _MAX_ROWS)
-            for batch in source.iter_batches(rows_at_once, [index], columns=fields):
-                for text, *values in zip(*(_values(batch, field) for field in fields), strict=True):
-                    number += 1
-                    yield _row(file, number, text, values, selection)
-                advance(file.num_bytes * number // source.metadata.num_rows)
-    except _BadRecordError as error:
-        yield BadRecord(file.path, 0, *error.args)
+        # A column of a row group may have gigabytes, so it is not read ahead.
+        source = parquet.ParquetFile(opened, buffer_size=_READ_BYTES, pre_buffer=False)
+        example = pyarrow.scalar(None, pyarrow.struct(list(source.schema_arrow)))
+        for field in fields:
+            try:
+                kind = _scalar(example, field).type
+            except (KeyError, TypeError) as error:
+                detail = f"{field!r}; there are {source.schema_arrow.names}"
+                raise _BadRecordError("no such field", detail, 0) from error
+            if field == selection.text_field and str(kind) not in _STRINGS:
+                raise _BadRecordError("not a string", f"{field!r} is {kind}", 0)
+        for batch in source.iter_batches(1, columns=fields, use_threads=False):
+            number += 1
+            row = batch.to_struct_array()[0]
+            yield number, {field: _value(_scalar(row, field)) for field in fields}
+            advance(file.num_bytes * number // source.metadata.num_rows)
+    except _BadRecordError:
+        raise
     except Exception as error:  # a damaged file makes pyarrow raise many kinds
         if isinstance(error, OSError) and error.errno is not None:
             raise
         line = number + 1 if number else 0
-        yield BadRecord(file.path, line, "corrupt parquet", f"{type(error).__name__}: {error}")
+        raise _BadRecordError("corrupt parquet", f"{type(error).__name__}: {error}", line) from error
 
 
-def _row(file: InputFile, number: int, text: bytes | None, values: list[Any], selection: Selection) -> Found:
-    if not _matches(values, selection):
+def _scalar(struct: Any, field: str) -> Any:
+    """Return a dotted field; KeyError or TypeError if there is none."""
+    for name in field.split("."):
+        struct = struct[name]
+    return struct.value if str(struct.type).startswith("dictionary") else struct
+
+
+def _value(scalar: Any) -> Any:
+    if str(scalar.type) in _STRINGS and scalar.is_valid:
+        return scalar.as_buffer().to_pybytes()  # it need not be UTF-8
+    return scalar.as_py()
+
+
+def _text_of_row(row: dict[str, Any], selection: Selection) -> bytes | Skipped:
+    if not selection.accepts(row.__getitem__):
         return "filtered"
+    text = row[selection.text_field]
     if text is None:
-        return BadRecord(file.path, number, "no such field", f"{selection.text_field!r} is null")
+        raise _BadRecordError("no such field", f"{selection.text_field!r} is null")
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        return BadRecord(file.path, number, "not UTF-8", str(error))
-    return Document(file.path, number, text)
-
-
-def _check_columns(schema: Any, fields: list[str]) -> None:
-    """Raise `_BadRecordError` unless the schema has every field, and text in the first."""
-    import pyarrow
-
-    for field in fields:
-        kind = pyarrow.struct(list(schema))
-        for name in field.split("."):
-            index = kind.get_field_index(name) if pyarrow.types.is_struct(kind) else -1
-            if index < 0:
-                raise _BadRecordError("no such field", f"{field!r}; there are {schema.names}")
-            kind = kind.field(index).type
-        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-        if field == fields[0] and not _is_text(kind):
-            raise _BadRecordError("not a string", f"{field!r} is {kind}")
-
-
-def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    checks = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
-    return any(check(kind) for check in checks)
-
-
-def _values(batch: Any, field: str) -> Iterator[Any]:
-    """Yield the values of a dotted field one by one, text as bytes that need not be UTF-8."""
-    import pyarrow
-    from pyarrow import compute
-
-    top, *path = field.split(".")
-    column = batch.column(top)
-    if path:
-        column = compute.call_function("struct_field", [column], compute.StructFieldOptions(path))
-    indices = None
-    if pyarrow.types.is_dictionary(column.type):
-        column, indices = column.dictionary, column.indices
-    if _is_text(column.type):
-        column = column.cast(pyarrow.large_binary())
-    if indices is None:
-        return (value.as_py() for value in column)
-    return (None if index is None else column[index].as_py() for index in indices.to_pylist())
-
-
-# Token ids.
-
-
-def _read_ids(file: InputFile, selection: Selection) -> Iterator[Found]:
-    if is_remote(file.path):
-        raise InputError(f"{file.path}: token ids are mapped into memory; copy .bin and .idx to a local disk")
-    try:
-        dataset = open_indexed(Path(file.path))
-    except InputError as error:
-        yield BadRecord(file.path, 0, "damaged .bin or .idx", str(error))
-        return
-    for index in range(dataset.num_documents):
-        yield "filtered" if selection.where else Document(file.path, index + 1, dataset.document(index))
+        raise _BadRecordError("not UTF-8", str(error)) from error
+    return text
