@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -36,53 +36,20 @@ _PIECE_CHARS = 2**18  # the library takes more than 100 bytes of memory per byte
 _TRAINING_PIECE_CHARS = 2**14  # and trains on 256 of these at once
 
 
-@runtime_checkable  # for the annotations that the tests check
-class Tokenizer(Protocol):
-    """Interface of a tokenizer for the store, training and generation."""
-
-    @property
-    def name(self) -> str:
-        """Name that is recorded beside the tokens: tokenizers of one name give the same ids."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, `end_of_document` included."""
-        ...
-
-    @property
-    def end_of_document(self) -> int:
-        """The id that follows the last token of a document; no text is encoded to it."""
-        ...
-
-    @property
-    def loss(self) -> str | None:
-        """An example of text that does not come back from its ids, or None for a lossless tokenizer."""
-        ...
-
-    def encode(self, text: bytes) -> Integer[np.ndarray, "tokens"]:
-        """Return the ids of a text, without `end_of_document`."""
-        ...
-
-    def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
-        """Return the text of the ids; the inverse of `encode`. `end_of_document` has no text."""
-        ...
-
-
 class Bytes:
     """Ids 0 to 255 are the bytes themselves, 256 ends a document."""
 
-    name = "bytes"
-    vocab_size = 257
-    end_of_document = 256
-    loss = None
+    name = "bytes"  # recorded beside the tokens: tokenizers of one name give the same ids
+    vocab_size = 257  # one more than the largest id
+    end_of_document = 256  # follows the last token of a document; no text is encoded to it
+    loss = None  # an example of text that does not come back from its ids
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """Return the bytes as numbers; a view, not a copy."""
+        """Return the ids of a text, without `end_of_document`; a view, not a copy."""
         return np.frombuffer(text, np.uint8)
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
-        """Return the numbers as bytes.
+        """Return the text of the ids; `end_of_document` has none.
 
         Raises:
             InputError: an id outside the vocabulary.
@@ -94,11 +61,11 @@ class Bytes:
 class Bpe:
     """A byte-level BPE from a Hugging Face `tokenizer.json`, such as GPT-2's or GPT-NeoX-20B's.
 
-    Made by `read_tokenizer`, `saved_tokenizer` and `train_bpe`. It pickles as `content`.
+    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It pickles as `content`.
 
     Args:
-        content: the file, as text.
-        where: name of the file, for messages.
+        content: the file.
+        where: its name, for messages.
 
     Raises:
         InputError: the library refuses the file, or accepts it although the ids would be wrong.
@@ -107,14 +74,19 @@ class Bpe:
         end a document; no token is put around a text, and the file's truncation and padding are ignored.
     """
 
-    def __init__(self, content: str, where: str = "the tokenizer"):
+    def __init__(self, content: str | bytes, where: str = "the tokenizer"):
         def check(condition: bool, field: str, allowed: str) -> None:
             if not condition:
                 raise InputError(f"{where}: {field} must be {allowed}")
 
-        self.content = content
+        try:
+            parsed: Any = json.loads(content)
+            self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+            digest = hashlib.sha256(self.content.encode()).hexdigest()
+        except (ValueError, RecursionError) as error:  # also half a surrogate pair: JSON, but not Unicode
+            raise InputError(f"{where}: is no {TOKENIZER_FILE}: {error}") from error
         with _library_errors(f"{where}: the tokenizers library refuses it"):
-            self._library = tokenizers.Tokenizer.from_str(content)
+            self._library = tokenizers.Tokenizer.from_str(self.content)
         self._library.encode_special_tokens = True
         self._library.no_truncation()
         self._library.no_padding()
@@ -125,7 +97,7 @@ class Bpe:
         check(len(set(vocab.values())) == len(vocab), "model.vocab", "without two tokens of one id")
         check(max(vocab.values(), default=0) < 2**31, "model.vocab", "of ids from 0 to 2**31 - 1")
         added = self._library.get_added_tokens_decoder()
-        for token in json.loads(content)["added_tokens"] if added else ():
+        for token in parsed["added_tokens"] if added else ():
             # The library numbers added tokens one after another and ignores the numbers in the file.
             found, name = self._library.token_to_id(token["content"]), f"added token {token['content']!r}"
             require(
@@ -145,7 +117,7 @@ class Bpe:
         self._text_of |= {id: token.content.encode() for id, token in added.items()}
         self._text_of[ends[end]] = b""
 
-        self.name = "bpe-" + hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.name = f"bpe-{digest[:16]}"
         self.vocab_size = max(self._text_of) + 1
         self.end_of_document = ends[end]
         self.loss: str | None = None
@@ -198,6 +170,9 @@ class Bpe:
 
     def __reduce__(self):
         return Bpe, (self.content,)
+
+
+Tokenizer = Bytes | Bpe
 
 
 def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False) -> Tokenizer:
@@ -276,7 +251,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     library.train_from_iterator(
         (piece for document in documents for piece in _pieces(document, _TRAINING_PIECE_CHARS)), trainer
     )
-    tokenizer = _parse(library.to_str().encode(), "the trained tokenizer")
+    tokenizer = Bpe(library.to_str())
     assert tokenizer.loss is None
     if tokenizer.vocab_size < vocab_size:
         logger.warning("the documents give a vocabulary of %d: nothing is left to merge", tokenizer.vocab_size)
@@ -341,17 +316,7 @@ def _read(file: Path, where: str) -> Bpe:
         raise InputError(f"{where}: cannot be read: {error}") from error
     if len(data) > _MAX_FILE_BYTES:
         raise InputError(f"{where}: more than {_MAX_FILE_BYTES} bytes, so it is no {TOKENIZER_FILE}")
-    return _parse(data, where)
-
-
-def _parse(data: bytes, where: str) -> Bpe:
-    try:
-        content: Any = json.loads(data)
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-        text.encode()  # half a surrogate pair is JSON but not Unicode
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: is no {TOKENIZER_FILE}: {error}") from error
-    return Bpe(text, where)
+    return Bpe(data, where)
 
 
 def _probes(added_tokens: list[str]) -> Iterator[str]:
