@@ -1,6 +1,5 @@
 """Check that pairs in the published layout are read exactly; anything else is refused by file and field."""
 
-import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -91,13 +90,10 @@ def test_the_index_is_checked_in_pieces(tmp_path, monkeypatch):
         write(tmp_path / "pair", documents)
 
 
-def test_a_pair_is_mapped_and_pickles_as_its_path(tmp_path):
+def test_a_pair_is_mapped(tmp_path):
     dataset = open_indexed(write(tmp_path / "pair", [[list(range(1000))] * 100], "int32"))
     assert isinstance(dataset.document(0), np.memmap)
     assert not dataset.document(0).flags.writeable
-    pickled = pickle.dumps(dataset)
-    assert len(pickled) < 1000
-    assert np.array_equal(pickle.loads(pickled).document(0), dataset.document(0))
 
 
 def test_documents_out_of_range_are_no_documents(tmp_path):

@@ -60,15 +60,10 @@ def train_batches(
 
     The iterator's whole state, `get_state()` -> {"global_next_index": N}, is the number of windows that all processes
     together have read. It is the same on each of them, and `set_state` resumes exactly, also with another number of
-    processes or another batch size. The caller must keep the store, the length and the seed the same.
+    processes or another batch size. The caller must keep the store, the length T and the seed the same.
 
-    Args:
-        store: the tokens.
-        train_length: T.
-        global_batch_size: rows of a batch over all processes; this one yields global_batch_size / num_shards of them.
-        seed: seed of the order.
-        shard_index: index of this process.
-        num_shards: number of processes that share the batch.
+    `global_batch_size` is the number of rows over all processes. This one is `shard_index` of the `num_shards` that
+    share them, and yields global_batch_size / num_shards.
 
     Raises:
         InputError: a size that does not fit, or a store shorter than one window.
@@ -93,11 +88,7 @@ def train_batches(
 def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_batches: int) -> "ValidationBatches":
     """Return full batches, the same in every run, of windows spread in order over the whole store.
 
-    Args:
-        store: the validation tokens.
-        length: T, which may be longer than in training.
-        batch_size: B.
-        num_batches: maximum number of batches; fewer if the store has fewer.
+    T = `length` may be longer than in training. There are at most `num_batches`, fewer if the store has fewer.
 
     Raises:
         InputError: a size that does not fit, or a store shorter than one batch.

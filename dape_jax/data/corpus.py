@@ -142,11 +142,8 @@ def _stat(file: Path) -> InputFile:
 def split_of(document: bytes, validation_fraction: float) -> Split:
     """Return the split of a document, decided by a hash of its content alone.
 
-    Two copies of a document are therefore never in both splits, whatever their names, places and order.
-
-    Args:
-        document: its text, or its token ids as bytes.
-        validation_fraction: share of the hashes that belong to the validation split.
+    Two copies of a document are therefore never in both splits, whatever their names, places and order. A document is
+    its text, or its token ids as bytes.
     """
     hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])
     return "validation" if hash_in_64_bits < validation_fraction * 2**64 else "train"

@@ -22,7 +22,7 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, SIDECAR_FILE, SPLITS, read_record
 from dape_jax.data.store import TokenStore, open_corpus, open_store
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, printable, require
 from dape_jax.files import write_json
 
 JSON_FILE, FIGURE_FILE = "inspect.json", "lengths.png"
@@ -50,18 +50,13 @@ class InspectConfig:
 
 
 def inspect_corpus(directory: Path, config: InspectConfig) -> dict[str, Any]:
-    """Print a summary of a corpus, and return the content of inspect.json.
-
-    Args:
-        directory: a corpus (train/ and validation/) or one store.
-        config: the options.
+    """Print a summary of a corpus (train/ and validation/) or of one store, and return the content of inspect.json.
 
     Raises:
         InputError: there is no corpus, it is damaged, or the output holds such files already.
     """
     stores = _open(directory)
-    has_record = (directory / RECORD_FILE).exists()
-    record = read_record(directory / RECORD_FILE) if has_record else None
+    record = read_record(directory / RECORD_FILE) if (directory / RECORD_FILE).exists() else None
     output = Path(config.output) if config.output else None
     if output is not None:
         for name in (JSON_FILE, FIGURE_FILE):
@@ -75,12 +70,13 @@ def inspect_corpus(directory: Path, config: InspectConfig) -> dict[str, Any]:
     print(f"made from {sidecar.source!r}")
     print(f"tokenizer {sidecar.tokenizer}: {sidecar.vocab_size:,} ids, each stored as {stores[0].tokens.dtype.name}")
     content: dict[str, Any] = {name: getattr(sidecar, name) for name in ("source", "tokenizer", "vocab_size", "dtype")}
-    for name in ("skipped", "rejected") if record else ():
-        content[name] = getattr(record, name)
-        found = ", ".join(f"{count:,} {_escaped(reason)}" for reason, count in content[name].items() if count)
+    counts = {"skipped": record.skipped, "rejected": record.rejected} if record else {}
+    for name, by_reason in counts.items():
+        found = ", ".join(f"{count:,} {printable(reason)}" for reason, count in by_reason.items() if count)
         print(f"{name}: {found or 'nothing'}")
-    if record and any(record.rejected.values()):
+    if record and record.rejected.total():
         print(f"rejected records are listed in {directory / REJECTED_FILE}")
+    content |= counts
     content["splits"] = {store.sidecar.split: _inspect_store(store, config) for store in stores}
     if output is not None:
         _draw(content["splits"], output / FIGURE_FILE)
@@ -101,8 +97,8 @@ def _open(directory: Path) -> list[TokenStore]:
 
 def _inspect_store(store: TokenStore, config: InspectConfig) -> dict[str, Any]:
     """Print the summary of one store, and return it."""
-    size = _bytes(store.tokens.nbytes)
-    print(f"\n{store.sidecar.split}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {size} on disk")
+    size = f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
+    print(f"\n{store.sidecar.split}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {size}")
     lengths = _lengths(store, config.seed)
     of_sample = "" if store.num_documents <= _MAX_RANKED else f", quantiles of a sample of {_MAX_RANKED:,}"
     quantiles = ", ".join(f"{name} {value:,}" for name, value in lengths["quantiles"].items())
@@ -115,15 +111,15 @@ def _inspect_store(store: TokenStore, config: InspectConfig) -> dict[str, Any]:
     print(f"  digest {store.digest}: right")
     rate = _bytes_per_token(store, config.seed)
     if rate is not None:
-        text_bytes = round(rate * (store.num_tokens - store.num_documents))
-        print(f"  {rate:.3f} bytes of text per token, {_bytes(text_bytes)} in all, estimated from a sample")
+        megabytes = rate * (store.num_tokens - store.num_documents) / 1e6
+        print(f"  {rate:.3f} bytes of text per token, {megabytes:,.1f} MB in all, estimated from a sample")
     samples = []
     for document in _choose(store, config.samples, config.seed).tolist():
         tokens = store.document(document)
         # A character has 4 bytes at most, and a token at least one.
         text = store.tokenizer.decode(tokens[: 4 * _SHOWN_CHARS]).decode("utf-8", "replace")[:_SHOWN_CHARS]
         samples.append({"document": document, "tokens": len(tokens) - 1, "text": text})
-        print(f"  document {document:,}, {len(tokens) - 1:,} tokens: {_escaped(text)}")
+        print(f"  document {document:,}, {len(tokens) - 1:,} tokens: {printable(text)}")
     return {
         "num_documents": store.num_documents,
         "num_tokens": store.num_tokens,
@@ -171,16 +167,6 @@ def _bytes_per_token(store: TokenStore, seed: int) -> float | None:
         num_bytes += len(store.tokenizer.decode(tokens))
         num_tokens += len(tokens)
     return num_bytes / num_tokens if num_tokens else None
-
-
-def _bytes(number: int) -> str:
-    size, unit = (1e9, "GB") if number >= 1e9 else (1e6, "MB") if number >= 1e6 else (1e3, "kB")
-    return f"{number / size:,.2f} {unit}"
-
-
-def _escaped(text: str) -> str:
-    r"""Return the text in one line, with control and formatting characters as escapes like \x1b."""
-    return repr(text)[1:-1]
 
 
 def _draw(splits: dict[str, Any], file: Path) -> None:

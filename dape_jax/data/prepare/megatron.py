@@ -33,14 +33,13 @@ _HEADER = struct.Struct("<9sQBQQ")
 _CHUNK = 2**20  # entries that are checked at once
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class IndexedDataset:
-    """A checked pair, mapped from disk. Opening it reads the index once; it pickles as its path."""
+    """A checked pair, mapped from disk. Opening it reads the index once."""
 
-    path: Path  # without .bin or .idx
-    tokens: Integer[np.ndarray, "num_tokens"] = dataclasses.field(repr=False)
-    starts: Int64[np.ndarray, "num_sequences"] = dataclasses.field(repr=False)  # of sequences, in bytes
-    documents: Int64[np.ndarray, "num_offsets"] = dataclasses.field(repr=False)  # the document index
+    tokens: Integer[np.ndarray, "num_tokens"]
+    starts: Int64[np.ndarray, "num_sequences"]  # of sequences, in bytes
+    documents: Int64[np.ndarray, "num_offsets"]  # the document index
 
     @property
     def num_documents(self) -> int:
@@ -67,9 +66,6 @@ class IndexedDataset:
     def _first_token(self, sequence: int) -> int:
         return int(self.starts[sequence]) // self.dtype.itemsize if sequence < len(self.starts) else self.num_tokens
 
-    def __reduce__(self):
-        return open_indexed, (self.path,)
-
 
 def open_indexed(path: Path) -> IndexedDataset:
     """Map a pair; the index is checked for consistency and against the length of the tokens.
@@ -81,8 +77,8 @@ def open_indexed(path: Path) -> IndexedDataset:
         InputError: a file is missing, damaged or of another kind; names the file, the field and its value.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    file = _file(prefix, ".idx")
-    raw, num_bytes = _map(file), _size(_file(prefix, ".bin"))
+    file, tokens_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")  # the prefix may contain dots
+    raw, tokens = _map(file), _map(tokens_file)
 
     def check(condition: bool, field: str, value: object, allowed: str) -> None:
         require(condition, f"{file}: {field}", value, allowed)
@@ -109,24 +105,20 @@ def open_indexed(path: Path) -> IndexedDataset:
     for first in range(0, num_sequences, _CHUNK):
         chunk = sizes[first : first + _CHUNK].astype(np.int64)
         negative = np.flatnonzero(chunk < 0)
-        if negative.size:
-            at = int(negative[0])
+        for at in negative[:1]:
             check(False, f"size of sequence {first + at}", int(chunk[at]), "0 or more tokens")
         expected = (num_tokens + np.cumsum(chunk) - chunk) * dtype.itemsize
         wrong = np.flatnonzero(starts[first : first + _CHUNK] != expected)
-        if wrong.size:
-            at = int(wrong[0])
-            found = int(starts[first + at])
-            check(
-                False, f"start of sequence {first + at}", found, f"must be {expected[at]}, the end of the one before it"
-            )
+        for at in wrong[:1]:
+            allowed = f"must be {expected[at]}, the end of the one before it"
+            check(False, f"start of sequence {first + at}", int(starts[first + at]), allowed)
         num_tokens += int(chunk.sum())
-        if num_tokens * dtype.itemsize > num_bytes:
+        if num_tokens * dtype.itemsize > tokens.size:
             break  # refused below; a larger sum could exceed 64 bits
     require(
-        num_bytes == num_tokens * dtype.itemsize,
-        f"{_file(prefix, '.bin')}: size",
-        num_bytes,
+        tokens.size == num_tokens * dtype.itemsize,
+        f"{tokens_file}: size",
+        tokens.size,
         f"{num_tokens * dtype.itemsize} bytes by {file}, which counts {num_tokens} tokens of {dtype.name}",
     )
     for first in range(0, num_offsets, _CHUNK):
@@ -134,24 +126,12 @@ def open_indexed(path: Path) -> IndexedDataset:
         check(bool(np.all(chunk[1:] >= chunk[:-1])), "document index", "decreasing", "must not decrease")
     ends = (int(documents[0]), int(documents[-1]))
     check(ends == (0, num_sequences), "document index", ends, f"from 0 to the number of sequences, {num_sequences}")
-    tokens = _map(_file(prefix, ".bin")).view(dtype)
-    return IndexedDataset(prefix, tokens, starts, documents)
-
-
-def _file(prefix: Path, suffix: str) -> Path:
-    return Path(f"{prefix}{suffix}")  # the prefix may contain dots
-
-
-def _size(file: Path) -> int:
-    try:
-        return os.stat(file).st_size
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read: {error}") from error
+    return IndexedDataset(tokens.view(dtype), starts, documents)
 
 
 def _map(file: Path) -> np.ndarray:
     """Map the bytes of a file; an empty one cannot be mapped."""
     try:
-        return np.memmap(file, np.uint8, "r") if _size(file) else np.empty(0, np.uint8)
+        return np.memmap(file, np.uint8, "r") if os.stat(file).st_size else np.empty(0, np.uint8)
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read: {error}") from error
