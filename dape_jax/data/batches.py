@@ -5,12 +5,11 @@ Next: `dape_jax.training`, which places them on the devices, and `dape_jax.evalu
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 import grain
 import numpy as np
 from grain.experimental import ElasticIterator
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
@@ -85,7 +84,7 @@ def train_batches(
     return iter(ElasticIterator(dataset, global_batch_size, shard, read_options=_READ_OPTIONS))
 
 
-def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_batches: int) -> "ValidationBatches":
+def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_batches: int) -> list[Batch]:
     """Return full batches, the same in every run, of windows spread in order over the whole store.
 
     T = `length` may be longer than in training. There are at most `num_batches`, fewer if the store has fewer.
@@ -103,25 +102,8 @@ def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_b
     )
     num_windows = min(num_batches, len(windows) // batch_size) * batch_size
     spread = np.arange(num_windows) * len(windows) // num_windows
-    return ValidationBatches(windows, spread.reshape(-1, batch_size))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ValidationBatches:
-    """A list of batches that are read on access; every pass over it starts at the first."""
-
-    windows: Windows
-    indices: Int64[np.ndarray, "batches B"]  # of the windows
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return (self[index] for index in range(len(self)))
-
-    def __getitem__(self, index: int) -> Batch:
-        rows = [self.windows[int(i)] for i in self.indices[index]]
-        return {name: np.stack([row[name] for row in rows]) for name in ("inputs", "targets")}
+    batches = [[windows[index] for index in indices] for indices in spread.reshape(-1, batch_size).tolist()]
+    return [{name: np.stack([row[name] for row in rows]) for name in ("inputs", "targets")} for rows in batches]
 
 
 def _windows(store: TokenStore, length: int) -> Windows:

@@ -156,7 +156,11 @@ def load_corpus(config: DataConfig) -> Corpus:
     path = Path(os.path.expanduser(config.path))
     if config.path != corpus.STDLIB and _is_prepared(path):
         loaded = open_corpus(path)
-        _check_tokenizer(config, loaded)
+        name, given = loaded.train.sidecar.tokenizer, config.tokenizer
+        if given is not None and not re.fullmatch(rf"bytes|{_NAME}", given):
+            given = read_tokenizer(given, lossy=True).name
+        allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
+        require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
         return loaded
     if config.tokenizer is None:
         raise InputError(
@@ -208,19 +212,8 @@ def _is_prepared(path: Path) -> bool:
         return False
 
 
-def _check_tokenizer(config: DataConfig, loaded: Corpus) -> None:
-    name, given = loaded.train.sidecar.tokenizer, config.tokenizer
-    if given is not None and not re.fullmatch(rf"bytes|{_NAME}", given):
-        given = read_tokenizer(given, lossy=True).name
-    allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
-    require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
-
-
 def open_store(directory: Path) -> TokenStore:
     """Map a store on disk. Everything is checked except the tokens themselves, which `verify` reads.
-
-    Args:
-        directory: with tokens.bin, offsets.npy, store.json and, unless the tokens are bytes, tokenizer.json.
 
     Raises:
         InputError: a file is missing or damaged; names the sidecar, the field and its value.
@@ -245,20 +238,13 @@ def open_store(directory: Path) -> TokenStore:
     for field, value in found.items():
         require(getattr(sidecar, field) == value, f"{file}: {field}", getattr(sidecar, field), f"must be {value!r}")
     is_whole = offsets.dtype == np.dtype("<i8") and offsets.ndim == 1 and offsets.size > 1
-    is_whole = is_whole and bool(offsets[0] == 0 and offsets[-1] == tokens.size) and _increase(offsets)
-    require(
-        is_whole,
-        f"{file}: {OFFSETS_FILE}",
-        f"{offsets.dtype}{list(offsets.shape)}",
-        "must increase from 0 to num_tokens",
-    )
+    is_whole = is_whole and bool(offsets[0] == 0 and offsets[-1] == tokens.size)
+    for begin in range(0, offsets.size if is_whole else 0, _CHUNK):  # there may be hundreds of millions
+        piece = offsets[begin : begin + _CHUNK + 1]
+        is_whole = is_whole and bool(np.all(piece[1:] > piece[:-1]))
+    name, shape = f"{file}: {OFFSETS_FILE}", f"{offsets.dtype}{list(offsets.shape)}"
+    require(is_whole, name, shape, "must increase from 0 to num_tokens")
     return TokenStore(directory, sidecar, tokens, offsets)
-
-
-def _increase(offsets: Int64[np.ndarray, "num_offsets"]) -> bool:
-    """Return whether every offset exceeds the one before; in pieces, since there may be hundreds of millions."""
-    pieces = (offsets[begin : begin + _CHUNK + 1] for begin in range(0, len(offsets), _CHUNK))
-    return all(bool(np.all(piece[1:] > piece[:-1])) for piece in pieces)
 
 
 def _read_sidecar(file: Path) -> Sidecar:

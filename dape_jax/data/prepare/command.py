@@ -150,13 +150,14 @@ def prepare(config: PrepareConfig) -> Prepared:
             if (partial / RECIPE_FILE).exists():
                 _check_recipe(partial, recipe)
             else:
-                others = sorted(
-                    {path.name for path in partial.iterdir() if not path.name.startswith(".")} - {LOCK_FILE}
-                )
+                others = sorted(path.name for path in partial.glob("[!.]*") if path.name != LOCK_FILE)
                 require(not others, str(partial), others, "is in the way: this program has not made these files")
                 write_json(partial / RECIPE_FILE, recipe)
-            if tokenizer is None:
-                tokenizer = _trained_tokenizer(config, files, partial)
+            if tokenizer is None and (partial / TOKENIZER_FILE).exists():
+                tokenizer = saved_tokenizer(partial)
+            elif tokenizer is None:
+                assert config.train_bpe is not None
+                tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
             save_tokenizer(tokenizer, partial)
             record = build_corpus(
                 partial,
@@ -184,13 +185,10 @@ def prepare(config: PrepareConfig) -> Prepared:
 
 def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
     """Return everything that decides the result, as JSON."""
-    if tokenizer:
-        made_with = {"tokenizer": tokenizer.name}
-    else:
-        made_with = {"train_bpe": config.train_bpe, "train_bpe_bytes": config.train_bpe_bytes}
+    trained = {"train_bpe": config.train_bpe, "train_bpe_bytes": config.train_bpe_bytes}
     recipe = {
         "format_version": FORMAT_VERSION,
-        **made_with,
+        **({"tokenizer": tokenizer.name} if tokenizer else trained),
         **dataclasses.asdict(config.selection),
         "input": {corpus.absolute(file.path): [file.num_bytes, file.version] for file in files},
     }
@@ -199,26 +197,19 @@ def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[Inpu
 
 def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     """Raise `InputError` unless the directory was made or begun by this recipe."""
-    file = directory / RECIPE_FILE
-    require(file.is_file(), "output", str(directory), "must be a new directory; this program has not made this one")
     from dape_jax.config import differences  # here, because workers import this module and need no optimizers
 
-    lines = differences(read_json(file), recipe)
-    if not lines and list(read_json(file)["input"]) != list(recipe["input"]):
+    file = directory / RECIPE_FILE
+    require(file.is_file(), "output", str(directory), "must be a new directory; this program has not made this one")
+    saved = read_json(file)
+    lines = differences(saved, recipe)
+    if not lines and list(saved["input"]) != list(recipe["input"]):
         lines = ["input: saved in another order"]
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise InputError(
             f"{directory}: was made or begun with another recipe: {lines[0]}{more}; choose another output or delete it"
         )
-
-
-def _trained_tokenizer(config: PrepareConfig, files: list[InputFile], directory: Path) -> Tokenizer:
-    """Return the tokenizer of an earlier attempt, or train one."""
-    if (directory / TOKENIZER_FILE).exists():
-        return saved_tokenizer(directory)
-    assert config.train_bpe is not None
-    return train_bpe(_training_texts(config, files), config.train_bpe)
 
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
