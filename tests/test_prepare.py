@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -751,6 +752,21 @@ def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
         sorted(file.relative_to(root) for file in root.rglob("*")) for root in (tmp_path / "out", tmp_path / "whole")
     ]
     assert names[0] == names[1]
+
+
+def test_a_kill_while_shards_are_deleted_leaves_no_damaged_shard(tmp_path: Path):
+    given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
+
+    def killed(directory: str | Path) -> None:
+        next(Path(directory).rglob("train.tokens")).unlink()
+        raise KeyboardInterrupt
+
+    with sizes(command, shutil=types.SimpleNamespace(rmtree=killed)), pytest.raises(KeyboardInterrupt):
+        command.prepare(given)
+    digest = open_corpus(tmp_path / "out").digest
+    shutil.rmtree(tmp_path / "out")
+    assert command.prepare(given).corpus.digest == digest
+    assert not list(tmp_path.glob("*.partial"))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,10 @@ def prepare(config: PrepareConfig) -> Prepared:
             write_json(complete / RECIPE_FILE, recipe)
             os.rename(complete, output)
             sync_directory(output.parent)
-            shutil.rmtree(partial / SHARDS_DIRECTORY)
+            # Renamed first: a kill must not leave half a shard to resume from, should the corpus be deleted.
+            finished = tempfile.mkdtemp(prefix=".", dir=partial)
+            os.rename(partial / SHARDS_DIRECTORY, finished)
+            shutil.rmtree(finished)
             shutil.rmtree(partial)
     except OSError as error:  # of writing: reading raises `InputError`
         raise InputError(f"output = {config.output!r}: cannot be written to: {error}") from error
