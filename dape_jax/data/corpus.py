@@ -34,11 +34,9 @@ class InputFile(NamedTuple):
 def find_files(path: str, field: str = "data.path") -> list[InputFile]:
     """Return the files that a path names, sorted by path; their content is not read.
 
-    Args:
-        path: "stdlib" (the source of this interpreter's own standard library), a directory (every file under it, except
-            hidden files and linked directories), a glob (`**` descends; a file counts once), one file, or the URL of
-            any of these on a file system known to fsspec (gs://, s3://, hf://).
-        field: name of the flag or config field that gave the path, for messages.
+    A path is "stdlib" (the source of this interpreter's own standard library), a directory (every file under it, except
+    hidden files and linked directories), a glob (`**` descends; a file counts once), one file, or the URL of any of
+    these on a file system known to fsspec (gs://, s3://, hf://). Messages name the `field` that gave it.
 
     Raises:
         InputError: nothing is there, this installation has no standard library source, or a package is missing.

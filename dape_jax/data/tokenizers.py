@@ -61,11 +61,8 @@ class Bytes:
 class Bpe:
     """A byte-level BPE from a Hugging Face `tokenizer.json`, such as GPT-2's or GPT-NeoX-20B's.
 
-    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It pickles as `content`.
-
-    Args:
-        content: the file.
-        where: its name, for messages.
+    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It pickles as `content`. Messages
+    name the file as `where`.
 
     Raises:
         InputError: the library refuses the file, or accepts it although the ids would be wrong.
@@ -176,15 +173,10 @@ Tokenizer = Bytes | Bpe
 
 
 def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False) -> Tokenizer:
-    """Return the tokenizer that a config or a command line names.
-
-    Args:
-        spec: "bytes", or the path of a Hugging Face `tokenizer.json` with a byte-level BPE.
-        field: name of the flag or field, for messages.
-        lossy: accept a tokenizer that loses text.
+    """Return the tokenizer that a config or a command line names: "bytes", or the path of a `tokenizer.json`.
 
     Raises:
-        InputError: neither, or a file that is damaged or that loses text.
+        InputError: neither, or a file that is damaged or, unless `lossy`, that loses text. It names `field`.
     """
     if spec == Bytes.name:
         return Bytes()
@@ -228,12 +220,9 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE trained on some documents, in any order. Words are split as by GPT-2.
 
-    Id 0 is <|endoftext|>, the next 256 are the bytes, and merges take the rest. Memory holds the distinct words with
-    their counts, so a sample of a large corpus is enough.
-
-    Args:
-        documents: read once.
-        vocab_size: size of the vocabulary; the result is smaller only if nothing is left to merge.
+    Id 0 is <|endoftext|>, the next 256 are the bytes, and merges take the rest; the vocabulary is smaller than
+    `vocab_size` only if nothing is left to merge. Memory holds the distinct words with their counts, so a sample of a
+    large corpus is enough.
 
     Raises:
         InputError: the vocabulary is smaller than the bytes need, or too large.

@@ -173,7 +173,7 @@ def write_shard(
     with contextlib.ExitStack() as stack:
         out = {name: stack.enter_context(_new_file(partial / name)) for name in names}
         for file in files:
-            reached = _differences(advance)
+            reached = _by_position(advance)
             for found in read_documents(file, selection, reached):
                 result = _encode(found, selection, tokenizer) if isinstance(found, Document) else found
                 if isinstance(result, str):
@@ -200,8 +200,8 @@ def write_shard(
     return directory
 
 
-def _differences(advance: Callable[[int], object]) -> Callable[[int], None]:
-    """Return a function of a position in a file that calls `advance` with the bytes since the last one."""
+def _by_position(advance: Callable[[int], object]) -> Callable[[int], None]:
+    """Return a function of a position in a file that calls `advance` with the bytes since the last position."""
     done = 0
 
     def reached(position: int) -> None:
@@ -358,17 +358,9 @@ def build_corpus(
 ) -> Record:
     """Build a corpus in `work / "corpus"`, and return its counts.
 
-    Args:
-        work: existing directory, empty or with shards of the same files, selection and tokenizer.
-        files: from `corpus.unique_files`.
-        selection: the records that become documents.
-        tokenizer: encodes them.
-        source: the input as the user gave it, for the sidecars.
-        fingerprint: for the sidecars.
-        field: name of the flag or config field of the input, for messages.
-        fraction_field: name of that of the validation fraction.
-        workers: number of processes; 1 uses only this one. Each takes one shard at a time.
-        strict: stop at the first bad record.
+    `work` is empty or has shards of the same files, selection and tokenizer. The sidecars record `source`, the input as
+    the user gave it, and `fingerprint`. Messages name the input `field` and the validation fraction `fraction_field`.
+    Each of the `workers` takes one shard at a time; 1 uses only this process. `strict` stops at the first bad record.
 
     Raises:
         InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, a worker died, or a

@@ -68,10 +68,7 @@ class IndexedDataset:
 
 
 def open_indexed(path: Path) -> IndexedDataset:
-    """Map a pair; the index is checked for consistency and against the length of the tokens.
-
-    Args:
-        path: `x.bin`, `x.idx` or `x`.
+    """Map the pair `x.bin`, `x.idx` or `x`; the index is checked, also against the length of the tokens.
 
     Raises:
         InputError: a file is missing, damaged or of another kind; names the file, the field and its value.

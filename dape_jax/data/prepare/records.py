@@ -108,10 +108,7 @@ def read_documents(
 ) -> Iterator[Document | BadRecord | Skipped]:
     """Yield every record of a file, in order: a document, the reason why it is skipped, or a bad record.
 
-    Args:
-        file: from `corpus.find_files`.
-        selection: the records that become documents.
-        advance: called now and then with the number of input bytes read so far.
+    `advance` is called now and then with the number of input bytes read so far.
 
     Raises:
         InputError: the file cannot be read. (A file with damaged content gives a `BadRecord`.)
