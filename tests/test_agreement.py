@@ -21,13 +21,13 @@ from helpers import (
     LENGTH,
     Cached,
     compiled,
-    covering,
     every_case,
     is_valid,
     make_layer,
     make_qkv,
     make_weight,
     pairwise,
+    sample,
     tolerance,
 )
 from hypothesis import HealthCheck, given, settings
@@ -40,16 +40,14 @@ from dape_jax.model.scores import Mask, products
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 POS = jnp.arange(LENGTH)
-AXES = (ALL_BIASES, ALL_PROCESSORS, [name for name in ALL_IMPLEMENTATIONS if name != "dense"], KINDS)
-# An implementation knows nothing of biases and processors: not every bias has to meet every processor.
-QUICK = covering(AXES, [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)])
+NOT_DENSE = (ALL_BIASES, ALL_PROCESSORS, [name for name in ALL_IMPLEMENTATIONS if name != "dense"], KINDS)
 
 
 def close(bias: str) -> dict[str, float]:
     return {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
 
 
-@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, QUICK))
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(NOT_DENSE, sample()))
 def test_implementations_agree(bias, processor, implementation, kind):
     qkv = make_qkv(kv_heads=KINDS[kind].get("kv_heads"))
     weight = make_weight(qkv[0])
@@ -61,8 +59,7 @@ def test_implementations_agree(bias, processor, implementation, kind):
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 23])
-@pytest.mark.parametrize("implementation", [Blockwise(5, 4), Blockwise(64, 2), Cached(7)], ids=str)
-def test_implementations_agree_at_any_length(implementation, length):
+def test_implementations_agree_at_any_length(length):
     """One token, one block, ragged last blocks; grouped heads, and a window longer than one block."""
     params, attend = make_layer("kerple", "dape5", heads=4)
     qkv = make_qkv(length, 1, heads=4, kv_heads=2)
@@ -76,7 +73,8 @@ def test_implementations_agree_at_any_length(implementation, length):
         return jax.value_and_grad(loss, (0, 1))(params, qkv)
 
     expected = value_and_grads(params, qkv, Dense())
-    chex.assert_trees_all_close(value_and_grads(params, qkv, implementation), expected, **close("kerple"))
+    for implementation in (Blockwise(5, 4), Blockwise(64, 2), Cached(7)):
+        chex.assert_trees_all_close(value_and_grads(params, qkv, implementation), expected, **close("kerple"))
 
 
 @pytest.mark.slow
@@ -166,11 +164,11 @@ def test_bfloat16_is_near_float32(bias, processor, monkeypatch):
 
         return value_and_grads(params, qkv)
 
-    (full, full_grad), (half, half_grad) = run(jnp.float32), run(jnp.bfloat16)
+    (full, full_grad), (half, half_grad) = (jax.device_get(run(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
     assert not np.array_equal(half, full)
     np.testing.assert_allclose(half, full, atol=0.06)
     allowed = 0.03 if bias in ("kerple_power", "cope", "sandwich") else 0.01
-    assert jnp.linalg.norm(half_grad - full_grad) < allowed * jnp.linalg.norm(full_grad)
+    assert np.linalg.norm(half_grad - full_grad) < allowed * np.linalg.norm(full_grad)
 
 
 def test_bfloat16_operands_accumulate_in_float32():
@@ -225,11 +223,11 @@ def test_a_batch_is_its_sequences(bias, processor):
         return of_params, (of_qkv, out)
 
     shared, own = value_and_grads(qkv, weight)
-    each = [value_and_grads([x[b : b + 1] for x in qkv], weight[b : b + 1]) for b in range(3)]
+    each = [jax.device_get(value_and_grads([x[b : b + 1] for x in qkv], weight[b : b + 1])) for b in range(3)]
     assert np.abs(each[0][1][1] - each[1][1][1]).max() > 1e-2
     sums = jax.tree.map(lambda *x: sum(x), *(of_params for of_params, _ in each))
     chex.assert_trees_all_close(shared, sums, **close(bias))
-    chex.assert_trees_all_close(own, jax.tree.map(lambda *x: jnp.concatenate(x), *(x for _, x in each)), **close(bias))
+    chex.assert_trees_all_close(own, jax.tree.map(lambda *x: np.concatenate(x), *(x for _, x in each)), **close(bias))
 
 
 HALO = (
@@ -287,9 +285,10 @@ def test_matmuls_and_convolution_agree(monkeypatch, seed):
     width = draw.randint(1, 7)
     left, right = draw.randint(0, width - 1), draw.randint(0, width - 1)
     columns, dtype = draw.randint(width, width + 4), draw.choice(["float32", "bfloat16"])
+    normal = np.random.default_rng(seed).normal
     x, kernel, dy = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(2, 3, columns, 4), (width, 4, 5), (2, 3, columns + left + right - width + 1, 5)])
+        jnp.asarray(normal(size=shape), jnp.float32)
+        for shape in [(2, 3, columns, 4), (width, 4, 5), (2, 3, columns + left + right - width + 1, 5)]
     )
 
     def value_and_grads(platform):
