@@ -12,14 +12,16 @@ from dape_jax.sharding import activation_spec, in_mesh, parameter_spec
 def nll(
     logits_BTV: Float[Array, "B T V"], targets_BT: Int[Array, "B T"], vocab_axis: str | tuple[()] = ()
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every target, in nats, float32.
+    """Return the negative log-likelihood of every target, in nats, float32.
 
-    The target's logit is picked by comparing, not by indexing: where the vocabulary is split over devices, each then
-    looks at its own part alone.
+        nll = log(sum over v of exp(logits_v)) - logits_target
+
+    The target's logit is selected by comparison, not by indexing: with a vocabulary that is split over devices, each
+    device then reads only its own part.
 
     Args:
-        logits_BTV: of the whole vocabulary, or of this device's part of it.
-        targets_BT: counted from the first of that part.
+        logits_BTV: logits of the whole vocabulary, or of this device's part of it.
+        targets_BT: ids, counted from the first of that part.
         vocab_axis: mesh axis that splits the vocabulary, inside a `shard_map`.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
@@ -35,18 +37,18 @@ def nll(
 def nll_of_features(
     model: Transformer, features_BTD: Float[Array, "B T D"], targets_BT: Int[Array, "B T"], logits_chunk_tokens: int
 ) -> Float[Array, "B T"]:
-    """Negative log-likelihood of every target from what comes before the unembedding, in nats, float32.
+    """Return the negative log-likelihood of every target from the model's features, in nats, float32.
 
-    Each device of a mesh works on its own tokens, and where `tensor` splits the vocabulary on its part of that: the
-    unembedding is gathered once, and its gradient summed over devices once.
+    On a mesh, each device computes the logits of its own tokens and, if `tensor` splits the vocabulary, of its own ids:
+    the unembedding is gathered once, and its gradient is summed over devices once.
 
     Args:
-        model: whose unembedding it is.
+        model: holds the unembedding.
         features_BTD: from `Transformer.features`.
-        targets_BT: of the same positions.
-        logits_chunk_tokens: tokens on each device whose logits are held at once (one position of every sequence at
-            least). With more tokens than that their logits are computed in parts, and again in the backward pass, so
-            that memory does not grow with length times vocabulary. The numbers are the same.
+        targets_BT: ids at the same positions.
+        logits_chunk_tokens: tokens per device whose logits are in memory at a time, at least one position of every
+            sequence. Logits of more tokens are computed in chunks, and again in the backward pass, so memory does not
+            grow with length times vocabulary. The values are the same.
     """
     dtype = model.config.compute_dtype
     features_BTD, weight_DV = features_BTD.astype(dtype), model.unembedding_DV.astype(dtype)
@@ -72,25 +74,25 @@ def _nll_on_device(
     weight_DV: Array,
     bias_V: Array | None,
     ids_BT: Array,
-    at_once: int,
+    chunk_tokens: int,
     vocab_axis: str | tuple[()] = (),
 ) -> Array:
-    """See `nll_of_features`; targets are counted from the first of this device's part of the vocabulary."""
+    """Return `nll_of_features` on one device; ids are counted from the first of its part of the vocabulary."""
 
-    def nll_of_parts(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
+    def nll_of_chunk(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
         logits_BTV = jnp.einsum("BTD,DV->BTV", features_BTD, weight_DV, preferred_element_type=jnp.float32)
         return nll(logits_BTV if bias_V is None else logits_BTV + bias_V[None, None], ids_BT, vocab_axis)
 
     batch, length, _ = features_BTD.shape
-    if batch * length <= at_once:
-        return nll_of_parts(features_BTD, weight_DV, ids_BT)
-    # Its gradient is added up over the parts, and that in float32.
+    if batch * length <= chunk_tokens:
+        return nll_of_chunk(features_BTD, weight_DV, ids_BT)
+    # In float32, because its gradient is accumulated over the chunks in its dtype.
     weight_DV, dtype = weight_DV.astype(jnp.float32), weight_DV.dtype
 
     @jax.checkpoint
     def nll_of_position(position: tuple[Array, Array]) -> Array:
         features_BD, ids_B = position
-        return nll_of_parts(features_BD[:, None], weight_DV.astype(dtype), ids_B[:, None])[:, 0]
+        return nll_of_chunk(features_BD[:, None], weight_DV.astype(dtype), ids_B[:, None])[:, 0]
 
     positions = jnp.moveaxis(features_BTD, 1, 0), ids_BT.T
-    return jax.lax.map(nll_of_position, positions, batch_size=max(1, at_once // batch)).T
+    return jax.lax.map(nll_of_position, positions, batch_size=max(1, chunk_tokens // batch)).T
