@@ -45,21 +45,36 @@ def small_tiles(monkeypatch):
 
 
 def make_layer(bias: str, processor: DapeConfig, heads: int, dtype=jnp.float32):
-    """Return the parameters of a bias and a processor, and a function of them."""
-    rngs = nnx.Rngs(0)
-    built = BIASES[bias]().build(heads, 4, rngs)
-    layer = nnx.Dict(bias=built, processor=processor.build(heads, has_bias=built is not None, dtype=dtype, rngs=rngs))
-    graphdef, params = nnx.split(layer, nnx.Param)
-    # Parameters that start at 0 would hide errors in their terms.
-    params = jax.tree.map(
-        lambda p: p if p.any() else 0.3 * jax.random.normal(jax.random.key(p.size), p.shape), nnx.to_pure_dict(params)
-    )
+    """Return random parameters of a bias and a processor, and a function of them."""
+
+    def build():
+        rngs = nnx.Rngs(0)
+        built = BIASES[bias]().build(heads, 4, rngs)
+        has_bias = built is not None
+        return nnx.Dict(bias=built, processor=processor.build(heads, has_bias=has_bias, dtype=dtype, rngs=rngs))
+
+    # None is 0, which would hide errors in its terms; and nothing is compiled for them.
+    graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
+    draw = np.random.default_rng(0)
+
+    def random(path, leaf):
+        is_positive = path[-1].key in ("p_H", "a_H")
+        return np.asarray(
+            draw.uniform(0.2, 1, leaf.shape) if is_positive else draw.normal(0, 0.3, leaf.shape), leaf.dtype
+        )
+
+    params = jax.tree_util.tree_map_with_path(random, nnx.to_pure_dict(abstract))
 
     def run(attention, params, q, k, v, q_pos, k_pos, **options):
         layer = nnx.merge(graphdef, params)
         return attention(q, k, v, q_pos, k_pos, ScoreMod(layer.bias, layer.processor), Mask(**options))
 
     return params, run
+
+
+def normal(*shapes: tuple[int, ...]) -> list[np.ndarray]:
+    draw = np.random.default_rng(1)
+    return [draw.standard_normal(shape, np.float32) for shape in shapes]
 
 
 def compare(
@@ -78,14 +93,14 @@ def compare(
     k_pos = jnp.arange(length) + 3
     q_pos = k_pos[first::row_stride]
     shapes = [(2, len(q_pos), heads, 4), *[(2, length, kv_heads or heads, 4)] * 2, (2, len(q_pos), heads, 4)]
-    q, k, v, weight = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
+    q, k, v, weight = normal(*shapes)
 
     def step(attention):
         def loss(*args):
             out = run(attention, *args, q_pos, k_pos, window=window, row_stride=row_stride)
             return (out * weight).sum(), out
 
-        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v)
+        grads, out = jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v))
         grads[0]["processor"].pop("output_bias_H")  # 0 up to rounding
         return out, grads
 
@@ -104,7 +119,7 @@ def case(bias, processor, fast=False, **options):
 @pytest.mark.parametrize(
     ("bias", "processor", "options"),
     [
-        case("kerple", "W3", fast=True, length=37, heads=3),
+        case("kerple", "W3", fast=True, length=37, heads=3, kv_heads=1),
         case("t5", "causal2", length=30, window=9, kv_heads=1),
         case("alibi", "W1", length=50, heads=12),
         case("sandwich", "W3", length=70, heads=4, kv_heads=2),
@@ -147,15 +162,20 @@ def test_undefined_values_are_not_read():
     t = gpu.Tiling(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
     rows, keys, taps = 16, 40, t.taps_per_dot * t.padded_heads
     shapes = [(2, 2, rows, keys), (taps, 16), (taps, 16), (keys + 1, 16), (keys + 1, 16), (1, rows, 16)]
-    operands = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes)]
+    *operands, d_out = normal(*shapes, (2, 2, rows, keys))
     starts = jnp.array([2, 0], jnp.int32)
-    out, pull = jax.vjp(lambda *operands: gpu.process(t, starts, *operands), *operands)
-    seen = np.asarray(gpu.visible(t, *starts, rows, keys))
+
+    @jax.jit
+    def run(operands, d_out):
+        out, pull = jax.vjp(lambda *operands: gpu.process(t, starts, *operands), *operands)
+        return out, pull(d_out), gpu.visible(t, *starts, rows, keys)
+
+    out, grads, seen = jax.device_get(run(operands, d_out))
+    assert out.shape == d_out.shape
     assert np.isnan(out[:, :, ~seen]).all()
     assert np.isfinite(out[:, :, seen]).all()
 
-    d_out = jax.random.normal(jax.random.key(9), out.shape)
-    grads, poisoned = pull(d_out), pull(jnp.where(seen, d_out, jnp.nan))
+    _, poisoned, _ = jax.device_get(run(operands, np.where(seen, d_out, np.float32(np.nan))))
     jax.tree.map(np.testing.assert_array_equal, grads, poisoned)
     assert all(np.isfinite(grad).all() and np.abs(grad).max() > 1e-3 for grad in grads)
     np.testing.assert_array_equal(grads[0][:, :, ~seen], 0)
@@ -166,7 +186,7 @@ def test_bfloat16_is_close_to_float32():
     """Errors of values and gradients are about those of `Dense` in bfloat16."""
     length, heads = 40, 4
     pos = jnp.arange(length)
-    qkv = [jax.random.normal(jax.random.key(n), (1, length, heads, 16)).astype(jnp.bfloat16) for n in range(3)]
+    qkv = [x.astype(jnp.bfloat16) for x in normal(*[(1, length, heads, 16)] * 3)]
 
     def step(attention, dtype):
         params, run = make_layer("kerple", PROCESSORS["W3"], heads, dtype)
@@ -194,7 +214,7 @@ def on_mesh(attention, mesh, **options):
     """Return the gradients of a loss over sequences sharded and parameters replicated, and their arguments."""
     params, run = make_layer("kerple", PROCESSORS["causal2"], heads=2)
     pos = jnp.arange(12)
-    qkv = [jax.random.normal(jax.random.key(n), (2, 12, 2, 4)) for n in range(3)]
+    qkv = normal(*[(2, 12, 2, 4)] * 3)
 
     def loss(*args):
         return jax.lax.psum((run(attention, *args, pos, pos) ** 2).sum(), "data")
@@ -206,8 +226,8 @@ def on_mesh(attention, mesh, **options):
 
 def test_on_a_mesh():
     """Gradients are summed over devices. (The interpreter does not support the check of varying axes.)"""
-    meshes = [jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in (2, 1)]
-    (step, args), (on_one, _) = (on_mesh(FUSED, mesh, check_vma=False) for mesh in meshes)
+    two, one = (jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in (2, 1))
+    (step, args), (on_one, _) = on_mesh(FUSED, two, check_vma=False), on_mesh(Dense(), one, check_vma=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), step(*args), on_one(*args))
 
 
