@@ -1,5 +1,8 @@
 """Shapes and dtypes of every bias x processor x implementation, and finite numbers for any finite input."""
 
+import functools
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,51 +15,73 @@ from helpers import (
     ALL_PROCESSORS,
     LENGTH,
     compiled,
+    covering,
     every_case,
-    make_layer,
     make_qkv,
-    pairwise,
 )
 
 from dape_jax.errors import InputError
 from dape_jax.model.attention import attend, check_shapes
 from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import ScoreMod
+from dape_jax.model.scores import Mask
 
 AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, ("float32", "bfloat16"))
+# Every bias and every processor with every implementation and dtype.
+SAMPLE = covering(AXES, [(0, 2), (1, 2), (0, 3), (1, 3)])
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 6, 2, 4
 
 
-@pytest.mark.parametrize(("bias", "processor", "implementation", "dtype"), every_case(AXES, pairwise(AXES)))
+@pytest.mark.parametrize(("bias", "processor", "implementation", "dtype"), every_case(AXES, SAMPLE))
 def test_output_has_the_shape_of_queries_and_the_dtype_of_values(bias, processor, implementation, dtype):
     """Shapes are abstract: nothing is compiled. All dims differ, so no two can be confused."""
-    params, attend = make_layer(bias, processor, HEADS, HEAD_DIM, dtype=jnp.dtype(dtype))
-    q, k, v = (x.astype(dtype) for x in make_qkv(LENGTH, BATCH, HEADS, HEAD_DIM, kv_heads=KV_HEADS))
-    function = ALL_IMPLEMENTATIONS[implementation]
-    out = jax.eval_shape(lambda *qkv: attend(params, *qkv, function), q, k, v)
-    chex.assert_shape(out, (BATCH, LENGTH, HEADS, HEAD_DIM))
-    assert out.dtype == v.dtype
-    if implementation in ("dense", "any_rows"):  # fewer rows than keys, one row, and no other number of keys
-        for num_rows in (5, 1):
-            rows = jnp.arange(LENGTH)[-num_rows:]
-            some = jax.eval_shape(lambda *qkv, rows=rows: attend(params, *qkv, function, rows), q[:, -num_rows:], k, v)
-            chex.assert_shape(some, (BATCH, num_rows, HEADS, HEAD_DIM))
+
+    def attend(num_rows: int):
+        rngs = nnx.Rngs(0)
+        score_mod = ScoreMod(
+            ALL_BIASES[bias]().build(HEADS, HEAD_DIM, rngs),
+            ALL_PROCESSORS[processor].build(HEADS, has_bias=bias != "nope", dtype=jnp.dtype(dtype), rngs=rngs),
+        )
+        q = jnp.zeros((BATCH, num_rows, HEADS, HEAD_DIM), dtype)
+        k, v = jnp.zeros((2, BATCH, LENGTH, KV_HEADS, HEAD_DIM), dtype)
+        pos = jnp.arange(LENGTH)
+        return ALL_IMPLEMENTATIONS[implementation](q, k, v, pos[-num_rows:], pos, score_mod, Mask())
+
+    has_other_rows = implementation in ("dense", "any_rows")  # fewer rows than keys, one row
+    for num_rows in (LENGTH, 5, 1) if has_other_rows else (LENGTH,):
+        out = jax.eval_shape(functools.partial(attend, num_rows))
+        chex.assert_shape(out, (BATCH, num_rows, HEADS, HEAD_DIM))
+        assert out.dtype == dtype
 
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_biases_have_a_head_a_row_and_a_column_for_each(bias):
-    layer = BIASES[bias]().build(3, HEAD_DIM, nnx.Rngs(0))
-    if layer is None:
-        assert bias == "nope"
+    @jax.jit
+    def both():
+        layer = BIASES[bias]().build(3, HEAD_DIM, nnx.Rngs(0))
+        q_pos, k_pos = jnp.array([4, 0]), jnp.arange(5)
+        return None if layer is None else (layer(q_pos, k_pos), layer(q_pos, k_pos[:1]))
+
+    if bias == "nope":
+        assert both() is None
         return
-    q_pos, k_pos = jnp.array([4, 0]), jnp.arange(5)
-    found = layer(q_pos, k_pos)
+    found, of_one_key = jax.device_get(both())
     chex.assert_shape(found, (3, 2, 5))
     chex.assert_tree_all_finite(found)
-    chex.assert_shape(layer(q_pos, k_pos[:1]), (3, 2, 1))
+    chex.assert_shape(of_one_key, (3, 2, 1))
 
 
-@pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
-@pytest.mark.parametrize("implementation", ALL_IMPLEMENTATIONS)
+LARGE = (("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")), ALL_IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize(
+    ("bias", "processor", "implementation"),
+    [
+        pytest.param(*layer, implementation, marks=marks)
+        for layer, implementation in itertools.product(*LARGE)
+        for marks in [() if implementation == "dense" or layer == ("kerple", "dape3") else pytest.mark.slow]
+    ],
+)
 def test_large_inputs_give_finite_values_and_gradients(bias, processor, implementation):
     """Scores of 1e4: the softmax is one key, and a masked score is a finite number below all of them."""
     q, k, v = make_qkv()
