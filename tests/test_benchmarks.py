@@ -37,8 +37,9 @@ def written(directory: Path, stem: str) -> dict:
 # ---- one layer
 
 
-def test_attention_measures_the_requested_case(tmp_path, capsys):
-    attention.run(tiny(tmp_path, directions=("backward",)))
+def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(listing, "find_spec", lambda name: None)
+    attention.run(tiny(tmp_path, vs="torch", directions=("backward",)))
     content = written(tmp_path, "cpu")
     rows = content["rows"]
     assert [row["name"] for row in rows] == ["dense", "blockwise", "plain jax"]
@@ -56,11 +57,11 @@ def test_attention_measures_the_requested_case(tmp_path, capsys):
         assert {"out", "q", "k", "v"} <= set(row["errors"])
         assert row["time_ratios"]["dense"] == row["min_ms"] / rows[0]["min_ms"]
         assert row["memory_ratios"]["dense"] == row["peak_mib"] / rows[0]["peak_mib"]
-    (line,) = content["left_out"]
-    assert line.startswith("fused is left out")
-    assert line in capsys.readouterr().err
-    table = (tmp_path / "cpu.txt").read_text()
-    assert line in table
+    fused, torch = content["left_out"]
+    assert fused.startswith("fused is left out")
+    assert "torch is left out: PyTorch is not installed" in torch
+    errors, table = capsys.readouterr().err, (tmp_path / "cpu.txt").read_text()
+    assert all(line in errors and line in table for line in (fused, torch))
     assert len(table.splitlines()) == 2 + 1 + len(rows)
 
 
@@ -91,15 +92,6 @@ def test_wrong_results_and_failures_are_reported_and_the_others_measured(tmp_pat
     for name in ("dense", attention.PLAIN):
         assert of_name[name]["errors"]["out"] < 1e-5
         assert of_name[name]["min_ms"] > 0
-
-
-def test_without_torch_the_others_are_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(listing, "find_spec", lambda name: None)
-    attention.run(tiny(tmp_path, vs="torch", directions=("forward",)))
-    content = written(tmp_path, "cpu")
-    assert [row["name"] for row in content["rows"]] == ["dense", "blockwise", "plain jax"]
-    assert "torch is left out: PyTorch is not installed" in content["left_out"][-1]
-    assert content["left_out"][-1] in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -174,7 +166,7 @@ def test_the_kernel_is_refused_where_there_is_none(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
-@pytest.mark.parametrize("mebibytes", [64, 200])
+@pytest.mark.parametrize("mebibytes", [64, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_of_a_call(mebibytes):
     """Two arrays at once, one of which is freed before the end."""
 
@@ -248,7 +240,7 @@ def test_bad_settings_of_step(changes, words):
 # ---- table 7
 
 
-@pytest.mark.parametrize("chip", ["v5e", "h200"])
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("h200", marks=pytest.mark.slow)])
 def test_table7_by_roofline(tmp_path, chip):
     table7.run(table7.Settings(chip=chip, implementation="dense", output=str(tmp_path)))
     content = written(tmp_path, chip)
