@@ -271,12 +271,6 @@ def test_command_line(workdir, tmp_path):
     assert "&lt;script&gt;&amp;\ufffd " in text
 
 
-def test_bad_input_is_one_line(tmp_path):
-    done = run(*MODULE, f"--workdir={tmp_path}", "--length=16")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: workdir = {str(tmp_path)!r}: must be a directory written by train.py"]
-
-
 def test_importing_it_defines_no_flags():
     """They have the names of other command lines' flags."""
     assert "length" not in flags.FLAGS

@@ -78,29 +78,43 @@ def test_train_twice_then_evaluate(root, tmp_path):
     assert list((tmp_path / "kerple" / "tensorboard").iterdir())
 
 
-# Imports once and forks for each command line, which then runs as in a process of its own.
+# Imports once and forks for each command line, which then runs as in a process of its own, up to its exit handlers. To
+# tear the interpreter down as well would copy all memory that the processes share.
 FORKED = """
-import json, os, runpy, sys
+import atexit, gc, json, os, runpy, sys
 import dape_jax.training.loop
-program, argument_lists = json.load(sys.stdin)
-for number, arguments in enumerate(argument_lists):
+gc.freeze()
+for number, (program, *arguments) in enumerate(json.load(sys.stdin)):
     if os.fork() == 0:
         for descriptor, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{sys.argv[1]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
         sys.argv = [program, *arguments]
-        runpy.run_path(program, run_name="__main__")
-        sys.exit()
+        status = 0
+        try:
+            if program.endswith(".py"):
+                runpy.run_path(program, run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        except SystemExit as error:
+            status = error.code or 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def run_all(program: Path, argument_lists: list[list[str]], scratch: Path) -> list[tuple[int, str, str]]:
-    """Run a program once for each list of arguments, and return each status, output and error output."""
+def run_all(commands: list[list[str]], scratch: Path) -> list[tuple[int, str, str]]:
+    """Run each program or module with its arguments, and return each status, output and error output."""
     scratch.mkdir()
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-u", "-c", FORKED, str(scratch)],
-        input=json.dumps([str(program), argument_lists]),
+        input=json.dumps(commands),
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -108,7 +122,7 @@ def run_all(program: Path, argument_lists: list[list[str]], scratch: Path) -> li
         timeout=600,
         check=True,
     )
-    outputs = [[(scratch / f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(argument_lists))]
+    outputs = [[(scratch / f"{i}.{name}").read_text() for name in ("out", "err")] for i in range(len(commands))]
     return [(int(status), *output) for status, output in zip(done.stdout.split(), outputs, strict=True)]
 
 
@@ -133,14 +147,22 @@ BAD_INPUT = [
     (["--config=configs/paper.py:13b"], ["config argument", "13b", "6.7b"]),
     (["--config=configs/paper.py:125m,bias=alibi"], ["data.path", "''"]),
 ]
+BAD_INPUT_OF_TOOLS = [
+    (["dape_jax.tools.generate", "--prompt_file=/nowhere"], ["--prompt_file = '/nowhere'", "cannot be read"]),
+    (["dape_jax.tools.generate", "--prompt=a", "--top_p=2"], ["top_p = 2.0", "at most 1"]),
+    (["dape_jax.tools.generate", "--prompt=a", "--top_k=all"], ["--top_k=all"]),
+    (
+        ["dape_jax.tools.attention_maps", "--length=16"],
+        ["error: workdir = ", "must be a directory written by train.py"],
+    ),
+]
 
 
 def test_bad_input_is_one_line(tmp_path):
-    argument_lists = [[*arguments, f"--workdir={tmp_path}/run"] for arguments, _ in BAD_INPUT]
-    for (status, _, stderr), (arguments, words) in zip(
-        run_all(ROOT / "train.py", argument_lists, tmp_path / "scratch"), BAD_INPUT, strict=True
-    ):
-        assert status == 2, (arguments, stderr)
+    cases = [(["train.py", *arguments], words) for arguments, words in BAD_INPUT] + BAD_INPUT_OF_TOOLS
+    commands = [[*command, f"--workdir={tmp_path}/run"] for command, _ in cases]
+    for (status, _, stderr), (command, words) in zip(run_all(commands, tmp_path / "scratch"), cases, strict=True):
+        assert status == 2, (command, stderr)
         (line,) = stderr.splitlines()
         assert line.startswith("error: ")
         assert all(word in line for word in words), line
@@ -189,8 +211,10 @@ def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
         (["--workdir=d", "more"], "command line = 'more': must be a flag"),
         ([], "--workdir"),
     ]
-    commands = [["--workdir=d", *arguments] for arguments, _ in accepted] + [arguments for arguments, _ in refused]
-    *results, (_, help_text, _) = run_all(program, [*commands, ["--help"]], tmp_path / "scratch")
+    argument_lists = [["--workdir=d", *arguments] for arguments, _ in accepted]
+    argument_lists += [*(arguments for arguments, _ in refused), ["--help"]]
+    commands = [[str(program), *arguments] for arguments in argument_lists]
+    *results, (_, help_text, _) = run_all(commands, tmp_path / "scratch")
     for (status, out, err), (arguments, values) in zip(results, accepted, strict=False):
         assert (status, out) == (0, f"{defaults | values}\n"), (arguments, err)
     for (status, _, err), (arguments, message) in zip(results[len(accepted) :], refused, strict=True):

@@ -516,22 +516,6 @@ def generate_arguments(workdir: Path, *more: str) -> list[str]:
     return ["-m", "dape_jax.tools.generate", f"--workdir={workdir}", *more]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--prompt_file=/nowhere"], ["--prompt_file = '/nowhere'", "cannot be read"]),
-        pytest.param(["--prompt=a", "--top_p=2"], ["top_p = 2.0", "at most 1"], marks=pytest.mark.slow),
-        pytest.param(["--prompt=a", "--top_k=all"], ["--top_k=all"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_bad_command_line_is_one_line(tmp_path, arguments, words):
-    done = run(*generate_arguments(tmp_path, *arguments))
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert all(word in line for word in words), line
-
-
 @pytest.mark.slow
 def test_a_model_that_cannot_be_cached_is_refused_by_the_command_line(tmp_path):
     spec = tiny.spec(tmp_path, train__num_steps=2)
