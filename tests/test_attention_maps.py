@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +18,14 @@ from flax import nnx
 from test_command_lines import run
 
 from dape_jax.config import RunConfig
-from dape_jax.data.store import load_corpus
+from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.errors import InputError
+from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.transformer import Block, Transformer, TransformerConfig, model_structure
 from dape_jax.tools import attention_maps as module
 from dape_jax.tools.attention_maps import attention_maps, layer_maps
-from dape_jax.training import loop
 
 MODULE = ("-m", "dape_jax.tools.attention_maps")
 LENGTH = 77
@@ -46,16 +49,15 @@ COLUMNS = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("attention_maps")
+def root(trained_root) -> Path:
+    """Directory of the session's text."""
+    return trained_root
 
 
 @pytest.fixture(scope="module")
-def workdir(root) -> Path:
+def workdir(trained_run) -> Path:
     """A trained run."""
-    spec = tiny.spec(root, train__num_steps=2, train__validation_batches=1)
-    loop.train(spec, root / "a <b> $^$")
-    return root / "a <b> $^$"
+    return trained_run.rename(trained_run.parent / "a <b> $^$")
 
 
 def config_of(root: Path, changes: dict) -> TransformerConfig:
@@ -68,37 +70,57 @@ def layer_of(model: Transformer, layer: int) -> Block:
     return jax.tree.map(lambda stacked: stacked[layer], model.layers)
 
 
-def model_and_input(root: Path, case: str) -> tuple[Transformer, jax.Array]:
-    """A model none of whose parameters is at 0, and what goes into one of its layers."""
-    graphdef, abstract = model_structure(config_of(root, CASES[case]))
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model none of whose parameters is at 0."""
+
+    graphdef: nnx.GraphDef
+    params: dict[str, Any]
+
+    def run(self, function: Callable, *args) -> Any:
+        """Return `function(model, *args)`, compiled."""
+
+        def merged(params, *args):
+            return function(nnx.merge(self.graphdef, params), *args)
+
+        return jax.device_get(jax.jit(merged)(self.params, *args))
+
+
+def model_and_input(root: Path, case: str) -> tuple[TransformerConfig, Model, np.ndarray]:
+    """A model's config, the model, and what goes into one of its layers."""
+    config = config_of(root, CASES[case])
+    graphdef, abstract = model_structure(config)
     draw = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.5, leaf.shape), leaf.dtype), abstract)
-    return nnx.merge(graphdef, params), jnp.asarray(draw.normal(size=(1, LENGTH, 16)), jnp.float32)
+    params = jax.tree.map(lambda leaf: draw.normal(0, 0.5, leaf.shape).astype(leaf.dtype), abstract)
+    return config, Model(graphdef, params), draw.normal(size=(1, LENGTH, 16)).astype(np.float32)
 
 
-def dense_maps(model: Transformer, x_BTD: jax.Array) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+def dense_maps(
+    config: TransformerConfig, model: Model, x_BTD: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """All pairs of layer 1 at once, from the definition; which of them are visible; and the values, for all heads."""
-    block, pos_T = layer_of(model, 1), jnp.arange(x_BTD.shape[1])
-    attention = block.attention
-    q_BTHK, k_BTGK, v_BTGK = attention.project(block.attention_norm(x_BTD), pos_T)
+
+    def project(model, x_BTD):
+        block = layer_of(model, 1)
+        return block.attention.project(block.attention_norm(x_BTD), jnp.arange(LENGTH))
+
+    q_BTHK, k_BTGK, v_BTGK = model.run(project, x_BTD)
     num_heads, head_dim = q_BTHK.shape[2:]
     q_THK, k_THK, v_THK = (np.repeat(x[0], num_heads // x.shape[2], axis=1) for x in (q_BTHK, k_BTGK, v_BTGK))
     distance_TT = np.arange(len(q_THK))[:, None] - np.arange(len(k_THK))
-    mask_TT = (distance_TT >= 0) & (distance_TT < (model.config.window or LENGTH))
+    mask_TT = (distance_TT >= 0) & (distance_TT < (config.window or LENGTH))
     scores_HTT = np.einsum("THK,SHK->HTS", q_THK, k_THK) / np.sqrt(head_dim)
-    bias = model.shared_bias if attention.bias is None else attention.bias
-    if isinstance(bias, ContextualBias):
-        scores, mask = jnp.asarray(scores_HTT)[None], jnp.asarray(mask_TT)
-        bias_HTT = np.asarray(bias.from_content(q_BTHK, k_BTGK, scores, mask, pos_T, pos_T, True))[0]
-    else:
-        bias_HTT = None if bias is None else np.asarray(bias(pos_T, pos_T))
-    processed_HTT = np.asarray(
-        attention.processor(
-            jnp.asarray(scores_HTT)[None],
-            None if bias_HTT is None else jnp.asarray(bias_HTT)[None],
-            jnp.asarray(mask_TT),
-        )
-    )[0]
+
+    def process(model, q_BTHK, k_BTGK, scores_BHTT, mask_TT):
+        attention, pos_T = layer_of(model, 1).attention, jnp.arange(LENGTH)
+        bias = model.shared_bias if attention.bias is None else attention.bias
+        if isinstance(bias, ContextualBias):
+            bias_BHTT = bias.from_content(q_BTHK, k_BTGK, scores_BHTT, mask_TT, pos_T, pos_T, True)
+        else:
+            bias_BHTT = None if bias is None else bias(pos_T, pos_T)[None]
+        return None if bias_BHTT is None else bias_BHTT[0], attention.processor(scores_BHTT, bias_BHTT, mask_TT)[0]
+
+    bias_HTT, processed_HTT = model.run(process, q_BTHK, k_BTGK, scores_HTT[None], mask_TT)
     odds_HTT = np.where(mask_TT, np.exp(processed_HTT - processed_HTT.max(-1, keepdims=True)), 0)
     plain_HTT = scores_HTT if bias_HTT is None else scores_HTT + bias_HTT
     maps = {
@@ -113,10 +135,15 @@ def dense_maps(model: Transformer, x_BTD: jax.Array) -> tuple[dict[str, np.ndarr
 @pytest.mark.parametrize("case", CASES)
 def test_pooled_maps_are_the_definition(root, case):
     """At a length that is no multiple of a block or of a cell: means of cells, and statistics of all visible pairs."""
-    model, x_BTD = model_and_input(root, case)
-    expected, mask_TT, _ = dense_maps(model, x_BTD)
-    pooled = jax.jit(lambda x: layer_maps(layer_of(model, 1), x, model.shared_bias, block_size=24, max_cells=16))
-    x_next_BTD, cells, stats = jax.device_get(pooled(x_BTD))
+    config, model, x_BTD = model_and_input(root, case)
+    expected, mask_TT, _ = dense_maps(config, model, x_BTD)
+
+    def pooled(model, x_BTD):
+        block = layer_of(model, 1)
+        maps = layer_maps(block, x_BTD, model.shared_bias, block_size=24, max_cells=16)
+        return maps, block(x_BTD, jnp.arange(LENGTH), model.shared_bias)[0]
+
+    (x_next_BTD, cells, stats), through_block = model.run(pooled, x_BTD)
     assert sorted(cells) == sorted(stats) == sorted(COLUMNS.get(case, ["scores", "bias", "added", "probs"]))
     for name, of_heads in cells.items():
         assert of_heads.shape == (2, 16, 16)
@@ -133,17 +160,22 @@ def test_pooled_maps_are_the_definition(root, case):
         visible = expected[name][:, mask_TT].astype(np.float64)
         for key, function in {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}.items():
             np.testing.assert_allclose(stats[name][key], function(visible, axis=1), rtol=1e-5, atol=1e-5)
-    through_block, _ = layer_of(model, 1)(x_BTD, jnp.arange(LENGTH), model.shared_bias)
     np.testing.assert_allclose(x_next_BTD, through_block, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["kerple", "residual"])
 def test_maps_give_the_attention_of_the_layer(root, case):
     """softmax(scores + bias + added) V is what the layer attends to, and probs is that softmax; one cell is a pair."""
-    model, x_BTD = model_and_input(root, case)
-    block = layer_of(model, 1)
-    _, cells, _ = layer_maps(block, x_BTD, model.shared_bias, block_size=32)
-    *_, v_THK = dense_maps(model, x_BTD)
+    config, model, x_BTD = model_and_input(root, case)
+
+    def maps_and_attended(model, x_BTD):
+        block = layer_of(model, 1)
+        _, cells, _ = layer_maps(block, x_BTD, model.shared_bias, block_size=32)
+        attended, _ = block.attention(block.attention_norm(x_BTD), jnp.arange(LENGTH), model.shared_bias)
+        return cells, attended, block.attention.output_HKD[...], block.attention.output_bias_D[...]
+
+    cells, expected_BTD, output_HKD, output_bias_D = model.run(maps_and_attended, x_BTD)
+    *_, v_THK = dense_maps(config, model, x_BTD)
     total_HTT = sum(np.asarray(cells[name]) for name in ("scores", "bias", "added") if name in cells)
     blank_TT = np.triu(np.ones((LENGTH, LENGTH), bool), 1)
     assert (np.isnan(total_HTT) == blank_TT).all()
@@ -151,9 +183,7 @@ def test_maps_give_the_attention_of_the_layer(root, case):
     probs_HTT = odds_HTT / odds_HTT.sum(-1, keepdims=True)
     np.testing.assert_allclose(np.nan_to_num(cells["probs"]), probs_HTT, rtol=1e-4, atol=1e-6)
     out_THK = np.einsum("HTS,SHK->THK", probs_HTT, v_THK)
-    attention = block.attention
-    found_TD = np.einsum("THK,HKD->TD", out_THK, attention.output_HKD[...]) + np.asarray(attention.output_bias_D[...])
-    expected_BTD, _ = attention(block.attention_norm(x_BTD), jnp.arange(LENGTH), model.shared_bias)
+    found_TD = np.einsum("THK,HKD->TD", out_THK, output_HKD) + output_bias_D
     np.testing.assert_allclose(found_TD, expected_BTD[0], rtol=1e-4, atol=1e-4)
 
 
@@ -208,7 +238,7 @@ def check_page(page: Path, length: int) -> dict:
 
 def test_a_run_is_drawn_once(workdir, root):
     page = attention_maps(workdir, length=64)
-    assert page == workdir / "attention_maps" / "step-2-length-64" / "index.html"
+    assert page == workdir / "attention_maps" / "step-4-length-64" / "index.html"
     content = check_page(page, 64)
     store = load_corpus(RunConfig.from_dict(tiny.spec(root)).data).validation
     first = next(i for i in range(store.num_documents) if len(store.document(i)) > 64)
@@ -217,9 +247,9 @@ def test_a_run_is_drawn_once(workdir, root):
     assert f"validation document {first} " in content["text"]["source"]
     text = page.read_text()
     assert beginning in text
-    assert "<h1>a &lt;b&gt; $^$, step 2" in text
+    assert "<h1>a &lt;b&gt; $^$, step 4" in text
     before = (page.parent / "attention_maps.json").read_bytes()
-    with pytest.raises(InputError, match=r"output = .*step-2-length-64.*--output"):
+    with pytest.raises(InputError, match=r"output = .*step-4-length-64.*--output"):
         attention_maps(workdir, length=64, step="best")
     assert (page.parent / "attention_maps.json").read_bytes() == before
 
@@ -245,14 +275,16 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
     assert not (tmp_path / "out").exists()
 
 
-def test_text_that_has_changed_since_training_leaves_another_way(workdir, root, tmp_path):
-    new = root / "text" / "new.txt"
-    new.write_text("new text " * 50)
-    try:
-        with pytest.raises(InputError, match="--text"):
-            attention_maps(workdir, length=16, output=tmp_path)
-    finally:
-        new.unlink()
+def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_path, monkeypatch):
+    def load_changed(config: DataConfig) -> Corpus:
+        text = tmp_path / "text"
+        shutil.copytree(config.path, text)
+        (text / "new.txt").write_text("new text " * 50)
+        return load_corpus(dataclasses.replace(config, path=str(text)))
+
+    monkeypatch.setattr(trained, "load_corpus", load_changed)
+    with pytest.raises(InputError, match="--text"):
+        attention_maps(workdir, length=16, output=tmp_path / "out")
 
 
 @pytest.mark.slow
