@@ -69,8 +69,8 @@ TINY = {
     "data": {"pad_to": 16},  # one program
     "train": {"train_length": 5, "batch_size": 8, "num_steps": 4, "eval_interval": 2, "validation_batches": 2}
     | {"checkpoint_interval": 2},
-    "evaluation": {"lengths": (2, 5, 6, 20), "num_sequences": 11, "batch_tokens": 128, "pad_to": 8, "block_size": 8}
-    | {"blockwise_from": 16},
+    "evaluation": {"lengths": (2, 5, 6, 20), "num_sequences": 11, "batch_tokens": 128, "pad_to": 16, "block_size": 8}
+    | {"blockwise_from": 32},
 }
 
 
@@ -287,7 +287,7 @@ def test_a_processor_that_padding_would_change_is_refused(option):
     with pytest.raises(InputError, match=rf"data.pad_to = 16: must be 1: .*{next(iter(option))}"):
         TaskRunConfig.from_dict(given)
     given["data"]["pad_to"] = 1
-    with pytest.raises(InputError, match=r"evaluation.pad_to = 8: must be 1: "):
+    with pytest.raises(InputError, match=r"evaluation.pad_to = 16: must be 1: "):
         TaskRunConfig.from_dict(given)
     given["evaluation"]["pad_to"] = 1
     TaskRunConfig.from_dict(given)
