@@ -157,7 +157,7 @@ def test_log_likelihoods_are_those_of_the_full_forward(model):
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 @given(
     st.lists(st.tuples(st.integers(1, 250), st.integers(1, LONGEST)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
