@@ -98,7 +98,8 @@ def mixed_cases() -> list:
 
     That every bias goes with every processor is a matter of attention alone, whose tests have them all with a cache.
     Here each bias, each processor and each rotary variant meets every number of key heads, a window and none. Every
-    second case of the first of three diagonals runs by default: all rotary variants and numbers of key heads.
+    second case of the first of three diagonals runs by default, with all rotary variants and numbers of key heads, and
+    t5's, whose bias all layers share.
     """
     biases = list(CHOICES["bias"])
     cases = []
@@ -109,7 +110,7 @@ def mixed_cases() -> list:
         rotary = list(ROTARY)[(i + j) % len(ROTARY)]
         options = {"num_kv_heads": (4, 2, 1)[(i + j) % 3], "window": (None, 5)[(i + j + j // 3) % 2]}
         name = f"{bias}-{processor}-{rotary}-{options['num_kv_heads']}-{options['window']}"
-        marks = () if diagonal == 0 and i % 2 == 0 else pytest.mark.slow
+        marks = () if diagonal == 0 and (i % 2 == 0 or bias == "t5") else pytest.mark.slow
         cases.append(pytest.param(bias, processor, rotary, options, id=name, marks=marks))
     return cases
 
