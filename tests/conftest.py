@@ -9,9 +9,16 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
-# The suite's time is compilation: LLVM's optimisation doubles it, and XLA's newer emitter of fused loops triples it.
-# Command lines started by tests inherit these flags.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# The suite's time is compilation: LLVM's optimisation doubles it, XLA's newer emitter of fused loops triples it, and
+# small programs in several parts take a tenth longer. Command lines started by tests inherit these flags.
+FLAGS = (
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_use_fusion_emitters=false",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects: with the defaults a tenth of the time is collections
 # One compilation cache for all workers, command lines and later runs: its key covers program, options and versions.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
