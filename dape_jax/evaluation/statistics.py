@@ -171,8 +171,8 @@ def positions_result(
                 "num_tokens": int(tokens[i]),
                 "smoothed_nats": float(smoothed_nats[i]),
                 "excess_nats": float(excess_nats[i]),  # smoothed_nats minus reference_nats, with its interval
-                "excess_low": low and low[i],
-                "excess_high": high and high[i],
+                "excess_low": None if low is None else low[i],
+                "excess_high": None if high is None else high[i],
             }
             for i in range(len(ends))
         ],

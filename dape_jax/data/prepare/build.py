@@ -59,6 +59,7 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 MAX_LISTED = 100_000  # bad records in rejected.jsonl; the rest is only counted
 _SHOWN = 5  # bad records that are also logged
+_ADVANCE_BYTES = 2**20  # of input between two updates of the progress bar
 _SHARD_BYTES = 2**22  # of input; small files are put together up to this size
 _POLL_SECONDS = 0.5
 _BLOCK_BYTES = 2**22
@@ -173,7 +174,7 @@ def write_shard(
     with contextlib.ExitStack() as stack:
         out = {name: stack.enter_context(_new_file(partial / name)) for name in names}
         for file in files:
-            reached = _by_position(advance)
+            reached = _by_position(file.num_bytes, advance)
             for found in read_documents(file, selection, reached):
                 result = _encode(found, selection, tokenizer) if isinstance(found, Document) else found
                 if isinstance(result, str):
@@ -200,13 +201,16 @@ def write_shard(
     return directory
 
 
-def _by_position(advance: Callable[[int], object]) -> Callable[[int], None]:
-    """Return a function of a position in a file that calls `advance` with the bytes since the last position."""
+def _by_position(num_bytes: int, advance: Callable[[int], object]) -> Callable[[int], None]:
+    """Return a function of a position in a file that calls `advance` with the bytes since the last call.
+
+    It calls only for large enough differences and at the end of the file, because workers share a lock there.
+    """
     done = 0
 
     def reached(position: int) -> None:
         nonlocal done
-        if position > done:
+        if position - done >= _ADVANCE_BYTES or (done < position == num_bytes):
             advance(position - done)
             done = position
 

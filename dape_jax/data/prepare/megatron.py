@@ -102,11 +102,13 @@ def open_indexed(path: Path) -> IndexedDataset:
     for first in range(0, num_sequences, _CHUNK):
         chunk = sizes[first : first + _CHUNK].astype(np.int64)
         negative = np.flatnonzero(chunk < 0)
-        for at in negative[:1]:
+        if negative.size:
+            at = int(negative[0])
             check(False, f"size of sequence {first + at}", int(chunk[at]), "0 or more tokens")
         expected = (num_tokens + np.cumsum(chunk) - chunk) * dtype.itemsize
         wrong = np.flatnonzero(starts[first : first + _CHUNK] != expected)
-        for at in wrong[:1]:
+        if wrong.size:
+            at = int(wrong[0])
             allowed = f"must be {expected[at]}, the end of the one before it"
             check(False, f"start of sequence {first + at}", int(starts[first + at]), allowed)
         num_tokens += int(chunk.sum())
