@@ -97,22 +97,21 @@ class BaseRunConfig:
         divisor = num_devices * num_parts
         allowed = f"must be a multiple of {divisor} = {num_devices} devices x {num_parts} accumulation_steps"
         require(batch_size % divisor == 0, "train.batch_size", batch_size, allowed)
-        of_task = isinstance(self, TaskRunConfig)
-        length = ("data.pad_to", self.data.pad_to) if of_task else ("train.train_length", self.train.train_length)
-        check_mesh(mesh, {"T": length})
+        check_mesh(mesh, {"T": self.length_multiple})
         self.check_model_mesh(mesh)
+
+    @property
+    def length_multiple(self) -> tuple[str, int]:
+        """Return the field and the number of which every sequence's length is a multiple."""
+        raise NotImplementedError
 
     @classmethod
     def from_dict(cls: type[Self], spec: dict[str, Any]) -> Self:
         """Return the checked config of a config file's dict.
 
         Raises:
-            InputError: a section or field is unknown, missing or out of range, or `data` of a `RunConfig` is a task.
+            InputError: a section or field is unknown, missing or out of range.
         """
-        if cls is RunConfig and is_algorithmic(spec):
-            raise InputError(
-                f"data.task = {spec['data']['task']!r}: is a task, but this program needs a language model"
-            )
         _check_fields(cls, "config", spec)
         kinds, sections = typing.get_type_hints(cls), dict(spec)
         model = read_model(sections.pop("model"))
@@ -132,6 +131,24 @@ class RunConfig(BaseRunConfig):
         vocab_size, num_outputs = self.model.vocab_size, self.model.num_outputs
         allowed = f"must be model.vocab_size = {vocab_size} for a language model"
         require(num_outputs == vocab_size, "model.num_outputs", num_outputs, allowed)
+
+    @property
+    def length_multiple(self) -> tuple[str, int]:
+        """See `BaseRunConfig`."""
+        return "train.train_length", self.train.train_length
+
+    @classmethod
+    def from_dict(cls: type[Self], spec: dict[str, Any]) -> Self:
+        """See `BaseRunConfig`.
+
+        Raises:
+            InputError: `data` is a task.
+        """
+        if is_algorithmic(spec):
+            raise InputError(
+                f"data.task = {spec['data']['task']!r}: is a task, but this program needs a language model"
+            )
+        return super().from_dict(spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +172,11 @@ class TaskRunConfig(BaseRunConfig):
         reason = self.model.processor.why_not_cached
         for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
             require(reason is None or pad_to == 1, field, pad_to, f"must be 1: padding is appended, and {reason}")
+
+    @property
+    def length_multiple(self) -> tuple[str, int]:
+        """See `BaseRunConfig`."""
+        return "data.pad_to", self.data.pad_to
 
 
 def is_algorithmic(spec: dict[str, Any]) -> bool:
