@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from flax import nnx
 from test_command_lines import run
 
 from dape_jax.config import RunConfig
-from dape_jax.data.store import Corpus, DataConfig, load_corpus
+from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
@@ -276,13 +275,7 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
 
 
 def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_path, monkeypatch):
-    def load_changed(config: DataConfig) -> Corpus:
-        text = tmp_path / "text"
-        shutil.copytree(config.path, text)
-        (text / "new.txt").write_text("new text " * 50)
-        return load_corpus(dataclasses.replace(config, path=str(text)))
-
-    monkeypatch.setattr(trained, "load_corpus", load_changed)
+    monkeypatch.setattr(trained, "load_corpus", tiny.changed_corpus(tmp_path))
     with pytest.raises(InputError, match="--text"):
         attention_maps(workdir, length=16, output=tmp_path / "out")
 

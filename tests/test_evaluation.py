@@ -21,7 +21,7 @@ from test_command_lines import run as run_command
 
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Corpus, DataConfig, Sidecar, TokenStore, load_corpus
+from dape_jax.data.store import Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation import perplexity, programs, trained
 from dape_jax.evaluation.perplexity import (
@@ -354,13 +354,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
 
 
 def test_text_that_has_changed_since_training_is_refused(runs, monkeypatch, tmp_path):
-    def load_changed(config: DataConfig) -> Corpus:
-        text = tmp_path / "text"
-        shutil.copytree(config.path, text)
-        (text / "new.txt").write_text("new text " * 50)
-        return load_corpus(dataclasses.replace(config, path=str(text)))
-
-    monkeypatch.setattr(trained, "load_corpus", load_changed)
+    monkeypatch.setattr(trained, "load_corpus", tiny.changed_corpus(tmp_path))
     with pytest.raises(InputError, match=r"data.path = .*no longer holds the text .*--data"):
         evaluate(runs[1:], lengths=(16,), output=tmp_path)
 
@@ -379,8 +373,8 @@ def test_a_window_longer_than_any_document_names_the_longest(root):
 
 def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tmp_path):
     """Equation 6, by hand, from what the other protocol gives when the last T_train tokens are scored."""
-    written = evaluate(runs[1:], protocol="delta", output=tmp_path)
-    evaluate(runs[1:], last_tokens=16, output=tmp_path)
+    written = evaluate(runs, protocol="delta", output=tmp_path)
+    evaluate(runs, last_tokens=16, output=tmp_path)
     deltas, perplexities = read_runs(tmp_path, "delta"), read_runs(tmp_path)
     for run, expected in zip(deltas, perplexities, strict=True):
         assert run["lengths"] == expected["lengths"]
@@ -475,10 +469,10 @@ def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
 
 
 def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path):
-    written = evaluate(runs[1:], by_position=True, lengths=(16, 64), output=tmp_path)
-    evaluate(runs[1:], lengths=(64,), last_tokens=64, output=tmp_path)
+    written = evaluate(runs, by_position=True, lengths=(16, 64), output=tmp_path)
+    evaluate(runs, lengths=(64,), last_tokens=64, output=tmp_path)
     by_position, whole = read_runs(tmp_path, "positions"), read_runs(tmp_path)
-    assert [run["name"] for run in by_position] == ["dape"]
+    assert [run["name"] for run in by_position] == ["none", "dape"]
     for run, expected in zip(by_position, whole, strict=True):
         positions, (result,) = run["positions"], expected["lengths"]
         assert positions["length"] == positions["bins"][-1]["last"] == 64

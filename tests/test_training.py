@@ -92,17 +92,21 @@ def run(whole, tmp_path) -> Path:
 
 
 def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, whole, tmp_path, monkeypatch):
-    """Parameters, optimizer and data position, after deaths before a checkpoint, in a validation and after it."""
+    """Parameters, optimizer and data position, after deaths before a checkpoint, in a validation and after it.
+
+    The interrupted run validates and saves after every step, the other one after every second: no number changes.
+    """
+    spec = small_spec(root, train__eval_interval=1, train__checkpoint_interval=1)
     for name in ("make_train_step", "make_nll_step"):  # every start has the same programs: compile them once
         monkeypatch.setattr(loop, name, first_result(getattr(loop, name)))
-    for batch, newest in ((1, None), (6, 2), (4, 2)):  # of each start: steps, and two batches per validation
+    for batch, newest in ((1, None), (5, 1), (4, 2), (4, 3)):  # of each start: steps, and two batches per validation
         with monkeypatch.context() as patch:
             interrupt_at(patch, batch)
             with pytest.raises(KeyboardInterrupt):
-                loop.train(small_spec(root), tmp_path / "parts")
+                loop.train(spec, tmp_path / "parts")
         with checkpoint.open_checkpoints(tmp_path / "parts", 2) as manager:
             assert manager.latest_step() == newest
-    loop.train(small_spec(root), tmp_path / "parts")
+    loop.train(spec, tmp_path / "parts")
     chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), saved_arrays(whole, 4))
     assert np.any(saved_arrays(whole, 4)["params"]["embedding_VD"] != saved_arrays(whole, 2)["params"]["embedding_VD"])
 
@@ -416,14 +420,15 @@ def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():
     assert set(defaults) == {2048}
 
 
-def test_chunked_logits_save_memory_and_change_nothing(root):
-    """4 x 256 tokens at V = 8192: all logits take 32 MiB in float32, chunks of 128 tokens take 4 MiB."""
+@pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.slow)])
+def test_chunked_logits_save_memory_and_change_nothing(root, length):
+    """4 x length tokens at V = 8192: all logits take length / 8 MiB in float32, an eighth of the tokens an eighth."""
     spec = small_spec(root, model__num_layers=1, model__num_heads=1, model__vocab_size=8192)
     spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     model = RunConfig.from_dict(spec).model
     graphdef, _ = model_structure(model)
     mesh, optimizer = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]), optax.sgd(1.0)
-    tokens = np.random.default_rng(0).integers(0, 8192, (4, 257), np.int32)
+    tokens = np.random.default_rng(0).integers(0, 8192, (4, length + 1), np.int32)
     batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
 
     def one_step(chunk: int) -> tuple[int, float, dict]:
@@ -434,7 +439,7 @@ def test_chunked_logits_save_memory_and_change_nothing(root):
             state, found = compiled(state, batch)
         return compiled.memory_analysis().temp_size_in_bytes, float(found["loss_nats"]), jax.device_get(state.params)
 
-    (whole_bytes, whole_loss, whole_params), (bytes_, loss, params) = one_step(1024), one_step(128)
-    assert whole_bytes - bytes_ > 28 * 2**20
+    (whole_bytes, whole_loss, whole_params), (bytes_, loss, params) = one_step(4 * length), one_step(length // 2)
+    assert whole_bytes - bytes_ > 7 / 8 * length / 8 * 2**20
     assert loss == pytest.approx(whole_loss, rel=1e-6)
     chex.assert_trees_all_close(params, whole_params, atol=1e-6)

@@ -289,7 +289,7 @@ def test_every_method_starts_from_the_same_model():
         return params
 
     base = shared(bias={"name": "nope"}, processor={"name": "none"})
-    for bias in ("t5", "transformer_xl"):  # one module for all layers, and one for each
+    for bias in ("kerple", "t5", "transformer_xl"):
         chex.assert_trees_all_equal(shared(bias={"name": bias}), base)
 
 

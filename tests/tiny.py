@@ -1,10 +1,14 @@
 """The config of a run that is small enough for a test, and a text for it."""
 
 import copy
+import dataclasses
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.model.transformer import GPT_NEOX
 
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
@@ -82,3 +86,15 @@ def spec(root: Path, **changes: Any) -> dict[str, Any]:
         section, field = name.split("__")
         result[section][field] = value
     return result
+
+
+def changed_corpus(directory: Path) -> Callable[[DataConfig], Corpus]:
+    """Return a `load_corpus` that reads the text as if a file had been added to it; `directory` holds the copy."""
+
+    def load_changed(config: DataConfig) -> Corpus:
+        text = directory / "text"
+        shutil.copytree(config.path, text)
+        (text / "new.txt").write_text("new text " * 50)
+        return load_corpus(dataclasses.replace(config, path=str(text)))
+
+    return load_changed
