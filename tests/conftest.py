@@ -41,7 +41,9 @@ def few_memory_mappings():
     maps = Path("/proc/self/maps")
     if next(NUM_TESTS) % 25 == 0 and maps.exists() and maps.read_text().count("\n") > 20_000:
         jax.clear_caches()
+        gc.unfreeze()
         gc.collect()
+    gc.freeze()  # what is left stays, most of it programs: collections would look through all of it again and again
 
 
 @pytest.fixture
