@@ -497,6 +497,8 @@ def test_a_cache_that_cannot_be_written_names_the_field(tmp_path: Path):
 # batches: windows
 
 sizes = st.tuples(st.integers(2, 400), st.integers(1, 12)).filter(lambda pair: pair[0] > pair[1])  # num_tokens, T
+# Grain takes 5 ms to find the place of one of 3 windows in their shuffled order, and 0.1 ms for one of 100.
+larger_sizes = st.tuples(st.integers(400, 4000), st.integers(1, 12))
 
 
 @quick
@@ -579,7 +581,7 @@ def test_order_differs_between_epochs_and_between_seeds(seed: int):
 
 
 @quick
-@given(sizes, st.integers(1, 6), st.integers(0, 30), st.integers(1, 10))
+@given(larger_sizes, st.integers(1, 6), st.integers(0, 30), st.integers(1, 10))
 def test_resume_is_exact_at_any_step(size: tuple[int, int], batch: int, before: int, after: int):
     num_tokens, length = size
     store = memory_store(num_tokens)
@@ -602,7 +604,7 @@ def test_an_iterator_in_use_can_be_set_back():
 
 
 @quick
-@given(sizes, st.sampled_from([2, 4]), st.integers(1, 3), st.integers(0, 12))
+@given(larger_sizes, st.sampled_from([2, 4]), st.integers(1, 3), st.integers(0, 12))
 def test_shards_share_the_global_batch(size: tuple[int, int], num_shards: int, rows: int, before: int):
     num_tokens, length = size
     store, batch, steps = memory_store(num_tokens), num_shards * rows, 4
@@ -615,7 +617,7 @@ def test_shards_share_the_global_batch(size: tuple[int, int], num_shards: int, r
 
 
 @quick
-@given(sizes, st.integers(0, 10))
+@given(larger_sizes, st.integers(0, 10))
 def test_another_batch_size_goes_on_where_the_last_one_stopped(size: tuple[int, int], before: int):
     num_tokens, length = size
     store = memory_store(num_tokens)

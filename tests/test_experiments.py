@@ -1,7 +1,6 @@
 """Test the experiments: the catalogue agrees with the paper, no run is trained twice, verdicts follow from results."""
 
 import dataclasses
-import functools
 import json
 import math
 import subprocess
@@ -46,9 +45,6 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 # ---- the catalogue
 
 
-build = functools.cache(model_structure)  # experiments share models
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_has_a_valid_config_of_its_own(name: str, preset: str):
@@ -68,7 +64,7 @@ def test_every_run_has_a_valid_config_of_its_own(name: str, preset: str):
             assert config.data.path == "some/text"
     if PRESETS[preset].length_divisor > 1:
         for model in {json.dumps(str(config.model)): config.model for config in configs}.values():
-            build(model)
+            model_structure(model)
 
 
 def test_the_paper_preset_has_the_published_settings():

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,13 @@ def test_a_cycle_is_found(tmp_path, late):
     (tmp_path / "p" / "b.py").write_text(late + "\n")
     with pytest.raises(graphlib.CycleError, match=r"p\.a"):
         graphlib.TopologicalSorter(import_graph(tmp_path / "p")).prepare()
+
+
+def test_shapes_in_annotations_are_checked_in_every_module_that_has_them():
+    """`--jaxtyping-packages` in pyproject.toml lists the packages, and last what checks them."""
+    options = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    (*checked, _) = options.split("--jaxtyping-packages=")[1].split(",")
+    with_shapes = {file for file in PACKAGE.rglob("*.py") if "from jaxtyping import" in file.read_text()}
+    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in with_shapes}
+    assert "dape_jax.model.attention" in modules
+    assert not [module for module in modules if not any(module.startswith(f"{package}.") for package in checked)]

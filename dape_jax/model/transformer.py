@@ -472,6 +472,7 @@ def parameter_counts(params: Params) -> dict[str, int]:
     return counts
 
 
+@functools.cache  # every step, evaluator and tool of a run needs it, and building takes a tenth of a second
 def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
     """Return the model's static structure, and the shapes and dtypes of its parameters, without allocating any."""
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
