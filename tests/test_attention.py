@@ -3,6 +3,8 @@
 Shapes, causality and the agreement of implementations: `test_shapes.py`, `test_causality.py`, `test_agreement.py`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +22,12 @@ from dape_jax.model.scores import Mask, causal_runs
 
 def test_inputs_of_the_convolution_and_residual():
     """inputs="scores" does not read B, inputs="bias" does not read A, and without the residual B is not added."""
-    scores, other = jax.random.normal(jax.random.key(0), (2, 3, 2, 5, 5))
-    bias, other_bias = jax.random.normal(jax.random.key(1), (2, 1, 2, 5, 5))
-    mask = jnp.tril(jnp.ones((5, 5), bool))
+    draw = np.random.default_rng(0)
+    scores, other = draw.standard_normal((2, 3, 2, 5, 5), np.float32)
+    bias, other_bias = draw.standard_normal((2, 1, 2, 5, 5), np.float32)
+    mask = jnp.asarray(np.tril(np.ones((5, 5), bool)))
 
+    @functools.partial(jax.jit, static_argnames=("inputs", "residual"))
     def added(scores, bias, **options):
         processor = DapeConfig(kernel_width=3, channels=4, **options).build(2, rngs=nnx.Rngs(0))
         return processor(scores, bias, mask) - scores - bias
@@ -35,7 +39,7 @@ def test_inputs_of_the_convolution_and_residual():
     assert np.abs(of_scores - added(other, bias, inputs="scores")).max() > 0.1
     assert np.abs(of_bias - added(scores, other_bias, inputs="bias")).max() > 0.1
     np.testing.assert_allclose(
-        added(scores, bias) - added(scores, bias, residual=False), jnp.tile(bias, (3, 1, 1, 1)), **close
+        added(scores, bias) - added(scores, bias, residual=False), np.tile(bias, (3, 1, 1, 1)), **close
     )
 
 
@@ -45,20 +49,22 @@ def test_inputs_of_the_convolution_and_residual():
 )
 def test_identity_starts_as_the_base(bias):
     """With init="identity" no bit differs from plain attention, and the second convolution has a gradient."""
-    layer = ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(2, 4, nnx.Rngs(0))
-    has_bias = layer is not None
-    identity, random = (
-        DapeConfig(channels=5, init=init).build(2, has_bias=has_bias, rngs=nnx.Rngs(0))
-        for init in ("identity", "uniform")
-    )
-    plain = PlainConfig().build(2, has_bias=has_bias, rngs=nnx.Rngs(0))
-    q, k, v = make_qkv(9)
-    pos = jnp.arange(9)
 
+    @jax.jit
+    def build():
+        layer = ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(2, 4, nnx.Rngs(0))
+        configs = (DapeConfig(channels=5, init="identity"), DapeConfig(channels=5), PlainConfig())
+        return layer, [config.build(2, has_bias=layer is not None, rngs=nnx.Rngs(0)) for config in configs]
+
+    layer, (identity, random, plain) = build()
+    q, k, v = make_qkv(9)
+    pos = jnp.asarray(np.arange(9))
+
+    @jax.jit
     def run(processor):
         return attend(q, k, v, pos, pos, bias=layer, processor=processor)
 
-    base = run(plain)
+    base = jax.device_get(run(plain))
     np.testing.assert_array_equal(run(identity), base)
     assert np.abs(run(random) - base).max() > 1e-3
     weight = make_weight(q)

@@ -181,11 +181,14 @@ def test_columns_that_a_convolution_reads(width, alignment):
         return
     length, column = 60, 30
     config = DapeConfig(kernel_width=width, channels=7, alignment=alignment)
-    processor = config.build(2, has_bias=False, rngs=nnx.Rngs(0))
-    mask = jnp.ones((1, length), bool)
-    scores = jax.random.normal(jax.random.key(0), (1, 2, 1, length))
-    process = jax.jit(lambda scores: processor(scores, None, mask))
-    moved = np.subtract(process(scores), process(scores.at[..., column].add(1)))
+
+    @jax.jit
+    def process(scores):
+        processor = config.build(2, has_bias=False, rngs=nnx.Rngs(0))
+        return processor(scores, None, jnp.ones((1, length), bool))
+
+    scores = np.random.default_rng(0).standard_normal((1, 2, 1, length), np.float32)
+    moved = np.subtract(process(scores), process(scores + (np.arange(length) == column)))
     left, right = (0, 2 * (width - 1)) if alignment == "causal" else (2 * (width // 2),) * 2
     np.testing.assert_array_equal(
         np.flatnonzero(np.abs(moved).max((0, 1, 2)) > 0), range(column - left, column + right + 1)

@@ -226,15 +226,14 @@ def one_per_width_and_length() -> list:
 def test_golden_where_we_differ(file):
     """Our edge differs from the listing in its last W//2 rows alone; with `leak` we are the listing without tril."""
     data, meta = load(file)
-    params = {x: jnp.asarray(value) for x, value in select(data, "param.").items()}
-    half, T = meta["k"] // 2, meta["T"]
+    params, half, T = select(data, "param."), meta["k"] // 2, meta["T"]
 
     @jax.jit
     def scores(inputs, params):
         options = ({"leak": True}, {"edge": "prefix"})
         return [module_outputs(inputs, params, meta, **some)["scores_out"] for some in options]
 
-    leaky, prefix = scores({"scores_in": jnp.asarray(data["scores_in"])}, params)
+    leaky, prefix = jax.device_get(scores({"scores_in": data["scores_in"]}, params))
     np.testing.assert_allclose(leaky, data["scores_out_leaky"], rtol=0, atol=FLOAT64_TOLERANCE)
     assert half == 0 or T <= 2 or np.abs(leaky - data["scores_out"]).max() > 1e-3
     first = max(0, T - half)

@@ -1,5 +1,7 @@
 """Rotary embedding and its variants, and the biases that no golden vector holds, against their formulas."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple_power,
 from dape_jax.model.positions import ROTARY, STRETCHES, NtkAware, PositionInterpolation, Rope, Yarn, stretched
 
 OPTIONS = {"pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0, "train_length": 64}}
-X = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
+X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 16), np.float32))
 
 
 @pytest.mark.parametrize("name", ROTARY)
@@ -20,6 +22,7 @@ def test_products_depend_on_the_distance_alone(name):
     q, k = X, X[::-1]
     pos = jnp.array([0, 1, 5, 9, 40])
 
+    @jax.jit
     def products(start):
         return jnp.einsum("BTHK,BSHK->BHTS", rotary(q, pos + start), rotary(k, pos + start))
 
@@ -85,17 +88,21 @@ def test_sandwich_is_its_formula():
 
 def test_kerple_power_is_its_formula_and_holds_its_parameters():
     """-a dist^p; p held inside 0.01 .. 2 and a from 0.01 on, with the gradient at the held value."""
-    pos = jnp.arange(6)
-    p, a = jnp.array([0.5, 3.0, -1.0]), jnp.array([0.7, 0.2, 0.001])
-    held_p, held_a = jnp.array([0.5, 2.0, 0.01]), jnp.array([0.7, 0.2, 0.01])
+    pos = jnp.asarray(np.arange(6))
+    p, a = np.float32([0.5, 3.0, -1.0]), np.float32([0.7, 0.2, 0.001])
+    held_p, held_a = np.float32([0.5, 2.0, 0.01]), np.float32([0.7, 0.2, 0.01])
     distance = np.tril(np.subtract.outer(np.arange(6), np.arange(6))).astype(float)
-    expected = -np.asarray(held_a)[:, None, None] * distance[None] ** np.asarray(held_p)[:, None, None]
-    np.testing.assert_allclose(kerple_power(pos, pos, p, a), expected, rtol=1e-5)
-    weight = jax.random.normal(jax.random.key(1), (3, 6, 6))
-    grads, at_held = (
-        jax.grad(lambda p, a: (kerple_power(pos, pos, p, a) * weight).sum(), (0, 1))(*params)
-        for params in ((p, a), (held_p, held_a))
-    )
+    expected = -held_a[:, None, None] * distance[None] ** held_p[:, None, None]
+    weight = np.random.default_rng(1).standard_normal((3, 6, 6), np.float32)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+    def grads_and_bias(p, a):
+        bias_HTS = kerple_power(pos, pos, p, a)
+        return (bias_HTS * weight).sum(), bias_HTS
+
+    (grads, bias_HTS), (at_held, _) = grads_and_bias(p, a), grads_and_bias(held_p, held_a)
+    np.testing.assert_allclose(bias_HTS, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, at_held, strict=True):
         assert np.all(np.isfinite(grad))
         assert np.all(grad != 0)
@@ -106,16 +113,19 @@ def test_kerple_power_is_its_formula_and_holds_its_parameters():
 @pytest.mark.parametrize("causal", [True, False])
 def test_distance_biases_are_their_table(name, causal):
     """`of_distance` at any shape, which the kernels tabulate, is the bias of positions."""
-    bias = BIASES[name]().build(3, 4, nnx.Rngs(0))
-    assert isinstance(bias, DistanceBias)
-    q_pos, k_pos = jnp.array([500, 3, 41]), jnp.arange(0, 500, 7)
-    bias_HTS = bias(q_pos, k_pos, causal=causal)
-    table_HN = bias.of_distance(jnp.arange(501))
-    distance_TS = distances(q_pos, k_pos, causal=causal)
+    q_pos, k_pos = jnp.array([500, 3, 41]), jnp.asarray(np.arange(0, 500, 7))
+
+    @jax.jit
+    def biases():
+        bias = BIASES[name]().build(3, 4, nnx.Rngs(0))
+        assert isinstance(bias, DistanceBias)
+        at_table_HTS = bias.of_distance(jnp.arange(501))[:, distances(q_pos, k_pos, causal=causal)]
+        return bias(q_pos, k_pos, causal=causal), at_table_HTS
+
+    bias_HTS, at_table_HTS = jax.device_get(biases())
     # Sandwich is even in the distance: there is nothing to clip in the future, which causal attention masks.
-    seen_TS = jnp.ones_like(distance_TS, bool) if name != "sandwich" or not causal else q_pos[:, None] >= k_pos[None]
-    at_table_HTS = table_HN[:, distance_TS]
-    assert np.ptp(np.asarray(bias_HTS)) > 0.1
+    seen_TS = np.greater_equal.outer(q_pos, k_pos) | (name != "sandwich" or not causal)
+    assert np.ptp(bias_HTS) > 0.1
     atol = 2e-4 if name == "sandwich" else 1e-6
     np.testing.assert_allclose(bias_HTS[:, seen_TS], at_table_HTS[:, seen_TS], rtol=1e-6, atol=atol)
 
