@@ -141,12 +141,16 @@ def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., 
 @functools.cache
 def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, dtype=jnp.float32):
     """Return the random parameters of a bias and a processor, and a function of them that attends."""
-    rngs = nnx.Rngs(0)
-    layer = nnx.Dict(
-        bias=ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, rngs),
-        processor=ALL_PROCESSORS[processor].build(heads, has_bias=bias != "nope", dtype=dtype, rngs=rngs),
-    )
-    graphdef, params = nnx.split(layer, nnx.Param)
+
+    @nnx.jit
+    def build():
+        rngs = nnx.Rngs(0)
+        return nnx.Dict(
+            bias=ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, rngs),
+            processor=ALL_PROCESSORS[processor].build(heads, has_bias=bias != "nope", dtype=dtype, rngs=rngs),
+        )
+
+    graphdef, params = nnx.split(build(), nnx.Param)
     # Parameters that start at 0 would hide errors in their inputs.
     draw = np.random.default_rng(2)
     params = jax.tree.map(
@@ -195,7 +199,7 @@ def compiled(bias: str, processor: str, implementation: str, kind: str = "full",
         grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
         return out, grads
 
-    return functools.partial(run, params)
+    return lambda *args: jax.device_get(run(params, *args))
 
 
 def tolerance(bias: str) -> float:
