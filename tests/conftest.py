@@ -53,6 +53,24 @@ def float64():
         yield
 
 
+@pytest.fixture
+def smooth_leaky_relu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Round off the kink of DAPE's LeakyReLU, across which rounding may carry a feature that decides a gradient."""
+    import jax.numpy as jnp
+
+    from dape_jax.model import processors
+
+    def smooth(x: jax.Array) -> jax.Array:
+        return (1 + processors.SLOPE) / 2 * x + (1 - processors.SLOPE) / 2 * jnp.sqrt(x * x + 1)
+
+    def change(x: jax.Array, knee: jax.Array) -> jax.Array:
+        center = knee / (1 - processors.SLOPE)
+        return smooth(x + center) - smooth(center)
+
+    monkeypatch.setattr(jax.nn, "leaky_relu", lambda x, _: smooth(x))
+    monkeypatch.setattr(processors, "leaky_relu_change", change)
+
+
 @pytest.fixture(scope="session")
 def trained_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train the runs of `tiny.SPEC` once per session and return their root, which all xdist workers share.

@@ -161,7 +161,7 @@ def test_undefined_values_are_not_read():
     """The interpreter initialises outputs with NaN, which remain where a row sees no key, and must not propagate."""
     t = gpu.Tiling(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
     rows, keys, taps = 16, 40, t.taps_per_dot * t.padded_heads
-    shapes = [(2, 2, rows, keys), (taps, 16), (taps, 16), (keys + 1, 16), (keys + 1, 16), (1, rows, 16)]
+    shapes = [(2, 2, rows, keys), *[(taps, 16)] * 2, *[(keys + 1, 16)] * 2, (1, rows, 16), (2, rows, 16)]
     *operands, d_out = normal(*shapes, (2, 2, rows, keys))
     starts = jnp.array([2, 0], jnp.int32)
 

@@ -30,7 +30,8 @@ The bias contributes a function of the offset, so a program reads the same table
 gradients in registers. Each program writes its sums of the gradients of tables and convolution kernels, and XLA adds
 them up: there are no atomics, and results are bitwise reproducible.
 
-Shapes: O offsets of a band · N distances of a table · P columns of the left correction · X = taps x padded heads.
+Shapes: O offsets of a band · N distances of a table · P and Q = 2 P columns of the left corrections · X = taps x padded
+heads.
 """
 
 import dataclasses
@@ -44,7 +45,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from dape_jax.kernels.tables import HIGHEST, SLOPE, Operator, vary_alike
+from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
+from dape_jax.model.processors import SLOPE, leaky_relu_change
 from dape_jax.model.scores import Mask, causal_runs, products
 
 BLOCK_ROWS = 128  # memory grows with it; the scores of 128 rows and 2048 keys about fill the L2 cache
@@ -75,7 +77,7 @@ def attend(
     batch, num_rows, heads, head_dim = q_BTHK.shape
     num_keys = k_BSGK.shape[1]
     reach = num_keys if window is None else min(window, num_keys)
-    channels = operator.hidden_CN.shape[0]
+    channels = operator.knee_CN.shape[0]
     t = Tiling(jnp.dtype(dtype), heads, channels, operator.width, operator.pad, reach, row_stride, interpret)
     num_blocks = pl.cdiv(num_rows, BLOCK_ROWS)
     block = pl.cdiv(pl.cdiv(num_rows, num_blocks), PROGRAM_ROWS) * PROGRAM_ROWS
@@ -85,17 +87,21 @@ def attend(
         x = jnp.pad(x, [(0, num_blocks * block - num_rows if i == dim else 0) for i in range(x.ndim)])
         return jnp.moveaxis(x.reshape(*x.shape[:dim], num_blocks, block, *x.shape[dim + 1 :]), dim, 0)
 
-    left_PCT = jnp.pad(operator.left_PCT, ((0, int(operator.pad == 0)), (0, 0), (0, 0)))  # Pallas takes no empty array
+    def left_blocks(left_PXT: Array) -> Array:
+        left_PXT = jnp.pad(left_PXT, ((0, int(operator.pad == 0)), (0, 0), (0, 0)))  # Pallas takes no empty array
+        return to_blocks(pad_for_dot(jnp.moveaxis(left_PXT, 1, 2), 2), 1)
+
     # Padded rows are zeros, and are removed from the result.
     blocks = (
         to_blocks(q_BTHK, 1),
-        to_blocks(pad_for_dot(jnp.moveaxis(left_PCT, 1, 2), 2), 1),
+        left_blocks(operator.left_knee_PCT),
+        left_blocks(operator.left_added_QHT),
         first + row_stride * block * jnp.arange(num_blocks, dtype=jnp.int32),
     )
     shared = (
         to_matrix(t, operator.scores_WHC),
         to_matrix(t, jnp.moveaxis(operator.output_WCH, 1, 2)),
-        pad_for_dot(jnp.flip(operator.hidden_CN, 1).T, 1),
+        pad_for_dot(jnp.flip(operator.knee_CN, 1).T, 1),
         pad_for_dot(jnp.flip(operator.added_HN, 1).T, 1),
     )
 
@@ -106,7 +112,7 @@ def attend(
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def attend_block(block_inputs, k, v, shared, num_read=num_read):
-            q, left, row = block_inputs
+            q, *left, row = block_inputs
             begin = jnp.clip(row - (reach - 1), 0, num_keys - num_read)
             if num_read < num_keys and window is None:
                 k, v = k[:, :num_read], v[:, :num_read]
@@ -114,7 +120,7 @@ def attend(
                 k, v = (jax.lax.dynamic_slice_in_dim(x, begin, num_read, axis=1) for x in (k, v))
             starts = jnp.stack([row, begin])
             scores = products(q, k, jnp.dtype(jnp.float32)) * head_dim**-0.5
-            scores: Array = process(t, *vary_alike(starts, scores, *shared, left))
+            scores: Array = process(t, *vary_alike(starts, scores, *shared, *left))
             mask = visible(t, row, begin, block, num_read)
             # A large finite number, as in `attention.masked_softmax`. NaN if the tables are, for rows without a key.
             masked = jnp.minimum(-0.7 * jnp.finfo(scores.dtype).max, shared[-1][0, 0])
@@ -209,8 +215,8 @@ class Band:
     scores: Any  # [H, T, S]
     scores_taps: Callable[[Any], Array]
     output_taps: Callable[[Any], Array]
-    hidden: Any  # [N, C]
-    left: Any  # [P, T, C]
+    knee: Any  # [N, C]
+    left_knee: Any  # [P, T, C]
     offset_O: Array
     last: Array  # the largest offset
     taps_per_dot: int
@@ -260,11 +266,19 @@ class Band:
         return triton.load(table.at[index_O[:, None], _last_dim(table)], mask=inside_O[:, None], other=0)
 
     def locate_left(self, left: Any, row: Row, shift: Any = 0) -> tuple[Any, Array]:
-        """Return the elements [O, C] of [P, T, C] at the band's columns, and which of them exist."""
+        """Return the elements [O, X] of [P, T, X] at the band's columns, and which of them exist."""
         column_O = row.column + self.offset_O + shift
-        inside_O = (column_O >= 0) & (column_O < self.t.pad)
-        channels = _last_dim(left)
-        return left.at[column_O[:, None], row.index, channels], inside_O[:, None] & (channels >= 0)
+        inside_O = (column_O >= 0) & (column_O < (left.shape[0] if self.t.pad else 0))
+        inner = _last_dim(left)
+        return left.at[column_O[:, None], row.index, inner], inside_O[:, None] & (inner >= 0)
+
+    def read_corrected(self, table: Any, left: Any, row: Row, shift: Any = 0) -> Array:
+        """Load [O, X] of a table [N, X], minus its correction [P, T, X] in the first columns."""
+        entries = self.read_table(table, shift)
+        if self.t.pad:
+            elements, mask = self.locate_left(left, row, shift)
+            entries -= triton.load(elements, mask=mask, other=0)
+        return entries
 
     def dot(self, a: Array, b: Array, trans_a: bool = False, trans_b: bool = False) -> Array:
         """Return a matmul accumulated in float32."""
@@ -283,23 +297,27 @@ class Band:
         """Load the gradients of the columns that read hidden columns by these taps."""
         return self.read(d_out, row, shift + self.t.pad - first, self.taps_per_dot, step=-1)
 
-    def features(self, row: Row, shift: Any = 0) -> tuple[Array, Array]:
-        """Return hidden features before LeakyReLU, [O, C], `shift` columns to the right, and which columns exist."""
-        y = self.read_table(self.hidden, shift)
-        if self.t.pad:
-            elements, mask = self.locate_left(self.left, row, shift)
-            y -= triton.load(elements, mask=mask, other=0)
-        y = self.sum_taps(lambda w: self.dot(self.read_inputs(row, shift, w), self.scores_taps(w)), y)
-        return y, (row.column + self.offset_O + shift >= 0)[:, None]
+    def features(self, row: Row, shift: Any = 0) -> tuple[Array, Array, Array]:
+        """Return features of the scores, knees of LeakyReLU and which columns exist, `shift` columns to the right."""
+        knee = self.read_corrected(self.knee, self.left_knee, row, shift)
+        y = self.sum_taps(
+            lambda w: self.dot(self.read_inputs(row, shift, w), self.scores_taps(w)), jnp.zeros_like(knee)
+        )
+        return y, knee, (row.column + self.offset_O + shift >= 0)[:, None]
 
-    def features_gradient(self, d_out: Any, row: Row, y: Array, exists: Array, shift: Any = 0) -> Array:
-        """Return the gradient of `features`, [O, C], given the gradient of the softmax's input, [H, T, S]."""
+    def features_gradient(
+        self, d_out: Any, row: Row, y: Array, knee: Array, exists: Array, shift: Any = 0
+    ) -> tuple[Array, Array]:
+        """Return the gradients of features and knees, [O, C], given that of the softmax's input, [H, T, S]."""
 
         def term(w: Any) -> Array:
             return self.dot(self.read_output_gradients(d_out, row, shift, w), self.output_taps(w))
 
-        d_hidden = self.sum_taps(term, jnp.zeros_like(y))
-        return jnp.where(exists, jnp.where(y >= 0, d_hidden, SLOPE * d_hidden), 0)
+        d_hidden = jnp.where(exists, self.sum_taps(term, jnp.zeros_like(y)), 0)
+        # The two sides of the maximum in `leaky_relu_change`.
+        steep = y + jnp.minimum(knee, 0) >= SLOPE * y - jnp.maximum(knee, 0)
+        d_knee = jnp.where(steep, jnp.where(knee < 0, d_hidden, 0), jnp.where(knee > 0, -d_hidden, 0))
+        return jnp.where(steep, d_hidden, SLOPE * d_hidden), d_knee
 
 
 def _last_dim(ref: Any) -> Array:
@@ -307,14 +325,14 @@ def _last_dim(ref: Any) -> Array:
     return jax.lax.iota(jnp.int32, ref.shape[-1])[None, :]
 
 
-def leaky_relu(y: Array, exists: Array) -> Array:
-    """Apply LeakyReLU. Columns that do not exist become 0, the padding of the second convolution."""
-    return jnp.where(exists, jnp.maximum(y, SLOPE * y), 0)
+def activate(y: Array, knee: Array, exists: Array) -> Array:
+    """Apply the nonlinearity. Columns that do not exist become 0, the padding of the second convolution."""
+    return jnp.where(exists, leaky_relu_change(y, knee), 0)
 
 
 def make_band(refs: Sequence[Any], t: Tiling, band_offsets: int, largest: int = 0, taps_per_dot: int = 1) -> Band:
     """Return the program's band, given the refs that all kernels have. The first program has the `largest` offset."""
-    starts, scores, scores_kernel, output_kernel, hidden, left = refs
+    starts, scores, scores_kernel, output_kernel, knee, left_knee = refs
 
     def taps_of(kernel: Any) -> Callable[[Any], Array]:
         def load(first: Any) -> Array:
@@ -327,21 +345,31 @@ def make_band(refs: Sequence[Any], t: Tiling, band_offsets: int, largest: int = 
     last = largest - pl.program_id(2) * band_offsets
     offset_O = last - (band_offsets - 1) + jax.lax.iota(jnp.int32, band_offsets)
     taps = taps_of(scores_kernel), taps_of(output_kernel)
-    return Band(t, starts, scores, *taps, hidden, left, offset_O, last, taps_per_dot)
+    return Band(t, starts, scores, *taps, knee, left_knee, offset_O, last, taps_per_dot)
 
 
 def forward_kernel(
-    starts, scores, scores_kernel, output_kernel, hidden, added, left, out, *, t: Tiling, band_offsets: int
+    starts: Any,
+    scores: Any,
+    scores_kernel: Any,
+    output_kernel: Any,
+    knee: Any,
+    added: Any,
+    left_knee: Any,
+    left_added: Any,
+    out: Any,
+    *,
+    t: Tiling,
+    band_offsets: int,
 ) -> None:
-    """Compute out[j] = scores[j] + added + sum over w of LeakyReLU(features[j + w - P]) output_kernel[w]^T."""
-    band = make_band((starts, scores, scores_kernel, output_kernel, hidden, left), t, band_offsets)
+    """Compute out[j] = scores[j] + added + sum over w of activate(features[j + w - P]) output_kernel[w]^T."""
+    band = make_band((starts, scores, scores_kernel, output_kernel, knee, left_knee), t, band_offsets)
 
     def visit(row: Row, _: None) -> None:
         def term(w: Any) -> Array:
-            y, exists = band.features(row, w - t.pad)
-            return band.dot(leaky_relu(y, exists), band.output_taps(w), trans_b=True)
+            return band.dot(activate(*band.features(row, w - t.pad)), band.output_taps(w), trans_b=True)
 
-        z = band.read(scores, row).astype(jnp.float32) + band.read_table(added)
+        z = band.read(scores, row).astype(jnp.float32) + band.read_corrected(added, left_added, row)
         elements, mask = band.locate(out, row)
         triton.store(elements, band.sum_taps(term, z), mask=mask)
 
@@ -356,7 +384,7 @@ def scores_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
     def visit(row: Row, _: None) -> None:
         def term(w: Any) -> Array:
             shift = t.pad - w
-            d_y = band.features_gradient(d_out, row, *band.features(row, shift), shift)
+            d_y, _ = band.features_gradient(d_out, row, *band.features(row, shift), shift)
             return band.dot(d_y, band.scores_taps(w), trans_b=True)
 
         d_z = band.sum_taps(term, band.read(d_out, row))
@@ -372,25 +400,26 @@ def parameters_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None
     Every hidden column counts once, so bands begin `ahead` columns after a row. For the convolutions' kernels, the last
     grid axis divides the taps into groups of `taps_per_dot`.
     """
-    *common, d_out, d_left, d_scores_kernel, d_output_kernel, d_hidden, d_added = refs
+    *common, d_out, d_left_knee, d_left_added, d_scores_kernel, d_output_kernel, d_knee, d_added = refs
     band = make_band(common, t, band_offsets, largest=t.ahead, taps_per_dot=t.taps_per_dot)
     first_tap = 0 if t.taps_per_dot >= t.width else pl.program_id(3) * t.taps_per_dot
 
     def visit(row: Row, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        d_scores_kernel, d_output_kernel, d_hidden, d_added = carry
-        y, exists = band.features(row)
-        d_y = band.features_gradient(d_out, row, y, exists)
+        d_scores_kernel, d_output_kernel, d_knee, d_added = carry
+        features = band.features(row)
+        d_y, d_knees = band.features_gradient(d_out, row, *features)
         d_scores_kernel += band.dot(band.read_inputs(row, 0, first_tap), d_y, trans_a=True)
         d_output_kernel += band.dot(
-            band.read_output_gradients(d_out, row, 0, first_tap), leaky_relu(y, exists), trans_a=True
+            band.read_output_gradients(d_out, row, 0, first_tap), activate(*features), trans_a=True
         )
-        d_added += band.read(d_out, row)
-        elements, mask = band.locate_left(d_left, row)
+        d_outs = band.read(d_out, row)
         # Stored last: the compiler merges equal loads only if no store is between them.
-        triton.store(elements, -d_y, mask=mask)
-        return d_scores_kernel, d_output_kernel, d_hidden + d_y, d_added
+        for d_left, gradient in ((d_left_knee, d_knees), (d_left_added, d_outs)):
+            elements, mask = band.locate_left(d_left, row)
+            triton.store(elements, -gradient, mask=mask)
+        return d_scores_kernel, d_output_kernel, d_knee + d_knees, d_added + d_outs
 
-    outs = (d_scores_kernel, d_output_kernel, d_hidden, d_added)
+    outs = (d_scores_kernel, d_output_kernel, d_knee, d_added)
     totals = band.walk(visit, tuple(jnp.zeros(out.shape, jnp.float32) for out in outs))
     for out, total in zip(outs, totals, strict=True):
         out[...] = total
@@ -403,65 +432,68 @@ def process(
     scores_BHTS: Float[Array, "B H T S"],
     scores_XC: Float[Array, "X C"],
     output_XC: Float[Array, "X C"],
-    hidden_NC: Float[Array, "N C"],
+    knee_NC: Float[Array, "N C"],
     added_NH: Float[Array, "N H_padded"],
-    left_PTC: Float[Array, "P T C"],
+    left_knee_PTC: Float[Array, "P T C"],
+    left_added_QTH: Float[Array, "Q T H_padded"],
 ) -> Float[Array, "B H T S"]:
     """Return the input of the softmax for a block of rows. Where a row sees no key, values are undefined (also NaN).
 
     `starts` are the columns of the first row and of the first key. `scores_XC` and `output_XC` (transposed) are laid
     out by `to_matrix`. Tables are padded and ordered by growing offset: the largest distance first.
     """
-    return _process_forward(t, starts, scores_BHTS, scores_XC, output_XC, hidden_NC, added_NH, left_PTC)[0]
+    operands = (starts, scores_BHTS, scores_XC, output_XC, knee_NC, added_NH, left_knee_PTC, left_added_QTH)
+    return _process_forward(t, *operands)[0]
 
 
 def _process_forward(t: Tiling, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
-    starts, scores_BHTS, *kernels, hidden_NC, added_NH, left_PTC = operands
-    kernels = [kernel.astype(t.dtype) for kernel in kernels]
-    block = (starts, scores_BHTS, *kernels, hidden_NC, added_NH, left_PTC)
+    starts, scores_BHTS, scores_XC, output_XC, *tables = operands
+    block = (starts, scores_BHTS, scores_XC.astype(t.dtype), output_XC.astype(t.dtype), *tables)
     num_offsets = min(t.reach, scores_BHTS.shape[3])
-    (out_BHTS,) = _call(forward_kernel, t, block, num_offsets, sequence_outputs={scores_BHTS.shape: jnp.float32})
+    (out_BHTS,) = _call(forward_kernel, t, block, num_offsets, sequence_outputs=[(scores_BHTS.shape, jnp.float32)])
     return out_BHTS, operands
 
 
 def _process_backward(t: Tiling, operands: tuple[Array, ...], d_out_BHTS: Array) -> tuple[Array | None, ...]:
-    starts, scores_BHTS, scores_XC, output_XC, hidden_NC, added_NH, left_PTC = operands
+    starts, scores_BHTS, scores_XC, output_XC, knee_NC, added_NH, *lefts = operands
     kernels = (scores_XC.astype(t.dtype), output_XC.astype(t.dtype))
-    block = (starts, scores_BHTS, *kernels, hidden_NC, left_PTC, d_out_BHTS)
+    block = (starts, scores_BHTS, *kernels, knee_NC, lefts[0], d_out_BHTS)
     shape, dtype = scores_BHTS.shape, scores_BHTS.dtype
     num_offsets = min(t.reach, shape[3])
-    (d_scores_BHTS,) = _call(scores_gradient_kernel, t, block, num_offsets, sequence_outputs={shape: dtype})
+    (d_scores_BHTS,) = _call(scores_gradient_kernel, t, block, num_offsets, sequence_outputs=[(shape, dtype)])
     num_offsets += t.width - 1  # hidden columns are also read by neighbouring columns
     width, taps = band_width(num_offsets), (t.taps_per_dot * t.padded_heads, scores_XC.shape[1])
-    d_left_BPTC, d_scores_kernel, d_output_kernel, d_hidden, d_added = _call(
+    *d_lefts, d_scores_kernel, d_output_kernel, d_knee, d_added = _call(
         parameters_gradient_kernel,
         t,
         block,
         num_offsets,
-        sequence_outputs={(shape[0], *left_PTC.shape): jnp.float32},
-        program_outputs=[taps, taps, (width, hidden_NC.shape[1]), (width, added_NH.shape[1])],
+        sequence_outputs=[((shape[0], *left.shape), jnp.float32) for left in lefts],
+        program_outputs=[taps, taps, (width, knee_NC.shape[1]), (width, added_NH.shape[1])],
         num_groups=pl.cdiv(t.width, t.taps_per_dot),
     )
 
     def sum_table(bands: Array) -> Array:
         # Bands are ordered from the largest offset down, and the first offset is that of the table's last entry.
-        flipped = jnp.flip(bands[:, :, :, 0].sum((0, 1)), 1).reshape(-1, bands.shape[-1])[: len(hidden_NC)]
-        return jnp.flip(jnp.pad(flipped, ((0, len(hidden_NC) - len(flipped)), (0, 0))), 0)
+        flipped = jnp.flip(bands[:, :, :, 0].sum((0, 1)), 1).reshape(-1, bands.shape[-1])[: len(knee_NC)]
+        return jnp.flip(jnp.pad(flipped, ((0, len(knee_NC) - len(flipped)), (0, 0))), 0)
 
-    # Programs store only the columns in their bands. Some of the first `pad` columns may be outside all bands.
-    column_P = jnp.arange(left_PTC.shape[0])
-    offset_PT = column_P[:, None] - (starts[0] + t.row_stride * jnp.arange(shape[2]))[None, :]
-    stored_PT = (offset_PT <= t.ahead) & (offset_PT > t.ahead - d_hidden.shape[2] * width)
-    stored_PT &= (column_P < t.pad)[:, None]
+    def sum_left(d_left_BPTX: Array) -> Array:
+        # Programs store only the columns in their bands. Some of the first columns may be outside all bands.
+        column_P = jnp.arange(d_left_BPTX.shape[1])
+        offset_PT = column_P[:, None] - (starts[0] + t.row_stride * jnp.arange(shape[2]))[None, :]
+        stored_PT = (offset_PT <= t.ahead) & (offset_PT > t.ahead - d_knee.shape[2] * width) & (t.pad > 0)
+        return jnp.where(stored_PT[None, :, :, None], d_left_BPTX, 0).sum(0)
+
     mask_TS = visible(t, starts[0], starts[1], shape[2], shape[3])
     return (
         None,
         jnp.where(mask_TS[None, None], d_scores_BHTS, 0),
         d_scores_kernel.sum((0, 1, 2)).reshape(scores_XC.shape),
         d_output_kernel.sum((0, 1, 2)).reshape(output_XC.shape),
-        sum_table(d_hidden),
+        sum_table(d_knee),
         sum_table(d_added),
-        jnp.where(stored_PT[None, :, :, None], d_left_BPTC, 0).sum(0),
+        *map(sum_left, d_lefts),
     )
 
 
@@ -478,7 +510,7 @@ def _call(
     t: Tiling,
     operands: tuple[Array, ...],
     num_offsets: int,
-    sequence_outputs: dict[tuple[int, ...], Any],
+    sequence_outputs: Sequence[tuple[tuple[int, ...], Any]],
     program_outputs: Sequence[tuple[int, ...]] = (),
     num_groups: int = 1,
 ) -> Sequence[Array]:
@@ -489,7 +521,7 @@ def _call(
         t: tiling.
         operands: `starts`, scores, then others. In those with four dims the first is the sequence.
         num_offsets: offsets to cover, from the largest down.
-        sequence_outputs: shapes and dtypes of outputs that all programs of a sequence share.
+        sequence_outputs: shapes and dtypes of the outputs that all programs of a sequence share.
         program_outputs: shapes of float32 outputs of each program: [B, T / PROGRAM_ROWS, bands, groups, ..].
         num_groups: groups of taps.
     """
@@ -508,9 +540,9 @@ def _call(
         functools.partial(kernel, t=t, band_offsets=band_width(num_offsets)),
         grid=grid,
         in_specs=[shared(x.shape) if x.ndim == 4 else pl.BlockSpec() for x in operands],
-        out_specs=[*map(shared, sequence_outputs), *map(own, program_outputs)],
+        out_specs=[*(shared(shape) for shape, _ in sequence_outputs), *map(own, program_outputs)],
         out_shape=[
-            *(jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in sequence_outputs.items()),
+            *(jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=axes) for shape, dtype in sequence_outputs),
             *(jax.ShapeDtypeStruct((*grid, *shape), jnp.float32, manual_axis_type=axes) for shape in program_outputs),
         ],
         compiler_params=triton.CompilerParams(num_warps=NUM_WARPS, num_stages=1),

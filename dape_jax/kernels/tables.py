@@ -3,15 +3,21 @@
 In: a `DistanceBias` or None, and a `Dape`. Out: an `Operator`. XLA computes and differentiates it: the kernels return
 gradients of its arrays, and autodiff propagates those to the parameters.
 
-The first convolution is linear, so its two halves can be computed separately. The half that reads the bias has no batch
-dim. If the bias is b(d), d = row - column, this half is a function of the distance too, except in the first columns:
+The nonlinearity is centred on the bias's features h_B, as in `dape`: what depends on the bias alone is computed here,
+in float32, and the kernels convolve a change that is as small as the scores:
 
-    Conv1_B(tril(B))[c, i, j] + hidden_bias[c] = hidden[c, i - j] - left[j, c, i]
+    Conv2(LeakyReLU(h_A + h_B)) = Conv2(LeakyReLU(h_B)) + Conv2(LeakyReLU(h_A + h_B) - LeakyReLU(h_B))
+
+h_B has no batch dim. If the bias is b(d), d = row - column, it is a function of the distance too, and so is Conv2 of
+its LeakyReLU, except in the first columns:
+
+    h_B[c, i, j] = hidden[c, i - j] - left[j, c, i]
 
         hidden[c, d] = hidden_bias[c] + sum over w, h of bias_WHC[w, h, c] b_h(d + pad - w)    b(d) = 0 where masked
 
 with `pad` zeros to the left of the first key. Hidden column j reads columns j + w - pad. A negative column is a zero,
-but `hidden` counts b there; `left` corrects this, for columns 0 .. pad - 1 only.
+but `hidden` counts b there; `left` corrects this, for columns 0 .. pad - 1 only. Conv2 reads as far again: a negative
+hidden column is a zero too, so the results of columns 0 .. 2 pad - 1 have a correction of their own.
 """
 
 from typing import Any, NamedTuple
@@ -21,31 +27,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.model.biases import DistanceBias
-from dape_jax.model.processors import Dape, DapeConfig
+from dape_jax.model.processors import SLOPE, Dape, DapeConfig
 from dape_jax.model.scores import Mask
 
 HIGHEST = jax.lax.Precision.HIGHEST
-SLOPE = 0.01  # of the LeakyReLU
 
 
 class Operator(NamedTuple):
-    """DAPE over a bias of the distance: A -> A + added + Conv2(LeakyReLU(Conv1_A(tril(A)) + hidden - left)).
+    """DAPE over a bias of the distance, with `leaky_relu_change` as the nonlinearity.
+
+        A -> A + added - left_added + Conv2(change(Conv1_A(tril(A)), knee - left_knee))
 
     All are float32. A table has N distances: -(W - 1 - pad), the first at which a hidden column is read, .. S - 1.
 
     Args:
         scores_WHC: the half of Conv1 that reads scores.
         output_WCH: Conv2.
-        hidden_CN: see the module's docstring.
-        added_HN: the bias, if it is added outside the convolution, plus the bias of Conv2.
-        left_PCT: see the module's docstring; P = pad.
+        knee_CN: (1 - SLOPE) hidden; see the module's docstring.
+        added_HN: the bias, if it is added outside the convolution, plus Conv2 of LeakyReLU(h_B) and its bias.
+        left_knee_PCT: (1 - SLOPE) left, in the first P = pad columns.
+        left_added_QHT: the part of `added` that reads columns which do not exist, in the first Q = 2 pad columns.
     """
 
     scores_WHC: Float[Array, "W H C"]
     output_WCH: Float[Array, "W C H"]
-    hidden_CN: Float[Array, "C N"]
+    knee_CN: Float[Array, "C N"]
     added_HN: Float[Array, "H N"]
-    left_PCT: Float[Array, "P C T"]
+    left_knee_PCT: Float[Array, "P C T"]
+    left_added_QHT: Float[Array, "Q H T"]
 
     @property
     def width(self) -> int:
@@ -55,7 +64,7 @@ class Operator(NamedTuple):
     @property
     def pad(self) -> int:
         """P; see `left_pad`."""
-        return self.left_PCT.shape[0]
+        return self.left_knee_PCT.shape[0]
 
     @property
     def ahead(self) -> int:
@@ -104,22 +113,25 @@ def make_operator(
     width, channels = config.kernel_width, config.channels
     pad = left_pad(config)
     ahead = width - 1 - pad
+    num_distances = ahead + num_keys
+    column_T = first + mask.row_stride * jnp.arange(num_rows)
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
+    output_WCH = processor.output_WCH[...].astype(jnp.float32)
     # It shifts a whole row and cancels in the softmax: its gradient is 0, here exactly.
     output_bias_H = jax.lax.stop_gradient(processor.output_bias_H[...]).astype(jnp.float32)
-    output_bias_H = jnp.where(valid, output_bias_H, jnp.nan)
-    hidden_CN = jnp.broadcast_to(hidden_C[:, None], (channels, ahead + num_keys))
-    added_HN = jnp.broadcast_to(output_bias_H[:, None], (num_heads, ahead + num_keys))
+    added_HN = jnp.broadcast_to(jnp.where(valid, output_bias_H, jnp.nan)[:, None], (num_heads, num_distances))
+    # Of all distances that Conv2 reads: -2 ahead .. S + pad - 1.
+    hidden_CN = jnp.broadcast_to(hidden_C[:, None], (channels, ahead + num_distances + pad))
     left_PCT = jnp.zeros((pad, channels, num_rows), jnp.float32)
 
     if bias is not None:
-        # Distances -2 ahead .. S + pad - 1: all that a column of the table depends on.
-        distance_N = jnp.arange(-2 * ahead, num_keys + pad)
+        # Distances -3 ahead .. S + 2 pad - 1: all that hidden features depend on.
+        distance_N = jnp.arange(-3 * ahead, num_keys + 2 * pad)
         visible_N = (distance_N >= 0) if mask.window is None else (distance_N >= 0) & (distance_N < mask.window)
         bias_HN = bias.of_distance(jnp.maximum(distance_N, 0)).astype(jnp.float32)
         bias_HN = jnp.where(visible_N, bias_HN, 0)
         if config.residual:
-            added_HN += bias_HN[:, ahead : ahead + hidden_CN.shape[1]]
+            added_HN += bias_HN[:, 2 * ahead :][:, :num_distances]
         if processor.bias_WHC is not None:
             kernel_WHC = processor.bias_WHC[...].astype(jnp.float32)
 
@@ -128,17 +140,33 @@ def make_operator(
 
             for w in range(width):
                 hidden_CN += read(w, bias_HN[:, width - 1 - w :][:, : hidden_CN.shape[1]])
-            column_T = first + mask.row_stride * jnp.arange(num_rows)
             for column in range(pad):
                 # Taps w < pad - column read column + w - pad < 0, at distance i - column - w + pad.
-                excess = [read(w, bias_HN[:, column_T - column - w + pad + 2 * ahead]) for w in range(pad - column)]
+                excess = [read(w, bias_HN[:, column_T - column - w + pad + 3 * ahead]) for w in range(pad - column)]
                 left_PCT = left_PCT.at[column].set(sum(excess))
+
+    def output(w: int, hidden_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
+        return jnp.einsum("CH,CN->HN", output_WCH[w], jax.nn.leaky_relu(hidden_CN, SLOPE), precision=HIGHEST)
+
+    for w in range(width):
+        added_HN += output(w, hidden_CN[:, width - 1 - w :][:, :num_distances])
+    left_added_QHT = jnp.zeros((2 * pad, num_heads, num_rows), jnp.float32)
+    for column in range(2 * pad):
+        for w in range(min(width, 2 * pad - column)):
+            read_column = column + w - pad  # a hidden column left of column `pad`, at distance i - read_column
+            # Rows before it do not see `column` either: any distance will do.
+            table_CT = hidden_CN[:, jnp.maximum(column_T - read_column + 2 * ahead, 0)]
+            excess_HT = output(w, table_CT)
+            if read_column >= 0:
+                excess_HT -= output(w, table_CT - left_PCT[read_column])
+            left_added_QHT = left_added_QHT.at[column].add(excess_HT)
 
     scores = processor.scores_WHC
     return Operator(
         scores_WHC=jnp.zeros((width, num_heads, channels)) if scores is None else scores[...].astype(jnp.float32),
-        output_WCH=processor.output_WCH[...].astype(jnp.float32),
-        hidden_CN=hidden_CN,
+        output_WCH=output_WCH,
+        knee_CN=(1 - SLOPE) * hidden_CN[:, ahead:][:, :num_distances],
         added_HN=added_HN,
-        left_PCT=left_PCT,
+        left_knee_PCT=(1 - SLOPE) * left_PCT,
+        left_added_QHT=left_added_QHT,
     )

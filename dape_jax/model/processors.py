@@ -26,6 +26,7 @@ ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
 INPUTS = ("both", "scores", "bias")
 INITS = ("uniform", "identity")
+SLOPE = 0.01  # of the LeakyReLU
 
 
 class Processor:
@@ -227,6 +228,16 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
 _key_convolution.defvjp(_key_convolution_forward, _key_convolution_backward)
 
 
+def leaky_relu_change(x: Array, knee: Array) -> Array:
+    """Return LeakyReLU(c + x) - LeakyReLU(c), where knee = (1 - SLOPE) c.
+
+        max(x + min(knee, 0), SLOPE x - max(knee, 0))
+
+    It is at most |x| and as exact as x, however large c is: its two terms, which cancel, are not computed.
+    """
+    return jnp.maximum(x + jnp.minimum(knee, 0), SLOPE * x - jnp.maximum(knee, 0))
+
+
 def dape(
     scores_BHTS: Float[Array, "B H T S"],
     bias_BHTS: Float[Array, "#B H T S"] | None,
@@ -260,6 +271,11 @@ def dape(
                    depend on the number of keys to its right.
         "listing"  zero hidden features, as in the paper's listing: the last W//2 rows change when a key is appended.
 
+    Features as large as a far bias would lose the scores if they were rounded to 16 bits. In a dtype below float32 the
+    nonlinearity is therefore centred on the bias's features h_B, and the part without scores is computed in float32:
+
+        Conv2(LeakyReLU(h_A + h_B)) = Conv2(LeakyReLU(h_B)) + Conv2(LeakyReLU(h_A + h_B) - LeakyReLU(h_B))
+
     Args:
         scores_BHTS: scores A = Q K^T / sqrt(K).
         bias_BHTS: bias B, or None. Its batch dim is 1 if it does not depend on content; then it is neither tiled nor
@@ -275,8 +291,8 @@ def dape(
         edge: "prefix" or "listing".
         residual: add B outside the convolution as well.
         leak: omit tril, so that a centered kernel reads the future: the paper's experiment on information leakage.
-        dtype: of the convolutions' operands, except the half that reads B; None for that of the scores. They accumulate
-            in float32 or better.
+        dtype: of the convolutions' operands, except those that only B decides; None for that of the scores. They
+            accumulate in float32 or better.
 
     Raises:
         InputError: an unknown option, an even W that is centered, a kernel for the bias without a bias, or kernels for
@@ -296,24 +312,33 @@ def dape(
     require(heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"must be {scores_BHTS.shape[1]}")
     width = output_WCH.shape[0]
     (left_1, right_1), (left_2, right_2) = _paddings(width, alignment, edge)
-    dtype = scores_BHTS.dtype if dtype is None else dtype
+    dtype = jnp.dtype(scores_BHTS.dtype if dtype is None else dtype)
 
     def convolved(x_BHTS: Float[Array, "_ H T S"], kernel_WHC: Float[Array, "W H C"]) -> Float[Array, "_ T J C"]:
         visible = x_BHTS if leak else jnp.where(mask_TS[None, None], x_BHTS, 0)
         return key_convolution(jnp.moveaxis(visible, 1, -1), kernel_WHC.astype(x_BHTS.dtype), left_1, right_1)
 
-    hidden_BTJC = hidden_bias_C[None, None, None].astype(jnp.promote_types(dtype, jnp.float32))
+    def output(hidden_BTJC: Float[Array, "_ T J C"]) -> Float[Array, "_ T S H"]:
+        return key_convolution(hidden_BTJC, output_WCH.astype(hidden_BTJC.dtype), left_2, right_2)
+
+    batch, full_dtype = scores_BHTS.shape[0], jnp.promote_types(dtype, jnp.float32)
+    hidden_BTJC = hidden_bias_C[None, None, None].astype(full_dtype)
     inputs = [] if scores_WHC is None else [(scores_BHTS.astype(dtype), scores_WHC)]
     if bias_BHTS is not None and bias_WHC is not None:
-        # In full precision: a bias far from its query is too large for bfloat16 to resolve.
-        inputs.append((bias_BHTS, bias_WHC))
-    if len({(x.shape, x.dtype) for x, _ in inputs}) < len(inputs):
-        # The bias need not be tiled: one convolution of both is faster than two.
-        inputs = [tuple(jnp.concatenate(halves, axis=1) for halves in zip(*inputs, strict=True))]
-    for x_BHTS, kernel_WHC in inputs:
-        hidden_BTJC += broadcast_batch(convolved(x_BHTS, kernel_WHC), scores_BHTS.shape[0])
-    hidden_BTJC = jax.nn.leaky_relu(hidden_BTJC, 0.01).astype(dtype)
-    update_BTSH = key_convolution(hidden_BTJC, output_WCH.astype(dtype), left_2, right_2)
+        inputs.append((bias_BHTS.astype(full_dtype), bias_WHC))
+    if bias_WHC is None or dtype == full_dtype:
+        if len({(x.shape, x.dtype) for x, _ in inputs}) < len(inputs):
+            # The bias need not be tiled: one convolution of both is faster than two.
+            inputs = [tuple(jnp.concatenate(halves, axis=1) for halves in zip(*inputs, strict=True))]
+        for x_BHTS, kernel_WHC in inputs:
+            hidden_BTJC += broadcast_batch(convolved(x_BHTS, kernel_WHC), batch)
+        update_BTSH = output(jax.nn.leaky_relu(hidden_BTJC, SLOPE).astype(dtype))
+    else:
+        hidden_BTJC += convolved(*inputs.pop())
+        update_BTSH = broadcast_batch(output(jax.nn.leaky_relu(hidden_BTJC, SLOPE)), batch)
+        for x_BHTS, kernel_WHC in inputs:
+            knee_BTJC = broadcast_batch((1 - SLOPE) * hidden_BTJC, batch)
+            update_BTSH += output(leaky_relu_change(convolved(x_BHTS, kernel_WHC), knee_BTJC).astype(dtype))
     update_BTSH += output_bias_H[None, None, None].astype(update_BTSH.dtype)
     base_BHTS = add_bias(scores_BHTS, bias_BHTS) if residual else scores_BHTS
     return base_BHTS + jnp.moveaxis(update_BTSH, -1, 1).astype(scores_BHTS.dtype)

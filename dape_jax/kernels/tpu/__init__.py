@@ -52,7 +52,7 @@ def attend(
         k_BSGK,
         width=operator.width,
         pad=operator.pad,
-        num_channels=operator.hidden_CN.shape[0],
+        num_channels=operator.knee_CN.shape[0],
         dtype=dtype,
         row_stride=row_stride,
         window=window,

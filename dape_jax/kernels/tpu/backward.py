@@ -4,15 +4,15 @@ Grid: (sequence, tile of keys, block of rows), blocks innermost. A step repeats 
 hidden features and probabilities, then applies the transposed convolutions, which roll in the opposite direction:
 
     dtotal  = probs * (dout V^T - sum(dout * out))              dO, one matmul per head
-    dhidden = Conv2^T(dtotal),  dbefore = dhidden * (1 or SLOPE)
-    dscores = dtotal + Conv1^T(dbefore)
-    dQ += dscores K,  dK += dscores^T Q,  dV += probs^T dout,  dW1 += dbefore taps^T,  dW2 += dtotal taps^T
+    dhidden = Conv2^T(dtotal),  dx = dhidden * (1 or SLOPE),  dknee = dhidden * (1, 0 or -1)
+    dscores = dtotal + Conv1^T(dx)
+    dQ += dscores K,  dK += dscores^T Q,  dV += probs^T dout,  dW1 += dx taps^T,  dW2 += dtotal taps^T
 
 A column that several tiles compute counts in the tile that owns it. Where gradients accumulate:
 
     k, v                    VMEM, while the blocks of their tile pass
     convolution weights     VMEM, to the end of the sequence
-    left correction         VMEM, in the first tile of columns
+    left corrections        VMEM, in the first tile of columns
     q, distance tables      HBM, in float32: too large for VMEM. Each step copies its block in, adds, and copies it back
 """
 
@@ -25,22 +25,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from dape_jax.kernels.tables import SLOPE, Operator
+from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.forward import (
+    LeftRefs,
     clear,
     convolve,
+    corrected,
     dot,
     group_rows,
     heads_of_block,
     hidden_features,
+    left_blocks,
     loop_over_groups,
-    read_table,
     roll,
     select,
     shear,
 )
 from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, SUBLANES, Tiling, iota
+from dape_jax.model.processors import SLOPE
 
 
 class Inputs(NamedTuple):
@@ -56,7 +59,7 @@ class Inputs(NamedTuple):
     matrix_2: Any  # second convolution
     transposed_1: Any
     transposed_2: Any
-    left: Any
+    left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
     dq: Any  # zeros, donated to the output of the same name
     dtable: Any  # likewise
@@ -71,7 +74,7 @@ class Outputs(NamedTuple):
     dmatrix_1: Any
     dmatrix_2: Any
     dtable: Any
-    dleft: Any
+    dleft: LeftRefs
 
 
 class Scratch(NamedTuple):
@@ -84,20 +87,20 @@ class Scratch(NamedTuple):
     dslab: Any  # likewise
     dk: Any  # sum over blocks
     dv: Any  # sum over blocks
-    hidden: Any  # sheared table
+    knee: Any  # sheared table
     added: Any  # sheared table
-    dhidden: Any
+    dknee: Any
     dadded: Any
     semaphores: Any  # of copies from HBM and to HBM, of dq and dslab
 
 
-def unshear(t: Tiling, dhidden_ref: Any, dadded_ref: Any) -> Array:
+def unshear(t: Tiling, dknee_ref: Any, dadded_ref: Any) -> Array:
     """Return the gradient of the slab and its margin: the transpose of `forward.shear`."""
     total: Any = 0
     for r in range(GROUP_ROWS):
-        dhidden = dhidden_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :]
+        dknee = dknee_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :]
         dadded = dadded_ref[r * t.padded_heads : (r + 1) * t.padded_heads, :]
-        row = jnp.concatenate([dhidden, dadded])
+        row = jnp.concatenate([dknee, dadded])
         row = jnp.concatenate([row, jnp.zeros((row.shape[0], t.slab_margin), jnp.float32)], 1)
         total += roll(row, t.slab_margin - t.row_stride * r)
     return total
@@ -147,7 +150,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when(tile == 0)
     def _():
-        clear(outputs.dleft)
+        clear(*outputs.dleft)
 
     @pl.when(block == 0)
     def _():
@@ -155,8 +158,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when(needed)
     def _():
-        shear(t, inputs.slab, scratch.hidden, scratch.added)
-        clear(scratch.dhidden, scratch.dadded)
+        shear(t, inputs.slab, scratch.knee, scratch.added)
+        clear(scratch.dknee, scratch.dadded)
         visible = step.visible(t.block_rows, 1)
         for head, key_head, rows in heads_of_block(t):
             scores = dot(inputs.q[0, head], inputs.k[0, 0, key_head], (1, 1)) * t.head_dim**-0.5
@@ -170,14 +173,16 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         offset, rows = step.slab_offset(group), group_rows(t, group)
         start, shift = offset
         scores, dprobs = scratch.scores[rows, :], scratch.dprobs[rows, :]
-        left_ref = inputs.left if in_first_tile else None
-        taps_1, before, exists = hidden_features(
-            step, group, scores, offset, inputs.matrix_1[...], scratch.hidden, left_ref
+        left = inputs.left if in_first_tile else LeftRefs()
+        taps_1, x, knee, exists = hidden_features(
+            step, group, scores, offset, inputs.matrix_1[...], scratch.knee, left.knee
         )
-        positive = before > 0
-        hidden = select(exists, jnp.where(positive, before, SLOPE * before)).astype(t.dtype)
+        # The two sides of the maximum in `leaky_relu_change`.
+        steep, flat = x + jnp.minimum(knee, 0.0), SLOPE * x - jnp.maximum(knee, 0.0)
+        hidden = select(exists, jnp.maximum(steep, flat)).astype(t.dtype)
         taps_2 = [roll(hidden, t.pad - w) for w in range(t.width)]
-        change = convolve(t, inputs.matrix_2[...], taps_2, t.padded_channels) + read_table(scratch.added, offset, lane)
+        added = corrected(t, group, scratch.added, offset, left.added, 2 * t.pad)
+        change = convolve(t, inputs.matrix_2[...], taps_2, t.padded_channels) + added
         total = roll(change, LANES - shift) + scores
         lanes = iota(total.shape, 1)
         visible, owned = step.visible(t.group_sublanes, t.padded_heads, group), step.owned(lanes)
@@ -190,8 +195,10 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         source = dtotal.astype(t.dtype)
         dtaps_2 = [roll(source, shift + (w - t.pad) + LANES) for w in range(t.width)]
         dhidden = convolve(t, inputs.transposed_2[...], dtaps_2, t.padded_heads)
-        dbefore = select(exists, jnp.where(positive, dhidden, SLOPE * dhidden))
-        source = dbefore.astype(t.dtype)
+        dhidden = select(exists, dhidden)
+        dx = jnp.where(steep > flat, dhidden, SLOPE * dhidden)
+        dknee = jnp.where(steep > flat, jnp.where(knee < 0, dhidden, 0.0), jnp.where(knee > 0, -dhidden, 0.0))
+        source = dx.astype(t.dtype)
         dtaps_1 = [roll(source, w - t.pad) for w in range(t.width)]
         dconvolved = convolve(t, inputs.transposed_1[...], dtaps_1, t.padded_channels)
         dscores = roll(dconvolved, LANES - shift) + dtotal
@@ -200,28 +207,33 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
         # Parameters: from here on, only columns that this tile owns count.
         owned_rolled = step.owned((lane - shift) & (LANES - 1))
-        dbefore = select(owned_rolled, dbefore)
+        dx, dknee = select(owned_rolled, dx), select(owned_rolled, dknee)
         dchange = select(owned_rolled, dtaps_2[t.pad].astype(jnp.float32)).astype(t.dtype)
         stacked_1 = jnp.concatenate([rows_to_lanes(tap, t.padded_heads) for tap in taps_1])
         stacked_2 = jnp.concatenate([rows_to_lanes(tap, t.padded_channels) for tap in taps_2])
-        outputs.dmatrix_1[0] += dot(rows_to_lanes(dbefore.astype(t.dtype), t.padded_channels), stacked_1, (1, 1))
+        outputs.dmatrix_1[0] += dot(rows_to_lanes(dx.astype(t.dtype), t.padded_channels), stacked_1, (1, 1))
         outputs.dmatrix_2[0] += dot(rows_to_lanes(dchange, t.padded_heads), stacked_2, (1, 1))
 
         here = lane >= shift
         following = pl.multiple_of(start + LANES, LANES)
         dadded = select(owned_rolled, roll(dtotal, shift))
-        for ref, gradient in ((scratch.dhidden, dbefore), (scratch.dadded, dadded)):
+        for ref, gradient in ((scratch.dknee, dknee), (scratch.dadded, dadded)):
             ref[:, pl.ds(start, LANES)] += select(here, gradient)
             ref[:, pl.ds(following, LANES)] += select(~here, gradient)
         if in_first_tile:
-            row_lane = iota((t.padded_channels, LANES), 1)  # in `left` a lane is a row
-            for column in range(t.pad):
-                column_lane = (t.halo[0] + column + shift) & (LANES - 1)
-                for r in range(GROUP_ROWS):
-                    row = GROUP_ROWS * group + r
-                    drow = dbefore[r * t.padded_channels : (r + 1) * t.padded_channels]
-                    drow = roll(drow, row - column_lane + LANES)
-                    outputs.dleft[0, 0, column] -= jnp.where(row_lane == row, drow, 0.0)
+            for ref, gradient, num_columns in (
+                (outputs.dleft.knee, dknee, t.pad),
+                (outputs.dleft.added, dadded, 2 * t.pad),
+            ):
+                num_sublanes = ref.shape[3]
+                row_lane = iota((num_sublanes, LANES), 1)  # in `dleft` a lane is a row
+                for column in range(num_columns):
+                    column_lane = (t.halo[0] + column + shift) & (LANES - 1)
+                    for r in range(GROUP_ROWS):
+                        row = GROUP_ROWS * group + r
+                        drow = gradient[r * num_sublanes : (r + 1) * num_sublanes]
+                        drow = roll(drow, row - column_lane + LANES)
+                        ref[0, 0, column] -= jnp.where(row_lane == row, drow, 0.0)
 
     loop_over_groups(t, tile, needed, process)
 
@@ -229,7 +241,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     def _():
         for read in reads:
             read.wait()
-        scratch.dslab[...] += unshear(t, scratch.dhidden, scratch.dadded)
+        scratch.dslab[...] += unshear(t, scratch.dknee, scratch.dadded)
         for head, key_head, rows in heads_of_block(t):
             dscores = scratch.scores[rows, :].astype(inputs.q.dtype)
             probs = scratch.probs[rows, :].astype(inputs.q.dtype)
@@ -266,8 +278,8 @@ def backward_pass(
         tiling.to_matrix(t, operator.scores_WHC.swapaxes(1, 2), t.padded_channels, t.padded_heads),
         tiling.to_matrix(t, operator.output_WCH.swapaxes(1, 2), t.padded_heads, t.padded_channels),
     ]
-    table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.hidden_CN, operator.added_HN)
-    left, left_vjp = jax.vjp(functools.partial(tiling.to_left_blocks, t), operator.left_PCT)
+    table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.knee_CN, operator.added_HN)
+    left, left_vjp = jax.vjp(functools.partial(left_blocks, t), operator.left_knee_PCT, operator.left_added_QHT)
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
@@ -279,7 +291,6 @@ def backward_pass(
     def summed(*shape: int) -> tiling.Blocked:
         return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
 
-    left_shape = 1, *left.shape[1:]
     dq, dtable = float32(H, t.padded_rows, t.head_dim), float32(*table.shape)
     dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, LANES, t.head_dim), q_BTHK.dtype)
     inputs = Inputs(
@@ -293,7 +304,12 @@ def backward_pass(
         matrix_2=tiling.whole(t, matrices[1]),
         transposed_1=tiling.whole(t, matrices[2]),
         transposed_2=tiling.whole(t, matrices[3]),
-        left=tiling.Blocked(left, pl.BlockSpec(left_shape, lambda b, j, i, _: (left_block(j, i), 0, 0, 0))),
+        left=LeftRefs(
+            *(
+                tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0)))
+                for x in left
+            )
+        ),
         slab=tiling.slab_of(t, table),
         dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
         dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
@@ -305,13 +321,19 @@ def backward_pass(
         dmatrix_1=summed(t.padded_channels, W * t.padded_heads),
         dmatrix_2=summed(t.padded_heads, W * t.padded_channels),
         dtable=tiling.in_hbm(dtable),
-        dleft=tiling.Blocked(
-            float32(*left.shape), pl.BlockSpec((1, *left_shape), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0))
+        dleft=LeftRefs(
+            *(
+                tiling.Blocked(
+                    float32(*x.shape),
+                    pl.BlockSpec((1, 1, *x.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0)),
+                )
+                for x in left
+            )
         ),
     )
     scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
     tile_scratch = tiling.scratch_of(t.num_groups, LANES, t.head_dim)
-    hidden_scratch, added_scratch = tiling.sheared_scratch(t)
+    knee_scratch, added_scratch = tiling.sheared_scratch(t)
     scratch = Scratch(
         scores=scores_scratch,
         dprobs=scores_scratch,
@@ -320,23 +342,24 @@ def backward_pass(
         dslab=tiling.scratch_of(*t.slab_shape),
         dk=tile_scratch,
         dv=tile_scratch,
-        hidden=hidden_scratch,
+        knee=knee_scratch,
         added=added_scratch,
-        dhidden=hidden_scratch,
+        dknee=knee_scratch,
         dadded=added_scratch,
         semaphores=pltpu.SemaphoreType.DMA((2, 2)),
     )
-    last = len(inputs) - 1 + len(inputs.slab)  # operand `dtable`; `first` is operand 0
+    # Operand `dtable`; `first` is operand 0.
+    last = len(jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, tiling.Blocked)))
     aliases = {last - 1: Outputs._fields.index("dq"), last: Outputs._fields.index("dtable")}
     gradients = tiling.call(
         t, backward_kernel, first=first, inputs=inputs, outputs=outputs, scratch=scratch, input_output_aliases=aliases
     )
     dq_BTHK = jnp.moveaxis(gradients.dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(q_BTHK.dtype)
     dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (gradients.dk, gradients.dv))
-    dhidden_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
-    (dleft_PCT,) = left_vjp(gradients.dleft.sum(0))
+    dknee_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
+    dleft = left_vjp(tuple(x.sum(0) for x in gradients.dleft))
     dmatrix_1 = gradients.dmatrix_1.sum(0).reshape(t.padded_channels, W, t.padded_heads)
     dmatrix_2 = gradients.dmatrix_2.sum(0).reshape(t.padded_heads, W, t.padded_channels)
     dscores_WHC = dmatrix_1.transpose(1, 2, 0)[:, :H, :C]
     doutput_WCH = dmatrix_2.transpose(1, 2, 0)[:, :C, :H]
-    return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dhidden_CN, dadded_HN, dleft_PCT)
+    return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dknee_CN, dadded_HN, *dleft)

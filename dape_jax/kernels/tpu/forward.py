@@ -6,7 +6,7 @@ of the block a running maximum m, a running sum l of exp(score - m), and the sum
     for tile in tiles of the block:
         scores = Q K^T / sqrt(K)                                one matmul per head
         for group of 8 rows in the block:
-            total = scores + added + Conv2(LeakyReLU(Conv1(scores) + hidden - left))
+            total = scores + added - left_added + Conv2(leaky_relu_change(Conv1(scores), knee - left_knee))
             new m, new l, probs = exp(total - m), decay = exp(old m - m)
         values = values * decay + probs V                       one matmul per head
     out = values / l,  log-sum-exp = m + log(l)
@@ -23,9 +23,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from dape_jax.kernels.tables import SLOPE, Operator
+from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANES, SlabOffset, Step, Tiling, iota
+from dape_jax.model.processors import leaky_relu_change
 
 # ---- Operations in VMEM, shared with the backward kernel
 
@@ -65,12 +66,12 @@ def convolve(t: Tiling, matrix: Array, taps: list[Array], inputs: int) -> Array:
     return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
 
 
-def shear(t: Tiling, slab_refs: Sequence[Any], hidden_ref: Any, added_ref: Any) -> None:
+def shear(t: Tiling, slab_refs: Sequence[Any], knee_ref: Any, added_ref: Any) -> None:
     """Copy the slab 8 times, for row r of a group shifted right by the distance between row 0 and row r."""
     slab = jnp.concatenate([ref[...] for ref in slab_refs], 1)
     for r in range(GROUP_ROWS):
         shifted = roll(slab, t.row_stride * r)[:, t.slab_margin :]
-        hidden_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :] = shifted[: t.padded_channels]
+        knee_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :] = shifted[: t.padded_channels]
         added_ref[r * t.padded_heads : (r + 1) * t.padded_heads, :] = shifted[t.padded_channels :]
 
 
@@ -88,30 +89,45 @@ def read_table(sheared_ref: Any, offset: SlabOffset, lane: Array) -> Array:
     return jnp.where((lane >= offset.shift)[None], *pieces).reshape(here.shape)
 
 
+def corrected(
+    t: Tiling, group: Any, sheared_ref: Any, offset: SlabOffset, left_ref: Any | None, num_columns: int
+) -> Array:
+    """Return `read_table` minus the correction of the first columns; `left_ref` is None in a tile without them."""
+    lane = iota((SUBLANES, LANES), 1)
+    entries = read_table(sheared_ref, offset, lane)
+    if left_ref is None:
+        return entries
+    for column in range(num_columns):
+        column_lane = (t.halo[0] + column + offset.shift) & (LANES - 1)
+        # In `left_ref` a lane is a row. Roll each row's lane to that of the column.
+        rows = [roll(left_ref[0, column], column_lane - (GROUP_ROWS * group + r) + LANES) for r in range(GROUP_ROWS)]
+        entries -= select(lane == column_lane, jnp.concatenate(rows))
+    return entries
+
+
+class LeftRefs(NamedTuple):
+    """Corrections of the first columns, in the first tile; both are None in others."""
+
+    knee: Any = None
+    added: Any = None
+
+
 def hidden_features(
-    step: Step, group: Any, scores: Array, offset: SlabOffset, matrix: Array, hidden_ref: Any, left_ref: Any | None
-) -> tuple[list[Array], Array, Array]:
-    """Apply the first convolution to a group's scores; `left_ref` is None if the tile has none of the first columns.
+    step: Step, group: Any, scores: Array, offset: SlabOffset, matrix: Array, knee_ref: Any, left_ref: Any | None
+) -> tuple[list[Array], Array, Array, Array]:
+    """Apply the first convolution to a group's scores.
 
     Returns:
-        The taps, the features before LeakyReLU, and whether the column of a lane is a column (not left of column 0).
-        All are rolled right by `offset.shift`.
+        The taps, the features of the scores, the knees of LeakyReLU, and whether the column of a lane is a column (not
+        left of column 0). All are rolled right by `offset.shift`.
     """
     t = step.t
     lane = iota((SUBLANES, LANES), 1)
     source = scores.astype(t.dtype)
     taps = [roll(source, offset.shift + (t.pad - w) + LANES) for w in range(t.width)]
-    before = convolve(t, matrix, taps, t.padded_heads) + read_table(hidden_ref, offset, lane)
-    if left_ref is not None:
-        for column in range(t.pad):
-            column_lane = (t.halo[0] + column + offset.shift) & (LANES - 1)
-            # In `left` a lane is a row. Roll each row's lane to that of the column.
-            rows = [
-                roll(left_ref[0, column], column_lane - (GROUP_ROWS * group + r) + LANES) for r in range(GROUP_ROWS)
-            ]
-            before -= select(lane == column_lane, jnp.concatenate(rows))
+    knee = corrected(t, group, knee_ref, offset, left_ref, t.pad)
     exists = step.key_column + ((lane - offset.shift) & (LANES - 1)) >= 0
-    return taps, before, exists
+    return taps, convolve(t, matrix, taps, t.padded_heads), knee, exists
 
 
 def heads_of_block(t: Tiling) -> list[tuple[int, int, Any]]:
@@ -128,7 +144,7 @@ def group_rows(t: Tiling, group: Any) -> Any:
 def loop_over_groups(t: Tiling, tile: Any, needed: Any, process: Callable[[Any, bool], None]) -> None:
     """Call `process(iteration, in_first_tile)` for the groups of a block, if the step is needed.
 
-    The first tile has its own loop, since only its columns need the correction `left`.
+    The first tile has its own loop, since only its columns need the corrections `left`.
     """
 
     def loop(*, in_first_tile: bool) -> None:
@@ -156,7 +172,7 @@ class Inputs(NamedTuple):
     v: Any
     matrix_1: Any  # first convolution
     matrix_2: Any  # second convolution
-    left: Any
+    left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
 
 
@@ -176,7 +192,7 @@ class Scratch(NamedTuple):
     max: Any  # running maximum, the same in all lanes
     sum: Any  # running sum of probs; lanes are summed after the last tile
     values: Any  # running weighted sum of values
-    hidden: Any  # sheared table
+    knee: Any  # sheared table
     added: Any  # sheared table
 
 
@@ -186,7 +202,6 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
     begin, end = t.tile_range(block, first_ref[0])
     step = t.step(block, tile, first_ref[0])
     needed = (tile >= begin) & (tile <= end)
-    lane = iota((SUBLANES, LANES), 1)
 
     @pl.when(tile == 0)
     def _():
@@ -197,19 +212,20 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     @pl.when(needed)
     def _():
-        shear(t, inputs.slab, scratch.hidden, scratch.added)
+        shear(t, inputs.slab, scratch.knee, scratch.added)
         visible = step.visible(t.block_rows, 1)
         for head, key_head, rows in heads_of_block(t):
             scores = dot(inputs.q[0, head], inputs.k[0, 0, key_head], (1, 1)) * t.head_dim**-0.5
             scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
 
-    def update(group: Any, left_ref: Any | None, scores: Array, old_max: Array, old_sum: Array) -> tuple[Array, ...]:
+    def update(group: Any, left: LeftRefs, scores: Array, old_max: Array, old_sum: Array) -> tuple[Array, ...]:
         """Return the new maximum, sum, decay and probs of a group."""
         offset = step.slab_offset(group)
-        _, before, exists = hidden_features(step, group, scores, offset, inputs.matrix_1[...], scratch.hidden, left_ref)
-        hidden = select(exists, jnp.maximum(before, SLOPE * before)).astype(t.dtype)
+        _, x, knee, exists = hidden_features(step, group, scores, offset, inputs.matrix_1[...], scratch.knee, left.knee)
+        hidden = select(exists, leaky_relu_change(x, knee)).astype(t.dtype)
         taps = [roll(hidden, t.pad - w) for w in range(t.width)]
-        change = convolve(t, inputs.matrix_2[...], taps, t.padded_channels) + read_table(scratch.added, offset, lane)
+        added = corrected(t, group, scratch.added, offset, left.added, 2 * t.pad)
+        change = convolve(t, inputs.matrix_2[...], taps, t.padded_channels) + added
         total = roll(change, LANES - offset.shift) + scores
         lanes = iota(total.shape, 1)
         counts = step.visible(t.group_sublanes, t.padded_heads, group) & step.owned(lanes)
@@ -220,12 +236,12 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         return new_max, old_sum * decay + probs, decay, probs
 
     def process(iteration: Any, in_first_tile: bool) -> None:
-        left_ref = inputs.left if in_first_tile else None
+        left = inputs.left if in_first_tile else LeftRefs()
         groups = [iteration * t.unroll + i for i in range(t.unroll)]
         rows_of_groups = [group_rows(t, group) for group in groups]
         # All loads first and all stores last, so that the compiler may overlap the groups in between.
         loaded = [[ref[rows, :] for ref in (scratch.scores, scratch.max, scratch.sum)] for rows in rows_of_groups]
-        updated = [update(group, left_ref, *values) for group, values in zip(groups, loaded, strict=True)]
+        updated = [update(group, left, *values) for group, values in zip(groups, loaded, strict=True)]
         for rows, values in zip(rows_of_groups, updated, strict=True):
             for ref, value in zip((scratch.max, scratch.sum, scratch.decay, scratch.probs), values, strict=True):
                 ref[rows, :] = value
@@ -252,6 +268,14 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             outputs.out[0, head] = out.astype(outputs.out.dtype)
 
 
+def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> tuple[Array, Array]:
+    """Lay out both corrections of the first columns."""
+    return (
+        tiling.to_left_blocks(t, left_knee_PCT, t.padded_channels),
+        tiling.to_left_blocks(t, left_added_QHT, t.padded_heads),
+    )
+
+
 def forward_pass(
     t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator
 ) -> tuple[Array, Array]:
@@ -263,12 +287,12 @@ def forward_pass(
     batch = q_BTHK.shape[0]
     matrix_1 = tiling.to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels)
     matrix_2 = tiling.to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads)
-    table = tiling.to_table(t, operator.hidden_CN, operator.added_HN)
-    left = tiling.to_left_blocks(t, operator.left_PCT)
+    table = tiling.to_table(t, operator.knee_CN, operator.added_HN)
+    left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
     out = jax.ShapeDtypeStruct((batch, t.num_heads, t.padded_rows, t.head_dim), q_BTHK.dtype)
     lse = jax.ShapeDtypeStruct((batch, t.num_blocks, t.block_sublanes // LANES, LANES), jnp.float32)
     scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
-    hidden_scratch, added_scratch = tiling.sheared_scratch(t)
+    knee_scratch, added_scratch = tiling.sheared_scratch(t)
     outputs = tiling.call(
         t,
         forward_kernel,
@@ -279,7 +303,9 @@ def forward_pass(
             v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
             matrix_1=tiling.whole(t, matrix_1),
             matrix_2=tiling.whole(t, matrix_2),
-            left=tiling.Blocked(left, pl.BlockSpec((1, *left.shape[1:]), lambda b, i, *_: (i, 0, 0, 0))),
+            left=LeftRefs(
+                *(tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0))) for x in left)
+            ),
             slab=tiling.slab_of(t, table),
         ),
         outputs=Outputs(out=tiling.by_rows(t, out), lse=tiling.by_lanes(t, lse)),
@@ -290,7 +316,7 @@ def forward_pass(
             max=scores_scratch,
             sum=scores_scratch,
             values=tiling.scratch_of(t.num_heads, t.block_rows, t.head_dim),
-            hidden=hidden_scratch,
+            knee=knee_scratch,
             added=added_scratch,
         ),
     )

@@ -46,7 +46,8 @@ the table to the scores: scores are smaller, and their taps need a roll in any c
         k, v and gradients        [B, tiles, G, 128, K], halos duplicated        [G, 128, K]
         convolution weights       [rows * outputs, W * rows * inputs]            all of it, loaded once
         distance tables           [padded channels + padded heads, columns]      slab, then 8 sheared copies
-        left correction           [blocks, P, padded channels, 128]              [P, padded channels, 128]
+        left corrections          [blocks, P, padded channels, 128]              [P, padded channels, 128]
+                                  [blocks, 2 P, padded heads, 128]               [2 P, padded heads, 128]
         log-sum-exp               [B, blocks, block_rows * padded heads / 128, 128]
         scores, probs, hidden     never                                          [block_rows * padded heads, 128]
 """
@@ -411,7 +412,7 @@ def from_tiles(t: Tiling, x: Array) -> Array:
     return owned.transpose(0, 1, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
 
 
-def to_table(t: Tiling, hidden_CN: Array, added_HN: Array) -> Array:
+def to_table(t: Tiling, knee_CN: Array, added_HN: Array) -> Array:
     """Stack both tables, distance falling to the right: column x has distance table_origin - x."""
 
     def pad(table: Array, num_sublanes: int) -> Array:
@@ -419,15 +420,15 @@ def to_table(t: Tiling, hidden_CN: Array, added_HN: Array) -> Array:
         after = t.table_origin - t.num_keys + 1
         return jnp.pad(table, ((0, num_sublanes - table.shape[0]), (before, after)))
 
-    return jnp.concatenate([pad(hidden_CN, t.padded_channels), pad(added_HN, t.padded_heads)])[:, ::-1]
+    return jnp.concatenate([pad(knee_CN, t.padded_channels), pad(added_HN, t.padded_heads)])[:, ::-1]
 
 
-def to_left_blocks(t: Tiling, left_PCT: Array) -> Array:
-    """Lay out the correction of the first columns: [P, C, T] -> [blocks, P, padded channels, 128], a lane for a row."""
-    P, C, T = left_PCT.shape
+def to_left_blocks(t: Tiling, left_PXT: Array, padded: int) -> Array:
+    """Lay out a correction of the first columns: [P, X, T] -> [blocks, P, padded X, 128], a lane for a row."""
+    P, X, T = left_PXT.shape
     at_least_one = max(P, 1)  # Pallas takes no empty array; this one is not read if P = 0
-    left_PCT = jnp.pad(left_PCT, ((0, at_least_one - P), (0, t.padded_channels - C), (0, t.padded_rows - T)))
-    blocks = jnp.moveaxis(left_PCT.reshape(at_least_one, t.padded_channels, t.num_blocks, t.block_rows), 2, 0)
+    left_PXT = jnp.pad(left_PXT, ((0, at_least_one - P), (0, padded - X), (0, t.padded_rows - T)))
+    blocks = jnp.moveaxis(left_PXT.reshape(at_least_one, padded, t.num_blocks, t.block_rows), 2, 0)
     return jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, LANES - t.block_rows)))
 
 

@@ -1,0 +1,171 @@
+"""DAPE in bfloat16 and float16 is right at any length: one row against many keys, compared with float64."""
+
+import functools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import ALL_BIASES, every_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dape_jax.model.attention import Dense, Fused, score
+from dape_jax.model.processors import SLOPE, DapeConfig, ScoreMod, dape, leaky_relu_change
+from dape_jax.model.scores import Mask, masked_softmax
+
+DAPE = DapeConfig()
+HEADS, HEAD_DIM = 12, 16
+LENGTHS = (512, 2048, 8192, 32_768)
+LOW = ("bfloat16", "float16")
+NEAR_NATS = 20.0  # a score that is further below its row's maximum has no weight
+ALLOWED_NATS = {"bfloat16": 0.01, "float16": 0.0015}  # largest errors found: 0.0035 and 0.0008
+
+
+@functools.cache
+def last_row(bias: str, length: int, config: DapeConfig):
+    """Return the last row's scores, bias and mask in float32 from fresh parameters, and the processor's parameters."""
+
+    @nnx.jit
+    def build():
+        rngs = nnx.Rngs(0)
+        built = ALL_BIASES[bias]().build(HEADS, HEAD_DIM, rngs)
+        return built, config.build(HEADS, has_bias=built is not None, rngs=rngs)
+
+    built, layer = build()
+    draw = np.random.default_rng(1)
+    q, k = (draw.standard_normal((1, n, HEADS, HEAD_DIM), np.float32) for n in (1, length))
+    rows = jax.jit(score, static_argnames="causal")(q, k, np.array([length - 1]), np.arange(length), bias=built)
+    return jax.device_get((tuple(rows), nnx.to_pure_dict(nnx.state(layer, nnx.Param))))
+
+
+def processed(rows, params, config: DapeConfig, dtype: str):
+    return dape(*rows, **params, alignment=config.alignment, residual=config.residual, dtype=dtype)
+
+
+process = jax.jit(processed, static_argnums=(2, 3))
+
+
+def exact(rows, params, config: DapeConfig):
+    with jax.enable_x64(True):
+        rows, params = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(np.float64), (rows, params))
+        return jax.device_get(process(rows, params, config, "float64"))
+
+
+def largest_error(found, expected) -> float:
+    near = expected > expected.max(-1, keepdims=True) - NEAR_NATS
+    return float(np.abs(np.where(near, found.astype(np.float64) - expected, 0)).max())
+
+
+AXES = (ALL_BIASES, LOW, LENGTHS)
+FAST = [("alibi", "bfloat16", 8192), ("kerple_power", "float16", 2048), ("kerple", "float16", 2048)]
+
+
+@pytest.mark.parametrize(("bias", "dtype", "length"), every_case(AXES, FAST, valid=lambda *_: True))
+def test_scores_are_right_at_any_length(bias, dtype, length):
+    """Among scores that have weight. What float32 cannot resolve, Kerple's power far away, 16 bits need not either."""
+    rows, params = last_row(bias, length, DAPE)
+    expected = exact(rows, params, DAPE)
+    in_float32 = largest_error(jax.device_get(process(rows, params, DAPE, "float32")), expected)
+    found = jax.device_get(process(rows, params, DAPE, dtype))
+    assert np.isfinite(found).all()
+    assert not np.array_equal(found, expected)
+    assert largest_error(found, expected) < ALLOWED_NATS[dtype] + 2 * in_float32
+    assert in_float32 < 0.002 or bias == "kerple_power"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32) | st.floats(-1e9, 1e9, width=32))
+def test_the_change_of_leaky_relu_is_a_difference(x, center):
+    """Also where no digit of it would be left if the two terms were computed in float32."""
+
+    def leaky_relu(y: Fraction) -> Fraction:
+        return y if y > 0 else Fraction(SLOPE) * y
+
+    expected = leaky_relu(Fraction(center) + Fraction(x)) - leaky_relu(Fraction(center))
+    with jax.enable_x64(True):
+        found = float(leaky_relu_change(jnp.float64(x), jnp.float64((1 - SLOPE) * center)))
+    assert found == pytest.approx(float(expected), rel=1e-12, abs=1e-6 * abs(x))
+
+
+@pytest.mark.parametrize(
+    ("bias", "config"),
+    [
+        ("alibi", DapeConfig(kernel_width=4, alignment="causal")),
+        pytest.param("alibi", DapeConfig(kernel_width=1), marks=pytest.mark.slow),
+        pytest.param("sandwich", DapeConfig(kernel_width=7), marks=pytest.mark.slow),
+        pytest.param("kerple", DapeConfig(residual=False), marks=pytest.mark.slow),
+        pytest.param("alibi", DapeConfig(inputs="bias"), marks=pytest.mark.slow),
+        pytest.param("alibi", DapeConfig(inputs="scores"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_form_is_right_far_away(bias, config):
+    rows, params = last_row(bias, 8192, config)
+    for dtype, allowed in ALLOWED_NATS.items():
+        found = jax.device_get(process(rows, params, config, dtype))
+        assert largest_error(found, exact(rows, params, config)) < allowed
+
+
+@pytest.mark.parametrize("bias", ["alibi", "kerple_power"])
+def test_float16_is_finite_to_262144_keys(bias):
+    """A bias of 7e10 and features of it, where the largest number of float16 is 65,504."""
+    rows, params = last_row(bias, 262_144, DAPE)
+    assert np.abs(rows[1]).max() > 65_504
+    assert np.isfinite(jax.device_get(process(rows, params, DAPE, "float16"))).all()
+
+
+@pytest.mark.parametrize(
+    ("bias", "dtype"), [("alibi", "bfloat16"), *(pytest.param("kerple", x, marks=pytest.mark.slow) for x in LOW)]
+)
+@pytest.mark.usefixtures("smooth_leaky_relu")
+def test_gradients_are_right_far_away(bias, dtype):
+    """Of the probabilities, with respect to scores, bias and every parameter."""
+    (scores, bias_HS, mask), params = last_row(bias, 4096, DAPE)
+    weight = np.random.default_rng(2).standard_normal(scores.shape, np.float32)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    @jax.grad
+    def gradients(inputs, dtype, weight):
+        scores, bias_HS, params = inputs
+        visible = jnp.asarray(mask)
+        return (masked_softmax(processed((scores, bias_HS, visible), params, DAPE, dtype), visible) * weight).sum()
+
+    inputs = (scores, bias_HS, params)
+    found = jax.device_get(gradients(inputs, dtype, weight))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(np.float64), (inputs, weight))
+        expected = jax.device_get(gradients(wide[0], "float64", wide[1]))
+    for tree in (found, expected):
+        tree[2].pop("output_bias_H")  # 0 up to rounding: it shifts whole rows
+    for (path, ours), theirs in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+        error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        assert 0 < error < 0.02, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_kernels_are_right_far_away(platform):
+    """The last rows of 1,200 keys, in bfloat16; 16 bits' share of the error is that of rounding q, k and v."""
+    heads, length, rows = 3, 1200, 8
+
+    @nnx.jit
+    def build():
+        bias = ALL_BIASES["alibi"]().build(heads, HEAD_DIM, nnx.Rngs(0))
+        return bias, DapeConfig(channels=8).build(heads, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
+
+    score_mod = ScoreMod(*build())
+    draw, pos = np.random.default_rng(3), np.arange(length, dtype=np.int32)
+    shapes = [(1, n, heads, HEAD_DIM) for n in (rows, length, length)]
+    q, k, v = (draw.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in shapes)
+
+    def run(implementation, *qkv):
+        options = {"score_mod": score_mod, "mask": Mask()}
+        return jax.device_get(jax.jit(functools.partial(implementation, **options))(*qkv, pos[-rows:], pos))
+
+    found = run(Fused(platform), q, k, v).astype(np.float32)
+    score_mod.processor.dtype = None
+    expected = run(Dense(), *(x.astype(np.float32) for x in (q, k, v)))
+    assert np.abs(expected).max() > 0.5
+    assert 1e-4 < np.abs(found - expected).max() < 0.02
