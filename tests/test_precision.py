@@ -109,7 +109,7 @@ def test_every_form_is_right_far_away(bias, config):
         assert largest_error(found, exact(rows, params, config)) < allowed
 
 
-@pytest.mark.parametrize("bias", ["alibi", "kerple_power"])
+@pytest.mark.parametrize("bias", ["kerple_power", pytest.param("alibi", marks=pytest.mark.slow)])
 def test_float16_is_finite_to_262144_keys(bias):
     """A bias of 7e10 and features of it, where the largest number of float16 is 65,504."""
     rows, params = last_row(bias, 262_144, DAPE)

@@ -639,7 +639,16 @@ def test_killed_at_any_moment_it_resumes_to_the_same_digest(tmp_path: Path):
     assert open_corpus(tmp_path / "out").digest in output
 
 
+@pytest.fixture
+def caught_sigint():
+    """Catch SIGINT: in tests that a shell runs in the background it is ignored, which their children would inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("caught_sigint")
 def test_ctrl_c_and_a_dead_worker_end_it_with_one_line(tmp_path: Path):
     source = write_many(tmp_path)
     for victim, status, message in [
