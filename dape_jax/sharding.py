@@ -178,6 +178,14 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, activation_spec(letters))
 
 
+def full_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
+    """Return the `precision` of a matmul with operands of this dtype, so that it is the precision of the dtype.
+
+    By default TPUs round operands in float32 to bfloat16, and GPUs to TF32.
+    """
+    return None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
+
+
 def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Compute an einsum of an activation and a parameter, "BTD,DF->BTF", in the mesh of `jax.set_mesh`, if it is ours.
 
@@ -191,8 +199,9 @@ def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | No
         weight: parameter, in the dtype of the matmul, in which it is gathered.
         dtype: of the result; None for that of the arguments.
     """
+    precision = full_precision(x.dtype)
     if not in_mesh():
-        return jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+        return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=dtype)
     inputs, result = equation.split("->")
     x_letters, weight_letters = inputs.split(",")
     weight_spec = parameter_spec(f"_{weight_letters}", weight.ndim)
@@ -202,7 +211,7 @@ def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | No
     def on_device(x: jax.Array, weight: jax.Array) -> jax.Array:
         if "fsdp" in weight_spec:
             weight = jax.lax.all_gather(weight, "fsdp", axis=weight_spec.index("fsdp"), tiled=True)
-        y = jnp.einsum(equation, x, weight, preferred_element_type=dtype)
+        y = jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=dtype)
         return jax.lax.psum(y, summed) if summed else y
 
     specs = activation_spec(x_letters), weight_spec

@@ -11,10 +11,14 @@ from flax import nnx
 from helpers import ALL_BIASES, every_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import SPEC
 
+from dape_jax.config import read_model
 from dape_jax.model.attention import Dense, Fused, score
+from dape_jax.model.loss import nll_of_features
 from dape_jax.model.processors import SLOPE, DapeConfig, ScoreMod, dape, leaky_relu_change
 from dape_jax.model.scores import Mask, masked_softmax
+from dape_jax.model.transformer import model_structure
 
 DAPE = DapeConfig()
 HEADS, HEAD_DIM = 12, 16
@@ -169,3 +173,42 @@ def test_kernels_are_right_far_away(platform):
     expected = run(Dense(), *(x.astype(np.float32) for x in (q, k, v)))
     assert np.abs(expected).max() > 0.5
     assert 1e-4 < np.abs(found - expected).max() < 0.02
+
+
+def matmuls(jaxpr) -> list:
+    """Return the equations of a jaxpr, and of those inside it, that are matmuls or convolutions."""
+    found = []
+    for equation in jaxpr.eqns:
+        found += [equation] if equation.primitive.name in ("dot_general", "conv_general_dilated") else []
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            found += matmuls(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "bias",
+    [pytest.param(bias, marks=() if bias in ("fire", "transformer_xl") else pytest.mark.slow) for bias in ALL_BIASES],
+)
+def test_operands_in_float32_are_not_rounded(bias, dtype):
+    """Every matmul and convolution of a training step says so, since TPUs and GPUs round by default.
+
+    With bfloat16, gradients in float32 meet activations in bfloat16: those are rounded.
+    """
+    config = read_model(SPEC["model"] | {"bias": {"name": bias}, "dtype": dtype})
+    graphdef, params = model_structure(config)
+    tokens_BT = jax.ShapeDtypeStruct((2, 9), jnp.int32)
+
+    def loss(params, tokens_BT):
+        model = nnx.merge(graphdef, params)
+        nll_BT = nll_of_features(model, model.features(tokens_BT), tokens_BT, 8)
+        return nll_BT.mean() + model(tokens_BT).mean()
+
+    found = matmuls(jax.make_jaxpr(jax.grad(loss))(params, tokens_BT).jaxpr)
+    in_float32 = [equation for equation in found if {x.aval.dtype for x in equation.invars} == {jnp.dtype("float32")}]
+    assert len(found) > 20
+    assert (len(in_float32) == len(found)) == (dtype == "float32")
+    assert in_float32 or bias == "nope"
+    for equation in in_float32:
+        assert equation.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2, equation

@@ -48,6 +48,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
 from dape_jax.model.processors import SLOPE, leaky_relu_change
 from dape_jax.model.scores import Mask, causal_runs, products
+from dape_jax.sharding import full_precision
 
 BLOCK_ROWS = 128  # memory grows with it; the scores of 128 rows and 2048 keys about fill the L2 cache
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
@@ -127,7 +128,8 @@ def attend(
             scores = jnp.where(mask[None, None], scores, masked)
             probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
             probs = probs.reshape(batch, v.shape[2], -1, block, num_read)
-            out = jnp.einsum("BGRTS,BSGK->BTGRK", probs, v, preferred_element_type=jnp.float32)
+            precision = full_precision(v.dtype)
+            out = jnp.einsum("BGRTS,BSGK->BTGRK", probs, v, precision=precision, preferred_element_type=jnp.float32)
             return out.reshape(batch, block, heads, head_dim).astype(v.dtype)
 
         run = tuple(x[start:stop] for x in blocks)

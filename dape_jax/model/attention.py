@@ -24,7 +24,7 @@ from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, Processor, ScoreMod
 from dape_jax.model.scores import Mask, Scores, causal_runs, masked_softmax, products
-from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, unstripe
+from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision, unstripe
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ def attend(
     probs_BHTS = masked_softmax(processor(*scores), scores.mask_TS).astype(v_BSGK.dtype)
     batch, num_rows, heads, head_dim = q_BTHK.shape
     probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
-    out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", probs_BGRTS, v_BSGK, preferred_element_type=dtype)
+    precision = full_precision(v_BSGK.dtype)
+    out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", probs_BGRTS, v_BSGK, precision=precision, preferred_element_type=dtype)
     out_BHTK = out_BGRTK.reshape(batch, heads, num_rows, head_dim).astype(v_BSGK.dtype)
     return jnp.moveaxis(out_BHTK, 1, 2)
 

@@ -21,6 +21,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import one_of, positive, require
+from dape_jax.sharding import full_precision
 
 
 @runtime_checkable
@@ -433,7 +434,8 @@ def fire(
     z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
     hidden_TSM = z_TS[..., None] * hidden_M[None, None, :] + hidden_bias_M[None, None, :]
     hidden_TSM = FIRE_ACTIVATIONS[activation](hidden_TSM)
-    return jnp.einsum("TSM,MH->HTS", hidden_TSM, output_MH) + output_bias_H[:, None, None]
+    precision = full_precision(hidden_TSM.dtype)
+    return jnp.einsum("TSM,MH->HTS", hidden_TSM, output_MH, precision=precision) + output_bias_H[:, None, None]
 
 
 class Fire(nnx.Module):

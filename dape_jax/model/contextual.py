@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.errors import positive, require
 from dape_jax.model.scores import products
+from dape_jax.sharding import full_precision
 
 
 @runtime_checkable
@@ -81,7 +82,9 @@ def cope(
     floor_BHTS = jax.lax.stop_gradient(jnp.floor(pos_BHTS))
     w_BHTS = pos_BHTS - floor_BHTS
     dtype = scores_BHTS.dtype
-    embedded_BHTP = jnp.einsum("BTHK,KP->BHTP", q_BTHK.astype(dtype), table_KP.astype(dtype))
+    embedded_BHTP = jnp.einsum(
+        "BTHK,KP->BHTP", q_BTHK.astype(dtype), table_KP.astype(dtype), precision=full_precision(dtype)
+    )
     below_BHTS = floor_BHTS.astype(jnp.int32)
     above_BHTS = jax.lax.stop_gradient(jnp.ceil(pos_BHTS)).astype(jnp.int32)
     at_above, at_below = (jnp.take_along_axis(embedded_BHTP, index, axis=-1) for index in (above_BHTS, below_BHTS))
@@ -180,6 +183,7 @@ def transformer_xl(
         "BTHK,DHK->BTHD",
         q_BTHK + position_HK.astype(q_BTHK.dtype)[None, None],
         relative_DHK.astype(q_BTHK.dtype),
+        precision=full_precision(q_BTHK.dtype),
         preferred_element_type=dtype,
     )
     sines_BTHm, cosines_BTHm = jnp.split(lifted_BTHD, 2, axis=-1)
@@ -192,6 +196,7 @@ def transformer_xl(
         "BTHD,SD->BHTS",
         rotated_BTHD.astype(q_BTHK.dtype),
         jnp.concatenate([k_sin, k_cos], axis=-1).astype(q_BTHK.dtype),
+        precision=full_precision(q_BTHK.dtype),
         preferred_element_type=dtype,
     )
     return (content_BHTS + position_BHTS) * q_BTHK.shape[-1] ** -0.5

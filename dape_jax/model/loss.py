@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from dape_jax.model.transformer import Transformer
-from dape_jax.sharding import activation_spec, in_mesh, parameter_spec
+from dape_jax.sharding import activation_spec, full_precision, in_mesh, parameter_spec
 
 
 def nll(
@@ -80,7 +80,10 @@ def _nll_on_device(
     """Return `nll_of_features` on one device; ids are counted from the first of its part of the vocabulary."""
 
     def nll_of_chunk(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
-        logits_BTV = jnp.einsum("BTD,DV->BTV", features_BTD, weight_DV, preferred_element_type=jnp.float32)
+        precision = full_precision(features_BTD.dtype)
+        logits_BTV = jnp.einsum(
+            "BTD,DV->BTV", features_BTD, weight_DV, precision=precision, preferred_element_type=jnp.float32
+        )
         return nll(logits_BTV if bias_V is None else logits_BTV + bias_V[None, None], ids_BT, vocab_axis)
 
     batch, length, _ = features_BTD.shape

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
-from dape_jax.sharding import device_platform
+from dape_jax.sharding import device_platform, full_precision
 
 ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
@@ -166,6 +166,8 @@ def key_convolution(
 ) -> Float[Array, "B T J O"]:
     """Convolve along the keys (1xW cross-correlation, zero padding), accumulating in float32 or better.
 
+    Operands in float32 are not rounded, on any platform.
+
         y[.., j, o] = sum over w, i of kernel[w, i, o] x[.., j + w - pad_left, i]
 
     I and O are the channels in and out; the J = S + pad_left + pad_right - W + 1 output columns are keys again.
@@ -181,12 +183,18 @@ def key_convolution(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right: int) -> Array:
-    dtype = jnp.promote_types(x_BTSI.dtype, jnp.float32)
+    dtype, precision = jnp.promote_types(x_BTSI.dtype, jnp.float32), full_precision(x_BTSI.dtype)
     if device_platform() == "tpu":
         padded = jnp.pad(x_BTSI, ((0, 0), (0, 0), (pad_left, pad_right), (0, 0)))
         num_columns = padded.shape[2] - kernel_WIO.shape[0] + 1
         taps = (
-            jnp.einsum("BTJI,IO->BTJO", padded[:, :, w : w + num_columns], kernel_IO, preferred_element_type=dtype)
+            jnp.einsum(
+                "BTJI,IO->BTJO",
+                padded[:, :, w : w + num_columns],
+                kernel_IO,
+                precision=precision,
+                preferred_element_type=dtype,
+            )
             for w, kernel_IO in enumerate(kernel_WIO)
         )
         return functools.reduce(jnp.add, taps)
@@ -196,6 +204,7 @@ def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right:
         window_strides=(1, 1),
         padding=((0, 0), (pad_left, pad_right)),
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=precision,
         preferred_element_type=dtype,
     )
 
@@ -216,7 +225,10 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
         narrow = jnp.pad(narrow, ((0, 0), (0, 0), pad, (0, 0)))
         flat_wide = wide.reshape(-1, wide.shape[-1])
         shifted = [narrow[:, :, w : w + wide.shape[2]].reshape(-1, narrow.shape[-1]) for w in range(width)]
-        return jnp.stack([jnp.matmul(x.T, flat_wide, preferred_element_type=dtype) for x in shifted])
+        precision = full_precision(wide.dtype)
+        return jnp.stack(
+            [jnp.matmul(x.T, flat_wide, precision=precision, preferred_element_type=dtype) for x in shifted]
+        )
 
     if inputs <= outputs:
         dkernel_WIO = correlate(x_BTSI, dy_BTJO, (pad_left, pad_right))

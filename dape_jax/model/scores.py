@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.errors import require
+from dape_jax.sharding import full_precision
 
 
 @jax.tree_util.register_static  # so that a mask is a valid argument of a jitted function
@@ -77,7 +78,8 @@ def products(
     # Rows next to columns: in another order the product would have to be transposed before it is a score.
     q_BHTK = jnp.moveaxis(jnp.broadcast_to(q_BTHK, (batch, *q_BTHK.shape[1:])), 2, 1)
     q_BGRTK = q_BHTK.reshape(batch, groups, -1, num_rows, head_dim)
-    scores_BGRTS = jnp.einsum("BGRTK,BSGK->BGRTS", q_BGRTK, k_BSGK, preferred_element_type=dtype)
+    precision = full_precision(q_BTHK.dtype)
+    scores_BGRTS = jnp.einsum("BGRTK,BSGK->BGRTS", q_BGRTK, k_BSGK, precision=precision, preferred_element_type=dtype)
     return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
 
 
