@@ -335,22 +335,22 @@ def dape(
 
     batch, full_dtype = scores_BHTS.shape[0], jnp.promote_types(dtype, jnp.float32)
     hidden_BTJC = hidden_bias_C[None, None, None].astype(full_dtype)
-    inputs = [] if scores_WHC is None else [(scores_BHTS.astype(dtype), scores_WHC)]
-    if bias_BHTS is not None and bias_WHC is not None:
-        inputs.append((bias_BHTS.astype(full_dtype), bias_WHC))
-    if bias_WHC is None or dtype == full_dtype:
-        if len({(x.shape, x.dtype) for x, _ in inputs}) < len(inputs):
+    if bias_BHTS is not None and bias_WHC is not None and dtype != full_dtype:
+        hidden_BTJC += convolved(bias_BHTS.astype(full_dtype), bias_WHC)
+        update_BTSH = broadcast_batch(output(jax.nn.leaky_relu(hidden_BTJC, SLOPE)), batch)
+        if scores_WHC is not None:
+            knee_BTJC = broadcast_batch((1 - SLOPE) * hidden_BTJC, batch)
+            change_BTJC = leaky_relu_change(convolved(scores_BHTS.astype(dtype), scores_WHC), knee_BTJC)
+            update_BTSH += output(change_BTJC.astype(dtype))
+    else:
+        inputs = [(scores_BHTS, scores_WHC), (bias_BHTS, bias_WHC)]
+        inputs = [(x.astype(dtype), kernel) for x, kernel in inputs if x is not None and kernel is not None]
+        if len({x_BHTS.shape for x_BHTS, _ in inputs}) < len(inputs):
             # The bias need not be tiled: one convolution of both is faster than two.
             inputs = [tuple(jnp.concatenate(halves, axis=1) for halves in zip(*inputs, strict=True))]
         for x_BHTS, kernel_WHC in inputs:
             hidden_BTJC += broadcast_batch(convolved(x_BHTS, kernel_WHC), batch)
         update_BTSH = output(jax.nn.leaky_relu(hidden_BTJC, SLOPE).astype(dtype))
-    else:
-        hidden_BTJC += convolved(*inputs.pop())
-        update_BTSH = broadcast_batch(output(jax.nn.leaky_relu(hidden_BTJC, SLOPE)), batch)
-        for x_BHTS, kernel_WHC in inputs:
-            knee_BTJC = broadcast_batch((1 - SLOPE) * hidden_BTJC, batch)
-            update_BTSH += output(leaky_relu_change(convolved(x_BHTS, kernel_WHC), knee_BTJC).astype(dtype))
     update_BTSH += output_bias_H[None, None, None].astype(update_BTSH.dtype)
     base_BHTS = add_bias(scores_BHTS, bias_BHTS) if residual else scores_BHTS
     return base_BHTS + jnp.moveaxis(update_BTSH, -1, 1).astype(scores_BHTS.dtype)
