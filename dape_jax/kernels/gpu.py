@@ -46,7 +46,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
-from dape_jax.model.processors import SLOPE, leaky_relu_change
+from dape_jax.model.processors import leaky_relu_change, leaky_relu_change_gradients
 from dape_jax.model.scores import Mask, causal_runs, products
 from dape_jax.sharding import full_precision
 
@@ -316,10 +316,7 @@ class Band:
             return self.dot(self.read_output_gradients(d_out, row, shift, w), self.output_taps(w))
 
         d_hidden = jnp.where(exists, self.sum_taps(term, jnp.zeros_like(y)), 0)
-        # The two sides of the maximum in `leaky_relu_change`.
-        steep = y + jnp.minimum(knee, 0) >= SLOPE * y - jnp.maximum(knee, 0)
-        d_knee = jnp.where(steep, jnp.where(knee < 0, d_hidden, 0), jnp.where(knee > 0, -d_hidden, 0))
-        return jnp.where(steep, d_hidden, SLOPE * d_hidden), d_knee
+        return leaky_relu_change_gradients(y, knee, d_hidden)
 
 
 def _last_dim(ref: Any) -> Array:

@@ -145,21 +145,27 @@ def make_operator(
                 excess = [read(w, bias_HN[:, column_T - column - w + pad + 3 * ahead]) for w in range(pad - column)]
                 left_PCT = left_PCT.at[column].set(sum(excess))
 
-    def output(w: int, hidden_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
-        return jnp.einsum("CH,CN->HN", output_WCH[w], jax.nn.leaky_relu(hidden_CN, SLOPE), precision=HIGHEST)
+    def output(w: int, features_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
+        return jnp.einsum("CH,CN->HN", output_WCH[w], features_CN, precision=HIGHEST)
 
+    features_CN = jax.nn.leaky_relu(hidden_CN, SLOPE)
     for w in range(width):
-        added_HN += output(w, hidden_CN[:, width - 1 - w :][:, :num_distances])
+        added_HN += output(w, features_CN[:, width - 1 - w :][:, :num_distances])
+
+    def excess_features(column: int) -> Float[Array, "C T"]:
+        """Return by how much the table exceeds the features of a hidden column left of column `pad`."""
+        # Rows before the column see no result that reads it: any distance is right for them.
+        index_T = jnp.maximum(column_T - column + 2 * ahead, 0)
+        if column < 0:
+            return features_CN[:, index_T]
+        return features_CN[:, index_T] - jax.nn.leaky_relu(hidden_CN[:, index_T] - left_PCT[column], SLOPE)
+
+    excess_CT = {column: excess_features(column) for column in range(-pad, pad)}
     left_added_QHT = jnp.zeros((2 * pad, num_heads, num_rows), jnp.float32)
     for column in range(2 * pad):
-        for w in range(min(width, 2 * pad - column)):
-            read_column = column + w - pad  # a hidden column left of column `pad`, at distance i - read_column
-            # Rows before it do not see `column` either: any distance will do.
-            table_CT = hidden_CN[:, jnp.maximum(column_T - read_column + 2 * ahead, 0)]
-            excess_HT = output(w, table_CT)
-            if read_column >= 0:
-                excess_HT -= output(w, table_CT - left_PCT[read_column])
-            left_added_QHT = left_added_QHT.at[column].add(excess_HT)
+        # Tap w reads the hidden column `column` + w - pad.
+        added = [output(w, excess_CT[column + w - pad]) for w in range(min(width, 2 * pad - column))]
+        left_added_QHT = left_added_QHT.at[column].set(sum(added))
 
     scores = processor.scores_WHC
     return Operator(

@@ -250,6 +250,13 @@ def leaky_relu_change(x: Array, knee: Array) -> Array:
     return jnp.maximum(x + jnp.minimum(knee, 0), SLOPE * x - jnp.maximum(knee, 0))
 
 
+def leaky_relu_change_gradients(x: Array, knee: Array, dy: Array) -> tuple[Array, Array]:
+    """Return the gradients of x and knee, given that of `leaky_relu_change(x, knee)`; for kernels."""
+    is_steep = x + jnp.minimum(knee, 0) >= SLOPE * x - jnp.maximum(knee, 0)
+    dknee = jnp.where(is_steep, jnp.where(knee < 0, dy, 0), jnp.where(knee > 0, -dy, 0))
+    return jnp.where(is_steep, dy, SLOPE * dy), dknee
+
+
 def dape(
     scores_BHTS: Float[Array, "B H T S"],
     bias_BHTS: Float[Array, "#B H T S"] | None,

@@ -43,7 +43,7 @@ from dape_jax.kernels.tpu.forward import (
     shear,
 )
 from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, SUBLANES, Tiling, iota
-from dape_jax.model.processors import SLOPE
+from dape_jax.model.processors import leaky_relu_change, leaky_relu_change_gradients
 
 
 class Inputs(NamedTuple):
@@ -177,9 +177,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         taps_1, x, knee, exists = hidden_features(
             step, group, scores, offset, inputs.matrix_1[...], scratch.knee, left.knee
         )
-        # The two sides of the maximum in `leaky_relu_change`.
-        steep, flat = x + jnp.minimum(knee, 0.0), SLOPE * x - jnp.maximum(knee, 0.0)
-        hidden = select(exists, jnp.maximum(steep, flat)).astype(t.dtype)
+        hidden = select(exists, leaky_relu_change(x, knee)).astype(t.dtype)
         taps_2 = [roll(hidden, t.pad - w) for w in range(t.width)]
         added = corrected(t, group, scratch.added, offset, left.added, 2 * t.pad)
         change = convolve(t, inputs.matrix_2[...], taps_2, t.padded_channels) + added
@@ -195,9 +193,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         source = dtotal.astype(t.dtype)
         dtaps_2 = [roll(source, shift + (w - t.pad) + LANES) for w in range(t.width)]
         dhidden = convolve(t, inputs.transposed_2[...], dtaps_2, t.padded_heads)
-        dhidden = select(exists, dhidden)
-        dx = jnp.where(steep > flat, dhidden, SLOPE * dhidden)
-        dknee = jnp.where(steep > flat, jnp.where(knee < 0, dhidden, 0.0), jnp.where(knee > 0, -dhidden, 0.0))
+        dx, dknee = leaky_relu_change_gradients(x, knee, select(exists, dhidden))
         source = dx.astype(t.dtype)
         dtaps_1 = [roll(source, w - t.pad) for w in range(t.width)]
         dconvolved = convolve(t, inputs.transposed_1[...], dtaps_1, t.padded_channels)
@@ -288,6 +284,13 @@ def backward_pass(
         # After the first tile the index stays at the last block, so that nothing is copied again.
         return jnp.where(tile == 0, block, t.num_blocks - 1)
 
+    def left_input(x: Array) -> tiling.Blocked:
+        return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0)))
+
+    def left_gradient(x: Array) -> tiling.Blocked:
+        spec = pl.BlockSpec((1, 1, *x.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0))
+        return tiling.Blocked(float32(*x.shape), spec)
+
     def summed(*shape: int) -> tiling.Blocked:
         return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
 
@@ -304,12 +307,7 @@ def backward_pass(
         matrix_2=tiling.whole(t, matrices[1]),
         transposed_1=tiling.whole(t, matrices[2]),
         transposed_2=tiling.whole(t, matrices[3]),
-        left=LeftRefs(
-            *(
-                tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, j, i, _: (left_block(j, i), 0, 0, 0)))
-                for x in left
-            )
-        ),
+        left=jax.tree.map(left_input, left),
         slab=tiling.slab_of(t, table),
         dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
         dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
@@ -321,15 +319,7 @@ def backward_pass(
         dmatrix_1=summed(t.padded_channels, W * t.padded_heads),
         dmatrix_2=summed(t.padded_heads, W * t.padded_channels),
         dtable=tiling.in_hbm(dtable),
-        dleft=LeftRefs(
-            *(
-                tiling.Blocked(
-                    float32(*x.shape),
-                    pl.BlockSpec((1, 1, *x.shape[1:]), lambda b, j, i, _: (b, left_block(j, i), 0, 0, 0)),
-                )
-                for x in left
-            )
-        ),
+        dleft=jax.tree.map(left_gradient, left),
     )
     scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
     tile_scratch = tiling.scratch_of(t.num_groups, LANES, t.head_dim)
@@ -357,7 +347,7 @@ def backward_pass(
     dq_BTHK = jnp.moveaxis(gradients.dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(q_BTHK.dtype)
     dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (gradients.dk, gradients.dv))
     dknee_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
-    dleft = left_vjp(tuple(x.sum(0) for x in gradients.dleft))
+    dleft = left_vjp(jax.tree.map(lambda x: x.sum(0), gradients.dleft))
     dmatrix_1 = gradients.dmatrix_1.sum(0).reshape(t.padded_channels, W, t.padded_heads)
     dmatrix_2 = gradients.dmatrix_2.sum(0).reshape(t.padded_heads, W, t.padded_channels)
     dscores_WHC = dmatrix_1.transpose(1, 2, 0)[:, :H, :C]

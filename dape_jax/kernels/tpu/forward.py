@@ -27,6 +27,7 @@ from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANES, SlabOffset, Step, Tiling, iota
 from dape_jax.model.processors import leaky_relu_change
+from dape_jax.sharding import full_precision
 
 # ---- Operations in VMEM, shared with the backward kernel
 
@@ -39,8 +40,8 @@ def clear(*refs: Any) -> None:
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Return the matmul over one dim of each operand, accumulated in float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
+    precision = full_precision(a.dtype)
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
@@ -268,9 +269,9 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             outputs.out[0, head] = out.astype(outputs.out.dtype)
 
 
-def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> tuple[Array, Array]:
+def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftRefs:
     """Lay out both corrections of the first columns."""
-    return (
+    return LeftRefs(
         tiling.to_left_blocks(t, left_knee_PCT, t.padded_channels),
         tiling.to_left_blocks(t, left_added_QHT, t.padded_heads),
     )
@@ -291,6 +292,10 @@ def forward_pass(
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
     out = jax.ShapeDtypeStruct((batch, t.num_heads, t.padded_rows, t.head_dim), q_BTHK.dtype)
     lse = jax.ShapeDtypeStruct((batch, t.num_blocks, t.block_sublanes // LANES, LANES), jnp.float32)
+
+    def by_block(x: Array) -> tiling.Blocked:
+        return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0)))
+
     scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
     knee_scratch, added_scratch = tiling.sheared_scratch(t)
     outputs = tiling.call(
@@ -303,9 +308,7 @@ def forward_pass(
             v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
             matrix_1=tiling.whole(t, matrix_1),
             matrix_2=tiling.whole(t, matrix_2),
-            left=LeftRefs(
-                *(tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0))) for x in left)
-            ),
+            left=jax.tree.map(by_block, left),
             slab=tiling.slab_of(t, table),
         ),
         outputs=Outputs(out=tiling.by_rows(t, out), lse=tiling.by_lanes(t, lse)),
