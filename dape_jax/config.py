@@ -102,7 +102,7 @@ class BaseRunConfig:
 
     @property
     def length_multiple(self) -> tuple[str, int]:
-        """Return the field and the number of which every sequence's length is a multiple."""
+        """Return the name and the value of the field that divides every sequence length."""
         raise NotImplementedError
 
     @classmethod

@@ -179,9 +179,9 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 
 
 def full_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
-    """Return the `precision` of a matmul with operands of this dtype, so that it is the precision of the dtype.
+    """Return the `precision` argument with which a matmul does not round operands of this dtype.
 
-    By default TPUs round operands in float32 to bfloat16, and GPUs to TF32.
+    By default TPUs round float32 operands to bfloat16, and GPUs round them to TF32.
     """
     return None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
 

@@ -422,7 +422,7 @@ def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():
 
 @pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.slow)])
 def test_chunked_logits_save_memory_and_change_nothing(root, length):
-    """4 x length tokens at V = 8192: all logits take length / 8 MiB in float32, an eighth of the tokens an eighth."""
+    """4 x length tokens at V = 8192: all logits take length / 8 MiB in float32, those of a chunk an eighth of that."""
     spec = small_spec(root, model__num_layers=1, model__num_heads=1, model__vocab_size=8192)
     spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     model = RunConfig.from_dict(spec).model

@@ -474,7 +474,10 @@ def parameter_counts(params: Params) -> dict[str, int]:
 
 @functools.cache  # every step, evaluator and tool of a run needs it, and building takes a tenth of a second
 def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
-    """Return the model's static structure, and the shapes and dtypes of its parameters, without allocating any."""
+    """Return the model's static structure, and the shapes and dtypes of its parameters, without allocating any.
+
+    All callers share the result: do not modify it.
+    """
     model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(model, nnx.Param)
     return graphdef, nnx.to_pure_dict(params)

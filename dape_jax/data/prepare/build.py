@@ -204,7 +204,7 @@ def write_shard(
 def _by_position(num_bytes: int, advance: Callable[[int], object]) -> Callable[[int], None]:
     """Return a function of a position in a file that calls `advance` with the bytes since the last call.
 
-    It calls only for large enough differences and at the end of the file, because workers share a lock there.
+    Calls are 1 MiB apart or more, except the last one: they take a lock that the workers share.
     """
     done = 0
 
