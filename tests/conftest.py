@@ -1,11 +1,14 @@
 """Strict JAX for every test: eight simulated devices, no silent promotion of ranks, annotations checked at run time."""
 
+import atexit
 import fcntl
 import gc
 import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
@@ -26,9 +29,28 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from _pytest import runner  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # a worker has reported all that it has: freeing its programs takes 4 s
+
+
+def call(function: Callable, *args: Any) -> Any:
+    return function(*args)
+
+
+# CPython keeps frames in chunks of 16 KiB. A loop whose calls cross the end of a chunk maps and unmaps the next chunk
+# in each call, and tracing is deep enough to do this often: a tenth of the time. A frame as large as this one gets a
+# chunk of 2 MiB, which has 1 MiB left for all frames above it.
+call.__code__ = call.__code__.replace(co_stacksize=2**17)
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test as pytest does, above a large frame."""
+    return call(runner.pytest_runtest_protocol, item, nextitem)
 
 
 NUM_TESTS = itertools.count(1)

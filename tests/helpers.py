@@ -139,22 +139,28 @@ def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., 
 
 
 @functools.cache
+def make_bias(bias: str, heads: int, head_dim: int) -> nnx.Module | None:
+    return nnx.jit(lambda: ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, nnx.Rngs(0)))()
+
+
+@functools.cache
+def make_processor(processor: str, heads: int, has_bias: bool, dtype: Any) -> nnx.Module:
+    config = ALL_PROCESSORS[processor]
+    return nnx.jit(lambda: config.build(heads, has_bias=has_bias, dtype=dtype, rngs=nnx.Rngs(1)))()
+
+
+@functools.cache
 def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, dtype=jnp.float32):
     """Return the random parameters of a bias and a processor, and a function of them that attends."""
-
-    @nnx.jit
-    def build():
-        rngs = nnx.Rngs(0)
-        return nnx.Dict(
-            bias=ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(heads, head_dim, rngs),
-            processor=ALL_PROCESSORS[processor].build(heads, has_bias=bias != "nope", dtype=dtype, rngs=rngs),
-        )
-
-    graphdef, params = nnx.split(build(), nnx.Param)
+    layer = nnx.Dict(
+        bias=make_bias(bias, heads, head_dim), processor=make_processor(processor, heads, bias != "nope", dtype)
+    )
+    graphdef, params = nnx.split(layer, nnx.Param)
     # Parameters that start at 0 would hide errors in their inputs.
     draw = np.random.default_rng(2)
     params = jax.tree.map(
-        lambda p: p if np.any(p) else jnp.asarray(0.3 * draw.normal(size=p.shape), p.dtype), nnx.to_pure_dict(params)
+        lambda p: jnp.asarray(p if p.any() else (0.3 * draw.normal(size=p.shape)).astype(p.dtype)),
+        jax.device_get(nnx.to_pure_dict(params)),
     )
 
     def attend(params, q, k, v, implementation, q_pos=None, k_pos=None, **mask):
@@ -172,12 +178,12 @@ def make_qkv(
     """Return normal queries [B, T, H, K], keys and values [B, T, G, K]."""
     draw = np.random.default_rng(seed)
     shapes = [(batch, length, h, head_dim) for h in (heads, kv_heads or heads, kv_heads or heads)]
-    return [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(draw.normal(size=shape).astype(np.float32)) for shape in shapes]
 
 
 def make_weight(out: jax.Array) -> jax.Array:
     """Return a random cotangent for `out`."""
-    return jnp.asarray(np.random.default_rng(3).normal(size=out.shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(3).normal(size=out.shape).astype(np.float32))
 
 
 @functools.cache

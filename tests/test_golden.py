@@ -179,10 +179,10 @@ def attention_outputs(inputs: dict, params: dict, meta: dict, attention) -> dict
 def test_golden(file, dtype, attention):
     data, meta = load(file)
     with jax.enable_x64(dtype == "float64"):
-        inputs = {x: jnp.asarray(data[x], dtype) for x in ("q", "k", "v", "scores_in") if x in data}
+        inputs = {x: jnp.asarray(data[x].astype(dtype)) for x in ("q", "k", "v", "scores_in") if x in data}
         if "q" in inputs:
             inputs.pop("scores_in", None)  # CoPE's, computed from q and k
-        params = {x: jnp.asarray(value, dtype) for x, value in select(data, "param.").items()}
+        params = {x: jnp.asarray(value.astype(dtype)) for x, value in select(data, "param.").items()}
 
         def forward(inputs, params):
             if attention:
