@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from test_command_lines import run as run_command
 
+from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore, load_corpus
@@ -40,7 +42,7 @@ from dape_jax.evaluation.programs import (
     predicted_bytes,
     run_in_batches,
 )
-from dape_jax.evaluation.report import ReportPaths
+from dape_jax.evaluation.report import ReportPaths, make_directory
 from dape_jax.evaluation.statistics import (
     MARGIN_NATS,
     SMOOTHED_OCTAVES,
@@ -351,6 +353,40 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"output = .*file.*cannot be written to"):
         evaluate(runs, output=tmp_path / "file")
+
+
+def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path, monkeypatch):
+    """Uncommitted changes of the source are refused for results/ alone; those of other results do not count."""
+    clone = tmp_path / "clone"
+    results = clone / "results"
+    monkeypatch.setattr(provenance, "ROOT", clone)
+    monkeypatch.setattr(provenance, "RESULTS", results)
+    results.mkdir(parents=True)
+    assert provenance.commit() == "unknown"
+    make_directory(results / "first")
+
+    def git(*arguments: str) -> str:
+        author = ["-c", "user.name=someone", "-c", "user.email=someone@example.org", "-c", "commit.gpgsign=false"]
+        return subprocess.check_output(["git", *author, *arguments], cwd=clone, stderr=subprocess.DEVNULL, text=True)
+
+    source, result = clone / "source.py", results / "first" / "result.json"
+    for file in (source, result):
+        file.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "--message=first")
+    result.write_text("2")
+    assert provenance.commit() == git("describe", "--always").strip()
+    make_directory(results / "second")
+
+    source.write_text("2")
+    assert provenance.commit() == git("describe", "--always").strip() + "-dirty"
+    with pytest.raises(InputError, match=r"output = .*results/third.*uncommitted changes.*DAPE_ALLOW_DIRTY_RESULTS=1"):
+        make_directory(results / "third")
+    assert not (results / "third").exists()
+    make_directory(tmp_path / "third")
+    monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")
+    make_directory(results / "third")
 
 
 def test_text_that_has_changed_since_training_is_refused(runs, monkeypatch, tmp_path):

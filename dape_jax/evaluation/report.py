@@ -16,7 +16,7 @@ from matplotlib.typing import ColorType
 
 from dape_jax.errors import InputError, require
 from dape_jax.files import write_json
-from dape_jax.provenance import provenance
+from dape_jax.provenance import provenance, require_committed
 
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 
@@ -58,8 +58,9 @@ def make_directory(directory: Path) -> Path:
     """Create the directory of results, before the work begins, and return it.
 
     Raises:
-        InputError: it cannot be created, or is not writable.
+        InputError: it cannot be created, is not writable, or is in results/ and the source has uncommitted changes.
     """
+    require_committed(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
