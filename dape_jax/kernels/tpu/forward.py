@@ -279,15 +279,27 @@ def to_hidden(t: Tiling, matrix: Array, operands: Sequence[Array]) -> list[list[
     ]
 
 
+def beyond(t: Tiling, before: int) -> list[tuple[int, int]]:
+    """Return (phase, lanes) of what a convolution that reads `before` phases to the left reads from other lanes."""
+    after = t.width - 1 - before
+    outside = [*range(-before, 0), *range(t.phases, t.phases + after)]
+    return list(dict.fromkeys((at % t.phases, -(at // t.phases)) for at in outside))
+
+
+def with_rolled(t: Tiling, phases: Sequence[Array], before: int) -> list[Array]:
+    """Return the phases of a row, then the rolled ones that `to_heads` reads."""
+    return [*phases, *(roll(phases[phase], by) for phase, by in beyond(t, before))]
+
+
 def to_heads(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], before: int) -> Unit:
-    """Convolve packed hidden features of a unit, [row][phase], reading `before` phases to the left."""
+    """Convolve packed hidden features of a unit, `with_rolled` of each row, reading `before` phases to the left."""
+    rolled_phases = beyond(t, before)
     n, lines = t.phases_per_dot, t.head_lines
     products = []
     for row in range(UNIT_ROWS):
 
-        @functools.cache
         def rolled(phase: int, by: int, row: int = row) -> Registers:
-            return [roll(hidden[row][phase], by)]
+            return [hidden[row][t.phases + rolled_phases.index((phase, by))]]
 
         of_row = [[x] for x in hidden[row]]
         begins = range(-before, t.phases - before, n)
@@ -407,6 +419,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
     needed = (tile >= begin) & (tile <= end)
     lane = iota((SUBLANES, LANES), 1)
     phases, heads_per_group = range(t.phases), t.num_heads // t.num_groups
+    num_hidden = t.phases + len(beyond(t, t.pad))
 
     @pl.when(tile == 0)
     def _():
@@ -463,7 +476,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             buffer = row // GROUP_ROWS & 1
             return [
                 (
-                    [[scratch.hidden[buffer, r + k, f] for f in phases] for k in range(UNIT_ROWS)],
+                    [[scratch.hidden[buffer, r + k, f] for f in range(num_hidden)] for k in range(UNIT_ROWS)],
                     load_unit(t, scratch.scores, row + r),
                     load(t, scratch.max, row + r),
                     load(t, scratch.sum, row + r),
@@ -472,10 +485,11 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             ]
 
         def first(units: Sequence[Unit], row: Any) -> list[Any]:
-            return [
+            hidden = [
                 hidden_features(t, tables, inputs.matrix_1[...], unit, row + r)[0]
                 for r, unit in zip(UNITS, units, strict=True)
             ]
+            return [[with_rolled(t, of_row, t.pad) for of_row in unit] for unit in hidden]
 
         def second(loaded: Sequence[tuple[Any, ...]], row: Any) -> list[tuple[Any, ...]]:
             return [update(*values, row + r) for r, values in zip(UNITS, loaded, strict=True)]
@@ -483,7 +497,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         def store_first(hidden: Sequence[Any], row: Any) -> None:
             for r, unit in zip(UNITS, hidden, strict=True):
                 for k in range(UNIT_ROWS):
-                    for f in phases:
+                    for f in range(num_hidden):
                         scratch.hidden[row // GROUP_ROWS & 1, r + k, f] = unit[k][f]
 
         def store_second(results: Sequence[tuple[Any, ...]], row: Any) -> None:
@@ -525,9 +539,11 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
     def _():
         for head in range(t.num_heads):
             refs = [head_rows(t, scratch.scores, head, phase) for phase in phases]
-            probs = join([ref[index].astype(inputs.v.dtype) for ref, index in refs], 1)
-            values = join([inputs.v[0, 0, head // heads_per_group, phase] for phase in phases], 1)
-            scratch.values[head] = scratch.values[head] * in_lanes(scratch.decay, head) + dot(values, probs, (1, 1))
+            new = 0.0
+            for phase in phases:
+                ref, index = refs[phase]
+                new += dot(inputs.v[0, 0, head // heads_per_group, phase], ref[index].astype(inputs.v.dtype), (1, 1))
+            scratch.values[head] = scratch.values[head] * in_lanes(scratch.decay, head) + new
 
     @pl.when(tile == t.num_tiles - 1)
     def _():
@@ -600,7 +616,7 @@ def forward_pass(
             values=tiling.scratch_of(t.num_heads, t.head_dim, t.block_rows),
             slab=tiling.scratch_of(t.phases, t.table_lines, t.slab_columns),
             sheared=tiling.scratch_of(t.slots, t.table_lines, LANES),
-            hidden=packed_scratch(t, 2, GROUP_ROWS, t.phases),
+            hidden=packed_scratch(t, 2, GROUP_ROWS, t.phases + len(beyond(t, t.pad))),
         ),
     )
     return outputs.out, outputs.lse
