@@ -148,7 +148,9 @@ def make_operator(
     def output(w: int, features_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
         return jnp.einsum("CH,CN->HN", output_WCH[w], features_CN, precision=HIGHEST)
 
-    features_CN = jax.nn.leaky_relu(hidden_CN, SLOPE)
+    # The change computed from `knee` contains LeakyReLU(h_B) with the opposite sign: both gradients of h_B cancel.
+    fixed_CN, fixed_left_PCT = jax.lax.stop_gradient((hidden_CN, left_PCT))
+    features_CN = jax.nn.leaky_relu(fixed_CN, SLOPE)
     for w in range(width):
         added_HN += output(w, features_CN[:, width - 1 - w :][:, :num_distances])
 
@@ -158,7 +160,7 @@ def make_operator(
         index_T = jnp.maximum(column_T - column + 2 * ahead, 0)
         if column < 0:
             return features_CN[:, index_T]
-        return features_CN[:, index_T] - jax.nn.leaky_relu(hidden_CN[:, index_T] - left_PCT[column], SLOPE)
+        return features_CN[:, index_T] - jax.nn.leaky_relu(fixed_CN[:, index_T] - fixed_left_PCT[column], SLOPE)
 
     excess_CT = {column: excess_features(column) for column in range(-pad, pad)}
     left_added_QHT = jnp.zeros((2 * pad, num_heads, num_rows), jnp.float32)
