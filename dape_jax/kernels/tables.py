@@ -43,7 +43,8 @@ class Operator(NamedTuple):
     Args:
         scores_WHC: the half of Conv1 that reads scores.
         output_WCH: Conv2.
-        knee_CN: (1 - SLOPE) hidden; see the module's docstring.
+        knee_CN: (1 - SLOPE) hidden; see the module's docstring. Kernels return as its gradient that of all of
+            Conv2(LeakyReLU(h_A + h_B)), which is the gradient of the scores' features, times d h_B / d knee.
         added_HN: the bias, if it is added outside the convolution, plus Conv2 of LeakyReLU(h_B) and its bias.
         left_knee_PCT: (1 - SLOPE) left, in the first P = pad columns.
         left_added_QHT: the part of `added` that reads columns which do not exist, in the first Q = 2 pad columns.

@@ -44,13 +44,12 @@ from dape_jax.kernels.tpu.forward import (
     dots,
     first_slots,
     head_rows,
-    heads_of,
     heads_scratch,
     hidden_features,
     is_upper,
     join,
     left_blocks,
-    load,
+    left_scratch,
     load_unit,
     loop_over_groups,
     new_slots,
@@ -59,11 +58,13 @@ from dape_jax.kernels.tpu.forward import (
     packed_scratch,
     registers_of,
     roll,
+    roll_left,
     select,
     shear,
     slab_columns,
     slot,
     store,
+    store_left,
     to_heads,
     to_hidden,
     windows,
@@ -119,6 +120,7 @@ class Scratch(NamedTuple):
     slab: Any
     sheared: Any  # table entries by slot
     dsheared: Any
+    left: LeftRefs  # rolled
     hidden: Any  # packed hidden features of two groups
     slope: Any  # packed numbers of two groups, negative where the slope of the nonlinearity is SLOPE
     semaphores: Any  # of copies from HBM and to HBM, of dq and dslab
@@ -162,7 +164,7 @@ def lse_of_unit(t: Tiling, lse: Heads, row: Any, lane: Array) -> Registers:
 
     octets = [(octet, r) for octet in range(t.octets) for r in range(UNIT_ROWS)]
     found = [register(lse.octets, (octet * t.block_rows + row + r) * SUBLANES) for octet, r in octets]
-    return found + [register(lse.quads, row * 4)] if t.quads else found
+    return [*found, register(lse.quads, row * 4)] if t.quads else found
 
 
 def head_lines(t: Tiling, unit: Registers, row: int) -> Array:
@@ -234,14 +236,19 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             read.wait()
 
     def loop(in_first_tile: bool) -> None:
-        tables = RowTables(step, scratch.sheared, inputs.left if in_first_tile else LeftRefs(), lane)
+        tables = RowTables(step, scratch.sheared, scratch.left if in_first_tile else LeftRefs(), lane)
 
-        def shear_rows(row: Any, slots: Sequence[tuple[int, int]]) -> list[Array]:
-            return [shear(step, scratch.slab, row + r, phase, lane) for r, phase in slots]
+        def read_rows(row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs | None]:
+            entries = [shear(step, scratch.slab, row + r, phase, lane) for r, phase in slots]
+            return entries, roll_left(t, inputs.left, row, lane) if in_first_tile else None
 
-        def store_rows(row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array]) -> None:
+        def store_rows(
+            row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs | None
+        ) -> None:
             for (r, phase), lines in zip(slots, entries, strict=True):
                 scratch.sheared[slot(t, row + r, phase)] = lines
+            if left is not None:
+                store_left(left, scratch.left, row)
 
         def unshear(row: Any, phase: int) -> None:
             """Add the gradient of a row's table entries, which is complete, to that of the slab."""
@@ -284,9 +291,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             ]
             return hidden, slope
 
-        def recompute(
-            hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row: Any
-        ) -> Recomputed:
+        def recompute(hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row: Any) -> Recomputed:
             with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
             change = to_heads(t, inputs.matrices_2, with_beyond, t.pad)
             probs, dtotal = [], []
@@ -296,7 +301,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 first_column = t.halo[0] if in_first_tile else 2 * t.pad
                 correct = (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
                 terms = zip(change[f], scores[f], tables.added(row, f), lse, strict=True)
-                probs.append([jnp.exp(jnp.where(correct, c + s + a, MASKED_SCORE) - l) for c, s, a, l in terms])
+                probs.append([jnp.exp(jnp.where(correct, c + s + a, MASKED_SCORE) - m) for c, s, a, m in terms])
                 dtotal.append([p * d for p, d in zip(probs[f], dprobs[f], strict=True)])
             return Recomputed(hidden, slope, probs, dtotal)
 
@@ -376,12 +381,12 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 # The group before began what is left of this group's slots.
                 scratch.dsheared[at] = total + scratch.dsheared[at] if offset < 0 else total
             if in_first_tile:
-                store_left(results, row)
+                add_left(results, row)
             shared = t.phases - 1 if t.row_stride == 1 else 0
             for r, phase in new_slots(t):
                 unshear(row + r - shared, phase)
 
-        def store_left(results: Sequence[Gradients], row: Any) -> None:
+        def add_left(results: Sequence[Gradients], row: Any) -> None:
             for ref, num_columns in ((outputs.dleft.knee, t.pad), (outputs.dleft.added, 2 * t.pad)):
                 row_lane = iota((ref.shape[3], LANES), 1)  # in `dleft` a lane is a row
                 for column in range(num_columns):
@@ -400,20 +405,20 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         def rest(made: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
             return [recompute(*h, *values, row + r) for r, h, values in zip(UNITS, made, loaded, strict=True)]
 
-        store_rows(0, first_slots(t), shear_rows(0, first_slots(t)))
+        store_rows(0, first_slots(t), *read_rows(0, first_slots(t)))
         loaded = load_first(0)
         store_first(rest(first(loaded, 0), loaded, 0), 0)
-        store_rows(GROUP_ROWS, new_slots(t), shear_rows(GROUP_ROWS, new_slots(t)))
+        store_rows(GROUP_ROWS, new_slots(t), *read_rows(GROUP_ROWS, new_slots(t)))
 
         def body(group, _):
             row = pl.multiple_of(group * GROUP_ROWS, GROUP_ROWS)
             # All loads first and all stores last, so that the compiler may overlap what is in between.
             now, before = load_first(row), load_second(row - GROUP_ROWS)
-            entries = shear_rows(row + GROUP_ROWS, new_slots(t))
+            entries = read_rows(row + GROUP_ROWS, new_slots(t))
             made: list[Any] = []
             gradients = gradients_of(before, row - GROUP_ROWS, lambda: made.extend(first(now, row)))
             store_first(rest(made, now, row), row)
-            store_rows(row + GROUP_ROWS, new_slots(t), entries)
+            store_rows(row + GROUP_ROWS, new_slots(t), *entries)
             store_second(gradients, row - GROUP_ROWS)
             return 0
 
@@ -555,6 +560,7 @@ def backward_pass(
         slab=slab_scratch,
         sheared=sheared_scratch,
         dsheared=sheared_scratch,
+        left=left_scratch(t),
         hidden=packed_scratch(t, 2, GROUP_ROWS, t.phases),
         slope=packed_scratch(t, 2, GROUP_ROWS, t.phases),
         semaphores=pltpu.SemaphoreType.DMA((2, 2)),
@@ -572,9 +578,7 @@ def backward_pass(
     def of_kernel(dmatrix: Array, kernel_WHC: Array) -> Array:
         """Return the gradient of a kernel from that of its matrix, [lines of a window, 2 n C], C in packed order."""
         lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
-        matrix = functools.partial(
-            tiling.to_matrix, outputs=lines, inputs=tiling.score_lines(t, t.window_phases)
-        )
+        matrix = functools.partial(tiling.to_matrix, outputs=lines, inputs=tiling.score_lines(t, t.window_phases))
         return jax.vjp(matrix, kernel_WHC)[1](dmatrix.sum(0).T)[0]
 
     dscores_WHC = of_kernel(gradients.dmatrix_1, operator.scores_WHC)

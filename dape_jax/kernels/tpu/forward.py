@@ -175,7 +175,7 @@ def by_unit(t: Tiling, lines: Sequence[Array], merge: Callable[[Array, Array], A
     """Make the registers of a unit from the head lines of its two rows: `merge` makes a quad."""
     upper, lower = (registers_of(x) for x in lines)
     found = [x for octet in range(t.octets) for x in (upper[octet], lower[octet])]
-    return found + [merge(upper[t.octets], lower[t.octets])] if t.quads else found
+    return [*found, merge(upper[t.octets], lower[t.octets])] if t.quads else found
 
 
 def is_upper() -> Array:
@@ -227,21 +227,38 @@ def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array
 
 
 class LeftRefs(NamedTuple):
-    """Corrections of the first columns, in the first tile; both are None in others."""
+    """Corrections of the first columns: of a block, in the first tile; or rolled, of three groups. None elsewhere."""
 
     knee: Any = None
     added: Any = None
 
 
-def corrected(t: Tiling, entries: Array, left_ref: Any, num_columns: int, row: Any, phase: int, lane: Array) -> Array:
-    """Subtract the corrections of the first columns of a row in a phase; `left_ref` is None in a tile without them."""
-    for column in range(num_columns if left_ref is not None else 0):
-        at = t.halo[0] + column
-        if at % t.phases == phase:
-            # In `left_ref` a lane is a row. Roll the row's lane to that of the column.
-            numbers = roll(left_ref[0, column], at // t.phases - row + LANES)
-            entries = entries - select(lane == at // t.phases, numbers)
-    return entries
+def left_scratch(t: Tiling) -> LeftRefs:
+    """Return VMEM for the rolled corrections of three groups."""
+    sizes = (max(t.pad, 1), t.padded_channels), (max(2 * t.pad, 1), t.head_lines)
+    return LeftRefs(*(tiling.scratch_of(3, GROUP_ROWS, *size, LANES) for size in sizes))
+
+
+def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
+    """Return the corrections of a group's rows, each in the lane of its column: lists by row, then by column."""
+
+    def rolled(ref: Any, column: int, r: int) -> Array:
+        # In `left` a lane is a row.
+        at = (t.halo[0] + column) // t.phases
+        return select(lane == at, roll(ref[0, column], at - (row + r) + LANES))
+
+    def of(ref: Any, num_columns: int) -> list[list[Array]]:
+        return [[rolled(ref, column, r) for column in range(num_columns)] for r in range(GROUP_ROWS)]
+
+    return LeftRefs(of(left.knee, t.pad), of(left.added, 2 * t.pad))
+
+
+def store_left(rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
+    """Store what `roll_left` returned."""
+    for of_rows, ref in zip(rolled, scratch, strict=True):
+        for r, columns in enumerate(of_rows):
+            for column, numbers in enumerate(columns):
+                ref[row // GROUP_ROWS % 3, r, column] = numbers
 
 
 # ---- Convolutions
@@ -329,15 +346,21 @@ class RowTables:
     def knee(self, row: Any, phase: int) -> Array:
         """Return the knees of a row in a phase: [C, 128]."""
         entries = self.sheared_ref[slot(self.t, row, phase), : self.t.padded_channels]
-        return corrected(self.t, entries, self.left.knee, self.t.pad, row, phase, self.lane)
+        return self._corrected(entries, self.left.knee, self.t.pad, row, phase)
 
     def added(self, row: Any, phase: int) -> Registers:
         """Return what is added to the scores of rows `row` and `row + 1` in a phase."""
         t, lines = self.t, []
         for r in range(UNIT_ROWS):
             entries = self.sheared_ref[slot(t, row + r, phase), t.padded_channels :]
-            lines.append(corrected(t, entries, self.left.added, 2 * t.pad, row + r, phase, self.lane))
+            lines.append(self._corrected(entries, self.left.added, 2 * t.pad, row + r, phase))
         return by_unit(t, lines, functools.partial(jnp.where, is_upper()))
+
+    def _corrected(self, entries: Array, left_ref: Any, num_columns: int, row: Any, phase: int) -> Array:
+        for column in range(num_columns if left_ref is not None else 0):
+            if (self.t.halo[0] + column) % self.t.phases == phase:
+                entries = entries - left_ref[row // GROUP_ROWS % 3, row % GROUP_ROWS, column]
+        return entries
 
     def exists(self, phase: int) -> Array | None:
         """Return whether the column of a lane is a column (not left of column 0), or None if all are."""
@@ -408,6 +431,7 @@ class Scratch(NamedTuple):
     values: Any  # running weighted sum of values, [H, K, block_rows]
     slab: Any
     sheared: Any  # table entries by slot
+    left: LeftRefs  # rolled
     hidden: Any  # packed hidden features of two groups
 
 
@@ -440,33 +464,41 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
                 ref[index] = jnp.where(visible[phase], scores * t.head_dim**-0.5, 0.0)
 
     def loop(in_first_tile: bool) -> None:
-        tables = RowTables(step, scratch.sheared, inputs.left if in_first_tile else LeftRefs(), lane)
+        tables = RowTables(step, scratch.sheared, scratch.left if in_first_tile else LeftRefs(), lane)
         owned = [step.owned(phase) for phase in phases]
 
-        def shear_rows(row: Any, slots: Sequence[tuple[int, int]]) -> list[Array]:
-            return [shear(step, scratch.slab, row + r, phase, lane) for r, phase in slots]
+        def read_rows(row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs | None]:
+            entries = [shear(step, scratch.slab, row + r, phase, lane) for r, phase in slots]
+            return entries, roll_left(t, inputs.left, row, lane) if in_first_tile else None
 
-        def store_rows(row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array]) -> None:
+        def store_rows(
+            row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs | None
+        ) -> None:
             for (r, phase), lines in zip(slots, entries, strict=True):
                 scratch.sheared[slot(t, row + r, phase)] = lines
+            if left is not None:
+                store_left(left, scratch.left, row)
 
         def update(hidden: Any, scores: Unit, old_max: Registers, old_sum: Registers, row: Any) -> tuple[Any, ...]:
             """Return the new maximum, sum and decay of a unit, and the probs of each phase."""
             change = to_heads(t, inputs.matrices_2, hidden, t.pad)
             added = [tables.added(row, phase) for phase in phases]
             total = [
-                [jnp.where(owned[f], x + s + a, MASKED_SCORE) for x, s, a in zip(change[f], scores[f], added[f], strict=True)]
+                [
+                    jnp.where(owned[f], x + s + a, MASKED_SCORE)
+                    for x, s, a in zip(change[f], scores[f], added[f], strict=True)
+                ]
                 for f in phases
             ]
             new_max, new_sum, decay = [], [], []
             probs: Unit = [[] for _ in phases]
-            for i, (m, l) in enumerate(zip(old_max, old_sum, strict=True)):
+            for i, (m, total_sum) in enumerate(zip(old_max, old_sum, strict=True)):
                 largest = functools.reduce(jnp.maximum, [total[f][i] for f in phases])
                 new_max.append(jnp.maximum(m, jnp.max(largest, 1, keepdims=True)))
                 decay.append(jnp.exp(m - new_max[i]))
                 for f in phases:
                     probs[f].append(jnp.exp(total[f][i] - new_max[i]))
-                new_sum.append(l * decay[i] + functools.reduce(jnp.add, [probs[f][i] for f in phases]))
+                new_sum.append(total_sum * decay[i] + functools.reduce(jnp.add, [probs[f][i] for f in phases]))
             return new_max, new_sum, decay, probs
 
         def load_scores(row: Any) -> list[Unit]:
@@ -508,20 +540,20 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
                 for f in phases:
                     store(t, scratch.scores, probs[f], row + r, f)
 
-        store_rows(0, first_slots(t), shear_rows(0, first_slots(t)))
+        store_rows(0, first_slots(t), *read_rows(0, first_slots(t)))
         store_first(first(load_scores(0), 0), 0)
-        store_rows(GROUP_ROWS, new_slots(t), shear_rows(GROUP_ROWS, new_slots(t)))
+        store_rows(GROUP_ROWS, new_slots(t), *read_rows(GROUP_ROWS, new_slots(t)))
 
         def body(group, _):
             row = pl.multiple_of(group * GROUP_ROWS, GROUP_ROWS)
             # All loads first and all stores last, so that the compiler may overlap what is in between.
             scores, loaded = load_scores(row), load_second(row - GROUP_ROWS)
-            entries = shear_rows(row + GROUP_ROWS, new_slots(t))
+            entries = read_rows(row + GROUP_ROWS, new_slots(t))
             results = second(loaded, row - GROUP_ROWS)
             hidden = first(scores, row)
             store_first(hidden, row)
             store_second(results, row - GROUP_ROWS)
-            store_rows(row + GROUP_ROWS, new_slots(t), entries)
+            store_rows(row + GROUP_ROWS, new_slots(t), *entries)
             return 0
 
         jax.lax.fori_loop(1, t.block_rows // GROUP_ROWS, body, 0)
@@ -547,12 +579,12 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
     @pl.when(tile == t.num_tiles - 1)
     def _():
-        for m, l, lse in zip(*map(jax.tree.leaves, (scratch.max, scratch.sum, outputs.lse)), strict=True):
-            total = jnp.broadcast_to(jnp.sum(l[...], -1, keepdims=True), l.shape)
+        for m, sums, lse in zip(*map(jax.tree.leaves, (scratch.max, scratch.sum, outputs.lse)), strict=True):
+            total = jnp.broadcast_to(jnp.sum(sums[...], -1, keepdims=True), sums.shape)
             squares = (-1, LANES, LANES)
             # All lanes of a line hold the same number. Take the diagonal of each square: lines become lanes.
             lse[0, 0] = diagonal_sum((m[...] + jnp.log(total)).reshape(squares), 1)
-            l[...] = total
+            sums[...] = total
         for head in range(t.num_heads):
             out = scratch.values[head] * (1.0 / in_lanes(scratch.sum, head))
             outputs.out[0, head] = out.astype(outputs.out.dtype)
@@ -616,6 +648,7 @@ def forward_pass(
             values=tiling.scratch_of(t.num_heads, t.head_dim, t.block_rows),
             slab=tiling.scratch_of(t.phases, t.table_lines, t.slab_columns),
             sheared=tiling.scratch_of(t.slots, t.table_lines, LANES),
+            left=left_scratch(t),
             hidden=packed_scratch(t, 2, GROUP_ROWS, t.phases + len(beyond(t, t.pad))),
         ),
     )

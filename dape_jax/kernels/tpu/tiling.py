@@ -61,7 +61,6 @@ probability is 0.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -380,7 +379,15 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     sheared = t.slots * t.table_lines * LANES * 4
     hidden = 2 * GROUP_ROWS * t.phases * t.padded_channels * LANES * t.dtype.itemsize
     if not t.backward:
-        return (t.phases + 3) * lines + 2 * (rows + columns) * itemsize + columns * 4 + 4 * tile * itemsize + 3 * slab + sheared + 2 * hidden
+        return (
+            (t.phases + 3) * lines
+            + 2 * (rows + columns) * itemsize
+            + columns * 4
+            + 4 * tile * itemsize
+            + 3 * slab
+            + sheared
+            + 2 * hidden
+        )
     arrays = 3 * t.phases * lines + 2 * (3 * rows + 2 * columns) * itemsize + columns * 4 + tile * (8 + 8 * itemsize)
     return arrays + 4 * slab + 2 * sheared + 2 * hidden
 
@@ -493,7 +500,7 @@ def hidden_lines(t: Tiling, num_rows: int, num_phases: int, *, packed: bool) -> 
 
 
 def to_matrix(kernel_WIO: Array, outputs: Line, inputs: Line) -> Array:
-    """Lay a convolution's kernel out as a matrix [outputs, inputs]: tap w where an input is w phases after an output."""
+    """Return a convolution as a matrix [outputs, inputs]: tap w where an input is w phases after an output."""
     tap = inputs.phase - outputs.phase[:, None]
     is_tap = (tap >= 0) & (tap < kernel_WIO.shape[0]) & (inputs.row == outputs.row[:, None])
     is_tap &= (inputs.index >= 0) & (outputs.index[:, None] >= 0)
