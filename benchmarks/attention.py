@@ -62,6 +62,7 @@ from dape_jax.model.biases import NopeConfig
 from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.compile import compile_program
+from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform
 
 DIRECTIONS = ("forward", "backward")
@@ -450,7 +451,7 @@ def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
 def run(settings: Settings) -> None:
     """Measure everything and write the output."""
     directory = Path(settings.output)
-    report.make_directory(directory)
+    make_results_directory(directory)
     names, left_out = choose(settings.implementations)
     names.append(PLAIN)
     if settings.vs:

@@ -22,7 +22,7 @@ from dape_jax.data.batches import train_batches
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.files import write_json
 from dape_jax.model.transformer import GPT_NEOX, model_structure
-from dape_jax.provenance import provenance, require_committed
+from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
@@ -34,8 +34,7 @@ PARTS = ("next batch", "place batch", "call step")
 
 def main(_arguments: list[str]) -> None:
     """Time the parts of each step, and write their medians."""
-    output = Path(OUTPUT.value)
-    require_committed(output)
+    output = make_results_directory(Path(OUTPUT.value))
     model = read_model(
         {
             "num_layers": 12,
@@ -87,7 +86,6 @@ def main(_arguments: list[str]) -> None:
     leaves = len(jax.tree.leaves(state))
     for part, median in medians.items():
         print(f"{part:12s} {median:8.3f} ms")
-    output.mkdir(parents=True, exist_ok=True)
     content = {"median_ms": medians, "steps": STEPS.value, "num_layers": 12, "num_arrays": leaves}
     write_json(output / "dispatch.json", content | provenance("flax", "optax"))
     print(f"{leaves} arrays in the state; written to {output / 'dispatch.json'}")

@@ -32,7 +32,7 @@ from dape_jax import command_line
 from dape_jax.data.prepare.build import SHARDS_DIRECTORY
 from dape_jax.data.store import open_corpus
 from dape_jax.errors import require
-from dape_jax.provenance import provenance, require_committed
+from dape_jax.provenance import make_results_directory, provenance
 
 NUM_WORDS, NUM_PHRASES = 50_000, 50_000
 FRAME_BYTES = 2**23
@@ -137,7 +137,7 @@ def main(_: list[str]) -> None:
     require(given.files > 0, "--files", given.files, "must be positive")
     require(given.kills >= 0, "--kills", given.kills, "must be 0 or more")
     report = Path(given.output)
-    require_committed(report)
+    make_results_directory(report.parent)
     with tempfile.TemporaryDirectory(dir=given.directory) as root:
         source = Path(root, "corpus")
         num_text_bytes = write_corpus(source, given.files, int(given.gigabytes * 1e9), given.seed)
@@ -168,7 +168,6 @@ def main(_: list[str]) -> None:
         if given.kills:
             figures["kills"] = killed_runs(source, Path(root, "killed"), seconds, random.Random(given.seed))
             figures["digest_after_kills"] = open_corpus(Path(root, "killed")).digest
-    report.parent.mkdir(parents=True, exist_ok=True)
     report.write_text(json.dumps(figures | provenance("zstandard", "tokenizers"), indent=1) + "\n")
     print(json.dumps(figures, indent=1))
     if given.kills:

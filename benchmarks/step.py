@@ -51,6 +51,7 @@ from dape_jax.model.attention import IMPLEMENTATIONS
 from dape_jax.model.transformer import SIZES, model_structure
 from dape_jax.planning.compile import compile_program
 from dape_jax.planning.flops import model_flops
+from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
@@ -299,7 +300,7 @@ def plot(rows: list[dict[str, Any]], title: str) -> Figure:
 def run(settings: Settings) -> None:
     """Measure everything and write the output."""
     directory = Path(settings.output)
-    report.make_directory(directory)
+    make_results_directory(directory)
     cases = list(itertools.product(settings.models, sorted(settings.lengths)))
 
     def configs(names: list[str], model: str, length: int) -> dict[str, RunConfig]:

@@ -52,6 +52,7 @@ from dape_jax.model.biases import NopeConfig
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import TransformerConfig, attention_of, model_structure, parameter_counts
 from dape_jax.planning.flops import executed_flops, pairs_computed
+from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh
 
 TABLE = EXPERIMENTS["table7"]
@@ -202,7 +203,7 @@ def plot(rows: list[dict[str, Any]], title: str) -> Figure:
 def run(settings: Settings) -> None:
     """Measure or compute everything, and write the output."""
     directory = Path(settings.output)
-    report.make_directory(directory)
+    make_results_directory(directory)
     runs = {model: runs_of(settings, model) for model in settings.models}
     rows: list[dict[str, Any]] = []
     if settings.chip:

@@ -18,6 +18,7 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.evaluation import report
+from dape_jax.provenance import make_results_directory
 from dape_jax.tasks import TASKS
 from dape_jax.tasks.tapes import TaskConfig, make_tapes
 
@@ -63,7 +64,7 @@ def main(_arguments: list[str]) -> None:
     """Time every task and write the report."""
     settings = from_flags(Settings)
     directory = Path(settings.output)
-    report.make_directory(directory)
+    make_results_directory(directory)
     tasks, rows = {}, [["", *(f"{unit} at {length}" for length in LENGTHS for unit in ("ms", "million tokens/s"))]]
     for name in tqdm(TASKS, unit="task"):
         config = TaskConfig(name, computation_steps=0, pad_to=1, max_position=None, seed=0)

@@ -60,6 +60,7 @@ from dape_jax.planning.compile import (
     libtpu_version,
     slice_devices,
 )
+from dape_jax.provenance import make_results_directory
 
 DIRECTIONS = ("forward", "backward")
 IMPLEMENTATIONS: dict[str, Implementation] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
@@ -313,7 +314,7 @@ def main(_: list[str]) -> None:
     """Parse flags, compile every combination and write the report."""
     settings = from_flags(Settings)
     libtpu, directory = find_libtpu(), Path(settings.output)
-    report.make_directory(directory)
+    make_results_directory(directory)
     requests = itertools.product(
         settings.topologies, settings.models, settings.lengths, settings.directions, settings.implementations
     )

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, require
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "results"
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
 
 
@@ -34,22 +33,28 @@ def provenance(*packages: str) -> dict[str, Any]:
     }
 
 
-def require_committed(directory: Path) -> None:
-    """Check, before work that writes to the repository's results/, that the commit stored with them made them.
+def make_results_directory(directory: Path, field: str = "output") -> Path:
+    """Create a directory for results, before the work begins, and return it.
 
     Args:
-        directory: where results will be written; every directory outside of results/ is accepted.
+        directory: any directory. Results in the repository's results/ are committed, so they must name a commit that
+            reproduces them.
+        field: name of the flag or argument that gave the directory, for messages.
 
     Raises:
-        InputError: the source has changes that are not committed, and the environment does not allow them.
+        InputError: the directory cannot be created or is not writable; or it is in results/ and the source has
+            uncommitted changes, which only `DAPE_ALLOW_DIRTY_RESULTS=1` in the environment allows.
     """
-    if not directory.absolute().is_relative_to(RESULTS) or os.environ.get(ALLOW_DIRTY):
-        return
-    if commit().endswith("-dirty"):
-        raise InputError(
-            f"output = {str(directory)!r}: the source has uncommitted changes, so no commit would name what made these "
-            f"results; commit the changes, choose a directory outside of results/, or set {ALLOW_DIRTY}=1"
-        )
+    if directory.absolute().is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
+        allowed = f"commit the changes, choose a directory outside of results/, or set {ALLOW_DIRTY}=1"
+        clean = not commit().endswith("-dirty")
+        require(clean, field, str(directory), f"the source has uncommitted changes; {allowed}")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
+    require(os.access(directory, os.W_OK), field, str(directory), "cannot be written to")
+    return directory
 
 
 def commit() -> str:
@@ -60,13 +65,13 @@ def commit() -> str:
     if not (ROOT / ".git").exists():  # installed: git would describe a repository around the environment
         return "unknown"
     try:
-        name = _git("describe", "--always", "--exclude=*").stdout.strip()
-        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results").stdout
+        name = _git("describe", "--always", "--exclude=*").strip()
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{name}-dirty" if changes else name
 
 
-def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _git(*arguments: str) -> str:
     command = ["git", "--no-optional-locks", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True)

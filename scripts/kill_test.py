@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from dape_jax import command_line
 from dape_jax.files import write_json
-from dape_jax.provenance import provenance, require_committed
+from dape_jax.provenance import make_results_directory, provenance
 
 KILLS = flags.DEFINE_integer("kills", 100, "Number of kills.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments.")
@@ -125,12 +125,10 @@ class Process:
 
 def main(_: list[str]) -> None:
     """Parse flags, run the test, write and print its counts."""
-    output = Path(OUTPUT.value)
-    require_committed(output)
+    output = make_results_directory(Path(OUTPUT.value))
     with tempfile.TemporaryDirectory(prefix="kill_test_") as scratch:
         result = kill_test(Path(scratch), KILLS.value, SEED.value)
     result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
-    output.mkdir(parents=True, exist_ok=True)
     write_json(output / "kill_test.json", result)
     print(json.dumps(result, indent=2))
 

@@ -42,7 +42,7 @@ from dape_jax.evaluation.programs import (
     predicted_bytes,
     run_in_batches,
 )
-from dape_jax.evaluation.report import ReportPaths, make_directory
+from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.statistics import (
     MARGIN_NATS,
     SMOOTHED_OCTAVES,
@@ -360,10 +360,9 @@ def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path
     clone = tmp_path / "clone"
     results = clone / "results"
     monkeypatch.setattr(provenance, "ROOT", clone)
-    monkeypatch.setattr(provenance, "RESULTS", results)
     results.mkdir(parents=True)
     assert provenance.commit() == "unknown"
-    make_directory(results / "first")
+    provenance.make_results_directory(results / "first")
 
     def git(*arguments: str) -> str:
         author = ["-c", "user.name=someone", "-c", "user.email=someone@example.org", "-c", "commit.gpgsign=false"]
@@ -377,16 +376,16 @@ def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path
     git("commit", "--message=first")
     result.write_text("2")
     assert provenance.commit() == git("describe", "--always").strip()
-    make_directory(results / "second")
+    provenance.make_results_directory(results / "second")
 
     source.write_text("2")
     assert provenance.commit() == git("describe", "--always").strip() + "-dirty"
     with pytest.raises(InputError, match=r"output = .*results/third.*uncommitted changes.*DAPE_ALLOW_DIRTY_RESULTS=1"):
-        make_directory(results / "third")
+        provenance.make_results_directory(results / "third")
     assert not (results / "third").exists()
-    make_directory(tmp_path / "third")
+    provenance.make_results_directory(tmp_path / "third")
     monkeypatch.setenv(provenance.ALLOW_DIRTY, "1")
-    make_directory(results / "third")
+    provenance.make_results_directory(results / "third")
 
 
 def test_text_that_has_changed_since_training_is_refused(runs, monkeypatch, tmp_path):

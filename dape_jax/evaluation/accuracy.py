@@ -37,6 +37,7 @@ from dape_jax.evaluation.trained import (
 )
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, model_structure
+from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
 from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import abstract_params, positions_of
@@ -71,7 +72,7 @@ def evaluate_tasks(
     for model in models:
         check_mesh(make_mesh(model.mesh), {"T": ("evaluation.pad_to", model.run.evaluation.pad_to)})
 
-    directory = report.make_directory(output or report.common_directory(workdirs))
+    directory = make_results_directory(output or report.common_directory(workdirs))
     programs = [compile_tapes(model) for model in models]  # before any parameters are read, as in `perplexity.py`
     results = []
     for model, by_tokens in zip(models, programs, strict=True):

@@ -46,6 +46,7 @@ from dape_jax.evaluation.trained import (
 )
 from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, model_structure
+from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 from dape_jax.training.step import abstract_params, make_nll_step
 
@@ -130,7 +131,7 @@ def evaluate(
     store, evaluation = corpora[0].validation, models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
-    directory = report.make_directory(output or report.common_directory(workdirs))
+    directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused before the work.
     programs = [{rotary: compile_lengths(model, rotary, len(windows)) for rotary in options.rotary} for model in models]
     results = []

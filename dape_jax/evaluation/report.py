@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
 
-from dape_jax.errors import InputError, require
 from dape_jax.files import write_json
-from dape_jax.provenance import provenance, require_committed
+from dape_jax.provenance import provenance
 
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 
@@ -52,21 +51,6 @@ def save(
 def common_directory(workdirs: Sequence[Path]) -> Path:
     """Return the default directory of results: the workdir, or the longest path common to all workdirs."""
     return Path(os.path.commonpath([workdir.absolute() for workdir in workdirs]))
-
-
-def make_directory(directory: Path) -> Path:
-    """Create the directory of results, before the work begins, and return it.
-
-    Raises:
-        InputError: it cannot be created, is not writable, or is in results/ and the source has uncommitted changes.
-    """
-    require_committed(directory)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"output = {str(directory)!r}: cannot be written to: {error}") from error
-    require(os.access(directory, os.W_OK), "output", str(directory), "cannot be written to")
-    return directory
 
 
 def text_table(caption: str, rows: list[list[str]]) -> str:

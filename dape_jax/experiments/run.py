@@ -39,7 +39,7 @@ from dape_jax.experiments.catalogue import (
 )
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
-from dape_jax.provenance import provenance, require_committed
+from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
@@ -270,7 +270,7 @@ def run_experiment(name: str, settings: Settings) -> list[Path]:
         InputError: bad input, before any device work.
     """
     planned, workdirs = plan_runs(name, settings), Path(settings.workdirs)
-    require_committed(Path(settings.results))
+    make_results_directory(Path(settings.results), "--results")
     _check_existing(planned)
     paths = [path for other in EXPERIMENTS for path in sorted(Path(settings.results, other).glob("*/*-seed*.json"))]
     finished = {read_result(path)["key"]: path for path in paths}

@@ -12,7 +12,7 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
 from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
-from dape_jax.provenance import require_committed
+from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import read_mesh
 
 
@@ -38,7 +38,7 @@ def main(_: list[str]) -> None:
     """Read the flags, plan the run and print the report."""
     settings = from_flags(Settings)
     if settings.output:
-        require_committed(Path(settings.output))
+        make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
     run = run_to_plan(command_line.config_of(CONFIG), settings.batch)

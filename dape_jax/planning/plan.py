@@ -417,7 +417,7 @@ def _details(plan: Plan, hardware: Slice) -> list[str]:
 
 
 def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan]) -> None:
-    """Write plan.json and plan.md."""
+    """Write plan.json and plan.md to an existing directory."""
     origin, chosen = provenance("jaxlib", "flax", "optax"), best(plans)
     origin["versions"]["libtpu"] = libtpu_version(find_libtpu())
     record = {
@@ -429,6 +429,5 @@ def save(directory: Path, run: RunConfig, hardware: Slice, plans: list[Plan]) ->
         "config": resolved(run),
         **{key: origin[key] for key in ("commit", "command", "versions")},
     }
-    directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "plan.json", record)
     (directory / "plan.md").write_text(to_markdown(run, hardware, plans))

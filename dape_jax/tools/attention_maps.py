@@ -41,7 +41,6 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, require
-from dape_jax.evaluation import report
 from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.files import write_json
 from dape_jax.model.attention import Blockwise, score
@@ -50,7 +49,7 @@ from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Block, SelfAttention, model_structure
-from dape_jax.provenance import provenance
+from dape_jax.provenance import make_results_directory, provenance
 
 JSON_FILE = "attention_maps.json"
 MAX_CELLS = 512  # along one side of a map
@@ -75,7 +74,7 @@ def attention_maps(
     page = output / "index.html"
     require(not page.exists(), "output", str(output), "has an index.html already; delete it or choose another --output")
     tokens_T, source = read_tokens(trained, length, text)
-    report.make_directory(output)
+    make_results_directory(output)
 
     block_size = trained.run.evaluation.block_size
     config = dataclasses.replace(trained.run.model, attention=Blockwise(block_size, num_buckets=4))

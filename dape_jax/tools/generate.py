@@ -40,12 +40,11 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, printable, require
-from dape_jax.evaluation import report
 from dape_jax.evaluation.trained import STEP_HELP, read_trained, restore
 from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
-from dape_jax.provenance import provenance
+from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import BATCH
 
 # Rows per prefill step. The length of a cache is a multiple of it, so that prompts of many lengths share a program.
@@ -300,7 +299,7 @@ def complete(
     end_token = tokenizer.end_of_document
     ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
     if output is not None:
-        report.make_directory(output.absolute().parent)
+        make_results_directory(output.absolute().parent)
     mesh, params = restore(trained)
     stream = generate(
         trained.run.model,
