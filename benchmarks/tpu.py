@@ -30,6 +30,7 @@ import itertools
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -167,54 +168,81 @@ def compile_layer(request: Request) -> dict[str, Any]:
 
 
 def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
-    """Return the traffic and FLOPs of one pass, and how often its loops run."""
+    """Return the traffic and FLOPs of one pass, and how often its parts run."""
     cost = tpu.cost(t, batch, jnp.dtype(jnp.bfloat16).itemsize)
+    begin, end = t.steps.groups(np)
+    in_first_tile = t.steps.key_column == -t.halo[0]
+    iterations = end - begin - 1  # of the loop over groups
     return {
         "name": "dape_backward" if t.backward else "dape_forward",
         "bytes": cost.bytes_accessed,
         "flops": cost.flops,
         "block": t.block_rows,
-        "steps": batch * t.num_steps,  # grid steps that compute something
-        "iterations": t.loop_iterations,  # of the loop over groups, in one step
-        "outer_steps": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the grid's outer axis
+        "phases": t.phases,
+        "runs": {
+            "outer_steps": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the grid's outer axis
+            "steps": batch * len(begin),  # that compute something
+            "first_tile_steps": batch * int(in_first_tile.sum()),
+            "iterations": batch * int(iterations.sum()),
+            "first_tile_iterations": batch * int(iterations[in_first_tile].sum()),
+        },
     }
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Consecutive bundles between two labels of the compiler's listing."""
+    """Consecutive bundles of the compiler's listing in the same loops, without a label between them."""
 
-    label: str
+    depth: int  # loops around it; 1 is the loop over grid steps
     num_bundles: int
     has_matmul: bool
 
 
 def read_regions(listing: str) -> list[Region]:
-    """Split a listing of bundles at its labels: LB starts a loop body, PF the target of a forward jump."""
+    """Split a listing of bundles at its labels (PF: target of a forward jump), and where loops (>) begin and end."""
     regions: list[Region] = []
-    label, start, address, has_matmul = "entry", 0, 0, False
+    start = depth = address = 0
+    has_matmul = False
     for line in listing.splitlines():
-        found = re.match(r"^\s*(0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:(.*)$", line)
+        found = re.match(r"^\s*(0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:([\s>]*)(.*)$", line)
         if not found:
             continue
         address = int(found[1], 16)
-        if found[2]:
-            regions.append(Region(label, address - start, has_matmul))
-            label, start, has_matmul = found[2], address, False
-        has_matmul = has_matmul or "vmatmul" in found[3]
-    return [*regions, Region(label, address + 1 - start, has_matmul)]
+        if found[2] or found[3].count(">") != depth:
+            regions.append(Region(depth, address - start, has_matmul))
+            start, depth, has_matmul = address, found[3].count(">"), False
+        has_matmul = has_matmul or "vmatmul" in found[4]
+    regions.append(Region(depth, address + 1 - start, has_matmul))
+    return [region for region in regions if region.num_bundles]
 
 
-def count_bundles(regions: list[Region], steps: int, iterations: int, outer_steps: int) -> int:
+def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
     """Return how many bundles a kernel issues.
 
-    The first of two loops over groups is that of the first tile, which only some steps run; all steps count the second.
-    Other regions with a matmul run once in each step, and regions without one once in each outer step.
+    Of two loops over groups the first runs in the first tile, the second in the others; a kernel without corrections of
+    the first columns has one. The regions with matmuls next to a loop begin and end it. Other regions with matmuls run
+    once in each step, and regions without once in each outer step.
     """
-    loops = [region.num_bundles for region in regions if region.label == "LB" and region.has_matmul]
-    once_per_step = sum(region.num_bundles for region in regions if region.label != "LB" and region.has_matmul)
-    once_per_outer_step = sum(region.num_bundles for region in regions if not region.has_matmul)
-    return steps * (iterations * loops[-1] + once_per_step) + outer_steps * once_per_outer_step
+    loops = [i for i, region in enumerate(regions) if region.depth > 1 and region.has_matmul]
+    with_matmul = [i for i, region in enumerate(regions) if region.depth == 1 and region.has_matmul]
+    around = {
+        loop: [max(i for i in with_matmul if i < loop), min(i for i in with_matmul if i > loop)] for loop in loops
+    }
+
+    def size(chosen: Iterable[int]) -> int:
+        return sum(regions[i].num_bundles for i in chosen)
+
+    other_tiles_steps = runs["steps"] - runs["first_tile_steps"]
+    other_tiles_iterations = runs["iterations"] - runs["first_tile_iterations"]
+    once_per_step = set(with_matmul) - set(itertools.chain(*around.values()))
+    return (
+        runs["steps"] * size(once_per_step)
+        + runs["first_tile_steps"] * size(around[loops[0]])
+        + other_tiles_steps * size(around[loops[-1]])
+        + runs["first_tile_iterations"] * size(loops[:1])
+        + other_tiles_iterations * size(loops[-1:])
+        + runs["outer_steps"] * size(i for i, region in enumerate(regions) if not region.has_matmul)
+    )
 
 
 def schedule_ms(folder: Path, kernel: dict[str, Any], topology: str) -> float | None:
@@ -225,8 +253,7 @@ def schedule_ms(folder: Path, kernel: dict[str, Any], topology: str) -> float | 
         return None
     chip = topology.partition(":")[0]
     regions = read_regions(listings[0].read_text(errors="replace"))
-    count = count_bundles(regions, kernel["steps"], kernel["iterations"], kernel["outer_steps"])
-    return 1e3 * count / CLOCK_HZ[chip] / CORES[chip]
+    return 1e3 * count_bundles(regions, kernel["runs"]) / CLOCK_HZ[chip] / CORES[chip]
 
 
 def measure(request: Request, libtpu: Path) -> dict[str, Any]:

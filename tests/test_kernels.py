@@ -65,6 +65,7 @@ class Case:
     length: int = 45  # of keys; odd, and more than one block of rows
     row_stride: int = 1
     window: int | None = None
+    phases: int = 1  # of a tile of the TPU kernels
 
     def layer(self, dtype=jnp.float32):
         """Return a bias and a processor with random parameters."""
@@ -149,19 +150,14 @@ def compiled(case: Case, implementation: str):
     both, params = case.run(IMPLEMENTATIONS[implementation])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tpu.tiling, "BLOCKS", (32,))
+        patch.setattr(tpu.tiling, "PHASES", (case.phases,))
         program = both.lower(params, *case.arrays(), *case.positions()).compile()
     return functools.partial(program, params)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Use blocks of 32 rows, so that few rows are many blocks."""
-    monkeypatch.setattr(tpu.tiling, "BLOCKS", (32,))
-
-
 CASES = {
     "kerple3": Case(groups=1, heads=4, batch=2, length=150),  # several blocks of rows, two tiles
-    "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40),
+    "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40, phases=2),
 }
 MORE = {
     "t5-5": Case("t5", width=5, channels=32, length=140),
@@ -183,6 +179,10 @@ MORE = {
     "wide-heads": Case(head_dim=128, heads=2, groups=2, channels=64),
     "row-stride-8": Case("t5", row_stride=8, length=168, width=5),
     "row-stride-and-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
+    "four-phases-window": dataclasses.replace(CASES["alibi-causal4"], phases=4),
+    "four-phases": Case(heads=12, groups=12, channels=20, length=530, phases=4),
+    "four-phases-causal7": Case("t5", width=7, alignment="causal", heads=5, groups=5, length=560, window=90, phases=4),
+    "four-phases-row-stride-2": Case(batch=2, row_stride=2, length=540, phases=4),
 }
 
 
@@ -304,18 +304,20 @@ def test_bfloat16_is_as_accurate_as_dense(implementation):
         assert ours < max(1.5 * dense, 2e-3)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("case", "num_rows"),
     [
-        # Two sequences, two blocks and two tiles: the interpreter is slow.
-        pytest.param(dataclasses.replace(CASES["kerple3"], length=152, row_stride=4), 38, id="every-fourth"),
+        # Two blocks and two tiles: the interpreter is slow.
+        pytest.param(dataclasses.replace(CASES["kerple3"], batch=1, length=152, row_stride=4), 38, id="every-fourth"),
         pytest.param(CASES["kerple3"], 150, id="all", marks=pytest.mark.slow),
         pytest.param(CASES["kerple3"], 20, id="first", marks=pytest.mark.slow),  # rows end before the keys
+        pytest.param(Case(length=530, phases=4), 530, id="four-phases", marks=pytest.mark.slow),
     ],
 )
-def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows):
+def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
     """With NaNs in uninitialised memory, copies delayed to their waits, and detection of races."""
+    monkeypatch.setattr(tpu.tiling, "BLOCKS", (32,))
+    monkeypatch.setattr(tpu.tiling, "PHASES", (case.phases,))
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
@@ -496,7 +498,7 @@ def test_blocks_fit_into_vmem(kind, sizes):
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_tiles_own_every_column_that_counts(data):
-    """`tile_range` and `block_range` are inverse and cover every column that a row reads, for any rows."""
+    """`tile_range` and `block_range` are inverse. Like groups, they cover every column that a row reads."""
     rows = data.draw(st.integers(1, 400), "T")
     row_stride = data.draw(st.sampled_from([1, 2, 8]), "row_stride")
     first = data.draw(st.integers(0, 500), "column of the first row")
@@ -505,11 +507,12 @@ def test_tiles_own_every_column_that_counts(data):
     width, causal = data.draw(st.sampled_from([1, 2, 3, 5, 7]), "W"), data.draw(st.booleans(), "causal")
     backward = data.draw(st.booleans(), "backward")
     pad = width - 1 if causal else width // 2
-    block_rows = data.draw(st.sampled_from(tpu.BLOCKS), "block_rows")
+    block_rows = data.draw(st.sampled_from(tpu.tiling.BLOCKS), "block_rows")
+    phases = data.draw(st.sampled_from(tpu.tiling.PHASES), "phases")
     t = tpu.Tiling(
         num_rows=rows, num_keys=keys, num_heads=2, num_groups=2, head_dim=8, width=width, pad=pad, num_channels=4,
-        row_stride=row_stride, window=window, block_rows=block_rows, backward=backward, dtype=jnp.dtype(jnp.float32),
-        vmem_limit_bytes=0, interpret=True,
+        row_stride=row_stride, window=window, block_rows=block_rows, phases=phases, backward=backward,
+        dtype=jnp.dtype(jnp.float32), vmem_limit_bytes=0, interpret=True,
     )  # fmt: skip
     assert t.owned_columns > 0
     reach, ahead = keys if window is None else window, t.ahead * backward
@@ -517,19 +520,39 @@ def test_tiles_own_every_column_that_counts(data):
     for row in range(rows):
         column = first + row_stride * row
         for read in (max(column - reach + 1 - pad * backward, 0), column + ahead):
-            needed.add((row // t.block_rows, read // t.owned_columns))
+            needed.add((row // t.block_rows, read // t.owned_columns, row % t.block_rows // tpu.tiling.GROUP_ROWS))
     taken = set()
     for block in range(t.num_blocks):
         begin, end = (int(x) for x in t.tile_range(block, first, np))
         assert 0 <= begin <= end < t.num_tiles
         for tile in range(begin, end + 1):
-            taken.add((block, tile))
             low, high = (int(x) for x in t.block_range(tile, first))
             assert low <= block <= high
-            slab = t.step(block, tile, first).slab_start
-            assert 0 <= slab - t.slab_margin
-            assert slab + t.slab_columns <= t.table_columns
+            step = t.step(block, tile, first)
+            first_group, end_group = (int(x) for x in step.groups(np))
+            assert 0 <= first_group < end_group <= t.block_rows // tpu.tiling.GROUP_ROWS
+            taken |= {(block, tile, group) for group in range(first_group, end_group)}
+            for row in range(first_group * tpu.tiling.GROUP_ROWS, end_group * tpu.tiling.GROUP_ROWS):
+                for phase in range(phases):
+                    remainder, column = step.table_position(row, phase)
+                    assert 0 <= remainder < phases
+                    start = (column - step.slab_start) // tpu.tiling.LANES * tpu.tiling.LANES
+                    assert 0 <= start <= t.slab_columns - 2 * tpu.tiling.LANES
+            assert 0 <= step.slab_start <= t.table_columns - t.slab_columns
     assert needed <= taken
+    steps = t.steps
+    begin, end = t.tile_range(np.arange(t.num_blocks), 0, np)
+    assert len(steps.key_column) == (end - begin + 1).sum()
+    assert set(steps.key_column) <= {t.step(0, tile, 0).key_column for tile in range(t.num_tiles)}
+
+
+@pytest.mark.parametrize(("length", "phases"), [(100, 1), (128, 2), (252, 2), (253, 4), (4096, 4)])
+def test_a_tile_holds_no_more_than_all_keys(length, phases):
+    q = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
+    sizes = {"width": 3, "pad": 1, "num_channels": 32, "dtype": jnp.dtype(jnp.bfloat16)}
+    forward, backward = tpu.tilings(q, q, **sizes, row_stride=1, window=None, device_kind="TPU v5 lite")
+    assert forward.phases == phases
+    assert backward.phases == (phases if length != 252 else 4), "its halo is wider"
 
 
 @pytest.mark.slow
@@ -638,20 +661,24 @@ def test_the_kernels_compile_for_other_chips_and_sizes(libtpu, topology, model):
 
 
 def test_a_schedule_is_read_from_a_listing():
-    """Labels divide it. Of two loops with matmuls the first belongs to the first tile, the second to the others."""
-    listing = """
-     0   :  { %v1 = vld }
-   0x1   :  { %v2 = vmatmul }
-   0x2 LB: > { %v3 = vadd }
-   0x3   : > { %v4 = vmatmul }
-   0x4 PF: > { %v5 = vadd }
-   0x5 LB: > { %v6 = vmatmul }
-   0x6   : > { %v7 = vadd }
-   0x7   : > { %v8 = vst }
-   0x8 PF:   { %v9 = vst }
-"""
-    regions = benchmark.read_regions(listing)
-    assert [(region.label, region.num_bundles, region.has_matmul) for region in regions] == [
-        ("entry", 2, True), ("LB", 2, True), ("PF", 1, False), ("LB", 3, True), ("PF", 1, False),
-    ]  # fmt: skip
-    assert benchmark.count_bundles(regions, steps=10, iterations=4, outer_steps=3) == 10 * (4 * 3 + 2) + 3 * 2
+    """Labels and loops divide it. Two loops over groups, each between its beginning and its end."""
+    sizes = {"start": 2, "scores": 5, "begin 1": 3, "loop 1": 7, "end 1": 4, "begin 2": 2, "loop 2": 6, "end 2": 3}
+    listing, address = [], 0
+    for region, size in (sizes | {"values": 5, "clear": 8}).items():
+        has_matmul, in_loop = region not in ("start", "clear"), region.startswith("loop")
+        for i in range(size):
+            label = {"loop": "LB", "end": "PF"}[region.split()[0]] if i == 0 and region[:3] in ("loo", "end") else ""
+            depth = "> >" if in_loop else "" if region == "start" else ">"
+            unit = "vmatmul" if has_matmul and i == size - 1 else "vadd"
+            listing.append(f" {address:#x} {label}: {depth} {{ %v{address} = {unit} }}")
+            address += 1
+        if region in ("scores", "end 1", "end 2", "values"):  # the end of a condition
+            listing.append(f" {address:#x} PF: > {{ %s1 = sadd }}")
+            address += 1
+    regions = benchmark.read_regions("\n".join(listing))
+    assert [region.num_bundles for region in regions] == [2, 5, 4, 7, 4, 3, 6, 3, 6, 9]
+    runs = {"steps": 10, "first_tile_steps": 4, "iterations": 100, "first_tile_iterations": 30, "outer_steps": 3}
+    per_step = 10 * (5 + 6) + 3 * (2 + 9)
+    assert benchmark.count_bundles(regions, runs) == per_step + 4 * (4 + 4) + 6 * (3 + 3) + 30 * 7 + 70 * 6
+    one_loop = regions[:2] + regions[5:]
+    assert benchmark.count_bundles(one_loop, runs) == per_step + 10 * (3 + 3) + 100 * 6

@@ -46,7 +46,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
-from dape_jax.model.processors import leaky_relu_change, leaky_relu_change_gradients
+from dape_jax.model.processors import SLOPE, leaky_relu_change, leaky_relu_change_gradient
 from dape_jax.model.scores import Mask, causal_runs, products
 from dape_jax.sharding import full_precision
 
@@ -316,7 +316,8 @@ class Band:
             return self.dot(self.read_output_gradients(d_out, row, shift, w), self.output_taps(w))
 
         d_hidden = jnp.where(exists, self.sum_taps(term, jnp.zeros_like(y)), 0)
-        return leaky_relu_change_gradients(y, knee, d_hidden)
+        d_features = leaky_relu_change_gradient(y, knee, d_hidden)
+        return d_features, d_features / (1 - SLOPE)  # see `tables.Operator`
 
 
 def _last_dim(ref: Any) -> Array:

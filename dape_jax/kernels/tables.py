@@ -43,7 +43,8 @@ class Operator(NamedTuple):
     Args:
         scores_WHC: the half of Conv1 that reads scores.
         output_WCH: Conv2.
-        knee_CN: (1 - SLOPE) hidden; see the module's docstring.
+        knee_CN: (1 - SLOPE) hidden; see the module's docstring. Kernels return as its gradient that of all of
+            Conv2(LeakyReLU(h_A + h_B)), which is the gradient of the scores' features, times d h_B / d knee.
         added_HN: the bias, if it is added outside the convolution, plus Conv2 of LeakyReLU(h_B) and its bias.
         left_knee_PCT: (1 - SLOPE) left, in the first P = pad columns.
         left_added_QHT: the part of `added` that reads columns which do not exist, in the first Q = 2 pad columns.
@@ -148,7 +149,9 @@ def make_operator(
     def output(w: int, features_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
         return jnp.einsum("CH,CN->HN", output_WCH[w], features_CN, precision=HIGHEST)
 
-    features_CN = jax.nn.leaky_relu(hidden_CN, SLOPE)
+    # The change computed from `knee` contains LeakyReLU(h_B) with the opposite sign: both gradients of h_B cancel.
+    fixed_CN, fixed_left_PCT = jax.lax.stop_gradient((hidden_CN, left_PCT))
+    features_CN = jax.nn.leaky_relu(fixed_CN, SLOPE)
     for w in range(width):
         added_HN += output(w, features_CN[:, width - 1 - w :][:, :num_distances])
 
@@ -158,7 +161,7 @@ def make_operator(
         index_T = jnp.maximum(column_T - column + 2 * ahead, 0)
         if column < 0:
             return features_CN[:, index_T]
-        return features_CN[:, index_T] - jax.nn.leaky_relu(hidden_CN[:, index_T] - left_PCT[column], SLOPE)
+        return features_CN[:, index_T] - jax.nn.leaky_relu(fixed_CN[:, index_T] - fixed_left_PCT[column], SLOPE)
 
     excess_CT = {column: excess_features(column) for column in range(-pad, pad)}
     left_added_QHT = jnp.zeros((2 * pad, num_heads, num_rows), jnp.float32)

@@ -250,11 +250,9 @@ def leaky_relu_change(x: Array, knee: Array) -> Array:
     return jnp.maximum(x + jnp.minimum(knee, 0), SLOPE * x - jnp.maximum(knee, 0))
 
 
-def leaky_relu_change_gradients(x: Array, knee: Array, dy: Array) -> tuple[Array, Array]:
-    """Return the gradients of x and knee, given that of `leaky_relu_change(x, knee)`; for kernels."""
-    is_steep = x + jnp.minimum(knee, 0) >= SLOPE * x - jnp.maximum(knee, 0)
-    dknee = jnp.where(is_steep, jnp.where(knee < 0, dy, 0), jnp.where(knee > 0, -dy, 0))
-    return jnp.where(is_steep, dy, SLOPE * dy), dknee
+def leaky_relu_change_gradient(x: Array, knee: Array, dy: Array) -> Array:
+    """Return the gradient of x, given that of `leaky_relu_change(x, knee)`; for kernels."""
+    return jnp.where((1 - SLOPE) * x + knee >= 0, dy, SLOPE * dy)
 
 
 def dape(

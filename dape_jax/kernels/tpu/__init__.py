@@ -18,7 +18,6 @@ from dape_jax.kernels.tpu.forward import forward_pass
 from dape_jax.kernels.tpu.tiling import (
     BLOCKS,
     GROUP_ROWS,
-    MASKED_SCORE,
     VMEM_BYTES,
     Tiling,
     cost,
@@ -95,17 +94,15 @@ def _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, oper
 
 def _attend_forward(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator):
     del backward_tiling
-    out_BHTK, lse = forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
-    return jnp.moveaxis(out_BHTK, 1, 2), (q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse)
+    out_BTHK, lse = forward_pass(forward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
+    return out_BTHK, (q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse)
 
 
 def _attend_backward(forward_tiling, backward_tiling, saved, dout_BTHK):
-    q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse = saved
-    # The passes may differ in their blocks, and so in the padding of rows. Padded rows get probabilities of 0.
-    lse = lse.reshape(lse.shape[0], -1)[:, : forward_tiling.num_rows * forward_tiling.padded_heads]
-    lse = jnp.pad(lse, ((0, 0), (0, -lse.shape[1] % backward_tiling.block_sublanes)), constant_values=-MASKED_SCORE)
-    gradients = backward_pass(backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BHTK, lse, dout_BTHK)
-    dq_BTHK, dk_BSGK, dv_BSGK, doperator = gradients
+    q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse = saved
+    dq_BTHK, dk_BSGK, dv_BSGK, doperator = backward_pass(
+        forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator, out_BTHK, lse, dout_BTHK
+    )
     return dq_BTHK, dk_BSGK, dv_BSGK, np.zeros((), jax.dtypes.float0), doperator
 
 

@@ -1,14 +1,17 @@
 """The backward kernel: all gradients, from the output, its gradient and the log-sum-exp of the forward pass.
 
 Grid: (sequence, tile of keys, block of rows), blocks innermost. A step repeats the forward computation of its scores,
-hidden features and probabilities, then applies the transposed convolutions, which roll in the opposite direction:
+hidden features and probabilities, then applies the transposed convolutions, which read in the opposite direction:
 
-    dtotal  = probs * (dout V^T - sum(dout * out))              dO, one matmul per head
-    dhidden = Conv2^T(dtotal),  dx = dhidden * (1 or SLOPE),  dknee = dhidden * (1, 0 or -1)
+    dtotal  = probs * (dout V^T - sum(dout * out))              dO, one matmul per head and phase
+    dhidden = Conv2^T(dtotal),  dx = dhidden * (1 or SLOPE)
     dscores = dtotal + Conv1^T(dx)
     dQ += dscores K,  dK += dscores^T Q,  dV += probs^T dout,  dW1 += dx taps^T,  dW2 += dtotal taps^T
 
-A column that several tiles compute counts in the tile that owns it. Where gradients accumulate:
+The gradient of `knee` is dx / (1 - SLOPE): see `tables.Operator`.
+
+An iteration of the loop recomputes one group of rows, and does the rest for the group before. A column that several
+tiles compute counts in the tile that owns it. Where gradients accumulate:
 
     k, v                    VMEM, while the blocks of their tile pass
     convolution weights     VMEM, to the end of the sequence
@@ -17,6 +20,7 @@ A column that several tiles compute counts in the tile that owns it. Where gradi
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,35 +32,60 @@ from jaxtyping import Array
 from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
 from dape_jax.kernels.tpu.forward import (
+    UNITS,
+    Heads,
     LeftRefs,
+    Registers,
+    RowTables,
+    Unit,
     clear,
-    convolve,
-    corrected,
+    copy_slab,
     dot,
-    group_rows,
-    heads_of_block,
+    dots,
+    first_slots,
+    head_rows,
+    heads_scratch,
     hidden_features,
+    is_upper,
+    join,
     left_blocks,
+    left_scratch,
+    load_unit,
     loop_over_groups,
+    new_slots,
+    operand,
+    pack,
+    packed_scratch,
+    pairs_of,
+    registers_of,
     roll,
+    row_of,
     select,
-    shear,
+    slab_columns,
+    slot,
+    store,
+    to_heads,
+    to_hidden,
+    windows,
+    with_rolled,
 )
-from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, SUBLANES, Tiling, iota
-from dape_jax.model.processors import leaky_relu_change, leaky_relu_change_gradients
+from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANES, UNIT_ROWS, Tiling, iota
+from dape_jax.model.processors import SLOPE
 
 
 class Inputs(NamedTuple):
     """Inputs of the backward kernel: arrays with their specs, or refs of one step's blocks."""
 
     q: Any
+    q_columns: Any  # transposed: a lane for each row
     k: Any
     v: Any
     out: Any
     dout: Any
-    lse: Any
+    dout_columns: Any
+    lse: Heads
     matrix_1: Any  # first convolution
-    matrix_2: Any  # second convolution
+    matrices_2: Any  # second convolution
     transposed_1: Any
     transposed_2: Any
     left: LeftRefs
@@ -78,62 +107,93 @@ class Outputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """VMEM of the backward kernel. The first three have the layout of scores."""
+    """VMEM of the backward kernel. The first three have phases."""
 
-    scores: Any  # overwritten with their gradient, a group at a time
-    dprobs: Any  # dout V^T - sum(dout * out)
-    probs: Any
+    scores: Heads
+    dprobs: Heads  # dout V^T - sum(dout * out), then the gradient of the total, then that of the scores
+    probs: Heads
     dq: Any  # sum over tiles, copied from and to HBM
     dslab: Any  # likewise
     dk: Any  # sum over blocks
     dv: Any  # sum over blocks
-    knee: Any  # sheared table
-    added: Any  # sheared table
-    dknee: Any
-    dadded: Any
+    slab: Any
+    sheared: Any  # table entries by slot
+    dsheared: Any
+    left: LeftRefs  # rolled
+    hidden: Any  # packed hidden features of two groups
+    slope: Any  # packed numbers of two groups, negative where the slope of the nonlinearity is SLOPE
     semaphores: Any  # of copies from HBM and to HBM, of dq and dslab
 
 
-def unshear(t: Tiling, dknee_ref: Any, dadded_ref: Any) -> Array:
-    """Return the gradient of the slab and its margin: the transpose of `forward.shear`."""
-    total: Any = 0
-    for r in range(GROUP_ROWS):
-        dknee = dknee_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :]
-        dadded = dadded_ref[r * t.padded_heads : (r + 1) * t.padded_heads, :]
-        row = jnp.concatenate([dknee, dadded])
-        row = jnp.concatenate([row, jnp.zeros((row.shape[0], t.slab_margin), jnp.float32)], 1)
-        total += roll(row, t.slab_margin - t.row_stride * r)
-    return total
+class Recomputed(NamedTuple):
+    """What the forward computation of a unit leaves for its gradients."""
+
+    hidden: list[list[Array]]  # packed, [row][phase]
+    slope: list[list[Array]]
+    probs: Unit
+    dtotal: Unit
 
 
-def group_lse(t: Tiling, lse_ref: Any, group: Any) -> Array:
-    """Return the log-sum-exp of a group as [8 * padded heads, 1]: lanes become sublanes."""
-    square = (LANES, LANES)
-    diagonal = iota(square, 0) == iota(square, 1)
-    num_rows = t.group_sublanes // LANES
-    rows = [lse_ref[0, 0, pl.ds(group * num_rows + i, 1), :] for i in range(num_rows)]
-    columns = [jnp.where(diagonal, jnp.broadcast_to(row, square), 0.0) for row in rows]
-    return jnp.concatenate([jnp.sum(column, 1, keepdims=True) for column in columns])
+class Gradients(NamedTuple):
+    """Gradients of a unit."""
+
+    dscores: Unit
+    dx: list[list[Array]]
+    dtotal: Unit
+    dmatrix_1: Array
+    dmatrix_2: Array
 
 
-def rows_to_lanes(x: Array, num_sublanes: int) -> Array:
-    """Put the 8 rows of a group side by side: [8 * num_sublanes, 128] -> [num_sublanes, 8 * 128]."""
-    return jnp.concatenate([x[r * num_sublanes : (r + 1) * num_sublanes] for r in range(GROUP_ROWS)], 1)
+def are_positive(t: Tiling, packed: Array) -> Registers:
+    """Return which of packed numbers are positive, a register each."""
+    if t.dtype == jnp.float32:
+        return [register > 0 for register in registers_of(packed)]
+    words = registers_of(pltpu.bitcast(packed, jnp.int32))
+    return [mask for word in words for mask in ((word << 16) > 0, word > 0)]
+
+
+def lse_of_unit(t: Tiling, lse: Heads, row: Any, lane: Array) -> Registers:
+    """Return the log-sum-exp of rows `row` and `row + 1` in all lanes of their registers."""
+    sublane = iota((SUBLANES, LANES), 0)
+
+    def register(ref: Any, line: Any) -> Array:
+        numbers = jnp.broadcast_to(ref[0, 0, pl.ds(line // LANES, 1), :], (SUBLANES, LANES))
+        picked = jnp.where(lane == (line & (LANES - 1)) + sublane, numbers, 0.0)
+        return jnp.broadcast_to(jnp.sum(picked, 1, keepdims=True), (SUBLANES, LANES))
+
+    octets = [(octet, r) for octet in range(t.octets) for r in range(UNIT_ROWS)]
+    found = [register(lse.octets, (octet * t.block_rows + row + r) * SUBLANES) for octet, r in octets]
+    return [*found, register(lse.quads, row * 4)] if t.quads else found
+
+
+def head_lines(t: Tiling, unit: Registers, row: int) -> Array:
+    """Return the lines of one row of a unit; those of the other row's half of the quad are 0."""
+    lines = [unit[UNIT_ROWS * octet + row] for octet in range(t.octets)]
+    if t.quads:
+        lines.append(jnp.where(is_upper() if row == 0 else ~is_upper(), unit[-1], 0.0))
+    return join(lines, 0)
 
 
 def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, t: Tiling) -> None:
     """Add the gradients of one block of rows and one tile of keys."""
     tile, block = pl.program_id(1), pl.program_id(2)
-    begin, end = t.tile_range(block, first_ref[0])
+    first_tile, last_tile = t.tile_range(block, first_ref[0])
     step = t.step(block, tile, first_ref[0])
-    needed = (tile >= begin) & (tile <= end)
+    needed = (tile >= first_tile) & (tile <= last_tile)
+    first, end = step.groups()
     lane = iota((SUBLANES, LANES), 1)
+    phases, heads_per_group = range(t.phases), t.num_heads // t.num_groups
+    n = t.phases_per_dot
+    owned = step.owned(0)  # the same in all phases
 
-    # Sums in HBM. The copies in start first and are awaited last.
+    # Sums in HBM. The copies in start first and are awaited before anything is added.
     batch = pl.program_id(0)
-    columns = pl.ds(pl.multiple_of(step.slab_start - t.slab_margin, LANES), t.slab_margin + t.slab_columns)
-    rows = pl.ds(pl.multiple_of(block * t.block_rows, t.block_rows), t.block_rows)
-    pairs = [(outputs.dq.at[batch, :, rows, :], scratch.dq), (outputs.dtable.at[batch, :, columns], scratch.dslab)]
+    last_start = t.table_columns - t.slab_columns
+    columns = pl.ds(pl.multiple_of(jnp.clip(step.slab_start, 0, last_start), LANES), t.slab_columns)
+    pairs = [
+        (outputs.dq.at[batch, block], scratch.dq),
+        (outputs.dtable.at[batch, :, :, columns], scratch.dslab),
+    ]
     reads = [pltpu.make_async_copy(hbm, vmem, scratch.semaphores.at[0, i]) for i, (hbm, vmem) in enumerate(pairs)]
     writes = [pltpu.make_async_copy(vmem, hbm, scratch.semaphores.at[1, i]) for i, (hbm, vmem) in enumerate(pairs)]
 
@@ -145,8 +205,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     @pl.when((tile == 0) & (block == 0))
     def _():
         clear(outputs.dmatrix_1, outputs.dmatrix_2)
-        if t.padded_heads > t.num_heads:
-            clear(scratch.scores, scratch.dprobs)
+        if t.num_heads % 4:
+            clear(*jax.tree.leaves((scratch.scores, scratch.dprobs)))
 
     @pl.when(tile == 0)
     def _():
@@ -158,92 +218,235 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when(needed)
     def _():
-        shear(t, inputs.slab, scratch.knee, scratch.added)
-        clear(scratch.dknee, scratch.dadded)
-        visible = step.visible(t.block_rows, 1)
-        for head, key_head, rows in heads_of_block(t):
-            scores = dot(inputs.q[0, head], inputs.k[0, 0, key_head], (1, 1)) * t.head_dim**-0.5
-            scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
-            dout = inputs.dout[0, head]
-            mean = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
-            scratch.dprobs[rows, :] = dot(dout, inputs.v[0, 0, key_head], (1, 1)) - mean
-
-    def process(group: Any, in_first_tile: bool) -> None:
-        # Forward again. Arrays are rolled right by `shift` where they meet the tables.
-        offset, rows = step.slab_offset(group), group_rows(t, group)
-        start, shift = offset
-        scores, dprobs = scratch.scores[rows, :], scratch.dprobs[rows, :]
-        left = inputs.left if in_first_tile else LeftRefs()
-        taps_1, x, knee, exists = hidden_features(
-            step, group, scores, offset, inputs.matrix_1[...], scratch.knee, left.knee
+        copy_slab(inputs.slab, scratch.slab)
+        scratch.dsheared[pl.ds(slot(t, row_of(first), t.phases), t.phases)] = jnp.zeros(
+            (t.phases, t.table_lines, LANES), jnp.float32
         )
-        hidden = select(exists, leaky_relu_change(x, knee)).astype(t.dtype)
-        taps_2 = [roll(hidden, t.pad - w) for w in range(t.width)]
-        added = corrected(t, group, scratch.added, offset, left.added, 2 * t.pad)
-        change = convolve(t, inputs.matrix_2[...], taps_2, t.padded_channels) + added
-        total = roll(change, LANES - shift) + scores
-        lanes = iota(total.shape, 1)
-        visible, owned = step.visible(t.group_sublanes, t.padded_heads, group), step.owned(lanes)
-        # Outside of these lanes a result would need scores of another tile.
-        correct = visible & (lanes >= 2 * t.pad) & (lanes < LANES - 2 * t.ahead)
-        probs = jnp.where(correct, jnp.exp(total - group_lse(t, inputs.lse, group)), 0.0)
+        visible = [step.visible(phase) for phase in phases]
+        for head in range(t.num_heads):
+            dout, group = inputs.dout[0, head], head // heads_per_group
+            mean = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
+            scores = dots(inputs.q[0, head], [inputs.k[0, 0, group, phase] for phase in phases])
+            dprobs = dots(dout, [inputs.v[0, 0, group, phase] for phase in phases])
+            for phase in phases:
+                ref, index = head_rows(t, scratch.scores, head, phase)
+                ref[index] = jnp.where(visible[phase], scores[phase] * t.head_dim**-0.5, 0.0)
+                ref, index = head_rows(t, scratch.dprobs, head, phase)
+                ref[index] = jnp.where(visible[phase], dprobs[phase] - mean, 0.0)
+        for read in reads:
+            read.wait()
 
-        # Backward through softmax and convolutions.
-        dtotal = probs * dprobs
-        source = dtotal.astype(t.dtype)
-        dtaps_2 = [roll(source, shift + (w - t.pad) + LANES) for w in range(t.width)]
-        dhidden = convolve(t, inputs.transposed_2[...], dtaps_2, t.padded_heads)
-        dx, dknee = leaky_relu_change_gradients(x, knee, select(exists, dhidden))
-        source = dx.astype(t.dtype)
-        dtaps_1 = [roll(source, w - t.pad) for w in range(t.width)]
-        dconvolved = convolve(t, inputs.transposed_1[...], dtaps_1, t.padded_channels)
-        dscores = roll(dconvolved, LANES - shift) + dtotal
-        scratch.scores[rows, :] = jnp.where(visible & owned, dscores, 0.0)
-        scratch.probs[rows, :] = jnp.where(owned, probs, 0.0)
+    @pl.when(needed & ((first > 0) | (end < t.block_rows // GROUP_ROWS)))
+    def _():  # groups of rows that do not use the tile
+        clear(*jax.tree.leaves(scratch.probs))
 
-        # Parameters: from here on, only columns that this tile owns count.
-        owned_rolled = step.owned((lane - shift) & (LANES - 1))
-        dx, dknee = select(owned_rolled, dx), select(owned_rolled, dknee)
-        dchange = select(owned_rolled, dtaps_2[t.pad].astype(jnp.float32)).astype(t.dtype)
-        stacked_1 = jnp.concatenate([rows_to_lanes(tap, t.padded_heads) for tap in taps_1])
-        stacked_2 = jnp.concatenate([rows_to_lanes(tap, t.padded_channels) for tap in taps_2])
-        outputs.dmatrix_1[0] += dot(rows_to_lanes(dx.astype(t.dtype), t.padded_channels), stacked_1, (1, 1))
-        outputs.dmatrix_2[0] += dot(rows_to_lanes(dchange, t.padded_heads), stacked_2, (1, 1))
+    def loop(in_first_tile: bool) -> None:
+        left = (inputs.left, scratch.left) if in_first_tile else None
+        tables = RowTables(step, scratch.slab, scratch.sheared, left)
 
-        here = lane >= shift
-        following = pl.multiple_of(start + LANES, LANES)
-        dadded = select(owned_rolled, roll(dtotal, shift))
-        for ref, gradient in ((scratch.dknee, dknee), (scratch.dadded, dadded)):
-            ref[:, pl.ds(start, LANES)] += select(here, gradient)
-            ref[:, pl.ds(following, LANES)] += select(~here, gradient)
-        if in_first_tile:
-            for ref, gradient, num_columns in (
-                (outputs.dleft.knee, dknee, t.pad),
-                (outputs.dleft.added, dadded, 2 * t.pad),
-            ):
-                num_sublanes = ref.shape[3]
-                row_lane = iota((num_sublanes, LANES), 1)  # in `dleft` a lane is a row
+        def unshear(row: Any, phase: int) -> None:
+            """Add the gradient of a row's table entries, which is complete, to that of the slab."""
+            remainder, start, shift = slab_columns(step, row, phase)
+            dentries = roll(select(owned, scratch.dsheared[slot(t, row, phase)]), shift)
+            here = lane >= shift
+            scratch.dslab[remainder, :, pl.ds(start, LANES)] += select(here, dentries)
+            scratch.dslab[remainder, :, pl.ds(pl.multiple_of(start + LANES, LANES), LANES)] += select(~here, dentries)
+
+        def load_first(row: Any) -> list[tuple[Any, ...]]:
+            return [
+                (
+                    load_unit(t, scratch.scores, row + r),
+                    load_unit(t, scratch.dprobs, row + r),
+                    lse_of_unit(t, inputs.lse, row + r, lane),
+                )
+                for r in UNITS
+            ]
+
+        def load_second(row: Any) -> list[tuple[Any, ...]]:
+            buffer = row // GROUP_ROWS & 1
+
+            def of_unit(ref: Any, r: int) -> list[list[Array]]:
+                return [[ref[buffer, r + k, f] for f in phases] for k in range(UNIT_ROWS)]
+
+            return [
+                (
+                    load_unit(t, scratch.scores, row + r),
+                    load_unit(t, scratch.dprobs, row + r),
+                    of_unit(scratch.hidden, r),
+                    of_unit(scratch.slope, r),
+                )
+                for r in UNITS
+            ]
+
+        def hidden_of(unit: Unit, row: Any, r: int) -> tuple[list[list[Array]], list[list[Array]]]:
+            hidden, x, knees = hidden_features(t, tables, inputs.matrix_1[...], unit, row, r)
+            slope = [
+                [pack(t, registers_of((1 - SLOPE) * x[k][f] + knees[k][f])) for f in phases] for k in range(UNIT_ROWS)
+            ]
+            return hidden, slope
+
+        def recompute(
+            hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row: Any, r: int
+        ) -> Recomputed:
+            with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
+            change = to_heads(t, inputs.matrices_2, with_beyond, t.pad)
+            probs, dtotal = [], []
+            for f in phases:
+                # Outside of these lanes a result would need scores of another tile.
+                column = t.phases * lane + f
+                first_column = t.halo[0] if in_first_tile else 2 * t.pad
+                correct = (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
+                terms = zip(change[f], scores[f], tables.added(row, r, f), lse, strict=True)
+                probs.append([jnp.exp(jnp.where(correct, c + s + a, MASKED_SCORE) - m) for c, s, a, m in terms])
+                dtotal.append([p * d for p, d in zip(probs[f], dprobs[f], strict=True)])
+            return Recomputed(hidden, slope, probs, dtotal)
+
+        def gradients_of(loaded: Sequence[tuple[Any, ...]], row: Any, between: Any) -> list[Gradients]:
+            operands = [windows(t, dtotal, t.ahead) for _, dtotal, _, _ in loaded]
+            dxs = [dx_of(x, slope) for x, (_, _, _, slope) in zip(operands, loaded, strict=True)]
+            packed = [[[pack(t, registers_of(x)) for x in of_row] for of_row in unit] for unit in dxs]
+            between()
+            found = []
+            for i, (r, (_, dtotal, _, _)) in enumerate(zip(UNITS, loaded, strict=True)):
+                with_beyond = [with_rolled(t, of_row, t.ahead) for of_row in packed[i]]
+                dconvolved = to_heads(t, inputs.transposed_1, with_beyond, t.ahead)
+                dscores = []
+                for f in phases:
+                    terms = zip(dconvolved[f], dtotal[f], tables.added(row, r, f), strict=True)
+                    dscores.append([jnp.where(owned & (a > MASKED_SCORE / 2), c + d, 0.0) for c, d, a in terms])
+                found.append(dscores)
+            return [
+                Gradients(
+                    found[i],
+                    dxs[i],
+                    dtotal,
+                    weights(windows(t, scores, t.pad), packed[i]),
+                    weights(operands[i], hidden),
+                )
+                for i, (scores, dtotal, hidden, _) in enumerate(loaded)
+            ]
+
+        def dx_of(operands: Sequence[Array], slope: Sequence[Sequence[Array]]) -> list[list[Array]]:
+            dhidden = to_hidden(t, inputs.transposed_2[...], operands)
+
+            def dx(k: int, f: int) -> Array:
+                masks = are_positive(t, slope[k][f])
+                registers = zip(masks, registers_of(dhidden[k][f]), strict=True)
+                d = join([jnp.where(mask, d, SLOPE * d) for mask, d in registers], 0)
+                exists = tables.exists(f)
+                return d if exists is None else select(exists, d)
+
+            return [[dx(k, f) for f in phases] for k in range(UNIT_ROWS)]
+
+        def weights(operands: Sequence[Array], packed: Sequence[Sequence[Array]]) -> Array:
+            """Return the gradient of a matrix [lines of a window, 2 n C]; columns count in the tile that owns them."""
+
+            def counted(x: Array) -> Array:
+                zero = jnp.zeros((), x.dtype)
+                return join([jnp.where(owned, register, zero) for register in registers_of(x)], 0)
+
+            outputs_of = [
+                operand(t, [counted(packed[k][begin + f]) for k in range(UNIT_ROWS) for f in range(n)])
+                for begin in range(0, t.phases, n)
+            ]
+            return dot(join(operands, 1), join(outputs_of, 1), (1, 1))
+
+        def store_first(results: Sequence[Recomputed], row: Any) -> None:
+            buffer = row // GROUP_ROWS & 1
+            for r, unit in zip(UNITS, results, strict=True):
+                for f in phases:
+                    for k in range(UNIT_ROWS):
+                        scratch.hidden[buffer, r + k, f] = unit.hidden[k][f]
+                        scratch.slope[buffer, r + k, f] = unit.slope[k][f]
+                    store(t, scratch.probs, unit.probs[f], row + r, f)
+                    store(t, scratch.dprobs, unit.dtotal[f], row + r, f)
+
+        def store_second(results: Sequence[Gradients], row: Any) -> None:
+            outputs.dmatrix_1[0] += functools.reduce(jnp.add, [unit.dmatrix_1 for unit in results])
+            outputs.dmatrix_2[0] += functools.reduce(jnp.add, [unit.dmatrix_2 for unit in results])
+            dentries: dict[int, list[Array]] = {}
+            for r, unit in zip(UNITS, results, strict=True):
+                for f in phases:
+                    store(t, scratch.dprobs, unit.dscores[f], row + r, f)
+                    for k in range(UNIT_ROWS):
+                        lines = [unit.dx[k][f] / (1 - SLOPE), head_lines(t, unit.dtotal[f], k)]
+                        dentries.setdefault(slot(t, r + k, f) - slot(t, 0, 0), []).append(join(lines, 0))
+            for offset, parts in sorted(dentries.items()):
+                total = functools.reduce(jnp.add, parts)
+                at = slot(t, row, 0) + offset
+                # The group before began what is left of this group's slots.
+                scratch.dsheared[at] = total + scratch.dsheared[at] if offset < 0 else total
+            if in_first_tile:
+                add_left(results, row)
+            shared = t.phases - 1 if t.row_stride == 1 else 0
+            for r, phase in new_slots(t):
+                unshear(row + r - shared, phase)
+
+        def add_left(results: Sequence[Gradients], row: Any) -> None:
+            for ref, num_columns in ((outputs.dleft.knee, t.pad), (outputs.dleft.added, 2 * t.pad)):
+                row_lane = iota((ref.shape[3], LANES), 1)  # in `dleft` a lane is a row
                 for column in range(num_columns):
-                    column_lane = (t.halo[0] + column + shift) & (LANES - 1)
-                    for r in range(GROUP_ROWS):
-                        row = GROUP_ROWS * group + r
-                        drow = gradient[r * num_sublanes : (r + 1) * num_sublanes]
-                        drow = roll(drow, row - column_lane + LANES)
-                        ref[0, 0, column] -= jnp.where(row_lane == row, drow, 0.0)
+                    at = t.halo[0] + column
+                    phase, to = at % t.phases, at // t.phases
+                    for r, unit in zip(UNITS, results, strict=True):
+                        for k in range(UNIT_ROWS):
+                            d = unit.dx[k][phase] / (1 - SLOPE)
+                            d = d if ref is outputs.dleft.knee else head_lines(t, unit.dtotal[phase], k)
+                            d = roll(d, row + r + k - to + LANES)
+                            ref[0, 0, column] -= jnp.where(row_lane == row + r + k, d, 0.0)
 
-    loop_over_groups(t, tile, needed, process)
+        def features_of(loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Any]:
+            return [hidden_of(scores, row, r) for r, (scores, _, _) in zip(UNITS, loaded, strict=True)]
+
+        def rest(made: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
+            return [
+                recompute(hidden, slope, scores, dprobs, lse, row, r)
+                for r, (hidden, slope), (scores, dprobs, lse) in zip(UNITS, made, loaded, strict=True)
+            ]
+
+        row = row_of(first)
+        tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
+        loaded = load_first(row)
+        store_first(rest(features_of(loaded, row), loaded, row), row)
+        tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
+
+        def body(group, _):
+            row, row_before = row_of(group), row_of(group - 1)
+            # All loads first and all stores last, so that the compiler may overlap what is in between.
+            now, before = load_first(row), load_second(row_before)
+            entries = tables.read(row + GROUP_ROWS, new_slots(t))
+            made: list[Any] = []
+            gradients = gradients_of(before, row_before, lambda: made.extend(features_of(now, row)))
+            store_first(rest(made, now, row), row)
+            tables.store(row + GROUP_ROWS, new_slots(t), *entries)
+            store_second(gradients, row_before)
+            return 0
+
+        jax.lax.fori_loop(first + 1, end, body, 0)
+        row = row_of(end - 1)
+        store_second(gradients_of(load_second(row), row, lambda: None), row)
+        if t.row_stride == 1:
+            for r in range(1, t.phases):
+                unshear(row + GROUP_ROWS - t.phases + r, 0)
+
+    loop_over_groups(t, tile, needed, loop)
 
     @pl.when(needed)
     def _():
-        for read in reads:
-            read.wait()
-        scratch.dslab[...] += unshear(t, scratch.dknee, scratch.dadded)
-        for head, key_head, rows in heads_of_block(t):
-            dscores = scratch.scores[rows, :].astype(inputs.q.dtype)
-            probs = scratch.probs[rows, :].astype(inputs.q.dtype)
-            scratch.dq[head] += dot(dscores, inputs.k[0, 0, key_head], (1, 0))
-            scratch.dk[key_head] += dot(dscores, inputs.q[0, head], (0, 0))
-            scratch.dv[key_head] += dot(probs, inputs.dout[0, head], (0, 0))
+        for pair in pairs_of(t.num_heads):
+            dq: list[Any] = [0.0] * len(pair)
+            for phase in phases:
+                for i, head in enumerate(pair):
+                    group = head // heads_per_group
+                    ref, index = head_rows(t, scratch.dprobs, head, phase)
+                    dscores = ref[index].astype(inputs.q.dtype)
+                    ref, index = head_rows(t, scratch.probs, head, phase)
+                    probs = ref[index].astype(inputs.q.dtype)
+                    dq[i] += dot(inputs.k[0, 0, group, phase], dscores, (1, 1))
+                    scratch.dk[group, phase] += dot(inputs.q_columns[0, 0, head], dscores, (1, 0))
+                    scratch.dv[group, phase] += dot(inputs.dout_columns[0, 0, head], probs, (1, 0))
+            for i, head in enumerate(pair):
+                scratch.dq[head] += dq[i]
         for write in writes:
             write.start()
         for write in writes:
@@ -255,27 +458,43 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         outputs.dv[0, 0] = scratch.dv[...].astype(outputs.dv.dtype)
 
 
+def lay_out_lse(forward: Tiling, t: Tiling, lse: Heads) -> Heads:
+    """Lay the log-sum-exp out in the blocks of the backward pass. Rows beyond T get probabilities of 0."""
+    batch = jax.tree.leaves(lse)[0].shape[0]
+    missing = t.padded_rows - t.num_rows
+
+    def of(x: Array, registers: int, heads: int) -> Array:
+        x = x.reshape(batch, forward.num_blocks, registers, forward.block_rows, heads).swapaxes(1, 2)
+        x = x.reshape(batch, registers, forward.padded_rows, heads)[:, :, : t.num_rows]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=-MASKED_SCORE)
+        x = x.reshape(batch, registers, t.num_blocks, t.block_rows, heads).swapaxes(1, 2)
+        return x.reshape(batch, t.num_blocks, -1, LANES)
+
+    octets = of(lse.octets, t.octets, SUBLANES) if t.octets else None
+    return Heads(octets, of(lse.quads, 1, 4) if t.quads else None)
+
+
 def backward_pass(
+    forward: Tiling,
     t: Tiling,
     q_BTHK: Array,
     k_BSGK: Array,
     v_BSGK: Array,
     first: Array,
     operator: Operator,
-    out_BHTK: Array,
-    lse: Array,
+    out_BTHK: Array,
+    lse: Heads,
     dout_BTHK: Array,
 ) -> tuple[Array, Array, Array, Operator]:
-    """Run the backward kernel; return the gradients of q, k, v and the operator."""
-    batch, H, C, W = q_BTHK.shape[0], t.num_heads, t.num_channels, t.width
-    matrices = [
-        tiling.to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels),
-        tiling.to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads),
-        tiling.to_matrix(t, operator.scores_WHC.swapaxes(1, 2), t.padded_channels, t.padded_heads),
-        tiling.to_matrix(t, operator.output_WCH.swapaxes(1, 2), t.padded_heads, t.padded_channels),
-    ]
+    """Run the backward kernel; return the gradients of q, k, v and the operator.
+
+    `forward` is the tiling of the forward pass, which returned `out_BTHK` and `lse`.
+    """
+    batch = q_BTHK.shape[0]
+    transposed_1, transposed_2 = (x.swapaxes(1, 2)[::-1] for x in (operator.scores_WHC, operator.output_WCH))
     table, table_vjp = jax.vjp(functools.partial(tiling.to_table, t), operator.knee_CN, operator.added_HN)
     left, left_vjp = jax.vjp(functools.partial(left_blocks, t), operator.left_knee_PCT, operator.left_added_QHT)
+    lse = lay_out_lse(forward, t, lse)
 
     def float32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
@@ -294,48 +513,55 @@ def backward_pass(
     def summed(*shape: int) -> tiling.Blocked:
         return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
 
-    dq, dtable = float32(H, t.padded_rows, t.head_dim), float32(*table.shape)
-    dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, LANES, t.head_dim), q_BTHK.dtype)
+    H, K = t.num_heads, t.head_dim
+    dq, dtable = float32(t.num_blocks, H, K, t.block_rows), float32(*table.shape)
+    dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, t.phases, K, LANES), q_BTHK.dtype)
+    matrix_1 = tiling.to_hidden_matrix(t, operator.scores_WHC)
     inputs = Inputs(
         q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
+        q_columns=tiling.by_columns(t, tiling.to_columns(t, q_BTHK)),
         k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
         v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
-        out=tiling.by_rows(t, jnp.pad(out_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0)))),
+        out=tiling.by_rows(t, tiling.to_blocks(t, out_BTHK)),
         dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
-        lse=tiling.by_lanes(t, lse.reshape(batch, t.num_blocks, t.block_sublanes // LANES, LANES)),
-        matrix_1=tiling.whole(t, matrices[0]),
-        matrix_2=tiling.whole(t, matrices[1]),
-        transposed_1=tiling.whole(t, matrices[2]),
-        transposed_2=tiling.whole(t, matrices[3]),
+        dout_columns=tiling.by_columns(t, tiling.to_columns(t, dout_BTHK)),
+        lse=jax.tree.map(functools.partial(tiling.by_lanes, t), lse),
+        matrix_1=tiling.whole(t, matrix_1),
+        matrices_2=tiling.whole(t, tiling.to_heads_matrix(t, operator.output_WCH)),
+        transposed_1=tiling.whole(t, tiling.to_heads_matrix(t, transposed_1)),
+        transposed_2=tiling.whole(t, tiling.to_hidden_matrix(t, transposed_2)),
         left=jax.tree.map(left_input, left),
         slab=tiling.slab_of(t, table),
         dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
         dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
     )
+    dmatrix = summed(matrix_1.shape[1], matrix_1.shape[0])
     outputs = Outputs(
         dq=tiling.in_hbm(dq),
         dk=tiling.by_tiles(t, dtiles),
         dv=tiling.by_tiles(t, dtiles),
-        dmatrix_1=summed(t.padded_channels, W * t.padded_heads),
-        dmatrix_2=summed(t.padded_heads, W * t.padded_channels),
+        dmatrix_1=dmatrix,
+        dmatrix_2=dmatrix,
         dtable=tiling.in_hbm(dtable),
         dleft=jax.tree.map(left_gradient, left),
     )
-    scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
-    tile_scratch = tiling.scratch_of(t.num_groups, LANES, t.head_dim)
-    knee_scratch, added_scratch = tiling.sheared_scratch(t)
+    tile_scratch = tiling.scratch_of(t.num_groups, t.phases, K, LANES)
+    slab_scratch = tiling.scratch_of(t.phases, t.table_lines, t.slab_columns)
+    sheared_scratch = tiling.scratch_of(t.slots, t.table_lines, LANES)
     scratch = Scratch(
-        scores=scores_scratch,
-        dprobs=scores_scratch,
-        probs=scores_scratch,
-        dq=tiling.scratch_of(H, t.block_rows, t.head_dim),
-        dslab=tiling.scratch_of(*t.slab_shape),
+        scores=heads_scratch(t, t.phases),
+        dprobs=heads_scratch(t, t.phases),
+        probs=heads_scratch(t, t.phases),
+        dq=tiling.scratch_of(H, K, t.block_rows),
+        dslab=slab_scratch,
         dk=tile_scratch,
         dv=tile_scratch,
-        knee=knee_scratch,
-        added=added_scratch,
-        dknee=knee_scratch,
-        dadded=added_scratch,
+        slab=slab_scratch,
+        sheared=sheared_scratch,
+        dsheared=sheared_scratch,
+        left=left_scratch(t),
+        hidden=packed_scratch(t, 2, GROUP_ROWS, t.phases),
+        slope=packed_scratch(t, 2, GROUP_ROWS, t.phases),
         semaphores=pltpu.SemaphoreType.DMA((2, 2)),
     )
     # Operand `dtable`; `first` is operand 0.
@@ -344,12 +570,17 @@ def backward_pass(
     gradients = tiling.call(
         t, backward_kernel, first=first, inputs=inputs, outputs=outputs, scratch=scratch, input_output_aliases=aliases
     )
-    dq_BTHK = jnp.moveaxis(gradients.dq[:, :, : t.num_rows] * t.head_dim**-0.5, 1, 2).astype(q_BTHK.dtype)
+    dq_BTHK = (tiling.from_columns(t, gradients.dq) * K**-0.5).astype(q_BTHK.dtype)
     dk_BSGK, dv_BSGK = (tiling.from_tiles(t, x).astype(k_BSGK.dtype) for x in (gradients.dk, gradients.dv))
+
+    def of_kernel(dmatrix: Array, kernel_WHC: Array) -> Array:
+        """Return the gradient of a kernel from that of its matrix, [lines of a window, 2 n C], C in packed order."""
+        lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
+        matrix = functools.partial(tiling.to_matrix, outputs=lines, inputs=tiling.score_lines(t, t.window_phases))
+        return jax.vjp(matrix, kernel_WHC)[1](dmatrix.sum(0).T)[0]
+
+    dscores_WHC = of_kernel(gradients.dmatrix_1, operator.scores_WHC)
+    doutput_WCH = of_kernel(gradients.dmatrix_2, transposed_2)[::-1].swapaxes(1, 2)
     dknee_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
     dleft = left_vjp(jax.tree.map(lambda x: x.sum(0), gradients.dleft))
-    dmatrix_1 = gradients.dmatrix_1.sum(0).reshape(t.padded_channels, W, t.padded_heads)
-    dmatrix_2 = gradients.dmatrix_2.sum(0).reshape(t.padded_heads, W, t.padded_channels)
-    dscores_WHC = dmatrix_1.transpose(1, 2, 0)[:, :H, :C]
-    doutput_WCH = dmatrix_2.transpose(1, 2, 0)[:, :C, :H]
     return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dknee_CN, dadded_HN, *dleft)

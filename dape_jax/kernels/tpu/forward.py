@@ -1,19 +1,23 @@
-"""The forward kernel, and the operations on a group of rows that the backward kernel repeats.
+"""The forward kernel, and the operations on units of rows that the backward kernel repeats.
 
 Grid: (sequence, block of rows, tile of keys), tiles innermost. As in FlashAttention, VMEM holds for each row and head
 of the block a running maximum m, a running sum l of exp(score - m), and the sum of values weighted likewise:
 
     for tile in tiles of the block:
-        scores = Q K^T / sqrt(K)                                one matmul per head
+        scores = Q K^T / sqrt(K)                                one matmul per head and phase
         for group of 8 rows in the block:
             total = scores + added - left_added + Conv2(leaky_relu_change(Conv1(scores), knee - left_knee))
             new m, new l, probs = exp(total - m), decay = exp(old m - m)
-        values = values * decay + probs V                       one matmul per head
+        values = values * decay + V^T probs^T                   one matmul per head and phase
     out = values / l,  log-sum-exp = m + log(l)
+
+An iteration of the loop computes the hidden features of one group, and what follows from those of the group before:
+they do not depend on each other, so that the matmuls of one are in flight while the other's results arrive.
 
 The log-sum-exp is saved for the backward pass. Scores, hidden features and probabilities never leave VMEM.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +29,25 @@ from jaxtyping import Array
 
 from dape_jax.kernels.tables import Operator
 from dape_jax.kernels.tpu import tiling
-from dape_jax.kernels.tpu.tiling import GROUP_ROWS, LANES, MASKED_SCORE, SUBLANES, SlabOffset, Step, Tiling, iota
+from dape_jax.kernels.tpu.tiling import (
+    GROUP_ROWS,
+    LANES,
+    LEFT_BUFFERS,
+    MASKED_SCORE,
+    SUBLANES,
+    UNIT_ROWS,
+    Step,
+    Tiling,
+    iota,
+)
 from dape_jax.model.processors import leaky_relu_change
 from dape_jax.sharding import full_precision
 
-# ---- Operations in VMEM, shared with the backward kernel
+Registers = list[Array]  # each [8, 128]
+Unit = list[Registers]  # for each phase the registers of two rows
+UNITS = range(0, GROUP_ROWS, UNIT_ROWS)  # the first row of each unit of a group
+
+# ---- Registers
 
 
 def clear(*refs: Any) -> None:
@@ -45,10 +63,21 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def join(parts: Sequence[Array], axis: int) -> Array:
+    """Concatenate, without a copy of a single part."""
+    return jnp.concatenate(list(parts), axis) if len(parts) > 1 else parts[0]
+
+
+def dots(matrix: Array, operands: Sequence[Array]) -> list[Array]:
+    """Return the products of one matrix and several operands, computed side by side for matrix units wider than 128."""
+    products = dot(matrix, join(operands, 1), (1, 0))
+    return [products[:, i * LANES : (i + 1) * LANES] for i in range(len(operands))]
+
+
 def roll(x: Array, by: Any) -> Array:
     """Roll along the lanes: out[.., lane] = x[.., lane - by], modulo their number."""
     if isinstance(by, int):
-        return pltpu.roll(x, by % x.shape[-1], 1) if by % x.shape[-1] else x
+        return pltpu.roll(x, by % LANES, 1) if by % LANES else x
     return pltpu.roll(x, by & (LANES - 1), 1)
 
 
@@ -57,109 +86,366 @@ def select(mask: Array, x: Array, other: Any = 0.0) -> Array:
     return jnp.where(mask[None], x.reshape(-1, SUBLANES, LANES), other).reshape(x.shape)
 
 
-def convolve(t: Tiling, matrix: Array, taps: list[Array], inputs: int) -> Array:
-    """Convolve a group: taps [8 * inputs, 128] -> [8 * outputs, 128], one matmul for every `rows_per_dot` rows."""
-    num_sublanes = tiling.rows_per_dot(t, inputs) * inputs
-    rows = [
-        dot(matrix, jnp.concatenate([tap[start : start + num_sublanes] for tap in taps]), (1, 0))
-        for start in range(0, GROUP_ROWS * inputs, num_sublanes)
-    ]
-    return jnp.concatenate(rows) if len(rows) > 1 else rows[0]
+def registers_of(x: Array) -> Registers:
+    """Split [8 n, 128] into registers."""
+    return [x[i : i + SUBLANES] for i in range(0, x.shape[0], SUBLANES)]
 
 
-def shear(t: Tiling, slab_refs: Sequence[Any], knee_ref: Any, added_ref: Any) -> None:
-    """Copy the slab 8 times, for row r of a group shifted right by the distance between row 0 and row r."""
-    slab = jnp.concatenate([ref[...] for ref in slab_refs], 1)
-    for r in range(GROUP_ROWS):
-        shifted = roll(slab, t.row_stride * r)[:, t.slab_margin :]
-        knee_ref[r * t.padded_channels : (r + 1) * t.padded_channels, :] = shifted[: t.padded_channels]
-        added_ref[r * t.padded_heads : (r + 1) * t.padded_heads, :] = shifted[t.padded_channels :]
+def pack(t: Tiling, registers: Registers) -> Array:
+    """Join registers into one array for a matmul; see `packed` for the order of its lines."""
+    if len(registers) % 2:
+        registers = [*registers, jnp.zeros_like(registers[0])]
+    return join([_pair(t, a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)], 0)
 
 
-def read_table(sheared_ref: Any, offset: SlabOffset, lane: Array) -> Array:
-    """Return a group's entries of a sheared table, rolled right by `offset.shift`.
+def _pair(t: Tiling, a: Array, b: Array) -> Array:
+    if t.dtype == jnp.float32:
+        return jnp.concatenate([a, b])
+    if t.interpret:  # the interpreter has no rule for `pack_elementwise`
+        low, high = (jax.lax.bitcast_convert_type(x.astype(t.dtype), jnp.uint16).astype(jnp.uint32) for x in (a, b))
+        return low | (high << 16)
+    return pltpu.pack_elementwise([a, b], packed_dtype=t.dtype)
 
-    Both pieces start at multiples of 128; lanes before the shift belong to the second:
 
-        sheared   |. . . a b c d|e f g . . . .|      entries wanted: a b c d e f g, from `start + shift` on
-        returned  |e f g a b c d|
+def operand(t: Tiling, packed: Sequence[Array]) -> Array:
+    """Return packed arrays as the operand of a matmul, its lines in the order of `tiling.packed_order`."""
+    joined = join(packed, 0)
+    return joined if t.dtype == jnp.float32 else pltpu.bitcast(joined, t.dtype)
+
+
+def packed_scratch(t: Tiling, *shape: int) -> Any:
+    """Return VMEM for packed hidden features: [*shape, C, 128]."""
+    if t.dtype == jnp.float32:
+        return pltpu.VMEM((*shape, t.padded_channels, LANES), jnp.float32)
+    return pltpu.VMEM((*shape, t.padded_channels // 2, LANES), jnp.uint32)
+
+
+# ---- Numbers of all rows and heads of a block
+
+
+class Heads(NamedTuple):
+    """Refs of numbers of all rows and heads of a block; None if there are no octets, or no quad.
+
+    octets: [octets, 8 block_rows, 128], quads: [4 block_rows, 128]; with a leading dim of phases or without.
     """
-    here = sheared_ref[:, pl.ds(offset.start, LANES)]
-    after = sheared_ref[:, pl.ds(pl.multiple_of(offset.start + LANES, LANES), LANES)]
+
+    octets: Any
+    quads: Any
+
+
+def heads_of(t: Tiling, make: Callable[..., Any], *lead: int) -> Heads:
+    """Return `make(shape)` for octets and quads."""
+    octets = make((*lead, t.octets, SUBLANES * t.block_rows, LANES)) if t.octets else None
+    return Heads(octets, make((*lead, 4 * t.block_rows, LANES)) if t.quads else None)
+
+
+def heads_scratch(t: Tiling, *lead: int) -> Heads:
+    """Return float32 VMEM for numbers of all rows and heads of a block."""
+    return heads_of(t, lambda shape: pltpu.VMEM(shape, jnp.float32), *lead)
+
+
+def head_rows(t: Tiling, heads: Heads, head: int, *phase: int) -> tuple[Any, Any]:
+    """Return the ref and the index of one head's numbers, [block_rows, 128]."""
+    if head < SUBLANES * t.octets:
+        lines = pl.ds(head % SUBLANES, t.block_rows, stride=SUBLANES)
+        return heads.octets.at[(*phase, head // SUBLANES)], (lines, slice(None))
+    lines = pl.ds(head - SUBLANES * t.octets, t.block_rows, stride=4)
+    return (heads.quads.at[phase] if phase else heads.quads), (lines, slice(None))
+
+
+def _unit_at(t: Tiling, heads: Heads, row: Any, *phase: int) -> list[tuple[Any, Any]]:
+    found = []
+    for octet in range(t.octets):
+        for r in range(UNIT_ROWS):
+            lines = pl.ds(pl.multiple_of((row + r) * SUBLANES, SUBLANES), SUBLANES)
+            found.append((heads.octets, (*phase, octet, lines, slice(None))))
+    if t.quads:
+        lines = pl.ds(pl.multiple_of(row * 4, SUBLANES), SUBLANES)
+        found.append((heads.quads, (*phase, lines, slice(None))))
+    return found
+
+
+def load(t: Tiling, heads: Heads, row: Any, *phase: int) -> Registers:
+    """Return the registers of rows `row` and `row + 1`."""
+    return [ref[index] for ref, index in _unit_at(t, heads, row, *phase)]
+
+
+def store(t: Tiling, heads: Heads, registers: Registers, row: Any, *phase: int) -> None:
+    """Store the registers of rows `row` and `row + 1`."""
+    for (ref, index), register in zip(_unit_at(t, heads, row, *phase), registers, strict=True):
+        ref[index] = register
+
+
+def load_unit(t: Tiling, heads: Heads, row: Any) -> Unit:
+    """Return the registers of rows `row` and `row + 1` in all phases."""
+    return [load(t, heads, row, phase) for phase in range(t.phases)]
+
+
+def by_unit(t: Tiling, lines: Sequence[Array], merge: Callable[[Array, Array], Array]) -> Registers:
+    """Make the registers of a unit from the head lines of its two rows: `merge` makes a quad."""
+    upper, lower = (registers_of(x) for x in lines)
+    found = [x for octet in range(t.octets) for x in (upper[octet], lower[octet])]
+    return [*found, merge(upper[t.octets], lower[t.octets])] if t.quads else found
+
+
+def is_upper() -> Array:
+    """Return whether a line of a quad is of the first row of the unit."""
+    return iota((SUBLANES, LANES), 0) < 4
+
+
+# ---- Distance tables
+
+
+def slot(t: Tiling, row: Any, phase: int) -> Any:
+    """Return where the rolled table entries of a row and a phase are. Neighbouring rows share them: see `tiling`."""
+    return t.phases + row - phase if t.row_stride == 1 else t.phases * row + phase
+
+
+def new_slots(t: Tiling) -> list[tuple[int, int]]:
+    """Return (row, phase) of the slots that a group of rows needs besides those of the group before."""
+    return [(row, phase) for row in range(GROUP_ROWS) for phase in range(1 if t.row_stride == 1 else t.phases)]
+
+
+def first_slots(t: Tiling) -> list[tuple[int, int]]:
+    """Return (row, phase) of all slots of the first group."""
+    return [(0, phase) for phase in range(1, t.phases) if t.row_stride == 1] + new_slots(t)
+
+
+class SlabColumns(NamedTuple):
+    """Where the entries of a row start in the slab: remainder of the distance, a multiple of 128, and 0 .. 127."""
+
+    remainder: Any
+    start: Any
+    shift: Any
+
+
+def slab_columns(step: Step, row: Any, phase: int) -> SlabColumns:
+    """Return where the entries of a row of the block start in the slab, for lane 0."""
+    remainder, column = step.table_position(row, phase)
+    column = jnp.maximum(column - step.slab_start, 0)  # a row beyond the block is not used
+    start = column // LANES * LANES
+    return SlabColumns(remainder, pl.multiple_of(start, LANES), column - start)
+
+
+def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array:
+    """Return the table entries of a row and a phase: [table lines, 128]."""
+    remainder, start, shift = slab_columns(step, row, phase)
+    here = slab_ref[remainder, :, pl.ds(start, LANES)]
+    after = slab_ref[remainder, :, pl.ds(pl.multiple_of(start + LANES, LANES), LANES)]
     pieces = (x.reshape(-1, SUBLANES, LANES) for x in (here, after))
-    return jnp.where((lane >= offset.shift)[None], *pieces).reshape(here.shape)
-
-
-def corrected(
-    t: Tiling, group: Any, sheared_ref: Any, offset: SlabOffset, left_ref: Any | None, num_columns: int
-) -> Array:
-    """Return `read_table` minus the correction of the first columns; `left_ref` is None in a tile without them."""
-    lane = iota((SUBLANES, LANES), 1)
-    entries = read_table(sheared_ref, offset, lane)
-    if left_ref is None:
-        return entries
-    for column in range(num_columns):
-        column_lane = (t.halo[0] + column + offset.shift) & (LANES - 1)
-        # In `left_ref` a lane is a row. Roll each row's lane to that of the column.
-        rows = [roll(left_ref[0, column], column_lane - (GROUP_ROWS * group + r) + LANES) for r in range(GROUP_ROWS)]
-        entries -= select(lane == column_lane, jnp.concatenate(rows))
-    return entries
+    return roll(jnp.where((lane >= shift)[None], *pieces).reshape(here.shape), LANES - shift)
 
 
 class LeftRefs(NamedTuple):
-    """Corrections of the first columns, in the first tile; both are None in others."""
+    """Corrections of the first columns: of a block, in the first tile; or rolled, of three groups. None elsewhere."""
 
     knee: Any = None
     added: Any = None
 
 
+def left_scratch(t: Tiling) -> LeftRefs:
+    """Return VMEM for rolled corrections."""
+    sizes = (max(t.pad, 1), t.padded_channels), (max(2 * t.pad, 1), t.head_lines)
+    return LeftRefs(*(tiling.scratch_of(LEFT_BUFFERS, GROUP_ROWS, *size, LANES) for size in sizes))
+
+
+def _left_buffer(row: Any) -> Any:
+    return row // GROUP_ROWS & (LEFT_BUFFERS - 1)
+
+
+def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
+    """Return the corrections of a group's rows, each in the lane of its column: lists by row, then by column."""
+
+    def of(ref: Any, num_columns: int) -> list[list[Array]]:
+        # In `left` a lane is a row.
+        found: list[list[Array]] = [[] for _ in range(GROUP_ROWS)]
+        for column in range(num_columns):
+            at = (t.halo[0] + column) // t.phases
+            for r in range(GROUP_ROWS):
+                found[r].append(select(lane == at, roll(ref[0, column], at - r - row + LANES)))
+        return found
+
+    return LeftRefs(of(left.knee, t.pad), of(left.added, 2 * t.pad))
+
+
+def store_left(rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
+    """Store what `roll_left` returned."""
+    for of_rows, ref in zip(rolled, scratch, strict=True):
+        for r, columns in enumerate(of_rows):
+            for column, numbers in enumerate(columns):
+                ref[_left_buffer(row), r, column] = numbers
+
+
+# ---- Convolutions
+
+
+def window(t: Tiling, phases: Unit, rolled: Callable[[int, int], Registers], begin: int) -> Registers:
+    """Return the registers of the phases that a matmul reads, from `begin` on.
+
+    A phase beyond the last is the first one of the next lane: `rolled(phase, lanes)` returns it.
+    """
+    found = []
+    for at in range(begin, begin + t.window_phases):
+        phase, lanes = at % t.phases, at // t.phases
+        found += phases[phase] if lanes == 0 else rolled(phase, -lanes)
+    return found
+
+
+def windows(t: Tiling, unit: Unit, before: int) -> list[Array]:
+    """Return the operands of a convolution of a unit that reads `before` phases to the left: one for every n phases."""
+
+    @functools.cache
+    def rolled(phase: int, by: int) -> Registers:
+        return [roll(register, by) for register in unit[phase]]
+
+    begins = range(-before, t.phases - before, t.phases_per_dot)
+    return [operand(t, [pack(t, window(t, unit, rolled, begin))]) for begin in begins]
+
+
+def to_hidden(t: Tiling, matrix: Array, operands: Sequence[Array]) -> list[list[Array]]:
+    """Convolve scores of a unit: `windows` -> [row][phase] of [C, 128]."""
+    n, C = t.phases_per_dot, t.padded_channels
+    products = dots(matrix, operands)
+    return [
+        [products[phase // n][(row * n + phase % n) * C :][:C] for phase in range(t.phases)] for row in range(UNIT_ROWS)
+    ]
+
+
+def beyond(t: Tiling, before: int) -> list[tuple[int, int]]:
+    """Return (phase, lanes) of what a convolution that reads `before` phases to the left reads from other lanes."""
+    after = t.width - 1 - before
+    outside = [*range(-before, 0), *range(t.phases, t.phases + after)]
+    return list(dict.fromkeys((at % t.phases, -(at // t.phases)) for at in outside))
+
+
+def with_rolled(t: Tiling, phases: Sequence[Array], before: int) -> list[Array]:
+    """Return the phases of a row, then the rolled ones that `to_heads` reads."""
+    return [*phases, *(roll(phases[phase], by) for phase, by in beyond(t, before))]
+
+
+def to_heads(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], before: int) -> Unit:
+    """Convolve packed hidden features of a unit, `with_rolled` of each row, reading `before` phases to the left."""
+    rolled_phases = beyond(t, before)
+    n, lines = t.phases_per_dot, t.head_lines
+    products = []
+    for row in range(UNIT_ROWS):
+
+        def rolled(phase: int, by: int, row: int = row) -> Registers:
+            return [hidden[row][t.phases + rolled_phases.index((phase, by))]]
+
+        of_row = [[x] for x in hidden[row]]
+        begins = range(-before, t.phases - before, n)
+        products.append(dots(matrices[row], [operand(t, window(t, of_row, rolled, begin)) for begin in begins]))
+    parts = [
+        [products[row][phase // n][phase % n * lines :][:lines] for row in range(UNIT_ROWS)]
+        for phase in range(t.phases)
+    ]
+    return [by_unit(t, part, jnp.add) for part in parts]  # a row's lines of the other row's quad are 0
+
+
+def pairs_of(num_heads: int) -> list[list[int]]:
+    """Return the heads in pairs: matmuls of one head overlap those of the other."""
+    return [[*range(head, min(head + 2, num_heads))] for head in range(0, num_heads, 2)]
+
+
+def row_of(group: Any) -> Any:
+    """Return the first row of a group."""
+    return pl.multiple_of(group * GROUP_ROWS, GROUP_ROWS)
+
+
+def loop_over_groups(t: Tiling, tile: Any, needed: Any, loop: Callable[[bool], None]) -> None:
+    """Call `loop(in_first_tile)` if the step is needed. Only columns of the first tile need the corrections `left`."""
+    if t.pad:
+        pl.when(needed & (tile == 0))(lambda: loop(True))
+    if t.pad == 0 or t.num_tiles > 1:
+        pl.when(needed & (tile > 0 if t.pad else True))(lambda: loop(False))
+
+
+class RowTables:
+    """Table entries of the rows of a block in one tile.
+
+    Args:
+        step: positions of the block and the tile.
+        slab_ref: the slab.
+        sheared_ref: scratch of entries by slot.
+        left: corrections of the first columns, and scratch for them; None if this is not the first tile.
+    """
+
+    def __init__(self, step: Step, slab_ref: Any, sheared_ref: Any, left: tuple[LeftRefs, LeftRefs] | None):
+        self.step, self.t, self.slab_ref, self.sheared_ref = step, step.t, slab_ref, sheared_ref
+        self.left_input, self.left = left or (None, LeftRefs())
+        self.lane = iota((SUBLANES, LANES), 1)
+
+    def read(self, row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs | None]:
+        """Return what `store` stores for some slots and the corrections of a group of rows."""
+        entries = [shear(self.step, self.slab_ref, row + r, phase, self.lane) for r, phase in slots]
+        return entries, None if self.left_input is None else roll_left(self.t, self.left_input, row, self.lane)
+
+    def store(
+        self, row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs | None
+    ) -> None:
+        """Store what `read` returned."""
+        for (r, phase), lines in zip(slots, entries, strict=True):
+            self.sheared_ref[slot(self.t, row + r, phase)] = lines
+        if left is not None:
+            store_left(left, self.left, row)
+
+    def knee(self, row: Any, r: int, phase: int) -> Array:
+        """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first of a group, here and below."""
+        entries = self.sheared_ref[slot(self.t, row + r, phase), : self.t.padded_channels]
+        return self._corrected(entries, self.left.knee, self.t.pad, row, r, phase)
+
+    def added(self, row: Any, r: int, phase: int) -> Registers:
+        """Return what is added to the scores of rows `row + r` and `row + r + 1` in a phase."""
+        t, lines = self.t, []
+        for of_unit in range(r, r + UNIT_ROWS):
+            entries = self.sheared_ref[slot(t, row + of_unit, phase), t.padded_channels :]
+            lines.append(self._corrected(entries, self.left.added, 2 * t.pad, row, of_unit, phase))
+        return by_unit(t, lines, functools.partial(jnp.where, is_upper()))
+
+    def _corrected(self, entries: Array, left_ref: Any, num_columns: int, row: Any, r: int, phase: int) -> Array:
+        if left_ref is None:
+            return entries
+        for column in range(num_columns):
+            if (self.t.halo[0] + column) % self.t.phases == phase:
+                entries = entries - left_ref[_left_buffer(row), r, column]
+        return entries
+
+    def exists(self, phase: int) -> Array | None:
+        """Return whether the column of a lane is a column (not left of column 0), or None if all are."""
+        if self.left.knee is None or phase >= self.t.halo[0]:
+            return None
+        return self.t.phases * self.lane + phase >= self.t.halo[0]
+
+
 def hidden_features(
-    step: Step, group: Any, scores: Array, offset: SlabOffset, matrix: Array, knee_ref: Any, left_ref: Any | None
-) -> tuple[list[Array], Array, Array, Array]:
-    """Apply the first convolution to a group's scores.
+    t: Tiling, tables: RowTables, matrix: Array, unit: Unit, row: Any, r: int
+) -> tuple[list[list[Array]], list[list[Array]], list[list[Array]]]:
+    """Apply the first convolution and the nonlinearity to the scores of rows `row + r` and `row + r + 1`.
 
     Returns:
-        The taps, the features of the scores, the knees of LeakyReLU, and whether the column of a lane is a column (not
-        left of column 0). All are rolled right by `offset.shift`.
+        For each row and phase: packed hidden features, features of the scores, and knees.
     """
-    t = step.t
-    lane = iota((SUBLANES, LANES), 1)
-    source = scores.astype(t.dtype)
-    taps = [roll(source, offset.shift + (t.pad - w) + LANES) for w in range(t.width)]
-    knee = corrected(t, group, knee_ref, offset, left_ref, t.pad)
-    exists = step.key_column + ((lane - offset.shift) & (LANES - 1)) >= 0
-    return taps, convolve(t, matrix, taps, t.padded_heads), knee, exists
+    x = to_hidden(t, matrix, windows(t, unit, t.pad))
+    knees = [[tables.knee(row, r + k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)]
+
+    def activate(k: int, phase: int) -> Array:
+        features, exists = leaky_relu_change(x[k][phase], knees[k][phase]), tables.exists(phase)
+        return pack(t, registers_of(features if exists is None else select(exists, features)))
+
+    return [[activate(k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)], x, knees
 
 
-def heads_of_block(t: Tiling) -> list[tuple[int, int, Any]]:
-    """Return for each head its index, its head of keys, and the sublanes of its rows: every `padded_heads`-th."""
-    sublanes = [pl.ds(head, t.block_rows, stride=t.padded_heads) for head in range(t.num_heads)]
-    return [(head, head // (t.num_heads // t.num_groups), rows) for head, rows in enumerate(sublanes)]
+def diagonal_sum(x: Array, axis: int) -> Array:
+    """Turn lines into lanes, or back: the sum over an axis of [128, 128] squares, of their diagonal."""
+    diagonal = iota(x.shape, x.ndim - 2) == iota(x.shape, x.ndim - 1)
+    return jnp.sum(jnp.where(diagonal, x, 0.0), axis, keepdims=x.ndim == 2)
 
 
-def group_rows(t: Tiling, group: Any) -> Any:
-    """Return the sublanes of a group in a block."""
-    return pl.ds(pl.multiple_of(group * t.group_sublanes, t.group_sublanes), t.group_sublanes)
-
-
-def loop_over_groups(t: Tiling, tile: Any, needed: Any, process: Callable[[Any, bool], None]) -> None:
-    """Call `process(iteration, in_first_tile)` for the groups of a block, if the step is needed.
-
-    The first tile has its own loop, since only its columns need the corrections `left`.
-    """
-
-    def loop(*, in_first_tile: bool) -> None:
-        def body(iteration, _):
-            process(iteration, in_first_tile)
-            return 0
-
-        jax.lax.fori_loop(0, t.loop_iterations, body, 0)
-
-    if not t.pad:
-        pl.when(needed)(lambda: loop(in_first_tile=False))
-        return
-    pl.when(needed & (tile == 0))(lambda: loop(in_first_tile=True))
-    pl.when(needed & (tile > 0))(lambda: loop(in_first_tile=False))
+def copy_slab(parts: Sequence[Any], slab_ref: Any) -> None:
+    """Put the pieces of the slab side by side."""
+    for i, part in enumerate(parts):
+        slab_ref[:, :, i * LANES : (i + 1) * LANES] = part[...]
 
 
 # ---- The kernel
@@ -172,7 +458,7 @@ class Inputs(NamedTuple):
     k: Any
     v: Any
     matrix_1: Any  # first convolution
-    matrix_2: Any  # second convolution
+    matrices_2: Any  # second convolution, one for each row of a unit
     left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
 
@@ -181,123 +467,192 @@ class Outputs(NamedTuple):
     """Outputs of the forward kernel."""
 
     out: Any
-    lse: Any  # log-sum-exp of each row and head, in the order of sublanes
+    lse: Heads  # log-sum-exp of each row and head, in the order of lines
 
 
 class Scratch(NamedTuple):
-    """VMEM of the forward kernel. The first five have the layout of scores."""
+    """VMEM of the forward kernel."""
 
-    scores: Any
-    probs: Any  # relative to the running maximum
-    decay: Any  # exp(old maximum - new maximum)
-    max: Any  # running maximum, the same in all lanes
-    sum: Any  # running sum of probs; lanes are summed after the last tile
-    values: Any  # running weighted sum of values
-    knee: Any  # sheared table
-    added: Any  # sheared table
+    scores: Heads  # for each phase; then probabilities relative to the running maximum
+    decay: Heads  # exp(old maximum - new maximum)
+    max: Heads  # running maximum, the same in all lanes
+    sum: Heads  # running sum of probs; lanes are summed after the last tile
+    values: Any  # running weighted sum of values, [H, K, block_rows]
+    slab: Any
+    sheared: Any  # table entries by slot
+    left: LeftRefs  # rolled
+    hidden: Any  # packed hidden features of two groups
 
 
 def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Scratch, *, t: Tiling) -> None:
     """Process one tile of keys for one block of rows."""
     block, tile = pl.program_id(1), pl.program_id(2)
-    begin, end = t.tile_range(block, first_ref[0])
+    first_tile, last_tile = t.tile_range(block, first_ref[0])
     step = t.step(block, tile, first_ref[0])
-    needed = (tile >= begin) & (tile <= end)
+    needed = (tile >= first_tile) & (tile <= last_tile)
+    first, end = step.groups()
+    phases, heads_per_group = range(t.phases), t.num_heads // t.num_groups
+    num_hidden = t.phases + len(beyond(t, t.pad))
 
     @pl.when(tile == 0)
     def _():
-        scratch.max[...] = jnp.full(scratch.max.shape, MASKED_SCORE, jnp.float32)
-        clear(scratch.sum, scratch.values)
-        if t.padded_heads > t.num_heads:
-            clear(scratch.scores)
+        for ref in jax.tree.leaves(scratch.max):
+            ref[...] = jnp.full(ref.shape, MASKED_SCORE, jnp.float32)
+        clear(*jax.tree.leaves(scratch.sum), scratch.values)
+        if t.num_heads % 4:
+            clear(*jax.tree.leaves(scratch.scores))
 
     @pl.when(needed)
     def _():
-        shear(t, inputs.slab, scratch.knee, scratch.added)
-        visible = step.visible(t.block_rows, 1)
-        for head, key_head, rows in heads_of_block(t):
-            scores = dot(inputs.q[0, head], inputs.k[0, 0, key_head], (1, 1)) * t.head_dim**-0.5
-            scratch.scores[rows, :] = jnp.where(visible, scores, 0.0)
+        copy_slab(inputs.slab, scratch.slab)
+        visible = [step.visible(phase) for phase in phases]
+        for head in range(t.num_heads):
+            keys = [inputs.k[0, 0, head // heads_per_group, phase] for phase in phases]
+            for phase, scores in zip(phases, dots(inputs.q[0, head], keys), strict=True):
+                ref, index = head_rows(t, scratch.scores, head, phase)
+                ref[index] = jnp.where(visible[phase], scores * t.head_dim**-0.5, 0.0)
 
-    def update(group: Any, left: LeftRefs, scores: Array, old_max: Array, old_sum: Array) -> tuple[Array, ...]:
-        """Return the new maximum, sum, decay and probs of a group."""
-        offset = step.slab_offset(group)
-        _, x, knee, exists = hidden_features(step, group, scores, offset, inputs.matrix_1[...], scratch.knee, left.knee)
-        hidden = select(exists, leaky_relu_change(x, knee)).astype(t.dtype)
-        taps = [roll(hidden, t.pad - w) for w in range(t.width)]
-        added = corrected(t, group, scratch.added, offset, left.added, 2 * t.pad)
-        change = convolve(t, inputs.matrix_2[...], taps, t.padded_channels) + added
-        total = roll(change, LANES - offset.shift) + scores
-        lanes = iota(total.shape, 1)
-        counts = step.visible(t.group_sublanes, t.padded_heads, group) & step.owned(lanes)
-        total = jnp.where(counts, total, MASKED_SCORE)
-        new_max = jnp.maximum(old_max, jnp.max(total, 1, keepdims=True))
-        decay = jnp.exp(old_max - new_max)
-        probs = jnp.where(counts, jnp.exp(total - new_max), 0.0)
-        return new_max, old_sum * decay + probs, decay, probs
+    @pl.when(needed & ((first > 0) | (end < t.block_rows // GROUP_ROWS)))
+    def _():  # groups of rows that do not use the tile
+        for ref in jax.tree.leaves(scratch.decay):
+            ref[...] = jnp.ones(ref.shape, jnp.float32)
 
-    def process(iteration: Any, in_first_tile: bool) -> None:
-        left = inputs.left if in_first_tile else LeftRefs()
-        groups = [iteration * t.unroll + i for i in range(t.unroll)]
-        rows_of_groups = [group_rows(t, group) for group in groups]
-        # All loads first and all stores last, so that the compiler may overlap the groups in between.
-        loaded = [[ref[rows, :] for ref in (scratch.scores, scratch.max, scratch.sum)] for rows in rows_of_groups]
-        updated = [update(group, left, *values) for group, values in zip(groups, loaded, strict=True)]
-        for rows, values in zip(rows_of_groups, updated, strict=True):
-            for ref, value in zip((scratch.max, scratch.sum, scratch.decay, scratch.probs), values, strict=True):
-                ref[rows, :] = value
+    def loop(in_first_tile: bool) -> None:
+        left = (inputs.left, scratch.left) if in_first_tile else None
+        tables = RowTables(step, scratch.slab, scratch.sheared, left)
+        owned = [step.owned(phase) for phase in phases]
 
-    loop_over_groups(t, tile, needed, process)
+        def to_features(row: Any) -> list[Any]:
+            """Return the hidden features of a group: for each unit [row][phase], with rolled ones."""
+            units = [load_unit(t, scratch.scores, row + r) for r in UNITS]
+            hidden = [
+                hidden_features(t, tables, inputs.matrix_1[...], unit, row, r)[0]
+                for r, unit in zip(UNITS, units, strict=True)
+            ]
+            return [[with_rolled(t, of_row, t.pad) for of_row in unit] for unit in hidden]
+
+        def to_probs(row: Any, r: int) -> tuple[Registers, Registers, Registers, Unit]:
+            """Return the new maximum, sum and decay of a unit, and its probs, from its hidden features."""
+            buffer = row // GROUP_ROWS & 1
+            hidden = [[scratch.hidden[buffer, r + k, f] for f in range(num_hidden)] for k in range(UNIT_ROWS)]
+            change, scores = to_heads(t, inputs.matrices_2, hidden, t.pad), load_unit(t, scratch.scores, row + r)
+            total = []
+            for f in phases:
+                terms = zip(change[f], scores[f], tables.added(row, r, f), strict=True)
+                total.append([jnp.where(owned[f], c + s + a, MASKED_SCORE) for c, s, a in terms])
+            new_max, new_sum, decay = [], [], []
+            probs: Unit = [[] for _ in phases]
+            old = zip(load(t, scratch.max, row + r), load(t, scratch.sum, row + r), strict=True)
+            for i, (old_max, old_sum) in enumerate(old):
+                largest = functools.reduce(jnp.maximum, [total[f][i] for f in phases])
+                new_max.append(jnp.maximum(old_max, jnp.max(largest, 1, keepdims=True)))
+                decay.append(jnp.exp(old_max - new_max[i]))
+                for f in phases:
+                    probs[f].append(jnp.exp(total[f][i] - new_max[i]))
+                new_sum.append(old_sum * decay[i] + functools.reduce(jnp.add, [probs[f][i] for f in phases]))
+            return new_max, new_sum, decay, probs
+
+        def store_features(hidden: Sequence[Any], row: Any) -> None:
+            for r, unit in zip(UNITS, hidden, strict=True):
+                for k in range(UNIT_ROWS):
+                    for f in range(num_hidden):
+                        scratch.hidden[row // GROUP_ROWS & 1, r + k, f] = unit[k][f]
+
+        def store_probs(results: Sequence[tuple[Any, ...]], row: Any) -> None:
+            for r, (new_max, new_sum, decay, probs) in zip(UNITS, results, strict=True):
+                store(t, scratch.max, new_max, row + r)
+                store(t, scratch.sum, new_sum, row + r)
+                store(t, scratch.decay, decay, row + r)
+                for f in phases:
+                    store(t, scratch.scores, probs[f], row + r, f)
+
+        row = row_of(first)
+        tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
+        store_features(to_features(row), row)
+        tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
+
+        def body(group, _):
+            row, before = row_of(group), row_of(group - 1)
+            # All loads first and all stores last, so that the compiler may overlap what is in between. It prefers to
+            # issue operations in this order: of those tried it takes the fewest bundles.
+            entries = tables.read(row + GROUP_ROWS, new_slots(t))
+            results = [to_probs(before, r) for r in UNITS]
+            hidden = to_features(row)
+            store_features(hidden, row)
+            store_probs(results, before)
+            tables.store(row + GROUP_ROWS, new_slots(t), *entries)
+            return 0
+
+        jax.lax.fori_loop(first + 1, end, body, 0)
+        row = row_of(end - 1)
+        store_probs([to_probs(row, r) for r in UNITS], row)
+
+    loop_over_groups(t, tile, needed, loop)
+
+    def in_lanes(heads: Heads, head: int) -> Array:
+        """Return numbers that are the same in all lanes, one for each row, as [1, block_rows]."""
+        ref, index = head_rows(t, heads, head)
+        return diagonal_sum(ref[index][:, : t.block_rows], 0)
 
     @pl.when(needed)
     def _():
-        for head, key_head, rows in heads_of_block(t):
-            probs = scratch.probs[rows, :].astype(inputs.v.dtype)
-            values = dot(probs, inputs.v[0, 0, key_head], (1, 0))
-            scratch.values[head] = scratch.values[head] * scratch.decay[rows, :][:, : t.head_dim] + values
+        for pair in pairs_of(t.num_heads):
+            new: list[Any] = [0.0] * len(pair)
+            for phase in phases:
+                for i, head in enumerate(pair):
+                    ref, index = head_rows(t, scratch.scores, head, phase)
+                    probs = ref[index].astype(inputs.v.dtype)
+                    new[i] += dot(inputs.v[0, 0, head // heads_per_group, phase], probs, (1, 1))
+            for i, head in enumerate(pair):
+                scratch.values[head] = scratch.values[head] * in_lanes(scratch.decay, head) + new[i]
 
     @pl.when(tile == t.num_tiles - 1)
     def _():
-        total = jnp.broadcast_to(jnp.sum(scratch.sum[...], 1, keepdims=True), scratch.sum.shape)
-        lse = (scratch.max[...] + jnp.log(total)).reshape(-1, LANES, LANES)
-        # All lanes of a sublane hold the same number. Take the diagonal of each 128 x 128: sublanes become lanes.
-        diagonal = iota(lse.shape, 1) == iota(lse.shape, 2)
-        outputs.lse[0, 0] = jnp.sum(jnp.where(diagonal, lse, 0.0), 1)
-        scratch.sum[...] = 1.0 / total
-        for head, _, rows in heads_of_block(t):
-            out = scratch.values[head] * scratch.sum[rows, :][:, : t.head_dim]
-            outputs.out[0, head] = out.astype(outputs.out.dtype)
+        for m, sums, lse in zip(*map(jax.tree.leaves, (scratch.max, scratch.sum, outputs.lse)), strict=True):
+            total = jnp.broadcast_to(jnp.sum(sums[...], -1, keepdims=True), sums.shape)
+            squares = (-1, LANES, LANES)
+            # All lanes of a line hold the same number. Take the diagonal of each square: lines become lanes.
+            lse[0, 0] = diagonal_sum((m[...] + jnp.log(total)).reshape(squares), 1)
+            sums[...] = total
+        for head in range(t.num_heads):
+            out = scratch.values[head] * (1.0 / in_lanes(scratch.sum, head))
+            outputs.out[0, 0, head] = out.astype(outputs.out.dtype)
 
 
 def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftRefs:
     """Lay out both corrections of the first columns."""
-    return LeftRefs(
-        tiling.to_left_blocks(t, left_knee_PCT, t.padded_channels),
-        tiling.to_left_blocks(t, left_added_QHT, t.padded_heads),
-    )
+    knee = jnp.pad(left_knee_PCT, ((0, 0), (0, t.padded_channels - t.num_channels), (0, 0)))
+    added = jnp.moveaxis(tiling.by_register(t, jnp.moveaxis(left_added_QHT, 1, 0)), 0, 1)
+    return LeftRefs(tiling.to_left_blocks(t, knee), tiling.to_left_blocks(t, added))
+
+
+def lse_shapes(t: Tiling, batch: int) -> Heads:
+    """Return the shapes of the log-sum-exp in HBM."""
+
+    def in_lanes(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        lines = 1
+        for size in shape[:-1]:
+            lines *= size
+        return jax.ShapeDtypeStruct((batch, t.num_blocks, lines // LANES, LANES), jnp.float32)
+
+    return heads_of(t, in_lanes)
 
 
 def forward_pass(
     t: Tiling, q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, first: Array, operator: Operator
-) -> tuple[Array, Array]:
+) -> tuple[Array, Heads]:
     """Run the forward kernel.
 
     Returns:
-        The output [B, H, T, K], and the log-sum-exp [B, blocks, block_rows * padded heads / 128, 128].
+        The output [B, T, H, K], and the log-sum-exp; see `lse_shapes`.
     """
     batch = q_BTHK.shape[0]
-    matrix_1 = tiling.to_matrix(t, operator.scores_WHC, t.padded_heads, t.padded_channels)
-    matrix_2 = tiling.to_matrix(t, operator.output_WCH, t.padded_channels, t.padded_heads)
-    table = tiling.to_table(t, operator.knee_CN, operator.added_HN)
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
-    out = jax.ShapeDtypeStruct((batch, t.num_heads, t.padded_rows, t.head_dim), q_BTHK.dtype)
-    lse = jax.ShapeDtypeStruct((batch, t.num_blocks, t.block_sublanes // LANES, LANES), jnp.float32)
+    out = jax.ShapeDtypeStruct((batch, t.num_blocks, t.num_heads, t.head_dim, t.block_rows), q_BTHK.dtype)
 
     def by_block(x: Array) -> tiling.Blocked:
         return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0)))
 
-    scores_scratch = tiling.scratch_of(t.block_sublanes, LANES)
-    knee_scratch, added_scratch = tiling.sheared_scratch(t)
     outputs = tiling.call(
         t,
         forward_kernel,
@@ -306,21 +661,24 @@ def forward_pass(
             q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
             k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
             v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
-            matrix_1=tiling.whole(t, matrix_1),
-            matrix_2=tiling.whole(t, matrix_2),
+            matrix_1=tiling.whole(t, tiling.to_hidden_matrix(t, operator.scores_WHC)),
+            matrices_2=tiling.whole(t, tiling.to_heads_matrix(t, operator.output_WCH)),
             left=jax.tree.map(by_block, left),
-            slab=tiling.slab_of(t, table),
+            slab=tiling.slab_of(t, tiling.to_table(t, operator.knee_CN, operator.added_HN)),
         ),
-        outputs=Outputs(out=tiling.by_rows(t, out), lse=tiling.by_lanes(t, lse)),
+        outputs=Outputs(
+            out=tiling.by_columns(t, out), lse=jax.tree.map(functools.partial(tiling.by_lanes, t), lse_shapes(t, batch))
+        ),
         scratch=Scratch(
-            scores=scores_scratch,
-            probs=scores_scratch,
-            decay=scores_scratch,
-            max=scores_scratch,
-            sum=scores_scratch,
-            values=tiling.scratch_of(t.num_heads, t.block_rows, t.head_dim),
-            knee=knee_scratch,
-            added=added_scratch,
+            scores=heads_scratch(t, t.phases),
+            decay=heads_scratch(t),
+            max=heads_scratch(t),
+            sum=heads_scratch(t),
+            values=tiling.scratch_of(t.num_heads, t.head_dim, t.block_rows),
+            slab=tiling.scratch_of(t.phases, t.table_lines, t.slab_columns),
+            sheared=tiling.scratch_of(t.slots, t.table_lines, LANES),
+            left=left_scratch(t),
+            hidden=packed_scratch(t, 2, GROUP_ROWS, t.phases + len(beyond(t, t.pad))),
         ),
     )
-    return outputs.out[:, :, : t.num_rows], outputs.lse
+    return tiling.from_columns(t, outputs.out), outputs.lse

@@ -2,7 +2,7 @@
 
 Scores of one sequence are computed a block of rows (all heads) by a tile of keys at a time and never leave VMEM:
 
-                     tile 0      tile 1      tile 2        128 columns = keys = lanes; neighbouring tiles overlap
+                     tile 0      tile 1      tile 2        512 columns = keys; neighbouring tiles overlap
                  +-----------+-----------+-----------+
         block 0  |  x x      |  skipped  |  skipped  |     x: visible scores
                  |  x x x    |           |           |     32, 64 or 128 rows of all heads
@@ -16,45 +16,51 @@ VMEM. Backward is (sequence, tile, block): the blocks of a tile follow each othe
 values stay in VMEM. A grid step is one block and one tile. Steps that no row needs do nothing, and their index maps
 return the blocks of a neighbouring step, so that the pipeline copies nothing for them.
 
+**Phases.** A tile has p = 4 phases of 128 columns: lane l of phase f holds column 4 l + f. Then the neighbour of a
+column is in the same lane of the next phase, so that a tap of a convolution is another register. Only taps that read
+beyond the first or the last phase roll a register by one lane:
+
+        lane             0    1    2   ...   127
+        phase 0          0    4    8   ...   508
+        phase 1          1    5    9   ...   509
+        phase 2          2    6   10   ...   510
+        phase 3          3    7   11   ...   511
+
+Few keys need fewer phases, and so does a small VMEM.
+
 **Halo.** A result at column j reads hidden features at j - pad .. j + ahead, and those read scores as far again. A tile
-computes 128 columns and owns those between its halos; the next tile starts where the owned columns end. W = 3:
+owns the columns between its halos, and the next tile starts where they end. The backward pass convolves twice more,
+transposed, so its halo is twice as wide. Nothing is carried between tiles.
 
-        lane            0   1   2   3   ...   125   126   127
-        scores          x   x   x   x   ...    x     x     x      computed from Q and K
-        hidden              x   x   x   ...    x     x            correct
-        results                 x   x   ...    x                  correct, and owned by this tile (lanes 2 .. 125)
+**Layout in VMEM.** A register has 8 sublanes x 128 lanes of float32. An octet is a register of 8 heads of one row. If
+1 to 4 heads are left over, a quad is a register of 4 heads of two rows; 5 to 7 fill an octet. Two rows are a unit:
 
-The backward pass convolves twice more, transposed, so its halo is twice as wide. Nothing is carried between tiles.
+        H = 12:   octet, row 0 | octet, row 1 | quad, rows 0 and 1
 
-**Layout in VMEM.** A register has 8 sublanes x 128 lanes. Scores are [(row, head), 128]: sublanes are row-major, lanes
-are columns. 8 rows are a group: [8 * padded heads, 128]. A convolution is a matmul over a group, whose taps are copies
-of the group rolled along the lanes and stacked along the contraction dim:
+Convolutions are matmuls of a unit. Conv1 takes the lines of n + W - 1 phases, and returns the hidden features of two
+rows and n = 2 phases, [2 n C, 128]; Conv2 takes the hidden features of n + W - 1 phases of one row, and returns n
+phases. A loop iteration processes a group of 8 rows.
 
-        [channels, W * heads] @ [W * heads, 128]      for every row of the group
-
-**Distance tables.** The bias contributes a function of the distance row - column, tabulated in HBM as
-[padded channels + padded heads, table_columns], distance falling to the right. A step needs a slab of it:
-
-        table   |....................[  margin  |      slab      ]..............|
-
-`shear` (in `forward.py`) copies the slab 8 times to VMEM, one copy for each row of a group, shifted by its distance to
-the group's first row. A group's part of the slab may start at any lane. Then the scores are rolled to the table, not
-the table to the scores: scores are smaller, and their taps need a roll in any case.
+**Distance tables.** The bias contributes a function of the distance row - column, tabulated in HBM once for each
+remainder of the distance modulo p, distance falling to the right: column x of remainder b has distance
+b + p (origin - x). So row i reads the same entries in phase f as row i - 1 in phase f - 1, and a row needs one copy
+of its entries, rolled to its lanes ("sheared"), which all phases read. Entries of masked distances are -1e30: their
+probability is 0.
 
         array                     HBM                                            VMEM, for a grid step
-        q, out and gradients      [B, H, blocks * block_rows, K]                 [H, block_rows, K]
-        k, v and gradients        [B, tiles, G, 128, K], halos duplicated        [G, 128, K]
-        convolution weights       [rows * outputs, W * rows * inputs]            all of it, loaded once
-        distance tables           [padded channels + padded heads, columns]      slab, then 8 sheared copies
+        q, dout                   [B, H, blocks * block_rows, K]                 [H, block_rows, K]
+        out, dq                   [B, blocks, H, K, block_rows]                  [H, K, block_rows]
+        k, v and gradients        [B, tiles, G, p, K, 128], halos duplicated     [G, p, K, 128]
+        convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
+        distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
         left corrections          [blocks, P, padded channels, 128]              [P, padded channels, 128]
-                                  [blocks, 2 P, padded heads, 128]               [2 P, padded heads, 128]
-        log-sum-exp               [B, blocks, block_rows * padded heads / 128, 128]
-        scores, probs, hidden     never                                          [block_rows * padded heads, 128]
+                                  [blocks, 2 P, head lines, 128]                 [2 P, head lines, 128]
+        log-sum-exp               [B, blocks, lines / 128, 128]
+        scores, probs, hidden     never                                          [p, lines, 128]
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,15 +76,18 @@ from dape_jax.hardware import MIB
 from dape_jax.kernels.tables import vary_alike
 from dape_jax.sharding import this_device_kind
 
-LANES = 128  # of a register: the columns of a tile
+LANES = 128  # of a register
 SUBLANES = 8  # of a register of 32-bit numbers
-GROUP_ROWS = 8  # rows whose convolutions are computed together
+GROUP_ROWS = 8  # rows of a loop iteration
+UNIT_ROWS = 2  # rows whose convolutions are computed together
 MASKED_SCORE = -1e30  # its probability is 0
+LEFT_BUFFERS = 4  # groups whose rolled corrections of the first columns are kept: three are in use
+PHASES = (4, 2, 1)  # of a tile; the first number that fits into VMEM is used, but no more than hold all keys
 
 # VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
 VMEM_BYTES = hardware.VMEM_BYTES | {"cpu": 100 * MIB}
 COMPILER_SHARE = 0.2  # of VMEM, left to the compiler for temporary values
-BLOCKS = (128, 64, 32)  # rows of a block; the first size that fits into VMEM is used
+BLOCKS = (128, 64, 32)  # rows of a block; the first number that fits into VMEM is used, but no more than hold all rows
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -106,6 +115,7 @@ class Tiling:
     row_stride: int  # columns between neighbouring rows
     window: int | None  # columns that a row sees, or None for all
     block_rows: int
+    phases: int  # p
     backward: bool  # the backward pass has a wider halo
     dtype: jnp.dtype  # of the convolutions' operands
     vmem_limit_bytes: int
@@ -121,15 +131,15 @@ class Tiling:
         """Return the columns of a tile to the left and right of those it owns.
 
         Two convolutions read 2 pad columns to the left and 2 ahead to the right. Their transposes read the same number
-        in the opposite direction.
+        in the opposite direction. In the backward pass all phases of a lane are owned, or none.
         """
-        read = 2 * self.pad, 2 * self.ahead
-        return (sum(read), sum(read)) if self.backward else read
+        left, right = 2 * self.pad, 2 * self.ahead
+        return (round_up(left + right, self.phases), left + right) if self.backward else (left, right)
 
     @property
     def owned_columns(self) -> int:
-        """Return how many columns a tile owns: the distance between neighbouring tiles."""
-        return LANES - sum(self.halo)
+        """Return how many columns a tile owns, a multiple of p: the distance between neighbouring tiles."""
+        return (self.phases * LANES - sum(self.halo)) // self.phases * self.phases
 
     @property
     def num_tiles(self) -> int:
@@ -147,68 +157,75 @@ class Tiling:
         return self.num_blocks * self.block_rows
 
     @property
-    def padded_heads(self) -> int:
-        """Return H padded to whole registers: 16 sublanes if numbers have 16 bits."""
-        return round_up(self.num_heads, 16)
+    def octets(self) -> int:
+        """Return the registers of 8 heads that a row has."""
+        return self.num_heads // 8 + (self.num_heads % 8 > 4)
+
+    @property
+    def quads(self) -> int:
+        """Return the registers of 4 heads that two rows share: 0 or 1."""
+        return int(0 < self.num_heads % 8 <= 4)
+
+    @property
+    def head_lines(self) -> int:
+        """Return the lines of the heads of one row; those of a quad come twice, for the upper and the lower row."""
+        return SUBLANES * (self.octets + self.quads)
 
     @property
     def padded_channels(self) -> int:
-        """Return C padded to whole registers."""
+        """Return C padded to whole registers of 16-bit numbers."""
         return round_up(self.num_channels, 16)
 
     @property
-    def block_sublanes(self) -> int:
-        """Return the sublanes of a block's scores."""
-        return self.block_rows * self.padded_heads
+    def table_lines(self) -> int:
+        """Return the lines of the distance tables."""
+        return self.padded_channels + self.head_lines
 
     @property
-    def group_sublanes(self) -> int:
-        """Return the sublanes of a group's scores."""
-        return GROUP_ROWS * self.padded_heads
+    def phases_per_dot(self) -> int:
+        """Return n, how many phases a matmul of a convolution computes."""
+        return min(2, self.phases)
 
     @property
-    def unroll(self) -> int:
-        """Return the groups in one loop iteration. The compiler can overlap their instructions."""
-        return 1 if self.backward or self.interpret else min(4, self.block_rows // GROUP_ROWS)
+    def window_phases(self) -> int:
+        """Return how many phases a matmul of a convolution reads."""
+        return self.phases_per_dot + self.width - 1
 
     @property
-    def loop_iterations(self) -> int:
-        """Return the iterations of the loop over the groups of a block."""
-        return self.block_rows // GROUP_ROWS // self.unroll
+    def slots(self) -> int:
+        """Return how many rolled copies of table entries the rows of a block have, with those of one more group."""
+        rows = self.block_rows + GROUP_ROWS
+        return self.phases + rows if self.row_stride == 1 else self.phases * rows
 
     @property
     def slab_columns(self) -> int:
-        """Return the columns of the tables that the groups of a block need for one tile."""
-        return round_up(self.row_stride * (self.block_rows - GROUP_ROWS), LANES) + 2 * LANES
-
-    @property
-    def slab_margin(self) -> int:
-        """Return the columns loaded before the slab. `shear` shifts them into the copies for later rows of a group."""
-        return round_up((GROUP_ROWS - 1) * self.row_stride, LANES)
-
-    @property
-    def slab_shape(self) -> tuple[int, int]:
-        """Return the shape of the slab with its margin."""
-        return self.padded_channels + self.padded_heads, self.slab_margin + self.slab_columns
+        """Return the columns of the tables that the rows of a block need for one tile."""
+        reach = (self.row_stride * (self.block_rows - 1) + self.phases - 1) // self.phases + 1
+        return round_up(reach, LANES) + 2 * LANES
 
     @property
     def table_origin(self) -> int:
-        """Return the table column of distance 0.
+        """Return the table column of distances 0 .. p - 1.
 
-        Entries for visible columns are to its left. A block of padded rows may read to its right.
+        Larger distances are to its left. A block of padded rows may read beyond those of visible columns.
         """
-        return round_up(self.num_keys + 2 * self.row_stride * self.block_rows + LANES + self.slab_margin, LANES)
+        largest = self.num_keys + self.row_stride * (self.block_rows + GROUP_ROWS) + sum(self.halo)
+        return round_up(pl.cdiv(largest, self.phases) + LANES, LANES)
 
     @property
     def table_columns(self) -> int:
         """Return the number of columns of the tables."""
-        return self.table_origin + round_up(self.row_stride * self.block_rows, LANES) + self.slab_columns + 2 * LANES
+        smallest = self.row_stride * (self.block_rows + GROUP_ROWS) + sum(self.halo) + self.phases * LANES
+        return self.table_origin + round_up(pl.cdiv(smallest, self.phases), LANES) + self.slab_columns
 
     @property
-    def num_steps(self) -> int:
-        """Return the grid steps of one sequence that compute something."""
+    def steps(self) -> "Step":
+        """Return the grid steps of one sequence that compute something, as arrays, if the first row is column 0."""
         begin, end = self.tile_range(np.arange(self.num_blocks), 0, np)
-        return int((end - begin + 1).sum())
+        size = end + 1 - begin
+        block = np.repeat(np.arange(self.num_blocks), size)
+        tile = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size - begin, size)
+        return self.step(block, tile, 0)
 
     def step(self, block: Any, tile: Any, first: Any) -> "Step":
         """Return the positions of a block and a tile, given the column `first` of row 0."""
@@ -241,48 +258,50 @@ class Tiling:
         return outer if self.backward else jnp.clip(inner, *self.tile_range(outer, first_ref[0]))
 
 
-class SlabOffset(NamedTuple):
-    """Where a group's entries start in the slab: at `start + shift`."""
-
-    start: Any  # a multiple of 128
-    shift: Any  # 0 .. 127; the group's scores are rolled right by as many lanes to meet the table
-
-
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Positions of the block of rows and the tile of columns of one grid step."""
 
     t: Tiling
     query_column: Any  # of the block's first row
-    key_column: Any  # of the tile's first lane; negative in the left halo of tile 0
+    key_column: Any  # of lane 0 in phase 0; negative in the left halo of tile 0
+
+    def table_position(self, row: Any, phase: int) -> tuple[Any, Any]:
+        """Return the remainder and the column of the tables for lane 0 of a row of the block in a phase."""
+        t = self.t
+        distance = self.query_column + t.row_stride * row - self.key_column - phase
+        return distance & (t.phases - 1), t.table_origin - (distance >> (t.phases.bit_length() - 1))
+
+    def groups(self, xp: Any = jnp) -> tuple[Any, Any]:
+        """Return the first group of rows that uses a column owned by the tile, and the one after the last."""
+        t = self.t
+        owned = self.key_column + t.halo[0] - self.query_column
+        begin, end = owned - t.ahead * t.backward, t.row_stride * t.block_rows
+        if t.window is not None:
+            end = owned + t.owned_columns + t.window - 1 + t.pad * t.backward
+        begin, end = (-(-x // t.row_stride) for x in (begin, end))  # rows
+        last = t.block_rows // GROUP_ROWS - 1
+        begin, end = xp.clip(begin // GROUP_ROWS, 0, last), xp.clip((end - 1) // GROUP_ROWS, 0, last)
+        return begin, xp.maximum(begin, end) + 1
 
     @property
     def slab_start(self) -> Any:
         """Return the table column at which the slab starts, a multiple of 128."""
-        t = self.t
-        last = t.table_origin - self.query_column + self.key_column - t.row_stride * (t.block_rows - GROUP_ROWS)
-        return last // LANES * LANES
+        return self.table_position(self.t.block_rows - 1, 0)[1] // LANES * LANES
 
-    def slab_offset(self, group: Any) -> SlabOffset:
-        """Return where in the slab the entries of a group's first row start."""
-        t = self.t
-        column = t.table_origin - self.query_column + self.key_column - t.row_stride * GROUP_ROWS * group
-        column -= self.slab_start
-        start = column // LANES * LANES
-        return SlabOffset(pl.multiple_of(start, LANES), column - start)
+    def visible(self, phase: int) -> Array:
+        """Return whether a row uses the tile and sees a column: [block_rows, 128]."""
+        t, (begin, end) = self.t, self.groups()
+        row, lane = (iota((t.block_rows, LANES), dim) for dim in (0, 1))
+        column = self.key_column + t.phases * lane + phase
+        distance = self.query_column + t.row_stride * row - column
+        visible = (distance >= 0) & (column >= 0) & (row >= GROUP_ROWS * begin) & (row < GROUP_ROWS * end)
+        return visible if t.window is None else visible & (distance < t.window)
 
-    def visible(self, num_sublanes: int, sublanes_per_row: int, group: Any = 0) -> Array:
-        """Return whether a row sees a column: [num_sublanes, 128], beginning with the first row of `group`."""
-        lane, sublane = (iota((num_sublanes, LANES), dim) for dim in (1, 0))
-        distance = self.query_column - self.key_column
-        distance = distance + self.t.row_stride * (GROUP_ROWS * group + sublane // sublanes_per_row) - lane
-        visible = (distance >= 0) & (self.key_column + lane >= 0)
-        return visible if self.t.window is None else visible & (distance < self.t.window)
-
-    def owned(self, lane: Array) -> Array:
-        """Return whether the tile owns the column in a lane."""
-        left = self.t.halo[0]
-        return (lane >= left) & (lane < left + self.t.owned_columns)
+    def owned(self, phase: int) -> Array:
+        """Return whether the tile owns the column of a lane: [8, 128]."""
+        column = self.t.phases * iota((SUBLANES, LANES), 1) + phase
+        return (column >= self.t.halo[0]) & (column < self.t.halo[0] + self.t.owned_columns)
 
 
 def tilings(
@@ -327,7 +346,13 @@ def tilings(
     )
 
     def choose(*, backward: bool) -> Tiling:
-        candidates = [make(block_rows=rows, backward=backward) for rows in BLOCKS]
+        enough_phases = [p for p in PHASES if make(block_rows=1, phases=p, backward=backward).num_tiles == 1]
+        enough_rows = [rows for rows in BLOCKS if rows >= num_rows]
+        candidates = [
+            make(block_rows=rows, phases=phases, backward=backward)
+            for phases in PHASES[max(len(enough_phases) - 1, 0) :]
+            for rows in BLOCKS[max(len(enough_rows) - 1, 0) :]
+        ]
         needed = [vmem_bytes(t, q_BTHK.dtype.itemsize) for t in candidates]
         fitting = [t for t, size in zip(candidates, needed, strict=True) if size <= (1 - COMPILER_SHARE) * limit]
         if not fitting:
@@ -335,8 +360,7 @@ def tilings(
                 f"a block of {BLOCKS[-1]} rows needs {needed[-1] / MIB:.0f} MiB of VMEM; {device_kind} has "
                 f"{limit / MIB:.0f} MiB, of which the compiler needs {COMPILER_SHARE:.0%}"
             )
-        # The smallest block that holds all rows, else the largest that fits.
-        return next((t for t in reversed(fitting) if t.block_rows >= num_rows), fitting[0])
+        return fitting[0]
 
     return choose(backward=False), choose(backward=True)
 
@@ -347,34 +371,45 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     FLOPs count all steps that are computed, with halos and masked columns, but without padded heads and channels. Bytes
     count the blocks that the pipeline copies between HBM and VMEM, rows of K numbers padded to 128 lanes.
     """
-    steps = batch * t.num_steps
-    pairs = steps * t.block_rows * LANES
+    begin, end = t.steps.groups(np)
+    steps, groups = batch * len(begin), batch * int((end - begin).sum())
+    pairs, convolved = (rows * t.phases * LANES * t.num_heads for rows in (steps * t.block_rows, groups * GROUP_ROWS))
     products, convolutions = (5, 6) if t.backward else (2, 2)
-    flops = 2 * pairs * t.num_heads * (products * t.head_dim + convolutions * t.width * t.num_channels)
-    padded_dim = round_up(t.head_dim, LANES)
-    block_numbers = t.num_heads * t.block_rows * padded_dim
-    tile = t.num_groups * LANES * padded_dim * itemsize
-    slab = math.prod(t.slab_shape) * 4
+    flops = 2 * (pairs * products * t.head_dim + convolved * convolutions * t.width * t.num_channels)
+    rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
+    columns = t.num_heads * t.head_dim * t.block_rows  # transposed: no padding
+    tile = t.num_groups * t.phases * LANES * t.head_dim * itemsize
+    slab = t.phases * t.table_lines * t.slab_columns * 4
     if t.backward:
-        # A step reads q, out, dout and the slab, and reads and writes dq (float32) and the slab's gradient.
-        step_bytes = 3 * block_numbers * itemsize + 2 * block_numbers * 4 + 3 * slab
+        # A step reads q and dout twice, out and the slab, and reads and writes dq (float32) and the slab's gradient.
+        step_bytes = (3 * rows + 2 * columns) * itemsize + 2 * columns * 4 + 3 * slab
         num_bytes = steps * step_bytes + batch * t.num_tiles * 4 * tile
     else:
-        num_bytes = batch * t.num_blocks * 2 * block_numbers * itemsize + steps * (2 * tile + slab)
-    return pl.CostEstimate(flops=flops, transcendentals=pairs * t.num_heads, bytes_accessed=num_bytes)
+        num_bytes = batch * t.num_blocks * (rows + columns) * itemsize + steps * (2 * tile + slab)
+    return pl.CostEstimate(flops=flops, transcendentals=convolved, bytes_accessed=num_bytes)
 
 
 def vmem_bytes(t: Tiling, itemsize: int) -> int:
-    """Return the VMEM that scratch and pipelined blocks need, without the compiler's temporary values."""
-    scores = t.block_sublanes * LANES * 4
-    block_numbers = t.num_heads * t.block_rows * LANES
-    tile_numbers = t.num_groups * LANES * LANES
-    slab = math.prod(t.slab_shape) * 4
-    sheared = GROUP_ROWS * (t.padded_channels + t.padded_heads) * t.slab_columns * 4
-    if not t.backward:
-        return 5 * scores + block_numbers * (4 + 4 * itemsize) + tile_numbers * 4 * itemsize + 2 * slab + sheared
-    arrays = 3 * scores + block_numbers * (4 + 6 * itemsize) + tile_numbers * (8 + 8 * itemsize)
-    return arrays + 3 * slab + 2 * sheared
+    """Return the VMEM that scratch and blocks need, without the compiler's temporary values.
+
+    Blocks that the pipeline copies are there twice.
+    """
+    heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # of one phase
+    rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
+    columns = t.num_heads * round_up(t.head_dim, SUBLANES) * round_up(t.block_rows, LANES)
+    tile = t.num_groups * t.phases * LANES * round_up(t.head_dim, SUBLANES)
+    slab = t.phases * t.table_lines * t.slab_columns * 4
+    sheared = t.slots * t.table_lines * LANES * 4
+    hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # of one phase, two groups
+    left = (max(t.pad, 1) * t.padded_channels + max(2 * t.pad, 1) * t.head_lines) * LANES * 4
+    rolled_left = LEFT_BUFFERS * GROUP_ROWS * left
+    if t.backward:
+        blocks = 2 * ((3 * rows + 2 * columns + 4 * tile) * itemsize + slab + 2 * left)
+        scratch = 3 * t.phases * heads + 4 * columns + 2 * 4 * tile + 2 * slab + 2 * sheared + 2 * t.phases * hidden
+    else:
+        blocks = 2 * ((rows + columns + 2 * tile) * itemsize + slab + left)
+        scratch = (t.phases + 3) * heads + 4 * columns + slab + sheared + (t.phases + t.width - 1) * hidden
+    return blocks + scratch + rolled_left
 
 
 # ---- Layouts in HBM
@@ -386,71 +421,136 @@ def to_blocks(t: Tiling, x_BTHK: Array) -> Array:
     return jnp.pad(x_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0)))
 
 
+def to_columns(t: Tiling, x_BTHK: Array) -> Array:
+    """Lay rows out with a lane for each row of a block: [B, T, H, K] -> [B, blocks, H, K, block_rows]."""
+    batch, _, heads, dim = x_BTHK.shape
+    return to_blocks(t, x_BTHK).reshape(batch, heads, t.num_blocks, t.block_rows, dim).transpose(0, 2, 1, 4, 3)
+
+
+def from_columns(t: Tiling, x: Array) -> Array:
+    """Return rows laid out by `to_columns`: [B, blocks, H, K, block_rows] -> [B, T, H, K]."""
+    batch, _, heads, dim, _ = x.shape
+    return x.transpose(0, 1, 4, 2, 3).reshape(batch, t.padded_rows, heads, dim)[:, : t.num_rows]
+
+
 def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
-    """Cut keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, 128, K], with zeros where there is no key."""
-    left, right = t.halo
-    x_BGSK = jnp.moveaxis(x_BSGK, 1, 2)
-    missing = t.num_tiles * t.owned_columns - t.num_keys
-    x = jnp.pad(x_BGSK, ((0, 0), (0, 0), (left, max(right + missing, 0)), (0, 0)))
-    batch, groups, _, dim = x.shape
-
-    def cut(x: Array) -> Array:
-        x = x[:, :, : t.num_tiles * t.owned_columns]
-        return x.reshape(batch, groups, t.num_tiles, t.owned_columns, dim)
-
-    parts = [cut(x)]
-    if left + right:  # the first columns of the next tile
-        following = jnp.pad(x[:, :, t.owned_columns :], ((0, 0), (0, 0), (0, t.owned_columns), (0, 0)))
-        parts.append(cut(following)[:, :, :, : left + right])
-    return jnp.concatenate(parts, 3).transpose(0, 2, 1, 3, 4)
+    """Cut keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, p, K, 128], with zeros where there is no key."""
+    size, missing = t.phases * LANES, t.num_tiles * t.owned_columns + t.phases * LANES - t.num_keys
+    x = jnp.pad(x_BSGK, ((0, 0), (t.halo[0], missing), (0, 0), (0, 0)))
+    tiles = jnp.stack([x[:, i * t.owned_columns :][:, :size] for i in range(t.num_tiles)], 1)
+    batch, _, _, groups, dim = tiles.shape
+    return tiles.reshape(batch, t.num_tiles, LANES, t.phases, groups, dim).transpose(0, 1, 4, 3, 5, 2)
 
 
 def from_tiles(t: Tiling, x: Array) -> Array:
-    """Join the columns that tiles own: [B, tiles, G, 128, K] -> [B, S, G, K]."""
-    owned = x[:, :, :, t.halo[0] : t.halo[0] + t.owned_columns]
-    batch, _, groups, _, dim = x.shape
-    return owned.transpose(0, 1, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
+    """Join the columns that tiles own: [B, tiles, G, p, K, 128] -> [B, S, G, K]."""
+    batch, _, groups, _, dim, _ = x.shape
+    x = x.transpose(0, 1, 5, 3, 2, 4).reshape(batch, t.num_tiles, t.phases * LANES, groups, dim)
+    owned = x[:, :, t.halo[0] : t.halo[0] + t.owned_columns]
+    return owned.reshape(batch, -1, groups, dim)[:, : t.num_keys]
+
+
+def by_register(t: Tiling, x_HX: Array, fill: float = 0.0) -> Array:
+    """Lay heads out as the lines of a row: [H, ...] -> [head lines, ...]; those of a quad come twice."""
+    padded = SUBLANES * t.octets + 4 * t.quads
+    x = jnp.pad(x_HX, ((0, padded - t.num_heads), *((0, 0),) * (x_HX.ndim - 1)), constant_values=fill)
+    quad = x[SUBLANES * t.octets :]
+    return jnp.concatenate([x, quad]) if t.quads else x
 
 
 def to_table(t: Tiling, knee_CN: Array, added_HN: Array) -> Array:
-    """Stack both tables, distance falling to the right: column x has distance table_origin - x."""
+    """Stack both tables for each remainder of the distance: [p, table lines, columns]; see `Step.table_position`."""
+    remainder, column = np.arange(t.phases)[:, None], np.arange(t.table_columns)[None]
+    distance = remainder + t.phases * (t.table_origin - column)
+    index = np.clip(distance + t.ahead, 0, t.num_keys + t.ahead - 1)
+    exists = (distance >= -t.ahead) & (distance < t.num_keys)
+    visible = exists & (distance >= 0) & (distance < (t.window or t.num_keys))
+    knee = jnp.where(exists, knee_CN[:, index], 0.0)
+    added = jnp.where(visible, added_HN[:, index], MASKED_SCORE)
+    knee = jnp.pad(knee, ((0, t.padded_channels - t.num_channels), (0, 0), (0, 0)))
+    return jnp.concatenate([knee, by_register(t, added)]).transpose(1, 0, 2)
 
-    def pad(table: Array, num_sublanes: int) -> Array:
-        before = t.table_columns - 1 - t.table_origin - t.ahead
-        after = t.table_origin - t.num_keys + 1
-        return jnp.pad(table, ((0, num_sublanes - table.shape[0]), (before, after)))
 
-    return jnp.concatenate([pad(knee_CN, t.padded_channels), pad(added_HN, t.padded_heads)])[:, ::-1]
-
-
-def to_left_blocks(t: Tiling, left_PXT: Array, padded: int) -> Array:
-    """Lay out a correction of the first columns: [P, X, T] -> [blocks, P, padded X, 128], a lane for a row."""
+def to_left_blocks(t: Tiling, left_PXT: Array) -> Array:
+    """Lay out a correction of the first columns: [P, X, T] -> [blocks, P, X, 128], a lane for a row."""
     P, X, T = left_PXT.shape
     at_least_one = max(P, 1)  # Pallas takes no empty array; this one is not read if P = 0
-    left_PXT = jnp.pad(left_PXT, ((0, at_least_one - P), (0, padded - X), (0, t.padded_rows - T)))
-    blocks = jnp.moveaxis(left_PXT.reshape(at_least_one, padded, t.num_blocks, t.block_rows), 2, 0)
+    left_PXT = jnp.pad(left_PXT, ((0, at_least_one - P), (0, 0), (0, t.padded_rows - T)))
+    blocks = jnp.moveaxis(left_PXT.reshape(at_least_one, X, t.num_blocks, t.block_rows), 2, 0)
     return jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, LANES - t.block_rows)))
 
 
-def rows_per_dot(t: Tiling, inputs: int) -> int:
-    """Return the rows in one matmul of a convolution: two, block-diagonally, if the contraction fits into 128."""
-    return 2 if 2 * t.width * inputs <= LANES else 1
+class Line(NamedTuple):
+    """What the lines of a matmul's operand hold, each an array of numbers."""
+
+    row: np.ndarray  # of the unit
+    phase: np.ndarray  # of the window that is read, or of the phases that are computed
+    number: np.ndarray  # head or channel; -1 for a line that is filled up
 
 
-def to_matrix(t: Tiling, kernel_WIO: Array, inputs: int, outputs: int) -> Array:
-    """Lay a convolution's kernel out as the matrix of `forward.convolve`: [rows * outputs, W * rows * inputs].
+def packed_order(t: Tiling, num_registers: int) -> np.ndarray:
+    """Return the lines of registers in the order in which `forward.pack` joins them: 16-bit numbers in pairs."""
+    lines = np.arange(round_up(num_registers, 2) * SUBLANES).reshape(-1, 2, SUBLANES)
+    return (lines if t.dtype == jnp.float32 else lines.swapaxes(1, 2)).reshape(-1)
 
-    With two rows per matmul, each tap is block-diagonal:
 
-        [ tap 0   0   | tap 1   0   | ... ]
-        [   0   tap 0 |   0   tap 1 | ... ]
-    """
-    width, num_inputs, num_outputs = kernel_WIO.shape
-    rows = rows_per_dot(t, inputs)
-    kernel_WIO = jnp.pad(kernel_WIO, ((0, 0), (0, inputs - num_inputs), (0, outputs - num_outputs)))
-    diagonal = jnp.einsum("rs,WIO->WrOsI", jnp.eye(rows, dtype=kernel_WIO.dtype), kernel_WIO)
-    diagonal = diagonal.reshape(width, rows * outputs, rows * inputs)
-    return jnp.concatenate(list(diagonal), 1).astype(t.dtype)
+def score_lines(t: Tiling, num_phases: int) -> Line:
+    """Return the lines of a unit's scores in a number of phases, packed."""
+    heads = np.arange(SUBLANES * t.octets).reshape(t.octets, 1, SUBLANES).repeat(2, 1)
+    rows = np.zeros_like(heads) + np.arange(2)[:, None]
+    heads, rows = heads.reshape(-1), rows.reshape(-1)
+    if t.quads:
+        heads = np.concatenate([heads, np.tile(SUBLANES * t.octets + np.arange(4), 2)])
+        rows = np.concatenate([rows, np.repeat(np.arange(2), 4)])
+    heads = np.where(heads < t.num_heads, heads, -1)
+    registers = len(heads) // SUBLANES
+    order = packed_order(t, num_phases * registers)
+    fill = len(order) - num_phases * len(heads)
+    phases = np.repeat(np.arange(num_phases), len(heads))
+    parts = (np.tile(rows, num_phases), phases, np.tile(heads, num_phases))
+    return Line(*(np.pad(part, (0, fill), constant_values=-1)[order] for part in parts))
+
+
+def output_lines(t: Tiling, row: int) -> Line:
+    """Return the lines that a convolution to heads computes for a row of a unit: n phases, not packed."""
+    lines = np.arange(t.head_lines)
+    head = np.where(lines < SUBLANES * t.octets, lines, SUBLANES * t.octets + lines % 4)
+    of_row = (lines < SUBLANES * t.octets) | (lines % SUBLANES // 4 == row)
+    head = np.where(of_row & (head < t.num_heads), head, -1)
+    n = t.phases_per_dot
+    return Line(np.zeros(n * len(lines), int), np.repeat(np.arange(n), len(lines)), np.tile(head, n))
+
+
+def hidden_lines(t: Tiling, num_rows: int, num_phases: int, *, packed: bool) -> Line:
+    """Return the lines of hidden features of some rows and phases."""
+    channel = np.arange(t.padded_channels)
+    if packed:
+        channel = channel[packed_order(t, t.padded_channels // SUBLANES)]
+    channel = np.where(channel < t.num_channels, channel, -1)
+    row, phase, index = np.meshgrid(np.arange(num_rows), np.arange(num_phases), channel, indexing="ij")
+    return Line(row.reshape(-1), phase.reshape(-1), index.reshape(-1))
+
+
+def to_matrix(kernel_WIO: Array, outputs: Line, inputs: Line) -> Array:
+    """Return a convolution as a matrix [outputs, inputs]: tap w where an input is w phases after an output."""
+    tap = inputs.phase - outputs.phase[:, None]
+    is_tap = (tap >= 0) & (tap < kernel_WIO.shape[0]) & (inputs.row == outputs.row[:, None])
+    is_tap &= (inputs.number >= 0) & (outputs.number[:, None] >= 0)
+    taps = kernel_WIO[np.where(is_tap, tap, 0), np.maximum(inputs.number, 0), np.maximum(outputs.number, 0)[:, None]]
+    return jnp.where(is_tap, taps, 0.0)
+
+
+def to_hidden_matrix(t: Tiling, kernel_WHC: Array) -> Array:
+    """Return the matrix of a convolution from heads to channels: [2 n C, lines of a window]."""
+    outputs = hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=False)
+    return to_matrix(kernel_WHC, outputs, score_lines(t, t.window_phases)).astype(t.dtype)
+
+
+def to_heads_matrix(t: Tiling, kernel_WCH: Array) -> Array:
+    """Return the matrices of a convolution from channels to heads, one for each row: [2, n lines, window of C]."""
+    inputs = hidden_lines(t, 1, t.window_phases, packed=True)
+    matrices = [to_matrix(kernel_WCH, output_lines(t, row), inputs) for row in range(UNIT_ROWS)]
+    return jnp.stack(matrices).astype(t.dtype)
 
 
 # ---- Block specs and the call
@@ -472,14 +572,20 @@ def by_rows(t: Tiling, array: Any) -> Blocked:
     return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, 0, t.block_of(*step), 0)))
 
 
+def by_columns(t: Tiling, array: Any) -> Blocked:
+    """Block an array laid out by `to_columns`."""
+    block = 1, 1, t.num_heads, t.head_dim, t.block_rows
+    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.block_of(*step), 0, 0, 0)))
+
+
 def by_tiles(t: Tiling, array: Any) -> Blocked:
     """Block an array laid out by `to_tiles`."""
-    block = 1, 1, t.num_groups, LANES, t.head_dim
-    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.tile_of(*step), 0, 0, 0)))
+    block = 1, 1, t.num_groups, t.phases, t.head_dim, LANES
+    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.tile_of(*step), 0, 0, 0, 0)))
 
 
 def by_lanes(t: Tiling, array: Any) -> Blocked:
-    """Block the log-sum-exp, [B, blocks, block_rows * padded heads / 128, 128]."""
+    """Block a log-sum-exp, [B, blocks, lines of a block / 128, 128]."""
     return Blocked(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda b, *step: (b, t.block_of(*step), 0, 0)))
 
 
@@ -495,17 +601,16 @@ def in_hbm(array: Any) -> Blocked:
 
 
 def slab_of(t: Tiling, table: Array) -> list[Blocked]:
-    """Block the tables into a step's slab and its margin, in pieces of 128 columns side by side."""
-    num_sublanes, num_parts = t.slab_shape[0], t.slab_shape[1] // LANES
+    """Block the tables into a step's slab, in pieces of 128 columns side by side."""
+    num_parts = t.slab_columns // LANES
 
     def part(i: int) -> Blocked:
         def index(_, *step):
-            position = t.step(t.block_of(*step), t.tile_of(*step), step[-1][0])
-            begin = (position.slab_start - t.slab_margin) // LANES
+            begin = t.step(t.block_of(*step), t.tile_of(*step), step[-1][0]).slab_start // LANES
             # A skipped step may lie outside the table; its index must not.
-            return 0, jnp.clip(begin, 0, t.table_columns // LANES - num_parts) + i
+            return 0, 0, jnp.clip(begin, 0, t.table_columns // LANES - num_parts) + i
 
-        return Blocked(table, pl.BlockSpec((num_sublanes, LANES), index))
+        return Blocked(table, pl.BlockSpec((t.phases, t.table_lines, LANES), index))
 
     return [part(i) for i in range(num_parts)]
 
@@ -513,11 +618,6 @@ def slab_of(t: Tiling, table: Array) -> list[Blocked]:
 def scratch_of(*shape: int) -> Any:
     """Return float32 scratch in VMEM."""
     return pltpu.VMEM(shape, jnp.float32)
-
-
-def sheared_scratch(t: Tiling) -> tuple[Any, Any]:
-    """Return VMEM for the sheared slabs of the two tables: hidden features, and what is added to scores."""
-    return tuple(scratch_of(GROUP_ROWS * n, t.slab_columns) for n in (t.padded_channels, t.padded_heads))
 
 
 def call(
