@@ -443,10 +443,10 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                     ref, index = head_rows(t, scratch.probs, head, phase)
                     probs = ref[index].astype(inputs.q.dtype)
                     dq[i] += dot(inputs.k[0, 0, group, phase], dscores, (1, 1))
-                    scratch.dk[group, phase] += dot(inputs.q_columns[0, 0, head], dscores, (1, 0))
-                    scratch.dv[group, phase] += dot(inputs.dout_columns[0, 0, head], probs, (1, 0))
+                    scratch.dk[group, phase] += dot(inputs.q_columns[0, 0, *t.head_columns(head)], dscores, (1, 0))
+                    scratch.dv[group, phase] += dot(inputs.dout_columns[0, 0, *t.head_columns(head)], probs, (1, 0))
             for i, head in enumerate(pair):
-                scratch.dq[head] += dq[i]
+                scratch.dq[t.head_columns(head)] += dq[i]
         for write in writes:
             write.start()
         for write in writes:
@@ -513,8 +513,8 @@ def backward_pass(
     def summed(*shape: int) -> tiling.Blocked:
         return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
 
-    H, K = t.num_heads, t.head_dim
-    dq, dtable = float32(t.num_blocks, H, K, t.block_rows), float32(*table.shape)
+    K = t.head_dim
+    dq, dtable = float32(t.num_blocks, *t.column_shape), float32(*table.shape)
     dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, t.phases, K, LANES), q_BTHK.dtype)
     matrix_1 = tiling.to_hidden_matrix(t, operator.scores_WHC)
     inputs = Inputs(
@@ -552,7 +552,7 @@ def backward_pass(
         scores=heads_scratch(t, t.phases),
         dprobs=heads_scratch(t, t.phases),
         probs=heads_scratch(t, t.phases),
-        dq=tiling.scratch_of(H, K, t.block_rows),
+        dq=tiling.scratch_of(*t.column_shape),
         dslab=slab_scratch,
         dk=tile_scratch,
         dv=tile_scratch,

@@ -477,7 +477,7 @@ class Scratch(NamedTuple):
     decay: Heads  # exp(old maximum - new maximum)
     max: Heads  # running maximum, the same in all lanes
     sum: Heads  # running sum of probs; lanes are summed after the last tile
-    values: Any  # running weighted sum of values, [H, K, block_rows]
+    values: Any  # running weighted sum of values
     slab: Any
     sheared: Any  # table entries by slot
     left: LeftRefs  # rolled
@@ -604,7 +604,8 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
                     probs = ref[index].astype(inputs.v.dtype)
                     new[i] += dot(inputs.v[0, 0, head // heads_per_group, phase], probs, (1, 1))
             for i, head in enumerate(pair):
-                scratch.values[head] = scratch.values[head] * in_lanes(scratch.decay, head) + new[i]
+                at = t.head_columns(head)
+                scratch.values[at] = scratch.values[at] * in_lanes(scratch.decay, head) + new[i]
 
     @pl.when(tile == t.num_tiles - 1)
     def _():
@@ -615,8 +616,8 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             lse[0, 0] = diagonal_sum((m[...] + jnp.log(total)).reshape(squares), 1)
             sums[...] = total
         for head in range(t.num_heads):
-            out = scratch.values[head] * (1.0 / in_lanes(scratch.sum, head))
-            outputs.out[0, 0, head] = out.astype(outputs.out.dtype)
+            out = scratch.values[t.head_columns(head)] * (1.0 / in_lanes(scratch.sum, head))
+            outputs.out[0, 0, *t.head_columns(head)] = out.astype(outputs.out.dtype)
 
 
 def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftRefs:
@@ -648,7 +649,7 @@ def forward_pass(
     """
     batch = q_BTHK.shape[0]
     left = left_blocks(t, operator.left_knee_PCT, operator.left_added_QHT)
-    out = jax.ShapeDtypeStruct((batch, t.num_blocks, t.num_heads, t.head_dim, t.block_rows), q_BTHK.dtype)
+    out = jax.ShapeDtypeStruct((batch, t.num_blocks, *t.column_shape), q_BTHK.dtype)
 
     def by_block(x: Array) -> tiling.Blocked:
         return tiling.Blocked(x, pl.BlockSpec((1, *x.shape[1:]), lambda b, i, *_: (i, 0, 0, 0)))
@@ -674,7 +675,7 @@ def forward_pass(
             decay=heads_scratch(t),
             max=heads_scratch(t),
             sum=heads_scratch(t),
-            values=tiling.scratch_of(t.num_heads, t.head_dim, t.block_rows),
+            values=tiling.scratch_of(*t.column_shape),
             slab=tiling.scratch_of(t.phases, t.table_lines, t.slab_columns),
             sheared=tiling.scratch_of(t.slots, t.table_lines, LANES),
             left=left_scratch(t),

@@ -49,7 +49,7 @@ probability is 0.
 
         array                     HBM                                            VMEM, for a grid step
         q, dout                   [B, H, blocks * block_rows, K]                 [H, block_rows, K]
-        out, dq                   [B, blocks, H, K, block_rows]                  [H, K, block_rows]
+        out, dq, q and dout again [B, blocks, H / n, K, 128], n = 128 / block_rows [H / n, K, 128]
         k, v and gradients        [B, tiles, G, p, K, 128], halos duplicated     [G, p, K, 128]
         convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
         distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
@@ -82,12 +82,12 @@ GROUP_ROWS = 8  # rows of a loop iteration
 UNIT_ROWS = 2  # rows whose convolutions are computed together
 MASKED_SCORE = -1e30  # its probability is 0
 LEFT_BUFFERS = 4  # groups whose rolled corrections of the first columns are kept: three are in use
-PHASES = (4, 2, 1)  # of a tile; the first number that fits into VMEM is used, but no more than hold all keys
+PHASES = (4, 2, 1)  # of a tile; no more than hold all keys
 
 # VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
 VMEM_BYTES = hardware.VMEM_BYTES | {"cpu": 100 * MIB}
 COMPILER_SHARE = 0.2  # of VMEM, left to the compiler for temporary values
-BLOCKS = (128, 64, 32)  # rows of a block; the first number that fits into VMEM is used, but no more than hold all rows
+BLOCKS = (128, 64, 32)  # rows of a block; no more than hold all rows
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -155,6 +155,21 @@ class Tiling:
     def padded_rows(self) -> int:
         """Return the rows of all blocks."""
         return self.num_blocks * self.block_rows
+
+    @property
+    def heads_per_line(self) -> int:
+        """Return how many heads of a block have their rows side by side in lanes."""
+        return LANES // self.block_rows
+
+    @property
+    def column_shape(self) -> tuple[int, int, int]:
+        """Return the shape of a block with lanes for rows; see `head_columns`."""
+        return pl.cdiv(self.num_heads, self.heads_per_line), self.head_dim, LANES
+
+    def head_columns(self, head: int) -> tuple[Any, ...]:
+        """Return the index of a head in a block with lanes for rows."""
+        lanes = pl.ds(head % self.heads_per_line * self.block_rows, self.block_rows)
+        return head // self.heads_per_line, slice(None), lanes
 
     @property
     def octets(self) -> int:
@@ -353,6 +368,8 @@ def tilings(
             for phases in PHASES[max(len(enough_phases) - 1, 0) :]
             for rows in BLOCKS[max(len(enough_rows) - 1, 0) :]
         ]
+        if backward:  # More rows save more than more phases, unless there is but one.
+            candidates.sort(key=lambda t: (t.phases > 1, t.block_rows, t.phases), reverse=True)
         needed = [vmem_bytes(t, q_BTHK.dtype.itemsize) for t in candidates]
         fitting = [t for t, size in zip(candidates, needed, strict=True) if size <= (1 - COMPILER_SHARE) * limit]
         if not fitting:
@@ -377,7 +394,7 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     products, convolutions = (5, 6) if t.backward else (2, 2)
     flops = 2 * (pairs * products * t.head_dim + convolved * convolutions * t.width * t.num_channels)
     rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
-    columns = t.num_heads * t.head_dim * t.block_rows  # transposed: no padding
+    columns = int(np.prod(t.column_shape))
     tile = t.num_groups * t.phases * LANES * t.head_dim * itemsize
     slab = t.phases * t.table_lines * t.slab_columns * 4
     if t.backward:
@@ -396,7 +413,7 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     """
     heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # of one phase
     rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
-    columns = t.num_heads * round_up(t.head_dim, SUBLANES) * round_up(t.block_rows, LANES)
+    columns = t.column_shape[0] * round_up(t.head_dim, SUBLANES) * LANES
     tile = t.num_groups * t.phases * LANES * round_up(t.head_dim, SUBLANES)
     slab = t.phases * t.table_lines * t.slab_columns * 4
     sheared = t.slots * t.table_lines * LANES * 4
@@ -422,15 +439,18 @@ def to_blocks(t: Tiling, x_BTHK: Array) -> Array:
 
 
 def to_columns(t: Tiling, x_BTHK: Array) -> Array:
-    """Lay rows out with a lane for each row of a block: [B, T, H, K] -> [B, blocks, H, K, block_rows]."""
+    """Lay rows out in lanes, n heads side by side: [B, T, H, K] -> [B, blocks, H / n, K, 128]."""
     batch, _, heads, dim = x_BTHK.shape
-    return to_blocks(t, x_BTHK).reshape(batch, heads, t.num_blocks, t.block_rows, dim).transpose(0, 2, 1, 4, 3)
+    x_BHTK = jnp.pad(to_blocks(t, x_BTHK), ((0, 0), (0, -heads % t.heads_per_line), (0, 0), (0, 0)))
+    x = x_BHTK.reshape(batch, -1, t.heads_per_line, t.num_blocks, t.block_rows, dim).transpose(0, 3, 1, 5, 2, 4)
+    return x.reshape(batch, t.num_blocks, *t.column_shape)
 
 
 def from_columns(t: Tiling, x: Array) -> Array:
-    """Return rows laid out by `to_columns`: [B, blocks, H, K, block_rows] -> [B, T, H, K]."""
-    batch, _, heads, dim, _ = x.shape
-    return x.transpose(0, 1, 4, 2, 3).reshape(batch, t.padded_rows, heads, dim)[:, : t.num_rows]
+    """Return rows laid out by `to_columns`: [B, blocks, H / n, K, 128] -> [B, T, H, K]."""
+    batch, num_blocks, lines, dim, _ = x.shape
+    x = x.reshape(batch, num_blocks, lines, dim, t.heads_per_line, t.block_rows).transpose(0, 1, 5, 2, 4, 3)
+    return x.reshape(batch, t.padded_rows, -1, dim)[:, : t.num_rows, : t.num_heads]
 
 
 def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
@@ -574,8 +594,7 @@ def by_rows(t: Tiling, array: Any) -> Blocked:
 
 def by_columns(t: Tiling, array: Any) -> Blocked:
     """Block an array laid out by `to_columns`."""
-    block = 1, 1, t.num_heads, t.head_dim, t.block_rows
-    return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.block_of(*step), 0, 0, 0)))
+    return Blocked(array, pl.BlockSpec((1, 1, *t.column_shape), lambda b, *step: (b, t.block_of(*step), 0, 0, 0)))
 
 
 def by_tiles(t: Tiling, array: Any) -> Blocked:
