@@ -19,8 +19,7 @@ OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. Columns:
 does not fit, the JSON has the reason. GB of `naive` are the compiler's own count (`cost_analysis`), which is right
 without loops; `operand_gb` in the JSON is counted as for the others.
 
-The schedule is read from the compiler's listing of its last pass, requested by undocumented flags. Without them the
-column is empty. Clock rates (GHz) are not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p
+The schedule is read from the compiler's listing of its last pass, requested by undocumented flags. Clock rates (GHz) are not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p
 have two cores, which share the sequences.
 """
 
@@ -51,7 +50,7 @@ from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad
 from dape_jax.model.attention import Auto, Dense, Fused, Implementation
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.compile import (
     compile_error,
@@ -64,10 +63,15 @@ from dape_jax.planning.compile import (
 from dape_jax.provenance import make_results_directory
 
 DIRECTIONS = ("forward", "backward")
+PROCESSORS = ("dape", "plain")
 IMPLEMENTATIONS: dict[str, Implementation] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
 CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
 MIB = 2**20
+# Undocumented: the compiler writes a listing of its last pass for each operation.
+DUMP_FLAGS = (
+    "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Settings:
     lengths: tuple[int, ...] = flag((2048, 8192), "Sequence lengths in tokens.")
     models: tuple[str, ...] = flag(("125m",), f"Model sizes that give H and K: {', '.join(SIZES)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, f"Programs to compile: {', '.join(DIRECTIONS)}.")
+    processors: tuple[str, ...] = flag(("dape",), f"Processors: {', '.join(PROCESSORS)}.")
     implementations: tuple[str, ...] = flag(("fused",), f"Implementations: {', '.join(IMPLEMENTATIONS)}.")
     batch: int = flag(1, "Batch size B.")
     kernel_width: int = flag(3, "Kernel width W of DAPE.")
@@ -86,7 +91,12 @@ class Settings:
     output: str = flag("results/tpu", "Directory of the JSON, the tables and the figure.")
 
     def __post_init__(self):
-        choices = {"models": SIZES, "directions": DIRECTIONS, "implementations": IMPLEMENTATIONS}
+        choices = {
+            "models": SIZES,
+            "directions": DIRECTIONS,
+            "processors": PROCESSORS,
+            "implementations": IMPLEMENTATIONS,
+        }
         for name, allowed in choices.items():
             value = getattr(self, name)
             require(bool(value) and set(value) <= set(allowed), f"--{name}", value, f"must be some of {tuple(allowed)}")
@@ -104,6 +114,7 @@ class Request:
     model: str
     length: int
     direction: str
+    processor: str
     implementation: str
     settings: Settings
 
@@ -115,7 +126,8 @@ def compile_layer(request: Request) -> dict[str, Any]:
     H, K = sizes["num_heads"], sizes["width"] // sizes["num_heads"]
     rngs = nnx.Rngs(0)
     bias = BIASES[settings.bias]().build(H, K, rngs)
-    config = DapeConfig(settings.kernel_width, settings.channels)
+    dape = DapeConfig(settings.kernel_width, settings.channels) if request.processor == "dape" else None
+    config = dape or PlainConfig()
     graphdef, params = nnx.split((bias, config.build(H, has_bias=bias is not None, dtype=jnp.bfloat16, rngs=rngs)))
 
     def shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -143,9 +155,9 @@ def compile_layer(request: Request) -> dict[str, Any]:
         tilings = tpu.tilings(
             arrays[0],
             arrays[1],
-            width=config.kernel_width,
-            pad=left_pad(config),
-            num_channels=config.channels,
+            width=dape.kernel_width if dape else 1,
+            pad=left_pad(dape) if dape else 0,
+            num_channels=dape.channels if dape else 0,
             dtype=jnp.dtype(jnp.bfloat16),
             row_stride=1,
             window=None,
@@ -172,7 +184,7 @@ def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
     cost = tpu.cost(t, batch, jnp.dtype(jnp.bfloat16).itemsize)
     begin, end = t.steps.groups(np)
     in_first_tile = t.steps.key_column == -t.halo[0]
-    iterations = end - begin - 1  # of the loop over groups
+    iterations = end - begin - bool(t.num_channels)  # of the loop over groups
     return {
         "name": "dape_backward" if t.backward else "dape_forward",
         "bytes": cost.bytes_accessed,
@@ -183,6 +195,7 @@ def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
             "outer_steps": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the grid's outer axis
             "steps": batch * len(begin),  # that compute something
             "first_tile_steps": batch * int(in_first_tile.sum()),
+            "groups": batch * int((end - begin).sum()),
             "iterations": batch * int(iterations.sum()),
             "first_tile_iterations": batch * int(iterations[in_first_tile].sum()),
         },
@@ -195,24 +208,24 @@ class Region:
 
     depth: int  # loops around it; 1 is the loop over grid steps
     num_bundles: int
-    has_matmul: bool
+    computes: bool  # has matmuls or, in a loop over groups, exp
 
 
 def read_regions(listing: str) -> list[Region]:
     """Split a listing of bundles at its labels (PF: target of a forward jump), and where loops (>) begin and end."""
     regions: list[Region] = []
     start = depth = address = 0
-    has_matmul = False
+    computes = False
     for line in listing.splitlines():
         found = re.match(r"^\s*(0x[0-9a-f]+|0)\s*([A-Z]{2})?\s*:([\s>]*)(.*)$", line)
         if not found:
             continue
         address = int(found[1], 16)
         if found[2] or found[3].count(">") != depth:
-            regions.append(Region(depth, address - start, has_matmul))
-            start, depth, has_matmul = address, found[3].count(">"), False
-        has_matmul = has_matmul or "vmatmul" in found[4]
-    regions.append(Region(depth, address + 1 - start, has_matmul))
+            regions.append(Region(depth, address - start, computes))
+            start, depth, computes = address, found[3].count(">"), False
+        computes = computes or "vmatmul" in found[4] or (depth > 1 and re.search(r"vpow2|vexp", found[4]) is not None)
+    regions.append(Region(depth, address + 1 - start, computes))
     return [region for region in regions if region.num_bundles]
 
 
@@ -220,14 +233,16 @@ def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
     """Return how many bundles a kernel issues.
 
     Of two loops over groups the first runs in the first tile, the second in the others; a kernel without corrections of
-    the first columns has one. The regions with matmuls next to a loop begin and end it. Other regions with matmuls run
-    once in each step, and regions without once in each outer step.
+    the first columns has one. If there are convolutions, regions with matmuls next to a loop begin and end it. Other
+    regions with matmuls run once in each step, and regions without once in each outer step.
     """
-    loops = [i for i, region in enumerate(regions) if region.depth > 1 and region.has_matmul]
-    with_matmul = [i for i, region in enumerate(regions) if region.depth == 1 and region.has_matmul]
-    around = {
-        loop: [max(i for i in with_matmul if i < loop), min(i for i in with_matmul if i > loop)] for loop in loops
-    }
+    loops = [i for i, region in enumerate(regions) if region.depth > 1 and region.computes]
+    with_matmul = [i for i, region in enumerate(regions) if region.depth == 1 and region.computes]
+    around: dict[int, list[int]] = {loop: [] for loop in loops}
+    if runs["iterations"] < runs["groups"]:
+        around = {
+            loop: [max(i for i in with_matmul if i < loop), min(i for i in with_matmul if i > loop)] for loop in loops
+        }
 
     def size(chosen: Iterable[int]) -> int:
         return sum(regions[i].num_bundles for i in chosen)
@@ -241,39 +256,40 @@ def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
         + other_tiles_steps * size(around[loops[-1]])
         + runs["first_tile_iterations"] * size(loops[:1])
         + other_tiles_iterations * size(loops[-1:])
-        + runs["outer_steps"] * size(i for i, region in enumerate(regions) if not region.has_matmul)
+        + runs["outer_steps"] * size(i for i, region in enumerate(regions) if not region.computes)
     )
 
 
-def schedule_ms(folder: Path, kernel: dict[str, Any], topology: str) -> float | None:
-    """Return the milliseconds of a pass according to the compiler's listing in a folder, or None without a listing."""
+def kernel_cycles(folder: Path, kernel: dict[str, Any], chip: str) -> float:
+    """Return the cycles of one call of a kernel, according to the compiler's listing in a folder.
+
+    Raises:
+        FileNotFoundError: there is no listing of the kernel.
+    """
     listings = [file for file in folder.glob("*-final_bundles.txt") if kernel["name"] in file.name]
     listings = [file for file in listings if "schedule-analysis" not in file.name]
     if not listings:
-        return None
-    chip = topology.partition(":")[0]
+        raise FileNotFoundError(f"{folder}: no listing of {kernel['name']}")
     regions = read_regions(listings[0].read_text(errors="replace"))
-    return 1e3 * count_bundles(regions, kernel["runs"]) / CLOCK_HZ[chip] / CORES[chip]
+    return count_bundles(regions, kernel["runs"]) / CORES[chip]
 
 
 def measure(request: Request, libtpu: Path) -> dict[str, Any]:
     """Return one row: the compiler's results and the times computed from them."""
     chip = read_topology(request.topology).chip
     with tempfile.TemporaryDirectory() as folder:
-        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        os.environ["LIBTPU_INIT_ARGS"] = f"{dump} --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
+        os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=folder)
         outcome = in_process(compile_layer, request, libtpu)
         row = {"topology": request.topology, "model": request.model, "length": request.length}
-        row |= {"direction": request.direction, "implementation": request.implementation} | outcome
+        row |= {"direction": request.direction, "processor": request.processor}
+        row |= {"implementation": request.implementation} | outcome
         if not outcome["fits"]:
             return row
-        times = [schedule_ms(Path(folder), kernel, request.topology) for kernel in outcome["kernels"]]
-    chip_hz = CLOCK_HZ[chip.name]
-    schedule = None
-    if not outcome["kernels"]:
-        schedule = 1e3 * outcome["cycles"] / chip_hz if outcome["cycles"] else None
-    elif None not in times:
-        schedule = sum(filter(None, times))
+        cycles = [kernel_cycles(Path(folder), kernel, chip.name) for kernel in outcome["kernels"]]
+    times = [1e3 * each / CLOCK_HZ[chip.name] for each in cycles]
+    schedule = sum(times) or None
+    if not times and outcome["cycles"] is not None:
+        schedule = 1e3 * outcome["cycles"] / CLOCK_HZ[chip.name]
     return row | {
         "moved_gb": moved_gb(outcome),
         "bandwidth_ms": 1e12 * moved_gb(outcome) / chip.hbm_bytes_per_second,
@@ -289,10 +305,12 @@ def moved_gb(outcome: dict[str, Any]) -> float:
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return the cells of the table, header first."""
-    header = ["slice", "model", "length", "direction", "", "temp MiB", "GB", "bandwidth ms", "schedule ms", "compile s"]
+    header = ["slice", "model", "length", "direction", "", "", "temp MiB", "GB", "bandwidth ms", "schedule ms"]
+    header.append("compile s")
 
     def row_cells(row: dict[str, Any]) -> list[str]:
-        labels = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["implementation"]]
+        labels = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["processor"]]
+        labels.append(row["implementation"])
         if not row["fits"]:
             return [*labels, "does not fit", "", "", "", ""]
         schedule = row["schedule_ms"]
@@ -315,7 +333,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
     lines: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows:
         if row["fits"] and row["direction"] == "backward":
-            lines[row["topology"].partition(":")[0], row["model"], row["implementation"]].append(row)
+            lines[row["topology"].partition(":")[0], row["model"], row["processor"], row["implementation"]].append(row)
     for name, points in lines.items():
         points = sorted(points, key=lambda row: row["length"])
         lengths = [row["length"] for row in points]
@@ -343,7 +361,12 @@ def main(_: list[str]) -> None:
     libtpu, directory = find_libtpu(), Path(settings.output)
     make_results_directory(directory)
     requests = itertools.product(
-        settings.topologies, settings.models, settings.lengths, settings.directions, settings.implementations
+        settings.topologies,
+        settings.models,
+        settings.lengths,
+        settings.directions,
+        settings.processors,
+        settings.implementations,
     )
     rows = []
     with tqdm(list(requests), unit="program", desc="tpu") as bar:
@@ -351,7 +374,7 @@ def main(_: list[str]) -> None:
             bar.set_postfix_str(" ".join(map(str, names)))
             rows.append(measure(Request(*names, settings), libtpu))
     content = {"rows": rows, "libtpu": libtpu_version(libtpu)}
-    caption = f"One layer, DAPE 1x{settings.kernel_width}, bias {settings.bias}, bfloat16, compiled ahead of time."
+    caption = f"One layer, bias {settings.bias}, bfloat16, compiled ahead of time; dape is 1x{settings.kernel_width}."
     print("\n" + report.save("tpu", directory, content, caption, cells(rows), plot(rows)).table)
 
 

@@ -10,6 +10,7 @@ arguments, and returns values and all gradients.
 import copy
 import dataclasses
 import functools
+import itertools
 import logging
 
 import jax
@@ -35,7 +36,7 @@ from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend_on_me
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import Rope
-from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig, Plain, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import Transformer, attention_of
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
@@ -66,6 +67,7 @@ class Case:
     row_stride: int = 1
     window: int | None = None
     phases: int = 1  # of a tile of the TPU kernels
+    plain: bool = False  # without a processor
 
     def layer(self, dtype=jnp.float32):
         """Return a bias and a processor with random parameters."""
@@ -74,6 +76,8 @@ class Case:
         def build():
             rngs = nnx.Rngs(0)
             bias = BIASES[self.bias]().build(self.heads, self.head_dim, rngs)
+            if self.plain:
+                return bias, Plain()
             options = {"alignment": self.alignment, "inputs": self.inputs, "residual": self.residual}
             config = DapeConfig(self.width, self.channels, **options)
             return bias, config.build(self.heads, has_bias=bias is not None, dtype=dtype, rngs=rngs)
@@ -104,8 +108,8 @@ class Case:
 
         def forward(params, q, k, v, q_pos, k_pos):
             bias, processor = nnx.merge(graphdef, params)
-            dtype = jnp.promote_types(q.dtype, jnp.float32)
-            processor.dtype = None if dtype == q.dtype else q.dtype
+            if not self.plain:
+                processor.dtype = None if jnp.promote_types(q.dtype, jnp.float32) == q.dtype else q.dtype
             mask = Mask(window=self.window, row_stride=self.row_stride)
             return implementation(q, k, v, q_pos, k_pos, ScoreMod(bias, processor), mask)
 
@@ -186,6 +190,19 @@ MORE = {
 }
 
 
+PLAIN = {
+    "plain": Case(plain=True, heads=4, groups=1, batch=2, length=150),
+}
+MORE_PLAIN = {
+    "plain-nope": Case("nope", plain=True, heads=17, groups=17, length=280, phases=2),
+    "plain-t5-window": Case("t5", plain=True, heads=12, groups=4, length=560, window=70, phases=4),
+    "plain-alibi-row-stride-8": Case("alibi", plain=True, row_stride=8, length=168),
+    "plain-kerple-power": Case("kerple_power", plain=True, heads=5, groups=5, head_dim=20, length=64),
+    "plain-sandwich": Case("sandwich", plain=True, row_stride=2, length=540, window=30, phases=4),
+    "plain-one-token": Case(plain=True, length=1),
+}
+
+
 def each(cases: dict[str, Case], *implementations: str) -> list:
     return [
         pytest.param(case, implementation, id=f"{n}-{implementation}")
@@ -210,11 +227,11 @@ def assert_close(found, exact, tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     ("case", "implementation"),
-    each(CASES, "tpu")
+    each(CASES | PLAIN, "tpu")
     + each({"alibi-causal4": CASES["alibi-causal4"]}, "gpu")
     + slowly(each({"kerple3": CASES["kerple3"]}, "gpu", "dense", "blockwise"))
     + slowly(each({"alibi-causal4": CASES["alibi-causal4"]}, "dense", "blockwise"))
-    + slowly(each(MORE, *KERNELS) + each(MORE, "dense", "blockwise")[::3]),
+    + slowly(each(MORE, *KERNELS) + each(MORE_PLAIN, "tpu") + each(MORE | MORE_PLAIN, "dense", "blockwise")[::3]),
 )
 def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
     """Also: two calls give equal bits, and rows and gradients do not depend on later tokens."""
@@ -285,9 +302,8 @@ def test_golden(file, implementation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", KERNELS)
-def test_bfloat16_is_as_accurate_as_dense(implementation):
-    case = Case(channels=16)
+@pytest.mark.parametrize(("case", "implementation"), each({"dape": Case(channels=16)}, *KERNELS) + each(PLAIN, "tpu"))
+def test_bfloat16_is_as_accurate_as_dense(case, implementation):
     arrays = case.arrays(jnp.bfloat16)
     exact = jax.tree.leaves(in_float64(case, arrays))
 
@@ -312,6 +328,7 @@ def test_bfloat16_is_as_accurate_as_dense(implementation):
         pytest.param(CASES["kerple3"], 150, id="all", marks=pytest.mark.slow),
         pytest.param(CASES["kerple3"], 20, id="first", marks=pytest.mark.slow),  # rows end before the keys
         pytest.param(Case(length=530, phases=4), 530, id="four-phases", marks=pytest.mark.slow),
+        pytest.param(PLAIN["plain"], 150, id="plain", marks=pytest.mark.slow),
     ],
 )
 def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
@@ -401,8 +418,10 @@ def test_methods_without_a_kernel_are_refused():
         assert word in ask(
             processor=nnx.eval_shape(lambda config=config: config.build(3, has_bias=False, rngs=nnx.Rngs(0)))
         )
-    assert "DAPE" in ask(processor=PlainConfig().build(3, rngs=nnx.Rngs(0)))
-    assert "DAPE" in ask()
+    assert ask() is None
+    assert "Plain" in why_not_fused(*shapes(Case()), platform="gpu")
+    fire = nnx.eval_shape(lambda: BIASES["fire"]().build(3, 8, nnx.Rngs(0)))
+    assert "Fire" in ask(bias=fire)
     assert "float64" in why_not_fused(*shapes(Case(), np.float64), ScoreMod(processor=processor), platform="tpu")
     assert "float16" in ask(processor=Case().abstract_layer(jnp.float16)[1])
     assert "Quantum" in ask(processor=processor, device_kind="Quantum TPU")
@@ -609,11 +628,13 @@ def test_striped_rows_equal_one_device(sizes):
     assert_close(found, expected(STRIPED), 1e-5)
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
+CHANGES = [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": "bias"}, {"residual": False}]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": "bias"}, {"residual": False}],
-    ids=lambda changes: "-".join(map(str, changes.values())),
+    ("changes", "implementation"),
+    [*itertools.product(CHANGES, KERNELS), ({"plain": True}, "tpu"), ({"plain": True, "bias": "nope"}, "tpu")],
+    ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
 def test_every_kind_of_operator_can_be_traced_on_a_mesh(changes, implementation, monkeypatch):
     """All operands of a kernel must vary over the same mesh axes, also those that are constant in some operators."""
@@ -629,8 +650,10 @@ def test_every_kind_of_operator_can_be_traced_on_a_mesh(changes, implementation,
 # ---- Compiled ahead of time for TPUs
 
 
-def compile_for(libtpu, topology: str, model: str, length: int, direction: str = "backward") -> dict:
-    request = benchmark.Request(topology, model, length, direction, "fused", benchmark.Settings())
+def compile_for(
+    libtpu, topology: str, model: str, length: int, direction: str = "backward", processor: str = "dape"
+) -> dict:
+    request = benchmark.Request(topology, model, length, direction, processor, "fused", benchmark.Settings())
     row = benchmark.measure(request, libtpu)
     assert row["fits"], row["reason"]
     return row
@@ -677,7 +700,8 @@ def test_a_schedule_is_read_from_a_listing():
             address += 1
     regions = benchmark.read_regions("\n".join(listing))
     assert [region.num_bundles for region in regions] == [2, 5, 4, 7, 4, 3, 6, 3, 6, 9]
-    runs = {"steps": 10, "first_tile_steps": 4, "iterations": 100, "first_tile_iterations": 30, "outer_steps": 3}
+    runs = {"steps": 10, "first_tile_steps": 4, "groups": 110, "iterations": 100, "first_tile_iterations": 30}
+    runs["outer_steps"] = 3
     per_step = 10 * (5 + 6) + 3 * (2 + 9)
     assert benchmark.count_bundles(regions, runs) == per_step + 4 * (4 + 4) + 6 * (3 + 3) + 30 * 7 + 70 * 6
     one_loop = regions[:2] + regions[5:]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
 from dape_jax.model.biases import DistanceBias
-from dape_jax.model.processors import Dape, ScoreMod
+from dape_jax.model.processors import Dape, Plain, ScoreMod
 from dape_jax.model.scores import Mask
 
 KERNELS = ("tpu", "gpu")
@@ -50,33 +50,30 @@ def why_not_fused(
     bias, processor = score_mod
     if platform not in KERNELS:
         return f"there are kernels for {' and '.join(KERNELS)}, not for the platform {platform!r}"
-    if not isinstance(processor, Dape):
-        return "there are kernels for DAPE only"
-    config = processor.config
-    limits = {
-        "H": (q_BTHK.shape[2], MAX_HEADS),
-        "K": (q_BTHK.shape[3], MAX_HEAD_DIM),
-        "C": (config.channels, MAX_CHANNELS),
-        "W": (config.kernel_width, MAX_WIDTH),
-    }
+    config = None
+    limits = {"H": (q_BTHK.shape[2], MAX_HEADS), "K": (q_BTHK.shape[3], MAX_HEAD_DIM)}
+    dtypes = {"q": q_BTHK.dtype, "k": k_BSGK.dtype}
+    if isinstance(processor, Dape):
+        config = processor.config
+        limits |= {"C": (config.channels, MAX_CHANNELS), "W": (config.kernel_width, MAX_WIDTH)}
+        dtypes["the processor"] = processor.dtype or jnp.float32
+    elif not (isinstance(processor, Plain) and platform == "tpu"):
+        return f"there are kernels for DAPE, and on TPUs for no processor, not for {type(processor).__name__}"
     for name, (value, limit) in limits.items():
         if value > limit:
             return f"{name} = {value}; the kernels take up to {limit}"
-    for name, dtype in {"q": q_BTHK.dtype, "k": k_BSGK.dtype, "the processor": processor.dtype or jnp.float32}.items():
+    for name, dtype in dtypes.items():
         if dtype not in DTYPES or (name == "k" and dtype != q_BTHK.dtype):
             known = " or ".join(jnp.dtype(dtype).name for dtype in DTYPES)
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
     if not mask.causal:
         return "causal = False; the kernels skip keys after a query"
-    if config.leak:
+    if config is not None and config.leak:
         return "leak = True; the kernels mask before they convolve"
-    if config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
+    if config is not None and config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
         return f"edge = {config.edge!r}; the kernels have the edge 'prefix', where rows do not depend on their number"
     if bias is not None and not isinstance(bias, DistanceBias):
-        return (
-            f"{type(bias).__name__} is not a DistanceBias: its part of the first convolution is as large as the "
-            "scores, not a table over distances"
-        )
+        return f"{type(bias).__name__} is not a DistanceBias: it is as large as the scores, not a table over distances"
     if platform == "tpu":
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
@@ -104,7 +101,7 @@ def attend_fused(
         q_pos_T: positions of the queries, each `mask.row_stride` after the previous one.
         k_pos_S: positions of the keys, consecutive; they include those of the queries. If positions do not comply,
             which is known only when the program runs, all values are NaN.
-        score_mod: a `DistanceBias` or None, and a `Dape`.
+        score_mod: a `DistanceBias` or None, and a `Dape` or, on TPUs, `Plain`.
         mask: causal; with any window and row stride.
         platform: whose kernel.
         interpret: run it in Pallas' interpreter, slowly, on any device: True, or detailed options.
@@ -118,9 +115,10 @@ def attend_fused(
     if reason is not None:
         raise NotImplementedError(f"no fused attention for this: {reason}")
     bias, processor = score_mod
-    assert isinstance(processor, Dape)
+    assert isinstance(processor, Dape | Plain)
     assert isinstance(bias, DistanceBias | None)
-    processor.check_bias(bias is not None)
+    if isinstance(processor, Dape):
+        processor.check_bias(bias is not None)
     consecutive = jnp.all(jnp.diff(q_pos_T) == mask.row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
     consecutive &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
     # The column of the first row; a valid one, whatever the positions are.
@@ -138,7 +136,7 @@ def attend_fused(
     kernel = importlib.import_module(f"{__name__}.{platform}")  # one platform's tools need not be there for another's
     return kernel.attend(
         *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),
-        dtype=processor.dtype or jnp.dtype(jnp.float32),
+        dtype=(processor.dtype if isinstance(processor, Dape) else None) or jnp.dtype(jnp.float32),
         row_stride=mask.row_stride,
         window=mask.window,
         interpret=interpret,

@@ -1,7 +1,7 @@
 """Tables for the kernels: bias and processor as two convolutions and functions of the distance.
 
-In: a `DistanceBias` or None, and a `Dape`. Out: an `Operator`. XLA computes and differentiates it: the kernels return
-gradients of its arrays, and autodiff propagates those to the parameters.
+In: a `DistanceBias` or None, and a `Dape` or `Plain`. Out: an `Operator`. XLA computes and differentiates it: the
+kernels return gradients of its arrays, and autodiff propagates those to the parameters.
 
 The nonlinearity is centred on the bias's features h_B, as in `dape`: what depends on the bias alone is computed here,
 in float32, and the kernels convolve a change that is as small as the scores:
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.model.biases import DistanceBias
-from dape_jax.model.processors import SLOPE, Dape, DapeConfig
+from dape_jax.model.processors import SLOPE, Dape, DapeConfig, Plain
 from dape_jax.model.scores import Mask
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -38,7 +38,8 @@ class Operator(NamedTuple):
 
         A -> A + added - left_added + Conv2(change(Conv1_A(tril(A)), knee - left_knee))
 
-    All are float32. A table has N distances: -(W - 1 - pad), the first at which a hidden column is read, .. S - 1.
+    C is 0 for a `Plain` processor. All are float32. A table has N distances: -(W - 1 - pad), the first at which a
+    hidden column is read, .. S - 1.
 
     Args:
         scores_WHC: the half of Conv1 that reads scores.
@@ -89,7 +90,7 @@ def left_pad(config: DapeConfig) -> int:
 
 def make_operator(
     bias: DistanceBias | None,
-    processor: Dape,
+    processor: Dape | Plain,
     *,
     num_heads: int,
     num_rows: int,
@@ -102,7 +103,7 @@ def make_operator(
 
     Args:
         bias: a bias that depends only on the distance, or None.
-        processor: DAPE.
+        processor: DAPE, or none: then nothing is convolved.
         num_heads: H.
         num_rows: T.
         num_keys: S.
@@ -110,6 +111,16 @@ def make_operator(
         mask: window, and step between rows.
         valid: if False, every value that the kernel returns is NaN.
     """
+    if isinstance(processor, Plain):
+        added_HN = jnp.zeros((num_heads, num_keys)) if bias is None else bias.of_distance(jnp.arange(num_keys))
+        return Operator(
+            scores_WHC=jnp.zeros((1, num_heads, 0)),
+            output_WCH=jnp.zeros((1, 0, num_heads)),
+            knee_CN=jnp.zeros((0, num_keys)),
+            added_HN=jnp.where(valid, added_HN.astype(jnp.float32), jnp.nan),
+            left_knee_PCT=jnp.zeros((0, 0, num_rows)),
+            left_added_QHT=jnp.zeros((0, num_heads, num_rows)),
+        )
     config = processor.config
     width, channels = config.kernel_width, config.channels
     pad = left_pad(config)

@@ -97,6 +97,7 @@ class Work:
     largest: tuple[tuple[int, str, str], ...]  # largest allocated buffers: (bytes, shape, operation of the model)
     loops: tuple[int, ...]  # number of times that each loop's body runs; 0 if unknown (the body counts once)
     cycles: int  # the TPU compiler's own estimate for everything but Pallas kernels
+    kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and how often it runs
 
 
 def read_work(text: str, num_largest: int = 8) -> Work:
@@ -106,6 +107,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
     collectives: dict[tuple[str, ...], tuple[int, Instruction, str]] = {}  # by identity
     buffers: dict[str, tuple[int, str]] = {}
     loops: list[int] = []
+    kernels: list[tuple[str, int]] = []
     for computation, times, is_fused, instruction in _walk(program, entry):
         if instruction.opcode == "while":
             loops.append(times * _trip_count(instruction, program))
@@ -121,6 +123,8 @@ def read_work(text: str, num_largest: int = 8) -> Work:
             continue
         cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text
+        if is_kernel:
+            kernels.append((instruction.name, times))
         cost = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', instruction.text)) if is_kernel else {}
         if len(cost) == 2:  # a Pallas kernel's `pl.CostEstimate`
             flops += times * int(cost["flops"])
@@ -138,7 +142,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
         hbm_bytes += times * _hbm_bytes(instruction.results)
     largest = sorted(((size, shape, source) for shape, (size, source) in buffers.items()), reverse=True)
     by_kind = tuple(Collective(kind, counts[kind], size) for kind, size in received.most_common())
-    return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles)
+    return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles, tuple(kernels))
 
 
 # ---- the text

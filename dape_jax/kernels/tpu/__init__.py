@@ -63,20 +63,20 @@ def attend(
 def why_not(
     q_BTHK: jax.ShapeDtypeStruct | Array,
     k_BSGK: jax.ShapeDtypeStruct | Array,
-    config: DapeConfig,
+    config: DapeConfig | None,
     *,
     row_stride: int,
     window: int | None,
     device_kind: str | None,
 ) -> str | None:
-    """Return why the kernels cannot run on the device, or None if they can."""
+    """Return why the kernels cannot run on the device, or None if they can; `config` is None without a processor."""
     try:
         tilings(
             q_BTHK,
             k_BSGK,
-            width=config.kernel_width,
-            pad=left_pad(config),
-            num_channels=config.channels,
+            width=config.kernel_width if config else 1,
+            pad=left_pad(config) if config else 0,
+            num_channels=config.channels if config else 0,
             dtype=q_BTHK.dtype,
             row_stride=row_stride,
             window=window,

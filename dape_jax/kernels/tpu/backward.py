@@ -35,6 +35,7 @@ from dape_jax.kernels.tpu.forward import (
     UNITS,
     Heads,
     LeftRefs,
+    Matrices,
     Registers,
     RowTables,
     Unit,
@@ -52,6 +53,7 @@ from dape_jax.kernels.tpu.forward import (
     left_scratch,
     load_unit,
     loop_over_groups,
+    matrices_of,
     new_slots,
     operand,
     pack,
@@ -84,10 +86,8 @@ class Inputs(NamedTuple):
     dout: Any
     dout_columns: Any
     lse: Heads
-    matrix_1: Any  # first convolution
-    matrices_2: Any  # second convolution
-    transposed_1: Any
-    transposed_2: Any
+    matrices: Matrices
+    transposed: Matrices  # of the transposed convolutions
     left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
     dq: Any  # zeros, donated to the output of the same name
@@ -98,11 +98,10 @@ class Outputs(NamedTuple):
     """Gradients."""
 
     dq: Any
+    dtable: Any
     dk: Any
     dv: Any
-    dmatrix_1: Any
-    dmatrix_2: Any
-    dtable: Any
+    dmatrices: Matrices  # the second one of the transposed convolution
     dleft: LeftRefs
 
 
@@ -204,13 +203,13 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
     @pl.when((tile == 0) & (block == 0))
     def _():
-        clear(outputs.dmatrix_1, outputs.dmatrix_2)
+        clear(*jax.tree.leaves(outputs.dmatrices))
         if t.num_heads % 4:
             clear(*jax.tree.leaves((scratch.scores, scratch.dprobs)))
 
     @pl.when(tile == 0)
     def _():
-        clear(*outputs.dleft)
+        clear(*jax.tree.leaves(outputs.dleft))
 
     @pl.when(block == 0)
     def _():
@@ -279,7 +278,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             ]
 
         def hidden_of(unit: Unit, row: Any, r: int) -> tuple[list[list[Array]], list[list[Array]]]:
-            hidden, x, knees = hidden_features(t, tables, inputs.matrix_1[...], unit, row, r)
+            hidden, x, knees = hidden_features(t, tables, inputs.matrices.to_hidden[...], unit, row, r)
             slope = [
                 [pack(t, registers_of((1 - SLOPE) * x[k][f] + knees[k][f])) for f in phases] for k in range(UNIT_ROWS)
             ]
@@ -288,17 +287,19 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         def recompute(
             hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row: Any, r: int
         ) -> Recomputed:
-            with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
-            change = to_heads(t, inputs.matrices_2, with_beyond, t.pad)
-            probs, dtotal = [], []
-            for f in phases:
-                # Outside of these lanes a result would need scores of another tile.
-                column = t.phases * lane + f
-                first_column = t.halo[0] if in_first_tile else 2 * t.pad
-                correct = (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
-                terms = zip(change[f], scores[f], tables.added(row, r, f), lse, strict=True)
-                probs.append([jnp.exp(jnp.where(correct, c + s + a, MASKED_SCORE) - m) for c, s, a, m in terms])
-                dtotal.append([p * d for p, d in zip(probs[f], dprobs[f], strict=True)])
+            total = [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in phases]
+            if t.num_channels:
+                with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
+                change = to_heads(t, inputs.matrices.to_heads, with_beyond, t.pad)
+                for f in phases:
+                    # Outside of these lanes a result would need scores of another tile.
+                    column = t.phases * lane + f
+                    first_column = t.halo[0] if in_first_tile else 2 * t.pad
+                    correct = (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
+                    terms = zip(change[f], total[f], strict=True)
+                    total[f] = [jnp.where(correct, c + x, MASKED_SCORE) for c, x in terms]
+            probs = [[jnp.exp(x - m) for x, m in zip(total[f], lse, strict=True)] for f in phases]
+            dtotal = [[p * d for p, d in zip(probs[f], dprobs[f], strict=True)] for f in phases]
             return Recomputed(hidden, slope, probs, dtotal)
 
         def gradients_of(loaded: Sequence[tuple[Any, ...]], row: Any, between: Any) -> list[Gradients]:
@@ -309,7 +310,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             found = []
             for i, (r, (_, dtotal, _, _)) in enumerate(zip(UNITS, loaded, strict=True)):
                 with_beyond = [with_rolled(t, of_row, t.ahead) for of_row in packed[i]]
-                dconvolved = to_heads(t, inputs.transposed_1, with_beyond, t.ahead)
+                dconvolved = to_heads(t, inputs.transposed.to_heads, with_beyond, t.ahead)
                 dscores = []
                 for f in phases:
                     terms = zip(dconvolved[f], dtotal[f], tables.added(row, r, f), strict=True)
@@ -327,7 +328,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             ]
 
         def dx_of(operands: Sequence[Array], slope: Sequence[Sequence[Array]]) -> list[list[Array]]:
-            dhidden = to_hidden(t, inputs.transposed_2[...], operands)
+            dhidden = to_hidden(t, inputs.transposed.to_hidden[...], operands)
 
             def dx(k: int, f: int) -> Array:
                 masks = are_positive(t, slope[k][f])
@@ -355,29 +356,36 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             buffer = row // GROUP_ROWS & 1
             for r, unit in zip(UNITS, results, strict=True):
                 for f in phases:
-                    for k in range(UNIT_ROWS):
+                    for k in range(UNIT_ROWS if t.num_channels else 0):
                         scratch.hidden[buffer, r + k, f] = unit.hidden[k][f]
                         scratch.slope[buffer, r + k, f] = unit.slope[k][f]
                     store(t, scratch.probs, unit.probs[f], row + r, f)
                     store(t, scratch.dprobs, unit.dtotal[f], row + r, f)
 
         def store_second(results: Sequence[Gradients], row: Any) -> None:
-            outputs.dmatrix_1[0] += functools.reduce(jnp.add, [unit.dmatrix_1 for unit in results])
-            outputs.dmatrix_2[0] += functools.reduce(jnp.add, [unit.dmatrix_2 for unit in results])
-            dentries: dict[int, list[Array]] = {}
+            outputs.dmatrices.to_hidden[0] += functools.reduce(jnp.add, [unit.dmatrix_1 for unit in results])
+            outputs.dmatrices.to_heads[0] += functools.reduce(jnp.add, [unit.dmatrix_2 for unit in results])
             for r, unit in zip(UNITS, results, strict=True):
                 for f in phases:
                     store(t, scratch.dprobs, unit.dscores[f], row + r, f)
+            add_to_tables(results, row)
+            if in_first_tile:
+                add_left(results, row)
+
+        def add_to_tables(results: Sequence[Gradients | Recomputed], row: Any) -> None:
+            dentries: dict[int, list[Array]] = {}
+            for r, unit in zip(UNITS, results, strict=True):
+                for f in phases:
                     for k in range(UNIT_ROWS):
-                        lines = [unit.dx[k][f] / (1 - SLOPE), head_lines(t, unit.dtotal[f], k)]
+                        lines = [head_lines(t, unit.dtotal[f], k)]
+                        if isinstance(unit, Gradients):
+                            lines = [unit.dx[k][f] / (1 - SLOPE), *lines]
                         dentries.setdefault(slot(t, r + k, f) - slot(t, 0, 0), []).append(join(lines, 0))
             for offset, parts in sorted(dentries.items()):
                 total = functools.reduce(jnp.add, parts)
                 at = slot(t, row, 0) + offset
                 # The group before began what is left of this group's slots.
                 scratch.dsheared[at] = total + scratch.dsheared[at] if offset < 0 else total
-            if in_first_tile:
-                add_left(results, row)
             shared = t.phases - 1 if t.row_stride == 1 else 0
             for r, phase in new_slots(t):
                 unshear(row + r - shared, phase)
@@ -404,11 +412,15 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 for r, (hidden, slope), (scores, dprobs, lse) in zip(UNITS, made, loaded, strict=True)
             ]
 
-        row = row_of(first)
-        tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
-        loaded = load_first(row)
-        store_first(rest(features_of(loaded, row), loaded, row), row)
-        tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
+        def plain_body(group, _):
+            row = row_of(group)
+            loaded = load_first(row)
+            results = rest([([], [])] * len(loaded), loaded, row)
+            entries = tables.read(row + GROUP_ROWS, new_slots(t))
+            store_first(results, row)
+            tables.store(row + GROUP_ROWS, new_slots(t), *entries)
+            add_to_tables(results, row)
+            return 0
 
         def body(group, _):
             row, row_before = row_of(group), row_of(group - 1)
@@ -422,9 +434,18 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             store_second(gradients, row_before)
             return 0
 
-        jax.lax.fori_loop(first + 1, end, body, 0)
-        row = row_of(end - 1)
-        store_second(gradients_of(load_second(row), row, lambda: None), row)
+        row = row_of(first)
+        tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
+        if t.num_channels:
+            loaded = load_first(row)
+            store_first(rest(features_of(loaded, row), loaded, row), row)
+            tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
+            jax.lax.fori_loop(first + 1, end, body, 0)
+            row = row_of(end - 1)
+            store_second(gradients_of(load_second(row), row, lambda: None), row)
+        else:
+            jax.lax.fori_loop(first, end, plain_body, 0)
+            row = row_of(end - 1)
         if t.row_stride == 1:
             for r in range(1, t.phases):
                 unshear(row + GROUP_ROWS - t.phases + r, 0)
@@ -513,10 +534,11 @@ def backward_pass(
     def summed(*shape: int) -> tiling.Blocked:
         return tiling.Blocked(float32(*shape), pl.BlockSpec((1, *shape), lambda b, *_: (b, 0, 0)))
 
+    score_lines = tiling.score_lines(t, t.window_phases)
+    hidden_lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
     K = t.head_dim
     dq, dtable = float32(t.num_blocks, *t.column_shape), float32(*table.shape)
     dtiles = jax.ShapeDtypeStruct((batch, t.num_tiles, t.num_groups, t.phases, K, LANES), q_BTHK.dtype)
-    matrix_1 = tiling.to_hidden_matrix(t, operator.scores_WHC)
     inputs = Inputs(
         q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
         q_columns=tiling.by_columns(t, tiling.to_columns(t, q_BTHK)),
@@ -526,22 +548,19 @@ def backward_pass(
         dout=tiling.by_rows(t, tiling.to_blocks(t, dout_BTHK)),
         dout_columns=tiling.by_columns(t, tiling.to_columns(t, dout_BTHK)),
         lse=jax.tree.map(functools.partial(tiling.by_lanes, t), lse),
-        matrix_1=tiling.whole(t, matrix_1),
-        matrices_2=tiling.whole(t, tiling.to_heads_matrix(t, operator.output_WCH)),
-        transposed_1=tiling.whole(t, tiling.to_heads_matrix(t, transposed_1)),
-        transposed_2=tiling.whole(t, tiling.to_hidden_matrix(t, transposed_2)),
+        matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
+        transposed=matrices_of(t, transposed_2, transposed_1),
         left=jax.tree.map(left_input, left),
         slab=tiling.slab_of(t, table),
         dq=tiling.in_hbm(jnp.zeros(dq.shape, dq.dtype)),
         dtable=tiling.in_hbm(jnp.zeros(dtable.shape, dtable.dtype)),
     )
-    dmatrix = summed(matrix_1.shape[1], matrix_1.shape[0])
+    dmatrix = summed(len(score_lines.number), len(hidden_lines.number))
     outputs = Outputs(
         dq=tiling.in_hbm(dq),
         dk=tiling.by_tiles(t, dtiles),
         dv=tiling.by_tiles(t, dtiles),
-        dmatrix_1=dmatrix,
-        dmatrix_2=dmatrix,
+        dmatrices=Matrices(dmatrix, dmatrix) if t.num_channels else Matrices(),
         dtable=tiling.in_hbm(dtable),
         dleft=jax.tree.map(left_gradient, left),
     )
@@ -564,9 +583,9 @@ def backward_pass(
         slope=packed_scratch(t, 2, GROUP_ROWS, t.phases),
         semaphores=pltpu.SemaphoreType.DMA((2, 2)),
     )
-    # Operand `dtable`; `first` is operand 0.
+    # The last two operands are `dq` and `dtable`, the first two outputs; operand 0 is `first`.
     last = len(jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, tiling.Blocked)))
-    aliases = {last - 1: Outputs._fields.index("dq"), last: Outputs._fields.index("dtable")}
+    aliases = {last - 1: 0, last: 1}
     gradients = tiling.call(
         t, backward_kernel, first=first, inputs=inputs, outputs=outputs, scratch=scratch, input_output_aliases=aliases
     )
@@ -575,12 +594,13 @@ def backward_pass(
 
     def of_kernel(dmatrix: Array, kernel_WHC: Array) -> Array:
         """Return the gradient of a kernel from that of its matrix, [lines of a window, 2 n C], C in packed order."""
-        lines = tiling.hidden_lines(t, UNIT_ROWS, t.phases_per_dot, packed=True)
-        matrix = functools.partial(tiling.to_matrix, outputs=lines, inputs=tiling.score_lines(t, t.window_phases))
+        matrix = functools.partial(tiling.to_matrix, outputs=hidden_lines, inputs=score_lines)
         return jax.vjp(matrix, kernel_WHC)[1](dmatrix.sum(0).T)[0]
 
-    dscores_WHC = of_kernel(gradients.dmatrix_1, operator.scores_WHC)
-    doutput_WCH = of_kernel(gradients.dmatrix_2, transposed_2)[::-1].swapaxes(1, 2)
+    dscores_WHC, doutput_WCH = jnp.zeros_like(operator.scores_WHC), jnp.zeros_like(operator.output_WCH)
+    if t.num_channels:
+        dscores_WHC = of_kernel(gradients.dmatrices.to_hidden, operator.scores_WHC)
+        doutput_WCH = of_kernel(gradients.dmatrices.to_heads, transposed_2)[::-1].swapaxes(1, 2)
     dknee_CN, dadded_HN = table_vjp(gradients.dtable.sum(0))
     dleft = left_vjp(jax.tree.map(lambda x: x.sum(0), gradients.dleft))
     return dq_BTHK, dk_BSGK, dv_BSGK, Operator(dscores_WHC, doutput_WCH, dknee_CN, dadded_HN, *dleft)

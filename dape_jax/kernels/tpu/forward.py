@@ -114,7 +114,9 @@ def operand(t: Tiling, packed: Sequence[Array]) -> Array:
 
 
 def packed_scratch(t: Tiling, *shape: int) -> Any:
-    """Return VMEM for packed hidden features: [*shape, C, 128]."""
+    """Return VMEM for packed hidden features, [*shape, C, 128], or None if nothing is convolved."""
+    if not t.num_channels:
+        return None
     if t.dtype == jnp.float32:
         return pltpu.VMEM((*shape, t.padded_channels, LANES), jnp.float32)
     return pltpu.VMEM((*shape, t.padded_channels // 2, LANES), jnp.uint32)
@@ -237,7 +239,7 @@ def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array
 
 
 class LeftRefs(NamedTuple):
-    """Corrections of the first columns: of a block, in the first tile; or rolled, of three groups. None elsewhere."""
+    """Corrections of the first columns: of a block; or rolled, of three groups. None where there are none."""
 
     knee: Any = None
     added: Any = None
@@ -245,7 +247,9 @@ class LeftRefs(NamedTuple):
 
 def left_scratch(t: Tiling) -> LeftRefs:
     """Return VMEM for rolled corrections."""
-    sizes = (max(t.pad, 1), t.padded_channels), (max(2 * t.pad, 1), t.head_lines)
+    if not t.pad:
+        return LeftRefs()
+    sizes = (t.pad, t.padded_channels), (2 * t.pad, t.head_lines)
     return LeftRefs(*(tiling.scratch_of(LEFT_BUFFERS, GROUP_ROWS, *size, LANES) for size in sizes))
 
 
@@ -277,6 +281,21 @@ def store_left(rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
 
 
 # ---- Convolutions
+
+
+class Matrices(NamedTuple):
+    """Both convolutions as matrices, of a unit and of each row of a unit; None if nothing is convolved."""
+
+    to_hidden: Any = None
+    to_heads: Any = None
+
+
+def matrices_of(t: Tiling, kernel_WHC: Array, kernel_WCH: Array) -> Matrices:
+    """Return the matrices of two convolutions as operands."""
+    if not t.num_channels:
+        return Matrices()
+    to_hidden, to_heads = tiling.to_hidden_matrix(t, kernel_WHC), tiling.to_heads_matrix(t, kernel_WCH)
+    return Matrices(tiling.whole(t, to_hidden), tiling.whole(t, to_heads))
 
 
 def window(t: Tiling, phases: Unit, rolled: Callable[[int, int], Registers], begin: int) -> Registers:
@@ -457,8 +476,7 @@ class Inputs(NamedTuple):
     q: Any
     k: Any
     v: Any
-    matrix_1: Any  # first convolution
-    matrices_2: Any  # second convolution, one for each row of a unit
+    matrices: Matrices
     left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
 
@@ -526,20 +544,23 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
             """Return the hidden features of a group: for each unit [row][phase], with rolled ones."""
             units = [load_unit(t, scratch.scores, row + r) for r in UNITS]
             hidden = [
-                hidden_features(t, tables, inputs.matrix_1[...], unit, row, r)[0]
+                hidden_features(t, tables, inputs.matrices.to_hidden[...], unit, row, r)[0]
                 for r, unit in zip(UNITS, units, strict=True)
             ]
             return [[with_rolled(t, of_row, t.pad) for of_row in unit] for unit in hidden]
 
         def to_probs(row: Any, r: int) -> tuple[Registers, Registers, Registers, Unit]:
-            """Return the new maximum, sum and decay of a unit, and its probs, from its hidden features."""
-            buffer = row // GROUP_ROWS & 1
-            hidden = [[scratch.hidden[buffer, r + k, f] for f in range(num_hidden)] for k in range(UNIT_ROWS)]
-            change, scores = to_heads(t, inputs.matrices_2, hidden, t.pad), load_unit(t, scratch.scores, row + r)
-            total = []
-            for f in phases:
-                terms = zip(change[f], scores[f], tables.added(row, r, f), strict=True)
-                total.append([jnp.where(owned[f], c + s + a, MASKED_SCORE) for c, s, a in terms])
+            """Return the new maximum, sum and decay of a unit, and its probs."""
+            scores = load_unit(t, scratch.scores, row + r)
+            total = [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in phases]
+            if t.num_channels:
+                buffer = row // GROUP_ROWS & 1
+                hidden = [[scratch.hidden[buffer, r + k, f] for f in range(num_hidden)] for k in range(UNIT_ROWS)]
+                change = to_heads(t, inputs.matrices.to_heads, hidden, t.pad)
+                total = [
+                    [jnp.where(owned[f], c + x, MASKED_SCORE) for c, x in zip(change[f], total[f], strict=True)]
+                    for f in phases
+                ]
             new_max, new_sum, decay = [], [], []
             probs: Unit = [[] for _ in phases]
             old = zip(load(t, scratch.max, row + r), load(t, scratch.sum, row + r), strict=True)
@@ -568,6 +589,18 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
         row = row_of(first)
         tables.store(row, first_slots(t), *tables.read(row, first_slots(t)))
+        if not t.num_channels:
+
+            def plain_body(group, _):
+                row = row_of(group)
+                results = [to_probs(row, r) for r in UNITS]
+                entries = tables.read(row + GROUP_ROWS, new_slots(t))
+                store_probs(results, row)
+                tables.store(row + GROUP_ROWS, new_slots(t), *entries)
+                return 0
+
+            jax.lax.fori_loop(first, end, plain_body, 0)
+            return
         store_features(to_features(row), row)
         tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
 
@@ -622,6 +655,8 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
 def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftRefs:
     """Lay out both corrections of the first columns."""
+    if not t.pad:
+        return LeftRefs()
     knee = jnp.pad(left_knee_PCT, ((0, 0), (0, t.padded_channels - t.num_channels), (0, 0)))
     added = jnp.moveaxis(tiling.by_register(t, jnp.moveaxis(left_added_QHT, 1, 0)), 0, 1)
     return LeftRefs(tiling.to_left_blocks(t, knee), tiling.to_left_blocks(t, added))
@@ -662,8 +697,7 @@ def forward_pass(
             q=tiling.by_rows(t, tiling.to_blocks(t, q_BTHK)),
             k=tiling.by_tiles(t, tiling.to_tiles(t, k_BSGK)),
             v=tiling.by_tiles(t, tiling.to_tiles(t, v_BSGK)),
-            matrix_1=tiling.whole(t, tiling.to_hidden_matrix(t, operator.scores_WHC)),
-            matrices_2=tiling.whole(t, tiling.to_heads_matrix(t, operator.output_WCH)),
+            matrices=matrices_of(t, operator.scores_WHC, operator.output_WCH),
             left=jax.tree.map(by_block, left),
             slab=tiling.slab_of(t, tiling.to_table(t, operator.knee_CN, operator.added_HN)),
         ),

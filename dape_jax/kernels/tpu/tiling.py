@@ -111,7 +111,7 @@ class Tiling:
     head_dim: int  # K
     width: int  # W
     pad: int  # columns that a convolution reads to its left
-    num_channels: int  # C
+    num_channels: int  # C; 0 if nothing is convolved
     row_stride: int  # columns between neighbouring rows
     window: int | None  # columns that a row sees, or None for all
     block_rows: int
@@ -418,7 +418,7 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
     slab = t.phases * t.table_lines * t.slab_columns * 4
     sheared = t.slots * t.table_lines * LANES * 4
     hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # of one phase, two groups
-    left = (max(t.pad, 1) * t.padded_channels + max(2 * t.pad, 1) * t.head_lines) * LANES * 4
+    left = t.pad * (t.padded_channels + 2 * t.head_lines) * LANES * 4
     rolled_left = LEFT_BUFFERS * GROUP_ROWS * left
     if t.backward:
         blocks = 2 * ((3 * rows + 2 * columns + 4 * tile) * itemsize + slab + 2 * left)
@@ -494,9 +494,8 @@ def to_table(t: Tiling, knee_CN: Array, added_HN: Array) -> Array:
 def to_left_blocks(t: Tiling, left_PXT: Array) -> Array:
     """Lay out a correction of the first columns: [P, X, T] -> [blocks, P, X, 128], a lane for a row."""
     P, X, T = left_PXT.shape
-    at_least_one = max(P, 1)  # Pallas takes no empty array; this one is not read if P = 0
-    left_PXT = jnp.pad(left_PXT, ((0, at_least_one - P), (0, 0), (0, t.padded_rows - T)))
-    blocks = jnp.moveaxis(left_PXT.reshape(at_least_one, X, t.num_blocks, t.block_rows), 2, 0)
+    left_PXT = jnp.pad(left_PXT, ((0, 0), (0, 0), (0, t.padded_rows - T)))
+    blocks = jnp.moveaxis(left_PXT.reshape(P, X, t.num_blocks, t.block_rows), 2, 0)
     return jnp.pad(blocks, ((0, 0), (0, 0), (0, 0), (0, LANES - t.block_rows)))
 
 

@@ -1,0 +1,184 @@
+"""Compare methods by the compiler's cycles of a whole training step on a TPU, without a TPU.
+
+    make tpu-aot
+    python -m benchmarks.step_cycles --topologies=v5e:1x1,v5p:2x2x1 --models=125m,350m --lengths=512,2048,8192
+
+For the methods of the paper's table 7, the train step is compiled ahead of time, data-parallel over the chips of a
+slice, with `--tokens` tokens in the batch of a chip, and its cycles are added up:
+
+    kernels     bundles of instructions, one per cycle, as often as they run (`benchmarks.tpu`)
+    other       the compiler's estimate for each other operation, as often as it runs; collectives are not counted
+
+Attention is what `auto` chooses. A method's ratio is its cycles over those of DAPE1x3-Kerple. The paper's table 7
+measures one sequence of 512 tokens on unnamed hardware. Output: OUTPUT/step_cycles.json, tables and a figure.
+"""
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks.step import check_names, read_config
+from benchmarks.tpu import CLOCK_HZ, DUMP_FLAGS, describe_kernel, kernel_cycles
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.config import RunConfig
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.experiments.catalogue import EXPERIMENTS
+from dape_jax.hardware import Slice, read_topology
+from dape_jax.kernels import tpu
+from dape_jax.kernels.tables import left_pad
+from dape_jax.model.processors import DapeConfig
+from dape_jax.model.transformer import SIZES, TransformerConfig, attention_of
+from dape_jax.planning.compile import find_libtpu, in_process, libtpu_version
+from dape_jax.planning.plan import REMATS, Request, compile_request
+from dape_jax.provenance import make_results_directory
+from dape_jax.sharding import MeshConfig
+
+METHODS = EXPERIMENTS["table7"].methods
+RATIO_TO = "dape1x3-kerple"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    topologies: tuple[str, ...] = flag(("v5e:1x1",), "Slices to compile for.")
+    models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
+    lengths: tuple[int, ...] = flag((512, 2048, 8192), "Train lengths in tokens.")
+    methods: tuple[str, ...] = flag(METHODS, f"Methods: {', '.join(METHODS)}.")
+    tokens: int = flag(16_384, "Tokens in the batch of a chip.")
+    remat: str = flag("full", f"Rematerialisation of layers: {', '.join(REMATS)}.")
+    output: str = flag("results/step_cycles", "Directory of the tables, the JSON and the figure.")
+
+    def __post_init__(self):
+        check_names("models", self.models, SIZES)
+        check_names("methods", self.methods, METHODS)
+        require(RATIO_TO in self.methods, "--methods", self.methods, f"must include {RATIO_TO}")
+        require(self.remat in REMATS, "--remat", self.remat, f"must be one of {REMATS}")
+        for topology in self.topologies:
+            read_topology(topology)
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
+        for length in self.lengths:
+            require(self.tokens % length == 0, "--tokens", self.tokens, f"must be a multiple of {length}")
+
+
+def kernel_passes(model: TransformerConfig, hardware: Slice, batch: int, length: int) -> dict[str, dict[str, Any]]:
+    """Return how often the parts of each pass's kernel run, by the kernel's name; see `describe_kernel`."""
+    q, k = (
+        jax.ShapeDtypeStruct((batch, length, heads, model.head_dim), jnp.bfloat16)
+        for heads in (model.num_heads, model.num_kv_heads or model.num_heads)
+    )
+    dape = model.processor if isinstance(model.processor, DapeConfig) else None
+    tilings = tpu.tilings(
+        q,
+        k,
+        width=dape.kernel_width if dape else 1,
+        pad=left_pad(dape) if dape else 0,
+        num_channels=dape.channels if dape else 0,
+        dtype=jnp.dtype(jnp.bfloat16),
+        row_stride=1,
+        window=model.window,
+        device_kind=hardware.chip.device_kinds[0],
+    )
+    return {passed["name"]: passed for passed in (describe_kernel(t, batch) for t in tilings)}
+
+
+def measure(run: RunConfig, hardware: Slice, libtpu: Path) -> dict[str, Any]:
+    """Return the cycles of a training step of one chip, or why there are none."""
+    batch, length = run.train.batch_size // hardware.num_chips, run.train.train_length
+    chosen = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
+    found: dict[str, Any] = {"attention": type(chosen).__name__.lower()}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=folder)
+        outcome = in_process(compile_request, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
+        if not outcome["fits"] or outcome["work"] is None:
+            return found | {"reason": outcome.get("reason", "the compiler cannot print the program")}
+        kernels = 0
+        for name, times in outcome["work"]["kernels"]:
+            passes = kernel_passes(run.model, hardware, batch, length)
+            (kernel,) = (passed for passed in passes.values() if passed["name"] in name)
+            kernels += times * kernel_cycles(Path(folder), kernel | {"name": name}, hardware.chip.name)
+    other = outcome["work"]["cycles"]
+    ms = 1e3 * (kernels + other) / CLOCK_HZ[hardware.chip.name]
+    return found | {"kernels": kernels, "other": other, "ms": ms, "peak_bytes": outcome["peak_bytes"], "reason": None}
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of the table, header first."""
+    lines = [["slice", "model", "length", "method", "attention", "million cycles", "in kernels", "ratio"]]
+    for row in rows:
+        line = [row["topology"], row["model"], f"{row['length']:,}", row["method"], row["attention"]]
+        if row["reason"] is not None:
+            lines.append([*line, "does not fit", "", ""])
+            continue
+        cycles = row["kernels"] + row["other"]
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        lines.append([*line, f"{cycles / 1e6:.1f}", f"{row['kernels'] / cycles:.0%}", ratio])
+    return lines
+
+
+def plot(rows: list[dict[str, Any]]) -> Figure:
+    """Draw the ratios, a panel for each slice and model, a group of bars for each length."""
+    panels = list(dict.fromkeys((row["topology"], row["model"]) for row in rows))
+    figure = Figure(figsize=(max(4.2 * len(panels), 6.4), 4.2), layout="constrained")
+    lengths, methods = (list(dict.fromkeys(row[field] for row in rows)) for field in ("length", "method"))
+    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        for i, method in enumerate(methods):
+            ratios = {
+                row["length"]: row["ratio"] or 0
+                for row in rows
+                if (row["topology"], row["model"], row["method"]) == (*panel, method)
+            }
+            places = [at + 0.8 * (i + 0.5) / len(methods) - 0.4 for at in range(len(lengths))]
+            axes.bar(places, [ratios[length] for length in lengths], 0.8 / len(methods), label=method)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_xlabel("train length (tokens)")
+        axes.set_title(" ".join(panel), fontsize=9)
+        axes.axhline(1, color="gray", linewidth=0.5)
+    figure.axes[0].set_ylabel(f"cycles relative to {RATIO_TO}")
+    figure.axes[-1].legend(fontsize=6)
+    return figure
+
+
+def main(_: list[str]) -> None:
+    """Parse flags, compile every combination and write the report."""
+    settings = from_flags(Settings)
+    libtpu, directory = find_libtpu(), Path(settings.output)
+    make_results_directory(directory)
+    rows: list[dict[str, Any]] = []
+    cases = list(itertools.product(settings.topologies, settings.models, settings.lengths))
+    with tqdm(total=len(cases) * len(settings.methods), unit="program", desc="steps") as bar:
+        for topology, model, length in cases:
+            hardware, of_case = read_topology(topology), []
+            for method in settings.methods:
+                bar.set_postfix_str(f"{topology} {model} {length} {method}")
+                batch = settings.tokens // length * hardware.num_chips
+                run = read_config("paper", model, method, length, batch, "auto")
+                run = dataclasses.replace(
+                    run, model=dataclasses.replace(run.model, dtype="bfloat16", remat=settings.remat)
+                )
+                row = {"topology": topology, "model": model, "length": length, "method": method}
+                of_case.append(row | measure(run, hardware, libtpu))
+                bar.update()
+            (base,) = (row.get("ms") for row in of_case if row["method"] == RATIO_TO)
+            rows += [row | {"ratio": row["ms"] / base if base and row.get("ms") else None} for row in of_case]
+    content = {"rows": rows, "libtpu": libtpu_version(libtpu), "settings": dataclasses.asdict(settings)}
+    caption = (
+        f"Compiler's cycles of a training step, {settings.tokens:,} tokens on each chip, bfloat16, "
+        f"remat={settings.remat}. Ratio: to {RATIO_TO}."
+    )
+    print("\n" + report.save("step_cycles", directory, content, caption, cells(rows), plot(rows)).table)
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
