@@ -266,8 +266,9 @@ def test_table7_by_roofline(tmp_path, chip):
 def test_table7_by_roofline_of_the_kernel(tmp_path):
     table7.run(table7.Settings(chip="v5e", implementation="fused", models=("350m",), output=str(tmp_path)))
     of = {row["method"]: row for row in written(tmp_path, "v5e")["rows"]}
-    assert [method for method, row in of.items() if row["failed"] is None] == ["dape1x1-kerple", "dape1x3-kerple"]
-    assert of["kerple"]["ratio"] is None
+    assert [method for method, row in of.items() if row["failed"] is not None] == ["fire"]
+    assert of["fire"]["ratio"] is None
+    assert of["kerple"]["ratio"] < 1
     dense = table7.runs_of(table7.Settings(implementation="dense"), "350m")["dape1x3-kerple"]
     seconds = table7.roofline_seconds(table7.on_chip(dense, CHIP["v5e"]), 512, 1, CHIP["v5e"])
     assert of["dape1x3-kerple"]["parts_ms"]["attention"] < 1e3 * seconds["attention"] / 4

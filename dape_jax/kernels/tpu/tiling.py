@@ -463,11 +463,11 @@ def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
 
 
 def from_tiles(t: Tiling, x: Array) -> Array:
-    """Join the columns that tiles own: [B, tiles, G, p, K, 128] -> [B, S, G, K]."""
+    """Join the columns that tiles of the backward pass own: [B, tiles, G, p, K, 128] -> [B, S, G, K]."""
     batch, _, groups, _, dim, _ = x.shape
-    x = x.transpose(0, 1, 5, 3, 2, 4).reshape(batch, t.num_tiles, t.phases * LANES, groups, dim)
-    owned = x[:, :, t.halo[0] : t.halo[0] + t.owned_columns]
-    return owned.reshape(batch, -1, groups, dim)[:, : t.num_keys]
+    first_lane = t.halo[0] // t.phases
+    owned = x[..., first_lane : first_lane + t.owned_columns // t.phases]
+    return owned.transpose(0, 1, 5, 3, 2, 4).reshape(batch, -1, groups, dim)[:, : t.num_keys]
 
 
 def by_register(t: Tiling, x_HX: Array, fill: float = 0.0) -> Array:
