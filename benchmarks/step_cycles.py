@@ -106,7 +106,7 @@ def measure(run: RunConfig, hardware: Slice, libtpu: Path) -> dict[str, Any]:
         for name, times in outcome["work"]["kernels"]:
             passes = kernel_passes(run.model, hardware, batch, length)
             (kernel,) = (passed for passed in passes.values() if passed["name"] in name)
-            kernels += times * kernel_cycles(Path(folder), kernel | {"name": name}, hardware.chip.name)
+            kernels += times * kernel_cycles(Path(folder), kernel, hardware.chip.name)
     other = outcome["work"]["cycles"]
     ms = 1e3 * (kernels + other) / CLOCK_HZ[hardware.chip.name]
     return found | {"kernels": kernels, "other": other, "ms": ms, "peak_bytes": outcome["peak_bytes"], "reason": None}

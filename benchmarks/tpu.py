@@ -11,16 +11,18 @@ OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. Columns:
     GB            HBM traffic: blocks copied by the kernel's pipeline (`kernels.tpu.cost`), operands and results of all
                   other operations, loop bodies as often as they run
     bandwidth ms  time of this traffic at the chip's bandwidth
-    schedule ms   kernels: instruction bundles, one per cycle, as often as their loops run; other implementations: the
-                  compiler's estimate of cycles. Both leave out most of the time spent waiting for memory
+    kernels ms    kernels: instruction bundles, one per cycle, as often as their loops run
+    other ms      all other operations: the compiler's estimate of cycles, loop bodies as often as they run
     compile s     seconds of compilation
 
-`blockwise` is what a TPU runs where there is no kernel. `naive` is `Dense`: what XLA makes of the layer. If a program
-does not fit, the JSON has the reason. GB of `naive` are the compiler's own count (`cost_analysis`), which is right
-without loops; `operand_gb` in the JSON is counted as for the others.
+Both times leave out most of the time spent waiting for memory. `blockwise` is what a TPU runs where there is no kernel.
+`naive` is `Dense`: what XLA makes of the layer. `splash` is JAX's splash attention, for `--processors=plain
+--bias=nope`. If a program does not fit, the JSON has the reason. GB of `naive` are the compiler's own count
+(`cost_analysis`), which is right without loops; `operand_gb` in the JSON is counted as for the others.
 
-The schedule is read from the compiler's listing of its last pass, requested by undocumented flags. Clock rates (GHz) are not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p
-have two cores, which share the sequences.
+Bundles are read from the compiler's listing of its last pass, requested by undocumented flags. Clock rates (GHz) are
+not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p have two cores, which share the sequences:
+the time of one sequence is twice the one given.
 """
 
 import collections
@@ -29,7 +31,7 @@ import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +39,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.errors import require
+from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.hardware import read_topology
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import left_pad
-from dape_jax.model.attention import Auto, Dense, Fused, Implementation
+from dape_jax.model.attention import Auto, Dense, Fused
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.compile import (
     compile_error,
@@ -64,7 +67,29 @@ from dape_jax.provenance import make_results_directory
 
 DIRECTIONS = ("forward", "backward")
 PROCESSORS = ("dape", "plain")
-IMPLEMENTATIONS: dict[str, Implementation] = {"fused": Fused(), "blockwise": Auto().blockwise("tpu"), "naive": Dense()}
+SPLASH_BLOCK = 512  # rows and keys of a grid step
+
+
+def splash(q_BTHK, k_BSHK, v_BSHK, q_pos_T, k_pos_S, score_mod):
+    """Compute causal attention by JAX's splash attention."""
+    if score_mod.bias is not None or not isinstance(score_mod.processor, Plain):
+        raise InputError("--implementations: splash has neither bias nor processor")
+    length, heads = q_BTHK.shape[1:3]
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes = splash_attention_kernel.BlockSizes(**dict.fromkeys(names, SPLASH_BLOCK), use_fused_bwd_kernel=True)
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
+    attend = splash_attention_kernel.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    q_BHTK, k_BHSK, v_BHSK = (jnp.moveaxis(x, 1, 2) for x in (q_BTHK, k_BSHK, v_BSHK))
+    heads_first: Any = jax.vmap(attend)
+    return jnp.moveaxis(heads_first(q_BHTK * q_BHTK.shape[-1] ** -0.5, k_BHSK, v_BHSK), 2, 1)
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "fused": Fused(),
+    "blockwise": Auto().blockwise("tpu"),
+    "naive": Dense(),
+    "splash": splash,
+}
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
 CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
 MIB = 2**20
@@ -162,7 +187,14 @@ def compile_layer(request: Request) -> dict[str, Any]:
             row_stride=1,
             window=None,
         )
-    passes = tilings[: 1 + DIRECTIONS.index(request.direction)]
+    num_passes, kernels = 1 + DIRECTIONS.index(request.direction), []
+    if request.implementation == "fused":
+        kernels = [describe_kernel(t, settings.batch) for t in tilings[:num_passes]]
+    elif request.implementation == "splash":
+        blocks = request.length // SPLASH_BLOCK
+        runs = {"steps": settings.batch * H * blocks * (blocks + 1) // 2, "outer_steps": settings.batch * H * blocks}
+        names = ("splash_mha_fwd", "splash_mha_dkv")[:num_passes]
+        kernels = [{"name": name, "bytes": 0, "runs": runs} for name in names]
     work = program.work
     moved = None if work is None else work.hbm_bytes
     if request.implementation == "naive":
@@ -175,7 +207,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
         "operand_gb": None if work is None else work.hbm_bytes / 1e9,
         "cycles": None if work is None else work.cycles,
         "compile_s": program.compile_s,
-        "kernels": [describe_kernel(t, settings.batch) for t in passes] if request.implementation == "fused" else [],
+        "kernels": kernels,
     }
 
 
@@ -236,6 +268,9 @@ def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
     the first columns has one. If there are convolutions, regions with matmuls next to a loop begin and end it. Other
     regions with matmuls run once in each step, and regions without once in each outer step.
     """
+    once_per_outer_step = runs["outer_steps"] * sum(region.num_bundles for region in regions if not region.computes)
+    if "groups" not in runs:  # a kernel without a loop over groups
+        return once_per_outer_step + runs["steps"] * sum(region.num_bundles for region in regions if region.computes)
     loops = [i for i, region in enumerate(regions) if region.depth > 1 and region.computes]
     with_matmul = [i for i, region in enumerate(regions) if region.depth == 1 and region.computes]
     around: dict[int, list[int]] = {loop: [] for loop in loops}
@@ -256,12 +291,14 @@ def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
         + other_tiles_steps * size(around[loops[-1]])
         + runs["first_tile_iterations"] * size(loops[:1])
         + other_tiles_iterations * size(loops[-1:])
-        + runs["outer_steps"] * size(i for i, region in enumerate(regions) if not region.computes)
+        + once_per_outer_step
     )
 
 
 def kernel_cycles(folder: Path, kernel: dict[str, Any], chip: str) -> float:
     """Return the cycles of one call of a kernel, according to the compiler's listing in a folder.
+
+    A program's calls of the same kernel share a listing or have equal ones.
 
     Raises:
         FileNotFoundError: there is no listing of the kernel.
@@ -287,14 +324,13 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
             return row
         cycles = [kernel_cycles(Path(folder), kernel, chip.name) for kernel in outcome["kernels"]]
     times = [1e3 * each / CLOCK_HZ[chip.name] for each in cycles]
-    schedule = sum(times) or None
-    if not times and outcome["cycles"] is not None:
-        schedule = 1e3 * outcome["cycles"] / CLOCK_HZ[chip.name]
+    other_ms = None if outcome["cycles"] is None else 1e3 * outcome["cycles"] / CLOCK_HZ[chip.name]
     return row | {
         "moved_gb": moved_gb(outcome),
         "bandwidth_ms": 1e12 * moved_gb(outcome) / chip.hbm_bytes_per_second,
-        "schedule_ms": schedule,
-        "schedule_of_passes_ms": times,
+        "kernels_ms": sum(times),
+        "kernels_of_passes_ms": times,
+        "other_ms": other_ms,
     }
 
 
@@ -305,21 +341,21 @@ def moved_gb(outcome: dict[str, Any]) -> float:
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return the cells of the table, header first."""
-    header = ["slice", "model", "length", "direction", "", "", "temp MiB", "GB", "bandwidth ms", "schedule ms"]
-    header.append("compile s")
+    header = ["slice", "model", "length", "direction", "", "", "temp MiB", "GB", "bandwidth ms", "kernels ms"]
+    header += ["other ms", "compile s"]
 
     def row_cells(row: dict[str, Any]) -> list[str]:
         labels = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["processor"]]
         labels.append(row["implementation"])
         if not row["fits"]:
-            return [*labels, "does not fit", "", "", "", ""]
-        schedule = row["schedule_ms"]
+            return [*labels, "does not fit", "", "", "", "", ""]
         return [
             *labels,
             f"{row['temporary_mib']:,.1f}",
             f"{row['moved_gb']:.3f}",
             f"{row['bandwidth_ms']:.2f}",
-            "-" if schedule is None else f"{schedule:.2f}",
+            f"{row['kernels_ms']:.2f}" if row["kernels"] else "-",
+            "-" if row["other_ms"] is None else f"{row['other_ms']:.2f}",
             f"{row['compile_s']:.0f}",
         ]
 
@@ -338,9 +374,9 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
         points = sorted(points, key=lambda row: row["length"])
         lengths = [row["length"] for row in points]
         memory.plot(lengths, [row["temporary_mib"] for row in points], marker="o", label=" ".join(name))
-        field = "schedule_ms" if all(row["schedule_ms"] for row in points) else "bandwidth_ms"
-        style = "-" if field == "schedule_ms" else "--"
-        times.plot(lengths, [row[field] for row in points], style, marker="o", label=f"{' '.join(name)}, {field[:-3]}")
+        known = [row for row in points if row["other_ms"] is not None]
+        all_ms = [row["kernels_ms"] + row["other_ms"] for row in known]
+        times.plot([row["length"] for row in known], all_ms, marker="o", label=" ".join(name))
     memory.set_ylabel("temporary memory (MiB)")
     times.set_ylabel("estimated time (ms)")
     ticks = sorted({row["length"] for row in rows})

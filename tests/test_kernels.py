@@ -673,8 +673,8 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
     assert memory[32_768] < 1.2 * 4 * memory[8192]
     assert compile_for(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
     naive_ms = 1e3 * 54e9 / chip_of("TPU v5e").hbm_bytes_per_second
-    assert rows[2048]["schedule_ms"] < naive_ms / 10
-    assert rows[2048]["bandwidth_ms"] < rows[2048]["schedule_ms"]
+    assert rows[2048]["kernels_ms"] + rows[2048]["other_ms"] < naive_ms / 10
+    assert rows[2048]["bandwidth_ms"] < rows[2048]["kernels_ms"]
     # The compiled program includes the cost estimate of the kernels, which planning reads.
     assert rows[2048]["hbm_bytes"] > sum(kernel["bytes"] for kernel in rows[2048]["kernels"]) > 0
 
