@@ -17,7 +17,8 @@ from tiny import SPEC
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
 from dape_jax.hardware import CHIPS, TOPOLOGIES, chip_of, mfu, read_topology
-from dape_jax.model.attention import Blockwise, Dense
+from dape_jax.kernels import tpu
+from dape_jax.model.attention import Blockwise, Dense, Fused
 from dape_jax.model.processors import INPUTS, PROCESSORS, DapeConfig
 from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import model_structure
@@ -61,6 +62,18 @@ def test_computed_pairs_include_the_needed_ones(blocks, block, buckets, window, 
     assert needed <= blockwise <= dense == length**2
     if window is None and blocks % buckets == 0:
         assert blockwise * 2 * buckets == length**2 * (buckets + 1)
+
+
+@pytest.mark.parametrize(("length", "window"), [(60, None), (200, 70), (2048, None), (2048, 300), (8192, None)])
+def test_computed_pairs_of_the_kernel_are_nearly_those_of_its_tiles(length, window):
+    """The formula leaves out the columns that two tiles compute."""
+    q = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
+    sizes = {"width": 3, "pad": 1, "num_channels": 32, "dtype": jnp.dtype(jnp.bfloat16)}
+    tiling, _ = tpu.tilings(q, q, **sizes, row_stride=1, window=window, device_kind="TPU v5 lite")
+    computed = len(tiling.steps.key_column) * tiling.block_rows * tiling.phases * tpu.LANES
+    by_formula = flops.pairs_computed(Fused(), length, window)
+    # Tiles begin 508 columns apart, not 512: a block may need one more.
+    assert flops.num_pairs(length, window) <= by_formula <= computed <= (1.11 if window is None else 1.25) * by_formula
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ Not counted: embedding lookups, norms, softmax, activations, the optimizer, and 
 
 import dataclasses
 
-from dape_jax.kernels.tpu import BLOCKS
+import numpy as np
+
+from dape_jax.kernels.tpu import BLOCKS, LANES, PHASES
 from dape_jax.model.attention import Blockwise, Fused, Implementation
 from dape_jax.model.biases import NopeConfig
 from dape_jax.model.contextual import CONTEXTUAL
@@ -142,13 +144,16 @@ def pairs_computed(attention: Implementation, length: int, window: int | None, r
     """Return the pairs of a query and a key that a device computes that has every `row_stride`-th row of a sequence.
 
     `Dense` computes all of them; `Blockwise` for each run of blocks those up to the run's last row, or in the window;
-    `Fused` for each block those up to the block's last row, or in the window, without the columns at tile edges that it
-    computes twice.
+    `Fused` for each block all tiles that a row of the block sees, without the columns that two tiles compute.
     """
     num_rows = length // row_stride
     if isinstance(attention, Fused):
-        block = min(BLOCKS[0], num_rows)
-        attention = Blockwise(block, num_buckets=max(2, -(-num_rows // block)))
+        tile = next((LANES * phases for phases in sorted(PHASES) if length <= LANES * phases), LANES * max(PHASES))
+        block = next((rows for rows in sorted(BLOCKS) if num_rows <= rows), max(BLOCKS))
+        begins = row_stride * np.arange(0, num_rows, block)
+        first = 0 if window is None else np.maximum(begins - window + 1, 0) // tile
+        last = np.minimum(begins + row_stride * block, length) - 1
+        return int((last // tile + 1 - first).sum()) * tile * block
     if not isinstance(attention, Blockwise):
         return num_rows * length
     block = min(attention.block_size, num_rows)

@@ -15,18 +15,10 @@ from jaxtyping import Array, Float, Int
 from dape_jax.kernels.tables import Operator, left_pad
 from dape_jax.kernels.tpu.backward import backward_pass
 from dape_jax.kernels.tpu.forward import forward_pass
-from dape_jax.kernels.tpu.tiling import (
-    BLOCKS,
-    GROUP_ROWS,
-    VMEM_BYTES,
-    Tiling,
-    cost,
-    tilings,
-    vmem_bytes,
-)
+from dape_jax.kernels.tpu.tiling import BLOCKS, LANES, PHASES, Tiling, cost, tilings
 from dape_jax.model.processors import DapeConfig
 
-__all__ = ["BLOCKS", "GROUP_ROWS", "VMEM_BYTES", "Tiling", "attend", "cost", "tilings", "vmem_bytes", "why_not"]
+__all__ = ["BLOCKS", "LANES", "PHASES", "Tiling", "attend", "cost", "tilings", "why_not"]
 
 
 def attend(
