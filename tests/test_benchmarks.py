@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, listing, measure, step, table7
+from benchmarks import attention, listing, measure, step, step_cycles, table7
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
-from dape_jax.hardware import CHIPS, MIB
+from dape_jax.hardware import CHIPS, MIB, read_topology
 from dape_jax.model.attention import Dense
 from dape_jax.planning.compile import compile_program
 from dape_jax.planning.flops import executed_flops, model_flops
@@ -272,6 +272,49 @@ def test_table7_by_roofline_of_the_kernel(tmp_path):
     dense = table7.runs_of(table7.Settings(implementation="dense"), "350m")["dape1x3-kerple"]
     seconds = table7.roofline_seconds(table7.on_chip(dense, CHIP["v5e"]), 512, 1, CHIP["v5e"])
     assert of["dape1x3-kerple"]["parts_ms"]["attention"] < 1e3 * seconds["attention"] / 4
+
+
+def test_cycles_of_kernels_are_counted_for_every_method_with_a_kernel():
+    """A step's kernels run over the rows of one chip, and without a processor they convolve nothing."""
+    hardware, flops = read_topology("v5p:2x2x1"), {}
+    for method in step_cycles.METHODS:
+        run = step.read_config("paper", "125m", method, 2048, 4 * 8, "auto")
+        if method != "fire":
+            passes = step_cycles.kernel_passes(run.model, hardware, 8, 2048)
+            assert list(passes) == ["dape_forward", "dape_backward"]
+            assert all(passed["runs"]["groups"] >= 8 * 16 * 16 for passed in passes.values())
+            flops[method] = passes["dape_forward"]["flops"]
+    assert flops["rope"] == flops["kerple"] < flops["dape1x1-kerple"] < flops["dape1x3-kerple"]
+
+
+def test_ratios_of_cycles_and_programs_that_do_not_fit_are_shown():
+    row = {"topology": "v5e:1x1", "model": "125m", "length": 512, "attention": "fused"}
+    rows = [
+        row | {"method": "kerple", "kernels": 1e6, "other": 3e6, "ms": 2.0, "reason": None, "ratio": 0.5},
+        row | {"method": "dape1x3-kerple", "kernels": 4e6, "other": 4e6, "ms": 4.0, "reason": None, "ratio": 1.0},
+        row | {"method": "fire", "reason": "memory", "ratio": None},
+    ]
+    _, kerple, dape, fire = step_cycles.cells(rows)
+    assert kerple[3:] == ["kerple", "fused", "4.0", "25%", "0.500"]
+    assert dape[-1] == "1.000"
+    assert fire[-3:] == ["does not fit", "", ""]
+    assert step_cycles.plot(rows).axes[0].patches
+
+
+@pytest.mark.slow
+def test_cycles_of_a_training_step(libtpu):
+    """Of few layers' worth: DAPE takes more than Kerple alone, mostly in its kernels."""
+    run = {m: step.read_config("paper", "125m", m, 512, 2, "auto") for m in ("kerple", "dape1x3-kerple")}
+    found = {}
+    for method, each in run.items():
+        model = dataclasses.replace(
+            each.model, num_layers=2, vocab_size=512, num_outputs=512, dtype="bfloat16", remat="full"
+        )
+        found[method] = step_cycles.measure(dataclasses.replace(each, model=model), read_topology("v5e:1x1"), libtpu)
+        assert found[method]["reason"] is None
+    kerple, dape = found["kerple"], found["dape1x3-kerple"]
+    assert 1.5 * kerple["kernels"] < dape["kernels"] < 4 * kerple["kernels"]
+    assert dape["ms"] > kerple["ms"] > 0
 
 
 def run_module(*arguments: str) -> subprocess.Popen:
