@@ -6,7 +6,7 @@
 For the methods of the paper's table 7, the train step is compiled ahead of time, data-parallel over the chips of a
 slice, with `--tokens` tokens in the batch of a chip, and its cycles are added up:
 
-    kernels     bundles of instructions, one per cycle, as often as they run (`benchmarks.tpu`)
+    kernels     bundles of instructions of one layer's kernels, one per cycle (`benchmarks.tpu`), as often as they run
     other       the compiler's estimate for each other operation, as often as it runs; collectives are not counted
 
 Attention is what `auto` chooses. A method's ratio is its cycles over those of DAPE1x3-Kerple. The paper's table 7
@@ -16,28 +16,24 @@ measures one sequence of 512 tokens on unnamed hardware. Output: OUTPUT/step_cyc
 import dataclasses
 import itertools
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks import tpu
 from benchmarks.step import check_names, read_config
-from benchmarks.tpu import CLOCK_HZ, DUMP_FLAGS, describe_kernel, kernel_cycles
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.experiments.catalogue import EXPERIMENTS
-from dape_jax.hardware import Slice, read_topology
-from dape_jax.kernels import tpu
-from dape_jax.kernels.tables import left_pad
+from dape_jax.hardware import read_topology
+from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig
-from dape_jax.model.transformer import SIZES, TransformerConfig, attention_of
+from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import find_libtpu, in_process, libtpu_version
 from dape_jax.planning.plan import REMATS, Request, compile_request
 from dape_jax.provenance import make_results_directory
@@ -71,58 +67,51 @@ class Settings:
             require(self.tokens % length == 0, "--tokens", self.tokens, f"must be a multiple of {length}")
 
 
-def kernel_passes(model: TransformerConfig, hardware: Slice, batch: int, length: int) -> dict[str, dict[str, Any]]:
-    """Return how often the parts of each pass's kernel run, by the kernel's name; see `describe_kernel`."""
-    q, k = (
-        jax.ShapeDtypeStruct((batch, length, heads, model.head_dim), jnp.bfloat16)
-        for heads in (model.num_heads, model.num_kv_heads or model.num_heads)
-    )
-    dape = model.processor if isinstance(model.processor, DapeConfig) else None
-    tilings = tpu.tilings(
-        q,
-        k,
-        width=dape.kernel_width if dape else 1,
-        pad=left_pad(dape) if dape else 0,
-        num_channels=dape.channels if dape else 0,
-        dtype=jnp.dtype(jnp.bfloat16),
-        row_stride=1,
-        window=model.window,
-        device_kind=hardware.chip.device_kinds[0],
-    )
-    return {passed["name"]: passed for passed in (describe_kernel(t, batch) for t in tilings)}
+def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
+    """Return the request for one layer of a run on one chip, for which `benchmarks.tpu` counts the kernels' bundles."""
+    (bias,) = (name for name, config in BIASES.items() if type(run.model.bias) is config)
+    batch = run.train.batch_size // read_topology(topology).num_chips
+    dape = run.model.processor if isinstance(run.model.processor, DapeConfig) else None
+    sizes = {"kernel_width": dape.kernel_width, "channels": dape.channels} if dape else {}
+    settings = dataclasses.replace(tpu.Settings(batch=batch, bias=bias), **sizes)
+    processor = "dape" if dape else "plain"
+    return tpu.Request(topology, model, run.train.train_length, "backward", processor, "fused", settings)
 
 
-def measure(run: RunConfig, hardware: Slice, libtpu: Path) -> dict[str, Any]:
-    """Return the cycles of a training step of one chip, or why there are none."""
-    batch, length = run.train.batch_size // hardware.num_chips, run.train.train_length
-    chosen = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
-    found: dict[str, Any] = {"attention": type(chosen).__name__.lower()}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=folder)
-        outcome = in_process(compile_request, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
-        if not outcome["fits"] or outcome["work"] is None:
-            return found | {"reason": outcome.get("reason", "the compiler cannot print the program")}
-        kernels = 0
+def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str, Any]:
+    """Return the milliseconds of a training step of one chip, or why there are none."""
+    hardware, length = read_topology(topology), run.train.train_length
+    attention = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
+    found: dict[str, Any] = {"attention": type(attention).__name__.lower()}
+    os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of a whole step: they take longer than its compilation
+    outcome = in_process(compile_request, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
+    if not outcome["fits"] or outcome["work"] is None:
+        return found | {"reason": outcome.get("reason", "the compiler cannot print the program")}
+    kernels_ms = 0.0
+    if outcome["work"]["kernels"]:
+        layer = tpu.measure(layer_request(run, topology, model), libtpu)
+        of_pass = dict(zip(("dape_forward", "dape_backward"), layer["kernels_of_passes_ms"], strict=True))
         for name, times in outcome["work"]["kernels"]:
-            passes = kernel_passes(run.model, hardware, batch, length)
-            (kernel,) = (passed for passed in passes.values() if passed["name"] in name)
-            kernels += times * kernel_cycles(Path(folder), kernel, hardware.chip.name)
-    other = outcome["work"]["cycles"]
-    ms = 1e3 * (kernels + other) / CLOCK_HZ[hardware.chip.name]
-    return found | {"kernels": kernels, "other": other, "ms": ms, "peak_bytes": outcome["peak_bytes"], "reason": None}
+            kernels_ms += times * sum(ms for kernel, ms in of_pass.items() if kernel in name)
+    other_ms = 1e3 * outcome["work"]["cycles"] / tpu.CLOCK_HZ[hardware.chip.name]
+    return found | {"kernels_ms": kernels_ms, "other_ms": other_ms, "peak_bytes": outcome["peak_bytes"], "reason": None}
+
+
+def total_ms(row: dict[str, Any]) -> float:
+    """Return the milliseconds of a step."""
+    return row["kernels_ms"] + row["other_ms"]
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
     """Return the cells of the table, header first."""
-    lines = [["slice", "model", "length", "method", "attention", "million cycles", "in kernels", "ratio"]]
+    lines = [["slice", "model", "length", "method", "attention", "ms", "in kernels", "ratio"]]
     for row in rows:
         line = [row["topology"], row["model"], f"{row['length']:,}", row["method"], row["attention"]]
         if row["reason"] is not None:
             lines.append([*line, "does not fit", "", ""])
             continue
-        cycles = row["kernels"] + row["other"]
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        lines.append([*line, f"{cycles / 1e6:.1f}", f"{row['kernels'] / cycles:.0%}", ratio])
+        lines.append([*line, f"{total_ms(row):.1f}", f"{row['kernels_ms'] / total_ms(row):.0%}", ratio])
     return lines
 
 
@@ -167,13 +156,15 @@ def main(_: list[str]) -> None:
                     run, model=dataclasses.replace(run.model, dtype="bfloat16", remat=settings.remat)
                 )
                 row = {"topology": topology, "model": model, "length": length, "method": method}
-                of_case.append(row | measure(run, hardware, libtpu))
+                of_case.append(row | measure(run, topology, model, libtpu))
                 bar.update()
-            (base,) = (row.get("ms") for row in of_case if row["method"] == RATIO_TO)
-            rows += [row | {"ratio": row["ms"] / base if base and row.get("ms") else None} for row in of_case]
+            (base,) = (row for row in of_case if row["method"] == RATIO_TO)
+            for row in of_case:
+                known = row["reason"] is None and base["reason"] is None
+                rows.append(row | {"ratio": total_ms(row) / total_ms(base) if known else None})
     content = {"rows": rows, "libtpu": libtpu_version(libtpu), "settings": dataclasses.asdict(settings)}
     caption = (
-        f"Compiler's cycles of a training step, {settings.tokens:,} tokens on each chip, bfloat16, "
+        f"A training step by the compiler's cycles, {settings.tokens:,} tokens on each chip, bfloat16, "
         f"remat={settings.remat}. Ratio: to {RATIO_TO}."
     )
     print("\n" + report.save("step_cycles", directory, content, caption, cells(rows), plot(rows)).table)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import attention, listing, measure, step, step_cycles, table7
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
-from dape_jax.hardware import CHIPS, MIB, read_topology
+from dape_jax.hardware import CHIPS, MIB
 from dape_jax.model.attention import Dense
 from dape_jax.planning.compile import compile_program
 from dape_jax.planning.flops import executed_flops, model_flops
@@ -274,24 +274,24 @@ def test_table7_by_roofline_of_the_kernel(tmp_path):
     assert of["dape1x3-kerple"]["parts_ms"]["attention"] < 1e3 * seconds["attention"] / 4
 
 
-def test_cycles_of_kernels_are_counted_for_every_method_with_a_kernel():
-    """A step's kernels run over the rows of one chip, and without a processor they convolve nothing."""
-    hardware, flops = read_topology("v5p:2x2x1"), {}
+def test_a_layer_with_the_kernels_of_a_step_is_requested_for_every_method():
+    found = {}
     for method in step_cycles.METHODS:
-        run = step.read_config("paper", "125m", method, 2048, 4 * 8, "auto")
-        if method != "fire":
-            passes = step_cycles.kernel_passes(run.model, hardware, 8, 2048)
-            assert list(passes) == ["dape_forward", "dape_backward"]
-            assert all(passed["runs"]["groups"] >= 8 * 16 * 16 for passed in passes.values())
-            flops[method] = passes["dape_forward"]["flops"]
-    assert flops["rope"] == flops["kerple"] < flops["dape1x1-kerple"] < flops["dape1x3-kerple"]
+        run = step.read_config("paper", "350m", method, 2048, 4 * 8, "auto")
+        request = step_cycles.layer_request(run, "v5p:2x2x1", "350m")
+        found[method] = request.settings.bias, request.processor, request.settings.kernel_width
+        assert (request.model, request.length, request.settings.batch) == ("350m", 2048, 8), "four chips share 32"
+    assert found["rope"][:2] == ("nope", "plain")
+    assert found["kerple"][:2] == ("kerple", "plain")
+    assert found["dape1x3-kerple"] == ("kerple", "dape", 3)
+    assert found["dape1x1-kerple"] == ("kerple", "dape", 1)
 
 
 def test_ratios_of_cycles_and_programs_that_do_not_fit_are_shown():
     row = {"topology": "v5e:1x1", "model": "125m", "length": 512, "attention": "fused"}
     rows = [
-        row | {"method": "kerple", "kernels": 1e6, "other": 3e6, "ms": 2.0, "reason": None, "ratio": 0.5},
-        row | {"method": "dape1x3-kerple", "kernels": 4e6, "other": 4e6, "ms": 4.0, "reason": None, "ratio": 1.0},
+        row | {"method": "kerple", "kernels_ms": 1.0, "other_ms": 3.0, "reason": None, "ratio": 0.5},
+        row | {"method": "dape1x3-kerple", "kernels_ms": 4.0, "other_ms": 4.0, "reason": None, "ratio": 1.0},
         row | {"method": "fire", "reason": "memory", "ratio": None},
     ]
     _, kerple, dape, fire = step_cycles.cells(rows)
@@ -307,14 +307,13 @@ def test_cycles_of_a_training_step(libtpu):
     run = {m: step.read_config("paper", "125m", m, 512, 2, "auto") for m in ("kerple", "dape1x3-kerple")}
     found = {}
     for method, each in run.items():
-        model = dataclasses.replace(
-            each.model, num_layers=2, vocab_size=512, num_outputs=512, dtype="bfloat16", remat="full"
-        )
-        found[method] = step_cycles.measure(dataclasses.replace(each, model=model), read_topology("v5e:1x1"), libtpu)
+        changes = {"num_layers": 2, "vocab_size": 512, "num_outputs": 512, "dtype": "bfloat16", "remat": "full"}
+        each = dataclasses.replace(each, model=dataclasses.replace(each.model, **changes))
+        found[method] = step_cycles.measure(each, "v5e:1x1", "125m", libtpu)
         assert found[method]["reason"] is None
     kerple, dape = found["kerple"], found["dape1x3-kerple"]
-    assert 1.5 * kerple["kernels"] < dape["kernels"] < 4 * kerple["kernels"]
-    assert dape["ms"] > kerple["ms"] > 0
+    assert 1.5 * kerple["kernels_ms"] < dape["kernels_ms"] < 4 * kerple["kernels_ms"]
+    assert dape["other_ms"] > kerple["other_ms"] > 0
 
 
 def run_module(*arguments: str) -> subprocess.Popen:
