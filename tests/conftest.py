@@ -3,9 +3,9 @@
 import atexit
 import fcntl
 import gc
-import itertools
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,25 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return call(runner.pytest_runtest_protocol, item, nextitem)
 
 
-NUM_TESTS = itertools.count(1)
+MAPS = Path("/proc/self/maps")
+last_look = time.monotonic()
 
 
 @pytest.fixture(autouse=True)
 def few_memory_mappings():
-    """Drop compiled programs before the process reaches Linux' limit of 65,530 memory mappings, where it crashes."""
+    """Drop compiled programs before the process reaches Linux' limit of 65,530 memory mappings, where it crashes.
+
+    One test of an interpreted kernel adds up to 6,500, small tests about 3,000 in 10 seconds: to look after every test
+    that ends 10 seconds after the last look is enough, and costs little.
+    """
+    global last_look
     yield
-    maps = Path("/proc/self/maps")
-    if next(NUM_TESTS) % 25 == 0 and maps.exists() and maps.read_text().count("\n") > 20_000:
-        jax.clear_caches()
-        gc.unfreeze()
-        gc.collect()
+    if time.monotonic() - last_look > 10 and MAPS.exists():
+        if MAPS.read_text().count("\n") > 20_000:
+            jax.clear_caches()
+            gc.unfreeze()
+            gc.collect()
+        last_look = time.monotonic()
     gc.freeze()  # what is left stays, most of it programs: collections would look through all of it again and again
 
 
