@@ -329,8 +329,8 @@ def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Measurement]:
         row = dataclasses.replace(
             row,
             temporary_mib=program.memory.temp_size_in_bytes / MIB,
-            compiled_gflop=program.work and program.work.matmul_flops / 1e9,
-            compiled_gbyte=program.work and program.work.hbm_bytes / 1e9,
+            compiled_gflop=program.work.matmul_flops / 1e9,
+            compiled_gbyte=program.work.hbm_bytes / 1e9,
             compile_s=program.compile_s,
         )
     kind = "plain" if name in (PLAIN, listing.PLAIN) else "listing" if name in listing.NAMES else "prefix"

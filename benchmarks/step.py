@@ -214,8 +214,8 @@ class Step:
             needed_gib=self.needed_bytes / GIB,
             compile_s=program.compile_s,
             model_gflop=flops / 1e9,
-            compiled_gflop=program.work and program.work.matmul_flops / 1e9,
-            compiled_gbyte=program.work and program.work.hbm_bytes / 1e9,
+            compiled_gflop=program.work.matmul_flops / 1e9,
+            compiled_gbyte=program.work.hbm_bytes / 1e9,
             mfu=mfu(flops / least, jax.devices()[0].device_kind, jax.device_count()),
             loss_nats=self.loss_nats,
         )

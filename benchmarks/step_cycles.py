@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from benchmarks import tpu
 from benchmarks.step import check_names, read_config
+from benchmarks.table7 import RATIO_TO, TABLE
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.experiments.catalogue import EXPERIMENTS
 from dape_jax.hardware import read_topology
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig
@@ -39,8 +39,7 @@ from dape_jax.planning.plan import REMATS, Request, compile_request
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig
 
-METHODS = EXPERIMENTS["table7"].methods
-RATIO_TO = "dape1x3-kerple"
+METHODS = TABLE.methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +84,8 @@ def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str
     found: dict[str, Any] = {"attention": type(attention).__name__.lower()}
     os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of a whole step: they take longer than its compilation
     outcome = in_process(compile_request, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
-    if not outcome["fits"] or outcome["work"] is None:
-        return found | {"reason": outcome.get("reason", "the compiler cannot print the program")}
+    if not outcome["fits"]:
+        return found | {"reason": outcome["reason"]}
     kernels_ms = 0.0
     if outcome["work"]["kernels"]:
         layer = tpu.measure(layer_request(run, topology, model), libtpu)

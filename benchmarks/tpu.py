@@ -50,7 +50,7 @@ from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
 from dape_jax.hardware import read_topology
 from dape_jax.kernels import tpu
-from dape_jax.kernels.tables import left_pad
+from dape_jax.kernels.tables import convolution_sizes
 from dape_jax.model.attention import Auto, Dense, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
@@ -177,12 +177,13 @@ def compile_layer(request: Request) -> dict[str, Any]:
             return {"fits": False, "reason": compile_error(error)}
         except NotImplementedError as error:
             return {"fits": False, "reason": str(error)}
+        width, pad, num_channels = convolution_sizes(dape)
         tilings = tpu.tilings(
             arrays[0],
             arrays[1],
-            width=dape.kernel_width if dape else 1,
-            pad=left_pad(dape) if dape else 0,
-            num_channels=dape.channels if dape else 0,
+            width=width,
+            pad=pad,
+            num_channels=num_channels,
             dtype=jnp.dtype(jnp.bfloat16),
             row_stride=1,
             window=None,
@@ -195,8 +196,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
         runs = {"steps": settings.batch * H * blocks * (blocks + 1) // 2, "outer_steps": settings.batch * H * blocks}
         names = ("splash_mha_fwd", "splash_mha_dkv")[:num_passes]
         kernels = [{"name": name, "bytes": 0, "runs": runs} for name in names]
-    work = program.work
-    moved = None if work is None else work.hbm_bytes
+    work, moved = program.work, program.work.hbm_bytes
     if request.implementation == "naive":
         moved = (program.run.cost_analysis() or {}).get("bytes accessed")
     return {
@@ -204,8 +204,8 @@ def compile_layer(request: Request) -> dict[str, Any]:
         "temporary_mib": program.memory.temp_size_in_bytes / MIB,
         "peak_mib": program.memory.peak_memory_in_bytes / MIB,
         "hbm_bytes": moved,
-        "operand_gb": None if work is None else work.hbm_bytes / 1e9,
-        "cycles": None if work is None else work.cycles,
+        "operand_gb": work.hbm_bytes / 1e9,
+        "cycles": work.cycles,
         "compile_s": program.compile_s,
         "kernels": kernels,
     }
@@ -324,19 +324,14 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
             return row
         cycles = [kernel_cycles(Path(folder), kernel, chip.name) for kernel in outcome["kernels"]]
     times = [1e3 * each / CLOCK_HZ[chip.name] for each in cycles]
-    other_ms = None if outcome["cycles"] is None else 1e3 * outcome["cycles"] / CLOCK_HZ[chip.name]
+    moved_gb = outcome["hbm_bytes"] / 1e9
     return row | {
-        "moved_gb": moved_gb(outcome),
-        "bandwidth_ms": 1e12 * moved_gb(outcome) / chip.hbm_bytes_per_second,
+        "moved_gb": moved_gb,
+        "bandwidth_ms": 1e12 * moved_gb / chip.hbm_bytes_per_second,
         "kernels_ms": sum(times),
         "kernels_of_passes_ms": times,
-        "other_ms": other_ms,
+        "other_ms": 1e3 * outcome["cycles"] / CLOCK_HZ[chip.name],
     }
-
-
-def moved_gb(outcome: dict[str, Any]) -> float:
-    """Return the traffic of the whole program, or of the kernels alone if the program's text cannot be parsed."""
-    return (outcome["hbm_bytes"] or sum(kernel["bytes"] for kernel in outcome["kernels"])) / 1e9
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
@@ -355,7 +350,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
             f"{row['moved_gb']:.3f}",
             f"{row['bandwidth_ms']:.2f}",
             f"{row['kernels_ms']:.2f}" if row["kernels"] else "-",
-            "-" if row["other_ms"] is None else f"{row['other_ms']:.2f}",
+            f"{row['other_ms']:.2f}",
             f"{row['compile_s']:.0f}",
         ]
 
@@ -363,31 +358,48 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw memory and time against length, forward and backward together."""
-    figure = Figure(figsize=(9.5, 4), layout="constrained")
-    memory, times = figure.subplots(1, 2)
-    lines: dict[tuple[str, ...], list[dict[str, Any]]] = collections.defaultdict(list)
+    """Draw memory and time of the last direction: against length, or as bars if there is one length."""
+    direction = rows[-1]["direction"]
+    rows = [row for row in rows if row["fits"] and row["direction"] == direction]
+    rows.sort(key=lambda row: row["length"])
+    lines: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows:
-        if row["fits"] and row["direction"] == "backward":
-            lines[row["topology"].partition(":")[0], row["model"], row["processor"], row["implementation"]].append(row)
-    for name, points in lines.items():
-        points = sorted(points, key=lambda row: row["length"])
-        lengths = [row["length"] for row in points]
-        memory.plot(lengths, [row["temporary_mib"] for row in points], marker="o", label=" ".join(name))
-        known = [row for row in points if row["other_ms"] is not None]
-        all_ms = [row["kernels_ms"] + row["other_ms"] for row in known]
-        times.plot([row["length"] for row in known], all_ms, marker="o", label=" ".join(name))
-    memory.set_ylabel("temporary memory (MiB)")
-    times.set_ylabel("estimated time (ms)")
+        chip = row["topology"].partition(":")[0]
+        lines[" ".join((chip, row["model"], row["processor"], row["implementation"]))].append(row)
     ticks = sorted({row["length"] for row in rows})
-    for axes in (memory, times):
+    size = (9.5, 4) if len(ticks) > 1 else (9.5, 1.5 + 0.25 * len(lines))
+    figure = Figure(figsize=size, layout="constrained")
+    memory, times = figure.subplots(1, 2, sharey=len(ticks) == 1)
+    labels = "temporary memory (MiB)", "estimated time (ms)"
+    title = f"one layer, {'forward' if direction == 'forward' else 'forward and backward'}, compiled ahead of time"
+    if len(ticks) == 1:
+        names, (kernels_ms, other_ms) = (
+            list(lines),
+            ([row[name] for row in rows] for name in ("kernels_ms", "other_ms")),
+        )
+        memory.barh(names, [row["temporary_mib"] for row in rows])
+        times.barh(names, kernels_ms, label="kernels")
+        times.barh(names, other_ms, left=kernels_ms, label="other operations")
+        times.legend(fontsize=7)
+        memory.invert_yaxis()
+        for axes, label in zip((memory, times), labels, strict=True):
+            axes.set_xlabel(label)
+            axes.tick_params(labelsize=8)
+        figure.suptitle(f"{title}, {ticks[0]:,} tokens", fontsize=10)
+        return figure
+    for name, points in lines.items():
+        lengths = [row["length"] for row in points]
+        memory.plot(lengths, [row["temporary_mib"] for row in points], marker="o", label=name)
+        times.plot(lengths, [row["kernels_ms"] + row["other_ms"] for row in points], marker="o", label=name)
+    for axes, label in zip((memory, times), labels, strict=True):
+        axes.set_ylabel(label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(ticks, [str(length) for length in ticks], rotation=30)
         axes.set_xlabel("sequence length (tokens)")
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=7)
-    figure.suptitle("one layer, forward and backward, compiled ahead of time", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     return figure
 
 

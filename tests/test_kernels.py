@@ -307,7 +307,7 @@ def test_golden(file, implementation):
     each({"dape": Case(channels=16)}, *KERNELS) + each({"plain": Case("alibi", plain=True)}, "tpu"),
 )
 def test_bfloat16_is_as_accurate_as_dense(case, implementation):
-    """Without a processor: of a bias without parameters, whose gradients cancel to less than the output's rounding."""
+    """The bias without a processor has no parameters: their gradients would cancel to less than rounding."""
     arrays = case.arrays(jnp.bfloat16)
     exact = jax.tree.leaves(in_float64(case, arrays))
 
@@ -329,6 +329,9 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
     [
         # Two blocks and two tiles: the interpreter is slow.
         pytest.param(dataclasses.replace(CASES["kerple3"], batch=1, length=152, row_stride=4), 38, id="every-fourth"),
+        pytest.param(
+            dataclasses.replace(CASES["kerple3"], row_stride=4), 38, id="every-fourth-of-two", marks=pytest.mark.slow
+        ),
         pytest.param(CASES["kerple3"], 150, id="all", marks=pytest.mark.slow),
         pytest.param(CASES["kerple3"], 20, id="first", marks=pytest.mark.slow),  # rows end before the keys
         pytest.param(Case(length=530, phases=4), 530, id="four-phases", marks=pytest.mark.slow),
@@ -681,10 +684,19 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "model"), [("v4:2x2x1", "350m"), ("v5e:2x2", "2.7b"), ("v5p:2x2x1", "6.7b"), ("v6e:2x2", "125m")]
+    ("topology", "model", "processor"),
+    [
+        ("v4:2x2x1", "350m", "dape"),
+        ("v5e:2x2", "2.7b", "dape"),
+        ("v5p:2x2x1", "6.7b", "dape"),
+        ("v6e:2x2", "125m", "dape"),
+        ("v6e:2x2", "125m", "plain"),
+    ],
 )
-def test_the_kernels_compile_for_other_chips_and_sizes(libtpu, topology, model):
-    compile_for(libtpu, topology, model, 2048)
+def test_the_kernels_compile_for_other_chips_and_sizes(libtpu, topology, model, processor):
+    row = compile_for(libtpu, topology, model, 2048, processor=processor)
+    assert row["kernels_ms"] > 0
+    assert row["other_ms"] > 0
 
 
 def test_a_schedule_is_read_from_a_listing():

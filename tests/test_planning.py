@@ -341,15 +341,6 @@ def test_a_plan_follows_from_the_compiled_program(monkeypatch, batch_size):
     np.testing.assert_allclose(plan.mfu * plan.step_seconds, plan.mfu_at_step_time)
 
 
-def test_a_program_that_the_compiler_cannot_print_is_planned_by_formula(monkeypatch):
-    monkeypatch.setattr(planning, "in_process", lambda *_: copy.deepcopy(COMPILED) | {"work": None})
-    request = planning.Request(make_run(), read_topology("v5e:2x2"), read_mesh("--mesh", "fsdp=4"))
-    plan = planning.make_plan(request, Path("libtpu.so"), None)
-    assert plan.matmul_flops == plan.executed_flops
-    assert plan.binds == "compute"
-    assert "cannot print" in plan.reason
-
-
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
     def compiled(_, request, libtpu):
         if request.run.model.remat == "none" and request.eval_length is None:

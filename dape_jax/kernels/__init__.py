@@ -68,10 +68,11 @@ def why_not_fused(
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
     if not mask.causal:
         return "causal = False; the kernels skip keys after a query"
-    if config is not None and config.leak:
-        return "leak = True; the kernels mask before they convolve"
-    if config is not None and config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
-        return f"edge = {config.edge!r}; the kernels have the edge 'prefix', where rows do not depend on their number"
+    if config is not None:
+        if config.leak:
+            return "leak = True; the kernels mask before they convolve"
+        if config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
+            return f"edge = {config.edge!r}; the kernels have the edge 'prefix': rows do not depend on their number"
     if bias is not None and not isinstance(bias, DistanceBias):
         return f"{type(bias).__name__} is not a DistanceBias: it is as large as the scores, not a table over distances"
     if platform == "tpu":
@@ -117,8 +118,10 @@ def attend_fused(
     bias, processor = score_mod
     assert isinstance(processor, Dape | Plain)
     assert isinstance(bias, DistanceBias | None)
+    dtype = jnp.dtype(jnp.float32)
     if isinstance(processor, Dape):
         processor.check_bias(bias is not None)
+        dtype = processor.dtype or dtype
     consecutive = jnp.all(jnp.diff(q_pos_T) == mask.row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
     consecutive &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
     # The column of the first row; a valid one, whatever the positions are.
@@ -136,7 +139,7 @@ def attend_fused(
     kernel = importlib.import_module(f"{__name__}.{platform}")  # one platform's tools need not be there for another's
     return kernel.attend(
         *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),
-        dtype=(processor.dtype if isinstance(processor, Dape) else None) or jnp.dtype(jnp.float32),
+        dtype=dtype,
         row_stride=mask.row_stride,
         window=mask.window,
         interpret=interpret,

@@ -88,6 +88,11 @@ def left_pad(config: DapeConfig) -> int:
     return config.kernel_width - 1 if config.alignment == "causal" else config.kernel_width // 2
 
 
+def convolution_sizes(config: DapeConfig | None) -> tuple[int, int, int]:
+    """Return W, P and C: 1, 0 and 0 without a processor."""
+    return (1, 0, 0) if config is None else (config.kernel_width, left_pad(config), config.channels)
+
+
 def make_operator(
     bias: DistanceBias | None,
     processor: Dape | Plain,

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.stages import Compiled, Wrapped
+from jax.stages import Compiled, Lowered, Wrapped
 
 from dape_jax.errors import InputError, is_out_of_memory, require
 from dape_jax.hardware import Slice
@@ -36,9 +36,7 @@ class CompiledProgram:
     run: Compiled
     compile_s: float  # seconds of compilation, without tracing
     memory: Any  # the compiler's figures, a `CompiledMemoryStats`
-    # The work of one run, or None if the compiler cannot print the program (libtpu 0.0.51, some programs with a kernel,
-    # for v5p and v6e).
-    work: Work | None
+    work: Work  # of one run
 
     @property
     def result_bytes(self) -> int:
@@ -58,11 +56,22 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> CompiledPr
     compile_s = time.monotonic() - started
     memory = compiled.memory_analysis()
     assert memory is not None
+    return CompiledProgram(compiled, compile_s, memory, read_work(_text_of(lowered, compiled)))
+
+
+def _text_of(lowered: Lowered, compiled: Compiled) -> str:
+    """Return the text of a compiled program.
+
+    jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
+    gather. The compiler writes the same text into a folder, if asked to before it compiles.
+    """
     try:
-        work = read_work(compiled.as_text() or "")
+        return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError:
-        work = None
-    return CompiledProgram(compiled, compile_s, memory, work)
+        with tempfile.TemporaryDirectory() as folder:
+            lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            (file,) = Path(folder).glob("*.after_codegen.txt")
+            return file.read_text()
 
 
 def slice_devices(hardware: Slice) -> list[Any]:

@@ -148,8 +148,8 @@ def pairs_computed(attention: Implementation, length: int, window: int | None, r
     """
     num_rows = length // row_stride
     if isinstance(attention, Fused):
-        tile = next((LANES * phases for phases in sorted(PHASES) if length <= LANES * phases), LANES * max(PHASES))
-        block = next((rows for rows in sorted(BLOCKS) if num_rows <= rows), max(BLOCKS))
+        tile = min((LANES * phases for phases in PHASES if length <= LANES * phases), default=LANES * max(PHASES))
+        block = min((rows for rows in BLOCKS if num_rows <= rows), default=max(BLOCKS))
         begins = row_stride * np.arange(0, num_rows, block)
         first = 0 if window is None else np.maximum(begins - window + 1, 0) // tile
         last = np.minimum(begins + row_stride * block, length) - 1

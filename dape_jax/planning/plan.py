@@ -176,7 +176,7 @@ def compile_request(request: Request) -> dict[str, Any]:
             "results beside them": program.result_bytes,
             "program": memory.generated_code_size_in_bytes,
         },
-        "work": program.work and dataclasses.asdict(program.work),
+        "work": dataclasses.asdict(program.work),
     }
 
 
@@ -193,7 +193,7 @@ class Plan:
     batch_size: int  # sequences, over all chips
     length: int  # tokens in a sequence
     fits: bool  # whether it compiles, into the chips' memory
-    reason: str | None = None  # why it does not fit, or which figures are missing
+    reason: str | None = None  # why it does not fit
     compile_seconds: float | None = None
     peak_bytes: int | None = None
     # By purpose: parameters, moments, batch, temporary (activations, gradients, gathered weights), program.
@@ -230,9 +230,6 @@ def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
         del state["moments"]
     outcome["held_bytes"] = state | {"batch and padding": held.pop("arguments") - sum(state.values())} | held
     work = outcome.pop("work")
-    if work is None:
-        work = {"largest": (), "matmul_flops": executed, "collectives": (), "loops": (), "hbm_bytes": 0}
-        outcome["reason"] = "the compiler cannot print it: FLOPs by formula; traffic and collectives are not known"
     outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
     link_bytes = sum(collective["num_bytes"] for collective in work["collectives"])
     seconds = {  # the least time by each limit alone

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import Operator, left_pad
+from dape_jax.kernels.tables import Operator, convolution_sizes
 from dape_jax.kernels.tpu.backward import backward_pass
 from dape_jax.kernels.tpu.forward import forward_pass
 from dape_jax.kernels.tpu.tiling import BLOCKS, LANES, PHASES, Tiling, cost, tilings
@@ -62,13 +62,14 @@ def why_not(
     device_kind: str | None,
 ) -> str | None:
     """Return why the kernels cannot run on the device, or None if they can; `config` is None without a processor."""
+    width, pad, num_channels = convolution_sizes(config)
     try:
         tilings(
             q_BTHK,
             k_BSGK,
-            width=config.kernel_width if config else 1,
-            pad=left_pad(config) if config else 0,
-            num_channels=config.channels if config else 0,
+            width=width,
+            pad=pad,
+            num_channels=num_channels,
             dtype=q_BTHK.dtype,
             row_stride=row_stride,
             window=window,

@@ -39,6 +39,8 @@ from dape_jax.kernels.tpu.forward import (
     Registers,
     RowTables,
     Unit,
+    add_change,
+    add_tables,
     clear,
     copy_slab,
     dot,
@@ -131,6 +133,14 @@ class Recomputed(NamedTuple):
     slope: list[list[Array]]
     probs: Unit
     dtotal: Unit
+
+
+class HiddenGradients(NamedTuple):
+    """Gradients of the hidden features of a unit."""
+
+    dtotal_operands: list[Array]  # the gradients of the total, as operands of convolutions
+    dx: list[list[Array]]  # [row][phase]
+    packed_dx: list[list[Array]]
 
 
 class Gradients(NamedTuple):
@@ -243,6 +253,12 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         left = (inputs.left, scratch.left) if in_first_tile else None
         tables = RowTables(step, scratch.slab, scratch.sheared, left)
 
+        def is_correct(phase: int) -> Array:
+            """Return whether a column's result needs no score of another tile."""
+            column = t.phases * lane + phase
+            first_column = t.halo[0] if in_first_tile else 2 * t.pad
+            return (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
+
         def unshear(row: Any, phase: int) -> None:
             """Add the gradient of a row's table entries, which is complete, to that of the slab."""
             remainder, start, shift = slab_columns(step, row, phase)
@@ -287,29 +303,26 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         def recompute(
             hidden: Any, slope: Any, scores: Unit, dprobs: Unit, lse: Registers, row: Any, r: int
         ) -> Recomputed:
-            total = [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in phases]
+            total = add_tables(t, tables, scores, row, r)
             if t.num_channels:
                 with_beyond = [with_rolled(t, of_row, t.pad) for of_row in hidden]
-                change = to_heads(t, inputs.matrices.to_heads, with_beyond, t.pad)
-                for f in phases:
-                    # Outside of these lanes a result would need scores of another tile.
-                    column = t.phases * lane + f
-                    first_column = t.halo[0] if in_first_tile else 2 * t.pad
-                    correct = (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
-                    terms = zip(change[f], total[f], strict=True)
-                    total[f] = [jnp.where(correct, c + x, MASKED_SCORE) for c, x in terms]
+                total = add_change(t, inputs.matrices.to_heads, with_beyond, total, [*map(is_correct, phases)])
             probs = [[jnp.exp(x - m) for x, m in zip(total[f], lse, strict=True)] for f in phases]
             dtotal = [[p * d for p, d in zip(probs[f], dprobs[f], strict=True)] for f in phases]
             return Recomputed(hidden, slope, probs, dtotal)
 
-        def gradients_of(loaded: Sequence[tuple[Any, ...]], row: Any, between: Any) -> list[Gradients]:
+        def hidden_gradients_of(loaded: Sequence[tuple[Any, ...]]) -> list[HiddenGradients]:
             operands = [windows(t, dtotal, t.ahead) for _, dtotal, _, _ in loaded]
             dxs = [dx_of(x, slope) for x, (_, _, _, slope) in zip(operands, loaded, strict=True)]
-            packed = [[[pack(t, registers_of(x)) for x in of_row] for of_row in unit] for unit in dxs]
-            between()
+            packed = [[[pack(t, registers_of(x)) for x in of_row] for of_row in dx] for dx in dxs]
+            return [HiddenGradients(*unit) for unit in zip(operands, dxs, packed, strict=True)]
+
+        def gradients_of(
+            of_hidden: Sequence[HiddenGradients], loaded: Sequence[tuple[Any, ...]], row: Any
+        ) -> list[Gradients]:
             found = []
-            for i, (r, (_, dtotal, _, _)) in enumerate(zip(UNITS, loaded, strict=True)):
-                with_beyond = [with_rolled(t, of_row, t.ahead) for of_row in packed[i]]
+            for r, unit, (_, dtotal, _, _) in zip(UNITS, of_hidden, loaded, strict=True):
+                with_beyond = [with_rolled(t, of_row, t.ahead) for of_row in unit.packed_dx]
                 dconvolved = to_heads(t, inputs.transposed.to_heads, with_beyond, t.ahead)
                 dscores = []
                 for f in phases:
@@ -318,13 +331,13 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
                 found.append(dscores)
             return [
                 Gradients(
-                    found[i],
-                    dxs[i],
+                    dscores,
+                    unit.dx,
                     dtotal,
-                    weights(windows(t, scores, t.pad), packed[i]),
-                    weights(operands[i], hidden),
+                    weights(windows(t, scores, t.pad), unit.packed_dx),
+                    weights(unit.dtotal_operands, hidden),
                 )
-                for i, (scores, dtotal, hidden, _) in enumerate(loaded)
+                for dscores, unit, (scores, dtotal, hidden, _) in zip(found, of_hidden, loaded, strict=True)
             ]
 
         def dx_of(operands: Sequence[Array], slope: Sequence[Sequence[Array]]) -> list[list[Array]]:
@@ -406,10 +419,10 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         def features_of(loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Any]:
             return [hidden_of(scores, row, r) for r, (scores, _, _) in zip(UNITS, loaded, strict=True)]
 
-        def rest(made: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
+        def rest(features: Sequence[Any], loaded: Sequence[tuple[Any, ...]], row: Any) -> list[Recomputed]:
             return [
                 recompute(hidden, slope, scores, dprobs, lse, row, r)
-                for r, (hidden, slope), (scores, dprobs, lse) in zip(UNITS, made, loaded, strict=True)
+                for r, (hidden, slope), (scores, dprobs, lse) in zip(UNITS, features, loaded, strict=True)
             ]
 
         def plain_body(group, _):
@@ -427,9 +440,11 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             # All loads first and all stores last, so that the compiler may overlap what is in between.
             now, before = load_first(row), load_second(row_before)
             entries = tables.read(row + GROUP_ROWS, new_slots(t))
-            made: list[Any] = []
-            gradients = gradients_of(before, row_before, lambda: made.extend(features_of(now, row)))
-            store_first(rest(made, now, row), row)
+            # The compiler prefers to issue operations in this order: of those tried it takes the fewest bundles.
+            of_hidden = hidden_gradients_of(before)
+            features = features_of(now, row)
+            gradients = gradients_of(of_hidden, before, row_before)
+            store_first(rest(features, now, row), row)
             tables.store(row + GROUP_ROWS, new_slots(t), *entries)
             store_second(gradients, row_before)
             return 0
@@ -442,7 +457,8 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             tables.store(row + GROUP_ROWS, new_slots(t), *tables.read(row + GROUP_ROWS, new_slots(t)))
             jax.lax.fori_loop(first + 1, end, body, 0)
             row = row_of(end - 1)
-            store_second(gradients_of(load_second(row), row, lambda: None), row)
+            last = load_second(row)
+            store_second(gradients_of(hidden_gradients_of(last), last, row), row)
         else:
             jax.lax.fori_loop(first, end, plain_body, 0)
             row = row_of(end - 1)

@@ -18,6 +18,7 @@ The log-sum-exp is saved for the backward pass. Scores, hidden features and prob
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def registers_of(x: Array) -> Registers:
 
 
 def pack(t: Tiling, registers: Registers) -> Array:
-    """Join registers into one array for a matmul; see `packed` for the order of its lines."""
+    """Join registers into one array for a matmul; see `tiling.packed_order` for the order of its lines."""
     if len(registers) % 2:
         registers = [*registers, jnp.zeros_like(registers[0])]
     return join([_pair(t, a, b) for a, b in zip(registers[::2], registers[1::2], strict=True)], 0)
@@ -204,7 +205,7 @@ def slot(t: Tiling, row: Any, phase: int) -> Any:
 
 
 def new_slots(t: Tiling) -> list[tuple[int, int]]:
-    """Return (row, phase) of the slots that a group of rows needs besides those of the group before."""
+    """Return (row, phase) of the slots that a group of rows adds to those of the group before."""
     return [(row, phase) for row in range(GROUP_ROWS) for phase in range(1 if t.row_stride == 1 else t.phases)]
 
 
@@ -374,10 +375,12 @@ def row_of(group: Any) -> Any:
 
 def loop_over_groups(t: Tiling, tile: Any, needed: Any, loop: Callable[[bool], None]) -> None:
     """Call `loop(in_first_tile)` if the step is needed. Only columns of the first tile need the corrections `left`."""
-    if t.pad:
-        pl.when(needed & (tile == 0))(lambda: loop(True))
-    if t.pad == 0 or t.num_tiles > 1:
-        pl.when(needed & (tile > 0 if t.pad else True))(lambda: loop(False))
+    if t.pad == 0:
+        pl.when(needed)(lambda: loop(False))
+        return
+    pl.when(needed & (tile == 0))(lambda: loop(True))
+    if t.num_tiles > 1:
+        pl.when(needed & (tile > 0))(lambda: loop(False))
 
 
 class RowTables:
@@ -453,6 +456,20 @@ def hidden_features(
         return pack(t, registers_of(features if exists is None else select(exists, features)))
 
     return [[activate(k, phase) for phase in range(t.phases)] for k in range(UNIT_ROWS)], x, knees
+
+
+def add_tables(t: Tiling, tables: RowTables, scores: Unit, row: Any, r: int) -> Unit:
+    """Return the scores of rows `row + r` and `row + r + 1` plus what the tables add."""
+    return [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in range(t.phases)]
+
+
+def add_change(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], total: Unit, correct: list[Array]) -> Unit:
+    """Add the second convolution of hidden features, `with_rolled` of each row; MASKED_SCORE where not `correct`."""
+    change = to_heads(t, matrices, hidden, t.pad)
+    return [
+        [jnp.where(correct[f], c + x, MASKED_SCORE) for c, x in zip(change[f], total[f], strict=True)]
+        for f in range(t.phases)
+    ]
 
 
 def diagonal_sum(x: Array, axis: int) -> Array:
@@ -551,16 +568,11 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
         def to_probs(row: Any, r: int) -> tuple[Registers, Registers, Registers, Unit]:
             """Return the new maximum, sum and decay of a unit, and its probs."""
-            scores = load_unit(t, scratch.scores, row + r)
-            total = [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in phases]
+            total = add_tables(t, tables, load_unit(t, scratch.scores, row + r), row, r)
             if t.num_channels:
                 buffer = row // GROUP_ROWS & 1
                 hidden = [[scratch.hidden[buffer, r + k, f] for f in range(num_hidden)] for k in range(UNIT_ROWS)]
-                change = to_heads(t, inputs.matrices.to_heads, hidden, t.pad)
-                total = [
-                    [jnp.where(owned[f], c + x, MASKED_SCORE) for c, x in zip(change[f], total[f], strict=True)]
-                    for f in phases
-                ]
+                total = add_change(t, inputs.matrices.to_heads, hidden, total, owned)
             new_max, new_sum, decay = [], [], []
             probs: Unit = [[] for _ in phases]
             old = zip(load(t, scratch.max, row + r), load(t, scratch.sum, row + r), strict=True)
@@ -666,10 +678,7 @@ def lse_shapes(t: Tiling, batch: int) -> Heads:
     """Return the shapes of the log-sum-exp in HBM."""
 
     def in_lanes(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        lines = 1
-        for size in shape[:-1]:
-            lines *= size
-        return jax.ShapeDtypeStruct((batch, t.num_blocks, lines // LANES, LANES), jnp.float32)
+        return jax.ShapeDtypeStruct((batch, t.num_blocks, math.prod(shape[:-1]) // LANES, LANES), jnp.float32)
 
     return heads_of(t, in_lanes)
 

@@ -49,7 +49,7 @@ probability is 0.
 
         array                     HBM                                            VMEM, for a grid step
         q, dout                   [B, H, blocks * block_rows, K]                 [H, block_rows, K]
-        out, dq, q and dout again [B, blocks, H / n, K, 128], n = 128 / block_rows [H / n, K, 128]
+        out, dq, q and dout again [B, blocks, H / m, K, 128], m = 128 / block_rows [H / m, K, 128]
         k, v and gradients        [B, tiles, G, p, K, 128], halos duplicated     [G, p, K, 128]
         convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
         distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
@@ -158,7 +158,7 @@ class Tiling:
 
     @property
     def heads_per_line(self) -> int:
-        """Return how many heads of a block have their rows side by side in lanes."""
+        """Return m, how many heads of a block have their rows side by side in lanes."""
         return LANES // self.block_rows
 
     @property
@@ -385,8 +385,9 @@ def tilings(
 def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
     """Return FLOPs and HBM traffic of a call. The compiled program shows neither, so planning reads this estimate.
 
-    FLOPs count all steps that are computed, with halos and masked columns, but without padded heads and channels. Bytes
-    count the blocks that the pipeline copies between HBM and VMEM, rows of K numbers padded to 128 lanes.
+    FLOPs count the products of all steps that are computed, and the convolutions of all groups of rows that use their
+    tile, with halos and masked columns, but without padded heads and channels. Bytes count the blocks that the pipeline
+    copies between HBM and VMEM, rows of K numbers padded to 128 lanes.
     """
     begin, end = t.steps.groups(np)
     steps, groups = batch * len(begin), batch * int((end - begin).sum())
@@ -439,7 +440,7 @@ def to_blocks(t: Tiling, x_BTHK: Array) -> Array:
 
 
 def to_columns(t: Tiling, x_BTHK: Array) -> Array:
-    """Lay rows out in lanes, n heads side by side: [B, T, H, K] -> [B, blocks, H / n, K, 128]."""
+    """Lay rows out in lanes, m heads side by side: [B, T, H, K] -> [B, blocks, H / m, K, 128]."""
     batch, _, heads, dim = x_BTHK.shape
     x_BHTK = jnp.pad(to_blocks(t, x_BTHK), ((0, 0), (0, -heads % t.heads_per_line), (0, 0), (0, 0)))
     x = x_BHTK.reshape(batch, -1, t.heads_per_line, t.num_blocks, t.block_rows, dim).transpose(0, 3, 1, 5, 2, 4)
@@ -447,7 +448,7 @@ def to_columns(t: Tiling, x_BTHK: Array) -> Array:
 
 
 def from_columns(t: Tiling, x: Array) -> Array:
-    """Return rows laid out by `to_columns`: [B, blocks, H / n, K, 128] -> [B, T, H, K]."""
+    """Return rows laid out by `to_columns`: [B, blocks, H / m, K, 128] -> [B, T, H, K]."""
     batch, num_blocks, lines, dim, _ = x.shape
     x = x.reshape(batch, num_blocks, lines, dim, t.heads_per_line, t.block_rows).transpose(0, 1, 5, 2, 4, 3)
     return x.reshape(batch, t.padded_rows, -1, dim)[:, : t.num_rows, : t.num_heads]
