@@ -13,54 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SPEC
 
+from benchmarks import precision
+from benchmarks.precision import HEAD_DIM, as_written, exact, largest_error, last_row, process, processed
 from dape_jax.config import read_model
-from dape_jax.model.attention import Dense, Fused, score
+from dape_jax.model.attention import Dense, Fused
 from dape_jax.model.loss import nll_of_features
-from dape_jax.model.processors import SLOPE, DapeConfig, ScoreMod, dape, leaky_relu_change
+from dape_jax.model.processors import SLOPE, DapeConfig, ScoreMod, leaky_relu_change
 from dape_jax.model.scores import Mask, masked_softmax
 from dape_jax.model.transformer import model_structure
 
 DAPE = DapeConfig()
-HEADS, HEAD_DIM = 12, 16
 LENGTHS = (512, 2048, 8192, 32_768)
 LOW = ("bfloat16", "float16")
-NEAR_NATS = 20.0  # a score that is further below its row's maximum has no weight
 ALLOWED_NATS = {"bfloat16": 0.01, "float16": 0.0015}  # largest errors found: 0.0035 and 0.0008
-
-
-@functools.cache
-def last_row(bias: str, length: int, config: DapeConfig):
-    """Return the last row's scores, bias and mask in float32 from fresh parameters, and the processor's parameters."""
-
-    @nnx.jit
-    def build():
-        rngs = nnx.Rngs(0)
-        built = ALL_BIASES[bias]().build(HEADS, HEAD_DIM, rngs)
-        return built, config.build(HEADS, has_bias=built is not None, rngs=rngs)
-
-    built, layer = build()
-    draw = np.random.default_rng(1)
-    q, k = (draw.standard_normal((1, n, HEADS, HEAD_DIM), np.float32) for n in (1, length))
-    rows = jax.jit(score, static_argnames="causal")(q, k, np.array([length - 1]), np.arange(length), bias=built)
-    return jax.device_get((tuple(rows), nnx.to_pure_dict(nnx.state(layer, nnx.Param))))
-
-
-def processed(rows, params, config: DapeConfig, dtype: str):
-    return dape(*rows, **params, alignment=config.alignment, residual=config.residual, dtype=dtype)
-
-
-process = jax.jit(processed, static_argnums=(2, 3))
-
-
-def exact(rows, params, config: DapeConfig):
-    with jax.enable_x64(True):
-        rows, params = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(np.float64), (rows, params))
-        return jax.device_get(process(rows, params, config, "float64"))
-
-
-def largest_error(found, expected) -> float:
-    near = expected > expected.max(-1, keepdims=True) - NEAR_NATS
-    return float(np.abs(np.where(near, found.astype(np.float64) - expected, 0)).max())
 
 
 AXES = (ALL_BIASES, LOW, LENGTHS)
@@ -78,6 +43,22 @@ def test_scores_are_right_at_any_length(bias, dtype, length):
     assert not np.array_equal(found, expected)
     assert largest_error(found, expected) < ALLOWED_NATS[dtype] + 2 * in_float32
     assert in_float32 < 0.002 or bias == "kerple_power"
+
+
+def test_the_formula_as_written_loses_what_dape_keeps():
+    """The benchmark computes the same function both times: only the dtype of the hidden features differs."""
+    rows, params = last_row("alibi", 2048, DAPE)
+    in_float32 = jax.device_get(as_written(rows, params, "float32"))
+    assert largest_error(in_float32, exact(rows, params, DAPE)) < 1e-4
+    found = [
+        precision.measure("alibi", "bfloat16", 2048, DAPE),
+        precision.measure("kerple_power", "float16", 2048, DAPE),
+    ]
+    assert found[0]["as_written"] > 50 * found[0]["dape"]
+    _, alibi, power = precision.cells(found)
+    assert alibi[:3] == ["alibi", "bfloat16", "2,048"]
+    assert power[3] == "NaN"
+    assert len(precision.plot(found).axes[0].lines) == 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,185 @@
+"""Measure how exact DAPE is in 16 bits: the processed scores of one row, compared with float64.
+
+    python -m benchmarks.precision
+
+The row is the last of `length`, its queries and keys are drawn from a normal distribution, and parameters are fresh. An
+error is the largest among the scores within 20 nats of the row's maximum: others have no weight in the softmax.
+The JSON, tables and the figure in OUTPUT have three errors in nats, NaN (null in
+the JSON) where a score is not a number:
+
+    as written   Conv2(LeakyReLU(Conv1([A; B]))), hidden features rounded to the dtype
+    dape         `processors.dape`, centred on the features of the bias B (docs/kernel.md)
+    float32      `dape` in float32
+"""
+
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.model.attention import score
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.processors import SLOPE, DapeConfig, dape
+from dape_jax.provenance import make_results_directory
+
+HEADS, HEAD_DIM = 12, 16
+NEAR_NATS = 20.0  # a score that is further below its row's maximum has no weight
+DTYPES = ("bfloat16", "float16")
+DEFAULT_BIASES = ("alibi", "kerple", "kerple_power", "t5", "fire")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Flags."""
+
+    lengths: tuple[int, ...] = flag((512, 2048, 8192, 32_768), "Numbers of keys.")
+    biases: tuple[str, ...] = flag(DEFAULT_BIASES, f"Position biases: {', '.join(BIASES)}, except nope.")
+    kernel_width: int = flag(3, "Kernel width W of DAPE, odd.")
+    channels: int = flag(32, "Hidden channels C of DAPE.")
+    output: str = flag("results/precision", "Directory of the JSON, the tables and the figure.")
+
+    def __post_init__(self):
+        known = [name for name in BIASES if name != "nope"]
+        require(bool(self.biases) and set(self.biases) <= set(known), "--biases", self.biases, f"must be of {known}")
+        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
+        require(self.kernel_width % 2 == 1, "--kernel_width", self.kernel_width, "must be odd")
+        require(self.channels > 0, "--channels", self.channels, "must be positive")
+
+
+@functools.cache
+def last_row(bias: str, length: int, config: DapeConfig) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the last row's scores, bias and mask in float32 from fresh parameters, and the processor's parameters."""
+
+    @nnx.jit
+    def build():
+        rngs = nnx.Rngs(0)
+        built = (BIASES | CONTEXTUAL)[bias]().build(HEADS, HEAD_DIM, rngs)
+        return built, config.build(HEADS, has_bias=built is not None, rngs=rngs)
+
+    built, layer = build()
+    draw = np.random.default_rng(1)
+    q, k = (draw.standard_normal((1, n, HEADS, HEAD_DIM), np.float32) for n in (1, length))
+    rows = jax.jit(score, static_argnames="causal")(q, k, np.array([length - 1]), np.arange(length), bias=built)
+    return jax.device_get((tuple(rows), nnx.to_pure_dict(nnx.state(layer, nnx.Param))))
+
+
+def processed(rows: Any, params: Any, config: DapeConfig, dtype: str) -> Float[Array, "B H T S"]:
+    """Return the row's processed scores with convolutions in a dtype."""
+    return dape(*rows, **params, alignment=config.alignment, residual=config.residual, dtype=dtype)
+
+
+process = jax.jit(processed, static_argnums=(2, 3))
+
+
+def exact(rows: Any, params: Any, config: DapeConfig) -> np.ndarray:
+    """Return the row's processed scores in float64."""
+    with jax.enable_x64(True):
+        rows, params = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(np.float64), (rows, params))
+        return jax.device_get(process(rows, params, config, "float64"))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def as_written(rows: Any, params: Any, dtype: str) -> Float[Array, "B H T S"]:
+    """Return the row's processed scores by the formula as written: operands of both convolutions in a dtype."""
+    scores_BHTS, bias_BHTS, _ = rows  # the last row sees every key
+    pad = params["output_WCH"].shape[0] // 2
+
+    def convolve(x_IS: Array, kernel_WIO: Array, length: int) -> Array:
+        x_IS, kernel_WIO = x_IS.astype(dtype), kernel_WIO.astype(dtype)
+        taps = [
+            jnp.einsum("IO,IS->OS", kernel_IO, x_IS[:, w : w + length], preferred_element_type=jnp.float32)
+            for w, kernel_IO in enumerate(kernel_WIO)
+        ]
+        return sum(taps[1:], taps[0])
+
+    length = scores_BHTS.shape[-1]
+    x_XS = jnp.concatenate([scores_BHTS[0, :, 0], bias_BHTS[0, :, 0]])
+    kernel_WXC = jnp.concatenate([params["scores_WHC"], params["bias_WHC"]], 1)
+    hidden_CS = convolve(jnp.pad(x_XS, ((0, 0), (pad, 2 * pad))), kernel_WXC, length + pad)
+    hidden_CS = jax.nn.leaky_relu(hidden_CS + params["hidden_bias_C"][:, None], SLOPE)
+    output_HS = convolve(jnp.pad(hidden_CS, ((0, 0), (pad, 0))), params["output_WCH"], length)
+    return scores_BHTS + bias_BHTS + (output_HS + params["output_bias_H"][:, None])[None, :, None]
+
+
+def largest_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest error of scores that have weight, in nats; infinite if one is not a number."""
+    near = expected > expected.max(-1, keepdims=True) - NEAR_NATS
+    error = np.abs(np.where(near, found.astype(np.float64) - expected, 0)).max()
+    return float(np.nan_to_num(error, nan=np.inf))
+
+
+def measure(bias: str, dtype: str, length: int, config: DapeConfig) -> dict[str, Any]:
+    """Return one row of the table."""
+    rows, params = last_row(bias, length, config)
+    expected = exact(rows, params, config)
+    found = {
+        "as_written": as_written(rows, params, dtype),
+        "dape": process(rows, params, config, dtype),
+        "float32": process(rows, params, config, "float32"),
+    }
+    errors = {name: largest_error(jax.device_get(each), expected) for name, each in found.items()}
+    known = {name: error if np.isfinite(error) else None for name, error in errors.items()}
+    return {"bias": bias, "dtype": dtype, "length": length, **known}
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the cells of the table, header first."""
+    lines = [["bias", "dtype", "length", "as written", "dape", "float32"]]
+    for row in rows:
+        errors = ["NaN" if row[name] is None else f"{row[name]:.2g}" for name in ("as_written", "dape", "float32")]
+        lines.append([row["bias"], row["dtype"], f"{row['length']:,}", *errors])
+    return lines
+
+
+def plot(rows: list[dict[str, Any]]) -> Figure:
+    """Draw the errors against the length, a panel for each dtype."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axes, dtype in zip(figure.subplots(1, 2, sharey=True), DTYPES, strict=True):
+        for i, bias in enumerate(dict.fromkeys(row["bias"] for row in rows)):
+            points = [row for row in rows if (row["bias"], row["dtype"]) == (bias, dtype)]
+            lengths = [row["length"] for row in points]
+            written = [np.nan if row["as_written"] is None else row["as_written"] for row in points]
+            axes.plot(lengths, written, color=f"C{i}", linestyle=":", marker="x")
+            axes.plot(lengths, [row["dape"] for row in points], color=f"C{i}", marker="o", label=bias)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("keys")
+        axes.set_title(f"{dtype}: dape (lines), as written (dotted)", fontsize=9)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("largest error of a score (nats)")
+    figure.axes[0].legend(fontsize=7)
+    return figure
+
+
+def main(_: list[str]) -> None:
+    """Parse flags, measure every combination and write the report."""
+    settings = from_flags(Settings)
+    directory = Path(settings.output)
+    make_results_directory(directory)
+    config = DapeConfig(settings.kernel_width, settings.channels)
+    cases = list(itertools.product(settings.biases, DTYPES, settings.lengths))
+    rows = [measure(*case, config) for case in tqdm(cases, unit="row", desc="precision")]
+    caption = (
+        f"Largest errors in nats of the last row's scores within {NEAR_NATS:.0f} nats of its maximum, "
+        f"DAPE1x{settings.kernel_width}, {settings.channels} channels, fresh parameters."
+    )
+    print("\n" + report.save("precision", directory, {"rows": rows}, caption, cells(rows), plot(rows)).table)
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
