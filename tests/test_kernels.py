@@ -145,10 +145,11 @@ def in_float64(case: Case, arrays: list):
         return jax.device_get(both(*arrays, *case.positions()))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=5)
 def compiled(case: Case, implementation: str):
-    """Return values and all gradients as a function of q, k, v, dout, q_pos and k_pos, compiled once per module.
+    """Return values and all gradients as a function of q, k, v, dout, q_pos and k_pos, compiled.
 
+    Tests share the few programs that are compiled by default; more would hold too many memory mappings (`conftest.py`).
     TPU kernels have blocks of 32 rows, so that few rows are many blocks.
     """
     both, params = case.run(IMPLEMENTATIONS[implementation])
