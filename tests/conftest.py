@@ -30,12 +30,26 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from _pytest import runner  # noqa: E402
+from jax._src.lru_cache import LRUCache  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)  # a worker has reported all that it has: freeing its programs takes 4 s
+
+
+CACHED_BYTES = 2 * 2**20
+put_in_cache = LRUCache.put
+
+
+def put_if_small(self: LRUCache, key: str, value: bytes) -> None:
+    """Do not cache large programs: XLA loads their kernels recursively, and overflows the stack (jaxlib 0.10.2)."""
+    if len(value) < CACHED_BYTES:
+        put_in_cache(self, key, value)
+
+
+LRUCache.put = put_if_small
 
 
 def call(function: Callable, *args: Any) -> Any:
