@@ -2,10 +2,10 @@
 
     python -m benchmarks.precision
 
-The row is the last of `length`, its queries and keys are drawn from a normal distribution, and parameters are fresh. An
-error is the largest among the scores within 20 nats of the row's maximum: others have no weight in the softmax.
-The JSON, tables and the figure in OUTPUT have three errors in nats, NaN (null in
-the JSON) where a score is not a number:
+The row is the last of `length` rows. Its query and the keys are drawn from a normal distribution, and parameters are
+fresh. An error is the largest among the scores within 20 nats of the row's maximum: others have no weight in the
+softmax. OUTPUT has JSON, tables and a figure of three errors in nats. Where a score is not a number, tables have NaN,
+and the JSON has null:
 
     as written   Conv2(LeakyReLU(Conv1([A; B]))), hidden features rounded to the dtype
     dape         `processors.dape`, centred on the features of the bias B (docs/kernel.md)
@@ -26,6 +26,7 @@ from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks.step import check_names
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
@@ -39,6 +40,7 @@ from dape_jax.provenance import make_results_directory
 HEADS, HEAD_DIM = 12, 16
 NEAR_NATS = 20.0  # a score that is further below its row's maximum has no weight
 DTYPES = ("bfloat16", "float16")
+KNOWN_BIASES = tuple(name for name in BIASES if name != "nope")
 DEFAULT_BIASES = ("alibi", "kerple", "kerple_power", "t5", "fire")
 
 
@@ -47,14 +49,13 @@ class Settings:
     """Flags."""
 
     lengths: tuple[int, ...] = flag((512, 2048, 8192, 32_768), "Numbers of keys.")
-    biases: tuple[str, ...] = flag(DEFAULT_BIASES, f"Position biases: {', '.join(BIASES)}, except nope.")
+    biases: tuple[str, ...] = flag(DEFAULT_BIASES, f"Position biases: {', '.join(KNOWN_BIASES)}.")
     kernel_width: int = flag(3, "Kernel width W of DAPE, odd.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
     output: str = flag("results/precision", "Directory of the JSON, the tables and the figure.")
 
     def __post_init__(self):
-        known = [name for name in BIASES if name != "nope"]
-        require(bool(self.biases) and set(self.biases) <= set(known), "--biases", self.biases, f"must be of {known}")
+        check_names("biases", self.biases, KNOWN_BIASES)
         require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
         require(self.kernel_width % 2 == 1, "--kernel_width", self.kernel_width, "must be odd")
         require(self.channels > 0, "--channels", self.channels, "must be positive")
