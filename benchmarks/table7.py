@@ -21,8 +21,8 @@ layers and each pass (one forward, two backward, one more if layers are recomput
     dense        2 L P [ B (4 H + 2 H) + 4 H ]                          every array between two products is written once
       with DAPE  2 L P [ B (4 H + 2 H + 2 C + 4 H) + 4 H + 4 C ]        and read once: scores, probabilities, hidden
     blockwise    the same                                               features, processed scores; bias, its features
-    fused, TPU   2 L B H K [ 2 T + T (T + R) / R ]                      q and out once, k and v once for R = 128 rows
-      GPU        2 L P B (2 H + 4 H + 2 H)                              scores, processed scores and probabilities
+    fused        2 L B H K [ 2 T + T (T + R) / R ]                      q and out once, k and v once for R = 128 rows
+      DAPE, GPU  2 L P B (2 H + 4 H + 2 H)                              scores, processed scores and probabilities
 
 P are the pairs of a query and a key that are computed (`flops.pairs_computed`), in all passes of a layer; float32 has 4
 bytes, bfloat16 2. The cost of the bias itself, for example FIRE's network, is not counted; so biases that differ in the
@@ -57,7 +57,7 @@ from dape_jax.sharding import device_platform, make_mesh
 
 TABLE = EXPERIMENTS["table7"]
 RATIO_TO = "dape1x3-kerple"
-KERNEL_ROWS = 128  # query rows for which the TPU kernel reads keys and values once
+KERNEL_ROWS = 128  # query rows for which a fused kernel reads keys and values once
 CHIP_OF_NAME = {chip.name: chip for chip in CHIPS}
 
 
@@ -119,7 +119,7 @@ def roofline_seconds(model: TransformerConfig, length: int, batch: int, chip: Ch
     pairs = pairs_computed(model.attention, length, model.window)
     if isinstance(model.attention, Fused):
         bytes_of_pass = 2 * pairs * batch * (2 * H + 4 * H + 2 * H)
-        if chip.is_tpu:
+        if chip.is_tpu or not channels:
             bytes_of_pass = 2 * batch * H * K * (2 * length + length * (length + KERNEL_ROWS) // KERNEL_ROWS)
     elif channels:
         bytes_of_pass = 2 * pairs * (batch * (4 * H + 2 * H + 2 * channels + 4 * H) + has_bias * (4 * H + 4 * channels))

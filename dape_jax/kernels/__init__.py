@@ -4,8 +4,8 @@ In: the arguments of `attend`. Out: the same values and gradients, or `NotImplem
 `attention.py`, whose `Fused` and `Auto` call it.
 
 `tables.py` turns bias and processor into the arrays that a kernel reads: the kernels of the two convolutions, and the
-bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels. `docs/kernel.md` explains how
-they work.
+bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels; without bias and processor, a GPU
+uses cuDNN's (`cudnn.py`). `docs/kernel.md` explains how they work.
 """
 
 import importlib
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels import tpu
+from dape_jax.kernels import cudnn, tpu
 from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, Plain, ScoreMod
@@ -57,8 +57,8 @@ def why_not_fused(
         config = processor.config
         limits |= {"C": (config.channels, MAX_CHANNELS), "W": (config.kernel_width, MAX_WIDTH)}
         dtypes["the processor"] = processor.dtype or jnp.float32
-    elif not (isinstance(processor, Plain) and platform == "tpu"):
-        return f"there are kernels for DAPE, and on TPUs for no processor, not for {type(processor).__name__}"
+    elif not isinstance(processor, Plain):
+        return f"there are kernels for DAPE and for no processor, not for {type(processor).__name__}"
     for name, (value, limit) in limits.items():
         if value > limit:
             return f"{name} = {value}; the kernels take up to {limit}"
@@ -78,7 +78,7 @@ def why_not_fused(
     if platform == "tpu":
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
-    return None
+    return cudnn.why_not(q_BTHK, k_BSGK, bias, mask) if config is None else None
 
 
 def attend_fused(
@@ -102,10 +102,11 @@ def attend_fused(
         q_pos_T: positions of the queries, each `mask.row_stride` after the previous one.
         k_pos_S: positions of the keys, consecutive; they include those of the queries. If positions do not comply,
             which is known only when the program runs, all values are NaN.
-        score_mod: a `DistanceBias` or None, and a `Dape` or, on TPUs, `Plain`.
+        score_mod: a `DistanceBias` or None, and a `Dape` or `Plain`; on GPUs, `Plain` only without a bias.
         mask: causal; with any window and row stride.
         platform: whose kernel.
-        interpret: run it in Pallas' interpreter, slowly, on any device: True, or detailed options.
+        interpret: run it in Pallas' interpreter, slowly, on any device: True, or detailed options. Instead of cuDNN's
+            kernel, XLA's implementation of the same function runs.
 
     Raises:
         NotImplementedError: there is no kernel for these arguments; the message gives the reason.
@@ -124,6 +125,9 @@ def attend_fused(
         dtype = processor.dtype or dtype
     consecutive = jnp.all(jnp.diff(q_pos_T) == mask.row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
     consecutive &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
+    if platform == "gpu" and isinstance(processor, Plain):
+        out_BTHK = cudnn.attend(q_BTHK, k_BSGK, v_BSGK, window=mask.window, interpret=bool(interpret))
+        return jnp.where(consecutive, out_BTHK, jnp.nan)
     # The column of the first row; a valid one, whatever the positions are.
     first = jnp.where(consecutive, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
     operator = make_operator(

@@ -4,7 +4,8 @@ In: the arguments of `attend_fused`, and an `Operator`. Out: attended values. Ne
 
 Rows are processed a block at a time, and recomputed in the backward pass. For a block there are a matmul for its scores
 A, one kernel that computes the input of the softmax, the softmax, and a matmul with the values. The hidden channels, C
-for every pair of a row and a column, exist only in registers. Two more kernels compute the gradients.
+for every pair of a row and a column, exist only in registers. Two more kernels compute the gradients. Memory limits the
+rows of a block: see `scores.rows_in_block`.
 
 Triton computes on tiles in registers, with three limits for a convolution: a tile cannot be shifted, a dot has two dims
 and no batch dim, and all sizes are powers of 2, at least 16 in a dot. Therefore
@@ -26,6 +27,8 @@ A program owns a band of offsets, offset = column - row, for `PROGRAM_ROWS` rows
     row 4  a b b c c .       Programs that have only columns left of column 0 return at once.
     row 5  a a b b c c
 
+Where a row sees no key, the first program of the row (c) stores a constant.
+
 The bias contributes a function of the offset, so a program reads the same table entries for all its rows and sums their
 gradients in registers. Each program writes its sums of the gradients of tables and convolution kernels, and XLA adds
 them up: there are no atomics, and results are bitwise reproducible.
@@ -43,14 +46,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
 from dape_jax.model.processors import SLOPE, leaky_relu_change, leaky_relu_change_gradient
-from dape_jax.model.scores import Mask, causal_runs, products
+from dape_jax.model.scores import Mask, causal_runs, products, rows_in_block
 from dape_jax.sharding import full_precision
 
-BLOCK_ROWS = 128  # memory grows with it; the scores of 128 rows and 2048 keys about fill the L2 cache
 NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
 # Compiled for an H200, the kernels of 12 heads, 32 channels and W = 3 need 124, 126 and 214 of 255 registers. With 128
 # offsets the last kernel runs out of registers; with 32, no dot occupies the tensor cores of all four warps.
@@ -80,7 +82,7 @@ def attend(
     reach = num_keys if window is None else min(window, num_keys)
     channels = operator.knee_CN.shape[0]
     t = Tiling(jnp.dtype(dtype), heads, channels, operator.width, operator.pad, reach, row_stride, interpret)
-    num_blocks = pl.cdiv(num_rows, BLOCK_ROWS)
+    num_blocks = pl.cdiv(num_rows, rows_in_block(batch * heads, num_rows, num_keys, NUM_RUNS))
     block = pl.cdiv(pl.cdiv(num_rows, num_blocks), PROGRAM_ROWS) * PROGRAM_ROWS
     num_blocks = pl.cdiv(num_rows, block)
 
@@ -111,7 +113,7 @@ def attend(
     outs = []
     for start, stop, num_read in causal_runs(num_rows, num_keys, block, num_runs, Mask(True, window, row_stride)):
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)
+        @jax.checkpoint
         def attend_block(block_inputs, k, v, shared, num_read=num_read):
             q, *left, row = block_inputs
             begin = jnp.clip(row - (reach - 1), 0, num_keys - num_read)
@@ -119,13 +121,7 @@ def attend(
                 k, v = k[:, :num_read], v[:, :num_read]
             elif num_read < num_keys:
                 k, v = (jax.lax.dynamic_slice_in_dim(x, begin, num_read, axis=1) for x in (k, v))
-            starts = jnp.stack([row, begin])
-            scores = products(q, k, jnp.dtype(jnp.float32)) * head_dim**-0.5
-            scores: Array = process(t, *vary_alike(starts, scores, *shared, *left))
-            mask = visible(t, row, begin, block, num_read)
-            # A large finite number, as in `attention.masked_softmax`. NaN if the tables are, for rows without a key.
-            masked = jnp.minimum(-0.7 * jnp.finfo(scores.dtype).max, shared[-1][0, 0])
-            scores = jnp.where(mask[None, None], scores, masked)
+            scores: Array = process(t, *vary_alike(jnp.stack([row, begin]), q, k, *shared, *left))
             probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
             probs = probs.reshape(batch, v.shape[2], -1, block, num_read)
             precision = full_precision(v.dtype)
@@ -190,12 +186,6 @@ class Tiling:
         return min(max(1, DOT_ROWS // self.padded_heads), pl.next_power_of_2(self.width))
 
 
-def visible(t: Tiling, row: Int[Array, ""], begin: Int[Array, ""], num_rows: int, num_keys: int) -> Bool[Array, "T S"]:
-    """Return whether a row sees a key, if the first row is at column `row` and the first key at column `begin`."""
-    offset_TS = begin + jnp.arange(num_keys)[None, :] - (row + t.row_stride * jnp.arange(num_rows))[:, None]
-    return (offset_TS <= 0) & (offset_TS > -t.reach)
-
-
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The row that a program is processing."""
@@ -252,6 +242,27 @@ class Band:
         index = row.column + offset - self.starts[1]
         mask = (offset <= 0) & (offset > -self.t.reach) & (index >= 0) & (index < ref.shape[2])
         return ref.at[head[None, :], row.index, index], mask & (head < self.t.heads)[None, :]
+
+    def fill(self, ref: Any, value: Any) -> None:
+        """Store a value in [H, T, S] where the program's rows see no key, if it is their first program."""
+        head = jax.lax.iota(jnp.int32, self.t.padded_heads)[None, :]
+        size, num_keys = self.offset_O.shape[0], jnp.int32(ref.shape[2])
+        index_O = self.offset_O - self.last + (size - 1)  # 0 .. size - 1; a second iota would need 40 more registers
+
+        def visit(row: Row, _: None) -> None:
+            own = row.column - self.starts[1]  # index of the row's own key
+
+            def store(tile: Array, _: None) -> None:
+                index = (tile * size + index_O)[:, None]
+                unseen = ((index > own) | (index <= own - self.t.reach)) & (index < num_keys)
+                values = jnp.full((size, self.t.padded_heads), value, ref.dtype)
+                triton.store(ref.at[head, row.index, index], values, mask=unseen & (head < self.t.heads))
+
+            for begin, end in ((0, own - self.t.reach + 1), (own + 1, num_keys)):
+                num_tiles = jnp.where(self.last == 0, pl.cdiv(jnp.clip(end, 0, num_keys), size), 0)
+                jax.lax.fori_loop(jnp.maximum(begin, 0) // size, num_tiles, store, None)
+
+        self.walk(visit, None)
 
     def read(self, ref: Any, row: Row, shift: Any = 0, taps: int = 1, step: int = 1) -> Array:
         """Load a tile [O, taps * H] of [H, T, S], with 0 where the row sees no key.
@@ -373,6 +384,8 @@ def forward_kernel(
         elements, mask = band.locate(out, row)
         triton.store(elements, band.sum_taps(term, z), mask=mask)
 
+    # A large finite number, as in `scores.masked_softmax`. NaN if the tables are, for rows without a key.
+    band.fill(out, jnp.minimum(-0.7 * float(jnp.finfo(out.dtype).max), added[0, 0]))
     band.walk(visit, None)
 
 
@@ -391,6 +404,7 @@ def scores_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
         elements, mask = band.locate(d_scores, row)
         triton.store(elements, d_z.astype(d_scores.dtype), mask=mask)
 
+    band.fill(d_scores, 0)
     band.walk(visit, None)
 
 
@@ -429,7 +443,8 @@ def parameters_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None
 def process(
     t: Tiling,
     starts: Int[Array, "2"],
-    scores_BHTS: Float[Array, "B H T S"],
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
     scores_XC: Float[Array, "X C"],
     output_XC: Float[Array, "X C"],
     knee_NC: Float[Array, "N C"],
@@ -437,30 +452,37 @@ def process(
     left_knee_PTC: Float[Array, "P T C"],
     left_added_QTH: Float[Array, "Q T H_padded"],
 ) -> Float[Array, "B H T S"]:
-    """Return the input of the softmax for a block of rows. Where a row sees no key, values are undefined (also NaN).
+    """Return the input of the softmax for a block of rows, float32.
 
     `starts` are the columns of the first row and of the first key. `scores_XC` and `output_XC` (transposed) are laid
     out by `to_matrix`. Tables are padded and ordered by growing offset: the largest distance first.
+
+    The matmul is here so that the gradient of the scores, which is as large as they are, has the dtype of the matmuls
+    that read it.
     """
-    operands = (starts, scores_BHTS, scores_XC, output_XC, knee_NC, added_NH, left_knee_PTC, left_added_QTH)
+    operands = (starts, q_BTHK, k_BSGK, scores_XC, output_XC, knee_NC, added_NH, left_knee_PTC, left_added_QTH)
     return _process_forward(t, *operands)[0]
 
 
-def _process_forward(t: Tiling, *operands: Array) -> tuple[Array, tuple[Array, ...]]:
-    starts, scores_BHTS, scores_XC, output_XC, *tables = operands
+def _process_forward(
+    t: Tiling, starts: Array, q_BTHK: Array, k_BSGK: Array, *operands: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    scores_BHTS = products(q_BTHK, k_BSGK, jnp.dtype(jnp.float32)) * q_BTHK.shape[-1] ** -0.5
+    scores_XC, output_XC, *tables = operands
     block = (starts, scores_BHTS, scores_XC.astype(t.dtype), output_XC.astype(t.dtype), *tables)
     num_offsets = min(t.reach, scores_BHTS.shape[3])
     (out_BHTS,) = _call(forward_kernel, t, block, num_offsets, sequence_outputs=[(scores_BHTS.shape, jnp.float32)])
-    return out_BHTS, operands
+    return out_BHTS, (starts, q_BTHK, k_BSGK, scores_BHTS, *operands)
 
 
-def _process_backward(t: Tiling, operands: tuple[Array, ...], d_out_BHTS: Array) -> tuple[Array | None, ...]:
-    starts, scores_BHTS, scores_XC, output_XC, knee_NC, added_NH, *lefts = operands
+def _process_backward(t: Tiling, residuals: tuple[Array, ...], d_out_BHTS: Array) -> tuple[Array | None, ...]:
+    starts, q_BTHK, k_BSGK, scores_BHTS, scores_XC, output_XC, knee_NC, added_NH, *lefts = residuals
     kernels = (scores_XC.astype(t.dtype), output_XC.astype(t.dtype))
     block = (starts, scores_BHTS, *kernels, knee_NC, lefts[0], d_out_BHTS)
-    shape, dtype = scores_BHTS.shape, scores_BHTS.dtype
+    shape, dtype = scores_BHTS.shape, q_BTHK.dtype
     num_offsets = min(t.reach, shape[3])
     (d_scores_BHTS,) = _call(scores_gradient_kernel, t, block, num_offsets, sequence_outputs=[(shape, dtype)])
+    d_q_BTHK, d_k_BSGK = _products_gradient(d_scores_BHTS, q_BTHK, k_BSGK)
     num_offsets += t.width - 1  # hidden columns are also read by neighbouring columns
     width, taps = band_width(num_offsets), (t.taps_per_dot * t.padded_heads, scores_XC.shape[1])
     *d_lefts, d_scores_kernel, d_output_kernel, d_knee, d_added = _call(
@@ -485,10 +507,10 @@ def _process_backward(t: Tiling, operands: tuple[Array, ...], d_out_BHTS: Array)
         stored_PT = (offset_PT <= t.ahead) & (offset_PT > t.ahead - d_knee.shape[2] * width) & (t.pad > 0)
         return jnp.where(stored_PT[None, :, :, None], d_left_BPTX, 0).sum(0)
 
-    mask_TS = visible(t, starts[0], starts[1], shape[2], shape[3])
     return (
         None,
-        jnp.where(mask_TS[None, None], d_scores_BHTS, 0),
+        d_q_BTHK,
+        d_k_BSGK,
         d_scores_kernel.sum((0, 1, 2)).reshape(scores_XC.shape),
         d_output_kernel.sum((0, 1, 2)).reshape(output_XC.shape),
         sum_table(d_knee),
@@ -498,6 +520,20 @@ def _process_backward(t: Tiling, operands: tuple[Array, ...], d_out_BHTS: Array)
 
 
 process.defvjp(_process_forward, _process_backward)
+
+
+def _products_gradient(d_scores_BHTS: Array, q_BTHK: Array, k_BSGK: Array) -> tuple[Array, Array]:
+    """Return the gradients of queries and keys, given that of their scaled products."""
+    batch, num_rows, _, head_dim = q_BTHK.shape
+    groups = k_BSGK.shape[2]
+    d_scores_BGRTS = d_scores_BHTS.reshape(batch, groups, -1, *d_scores_BHTS.shape[2:])
+    q_BTGRK = q_BTHK.reshape(batch, num_rows, groups, -1, head_dim)
+    matmul = functools.partial(
+        jnp.einsum, precision=full_precision(q_BTHK.dtype), preferred_element_type=jnp.dtype(jnp.float32)
+    )
+    d_q_BTGRK = matmul("BGRTS,BSGK->BTGRK", d_scores_BGRTS, k_BSGK) * head_dim**-0.5
+    d_k_BSGK = matmul("BGRTS,BTGRK->BSGK", d_scores_BGRTS, q_BTGRK) * head_dim**-0.5
+    return d_q_BTGRK.reshape(q_BTHK.shape).astype(q_BTHK.dtype), d_k_BSGK.astype(k_BSGK.dtype)
 
 
 def band_width(num_offsets: int) -> int:

@@ -22,8 +22,8 @@ from dape_jax.errors import positive, require
 from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
-from dape_jax.model.processors import Plain, Processor, ScoreMod
-from dape_jax.model.scores import Mask, Scores, causal_runs, masked_softmax, products
+from dape_jax.model.processors import Dape, Plain, Processor, ScoreMod
+from dape_jax.model.scores import Mask, Scores, causal_runs, masked_softmax, products, rows_in_block
 from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision, unstripe
 
 logger = logging.getLogger(__name__)
@@ -245,8 +245,9 @@ class Blockwise(Implementation):
 class Fused(Implementation):
     """A kernel that never writes scores to memory (`kernels/`, `docs/kernel.md`): memory grows with T.
 
-    For DAPE with a `DistanceBias`, on a TPU or a GPU; anything else is refused with the reason. Keys must be at
-    consecutive positions, and rows too (or `row_stride` apart); otherwise all values are NaN.
+    For DAPE with a `DistanceBias`; and without a processor, with such a bias on a TPU and with none on a GPU. Anything
+    else is refused with the reason. Keys must be at consecutive positions, and rows too (or `row_stride` apart);
+    otherwise all values are NaN.
 
     Args:
         platform: whose kernel, "tpu" or "gpu"; None for that of the devices. On devices of another platform the kernel
@@ -273,15 +274,16 @@ class Fused(Implementation):
 # By platform, from measurements and compiled programs: docs/kernel.md, "Without a kernel".
 # On a TPU one bucket, since each is a loop that takes the compiler some ten seconds; and 32 rows, so that what a block
 # needs stays in VMEM: by the compiler's cycles 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
+# On a GPU more rows than these, if memory allows: see `rows_in_block`.
 BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise(32, 1)}
-FUSED_ON = ("tpu",)  # The kernel for GPUs has never been timed on one: ask for it by name, `Fused`.
+FUSED_ON = ("tpu",)  # DAPE's kernel for GPUs has never been timed on one: ask for it by name, `Fused`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Implementation):
     """The implementation that suits platform and length, chosen for each call and logged when first chosen.
 
-        fused      on a TPU, where there is a kernel for this bias and processor
+        fused      on a TPU, where there is a kernel for this bias and processor; on a GPU, without either
         dense      where all rows are one block
         blockwise  elsewhere
 
@@ -320,11 +322,13 @@ class Auto(Implementation):
         blockwise = self.blockwise(platform)
         if mask.window is not None and self.num_buckets is None:  # with one bucket, every block would read all keys
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
+        if platform == "gpu" and self.block_size is None:
+            blockwise = dataclasses.replace(blockwise, block_size=_rows_on_gpu(q_BTHK, k_BSGK, score_mod, blockwise))
         if q_BTHK.shape[1] <= blockwise.block_size:
             implementation, why = Dense(), "all rows are one block"
         else:
             why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
-            if why is None and platform not in FUSED_ON:
+            if why is None and platform not in FUSED_ON and not isinstance(score_mod.processor, Plain):
                 why = f"the kernel for the platform {platform!r} must be asked for by name"
             implementation = Fused() if why is None else blockwise
         _log_choice(f"{implementation}" + (f": {why}" if why else ""))
@@ -333,6 +337,18 @@ class Auto(Implementation):
     def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
         implementation = self.choose(q_BTHK, k_BSGK, score_mod, mask, platform=device_platform())
         return implementation(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask)
+
+
+def _rows_on_gpu(
+    q_BTHK: jax.ShapeDtypeStruct | Array,
+    k_BSGK: jax.ShapeDtypeStruct | Array,
+    score_mod: ScoreMod,
+    blockwise: Blockwise,
+) -> int:
+    """Return the rows of a block of `Blockwise`, which holds scores and hidden features."""
+    batch, num_rows, heads = q_BTHK.shape[:3]
+    channels = score_mod.processor.config.channels if isinstance(score_mod.processor, Dape) else 0
+    return rows_in_block(batch * (heads + channels), num_rows, k_BSGK.shape[1], blockwise.num_buckets)
 
 
 @functools.cache

@@ -93,6 +93,27 @@ def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T
     return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
 
 
+BLOCK_BYTES = 2**28  # of the arrays over pairs of a row and a key that a block of rows has on a GPU
+MIN_BLOCK_ROWS = 128
+
+
+def rows_in_block(features: int, num_rows: int, num_keys: int, num_runs: int) -> int:
+    """Return the rows of a block on a GPU: as many as memory allows, since each block launches the same kernels.
+
+    But at most 1 / `num_runs` of the rows, if that is 256 or more, so that each of `num_runs` runs reads only the keys
+    that it needs (see `causal_runs`).
+
+    Args:
+        features: float32 numbers that a block has for each pair of a row and a key, for all sequences.
+        num_rows: T.
+        num_keys: S.
+        num_runs: runs of blocks.
+    """
+    fitting = BLOCK_BYTES // (4 * features * num_keys) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
+    wanted = max(2 * MIN_BLOCK_ROWS, -(-num_rows // num_runs))
+    return max(MIN_BLOCK_ROWS, min(fitting, wanted))
+
+
 class Run(NamedTuple):
     """Consecutive blocks of query rows that read the same number of keys.
 
