@@ -16,7 +16,7 @@ same weights and inputs, `torch eager` and `torch.compile`, the listing of the p
 Output: a table, JSON and a figure, in OUTPUT under the platform's name. The columns:
 
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
-    min ms        of a call, over `--repeats`; the JSON has all of them
+    min ms        of a call, over `--repeats` samples (see `measure.py`); the JSON has all of them
     / dense ..    time and peak memory relative to dense; likewise to torch eager, torch.compile, plain jax
     peak MiB      memory of a call; see `measure.py`
     GFLOP/s       `layer_work` over the minimum: the FLOPs that the layer needs, for every implementation
@@ -49,7 +49,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import listing
-from benchmarks.measure import failure, resident_bytes_of_call, seconds_in_turns
+from benchmarks.measure import Call, failure, resident_bytes_of_call, seconds_in_turns
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import CHOICES
@@ -92,7 +92,7 @@ class Settings:
     dtype: str = flag("float32", f"Dtype of q, k, v and the convolutions' operands: {', '.join(TOLERANCES)}.")
     block_size: int | None = flag(None, "Rows in a block of `blockwise`; chosen by platform if not given.")
     num_buckets: int | None = flag(None, "Runs of rows of `blockwise`; chosen by platform if not given.")
-    repeats: int = flag(10, "Timed calls of each implementation.")
+    repeats: int = flag(10, "Samples of the time of each implementation.")
     output: str = flag("results/attention", "Directory of the table, the JSON and the figure.")
 
     def __post_init__(self):
@@ -158,9 +158,9 @@ class Measurement:
         direction: one of `DIRECTIONS`.
         name: the implementation.
         failed: reason of the failure, or None.
-        min_ms: minimum over calls.
-        median_ms: median over calls.
-        all_ms: all calls.
+        min_ms: minimum over samples.
+        median_ms: median over samples.
+        all_ms: all samples.
         peak_mib: memory of a call.
         temporary_mib: its part that is no result, by the compiler.
         gflop_per_s: FLOPs of `layer_work` over the minimum.
@@ -309,23 +309,23 @@ def is_right(row: Measurement, dtype: str) -> bool:
     )
 
 
-def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Measurement]:
+def prepare(case: Case, name: str) -> tuple[Call, Measurement]:
     """Return the call to time, and its measurement without times."""
     arrays = case.inputs()
     row = Measurement(case.model, case.length, case.direction, name)
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
         made = listing.torch_function(name, Layer(case, "listing"), arrays, case.direction)
-        run, found = made.run, listing.as_numpy(made.run())
-        peak = resident_bytes_of_call(run) if on_cpu else listing.bytes_of_call(run)
+        call, found = made.call, listing.as_numpy(made.call.start())
+        peak = resident_bytes_of_call(call) if on_cpu else listing.bytes_of_call(call)
         row = dataclasses.replace(row, compile_s=made.compile_s)
     else:
         function, params = jax_function(case, name)
         program = compile_program(function, params, *arrays)
-        run = functools.partial(program.run, params, *arrays)
-        found, peak = as_numpy(run()), program.memory.temp_size_in_bytes + program.result_bytes
+        call = Call(functools.partial(program.run, params, *arrays))
+        found, peak = as_numpy(call.start()), program.memory.temp_size_in_bytes + program.result_bytes
         if on_cpu:
-            peak = max(peak, resident_bytes_of_call(run) or 0)
+            peak = max(peak, resident_bytes_of_call(call) or 0)
         row = dataclasses.replace(
             row,
             temporary_mib=program.memory.temp_size_in_bytes / MIB,
@@ -335,17 +335,17 @@ def prepare(case: Case, name: str) -> tuple[Callable[[], Any], Measurement]:
         )
     kind = "plain" if name in (PLAIN, listing.PLAIN) else "listing" if name in listing.NAMES else "prefix"
     errors = errors_of(found, reference(case, kind))
-    return run, dataclasses.replace(row, errors=errors, peak_mib=None if peak is None else peak / MIB)
+    return call, dataclasses.replace(row, errors=errors, peak_mib=None if peak is None else peak / MIB)
 
 
 def measure_case(case: Case, names: list[str], bar: tqdm) -> list[Measurement]:
     """Measure one model, length and direction."""
-    runs: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Call] = {}
     rows: dict[str, Measurement] = {}
     for name in names:
         bar.set_postfix_str(f"{case.model} {case.length} {case.direction} {name}")
         try:
-            runs[name], rows[name] = prepare(case, name)
+            calls[name], rows[name] = prepare(case, name)
         except Exception as error:  # of any kind: the others are measured
             rows[name] = Measurement(case.model, case.length, case.direction, name, failed=failure(error))
             bar.write(f"{case.model} {case.length} {case.direction} {name}: {rows[name].failed}", file=sys.stderr)
@@ -353,7 +353,7 @@ def measure_case(case: Case, names: list[str], bar: tqdm) -> list[Measurement]:
         gc.collect()
         if name in listing.NAMES:
             listing.empty_cache()
-    for name, seconds in seconds_in_turns(runs, case.settings.repeats, bar).items():
+    for name, seconds in seconds_in_turns(calls, case.settings.repeats, bar).items():
         flops, _ = layer_work(case, name)
         least = roofline_seconds(case, name)
         rows[name] = dataclasses.replace(

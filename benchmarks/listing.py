@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.measure import Call
+
 BIASES = ("nope", "alibi", "kerple")
 PLAIN = "plain torch"
 NAMES = ("torch eager", "torch.compile", PLAIN)
@@ -40,11 +42,11 @@ class TorchFunction:
     """A function to time.
 
     Args:
-        run: the function; it waits for the device.
+        call: the function.
         compile_s: seconds of its first call if that compiles it, or None.
     """
 
-    run: Callable[[], dict[str, Any]]
+    call: Call
     compile_s: float | None
 
 
@@ -88,14 +90,16 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
             out_BHTK = forward()
             gradients = torch.autograd.grad(out_BHTK, leaves, cotangent_BHTK)
             results = {"out": out_BHTK.detach(), **dict(zip("qkv", gradients, strict=False)), "others": gradients[3:]}
+        return results
+
+    def wait(_: Any) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
-        return results
 
     started = time.perf_counter()
     if name == "torch.compile":
-        run()
-    return TorchFunction(run, time.perf_counter() - started if name == "torch.compile" else None)
+        wait(run())
+    return TorchFunction(Call(run, wait), time.perf_counter() - started if name == "torch.compile" else None)
 
 
 def _listing(layer: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable[..., Any]) -> tuple[Any, list[Any]]:
@@ -158,13 +162,13 @@ def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-def bytes_of_call(run: Callable[[], Any]) -> int:
+def bytes_of_call(call: Call) -> int:
     """Return the memory of a call on CUDA; see `measure.py`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = run()
+    result = call.start()
     taken = torch.cuda.max_memory_allocated() - before
     del result
     return taken

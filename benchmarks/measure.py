@@ -1,7 +1,11 @@
 """Measure time and memory of calls; shared by the benchmarks.
 
 In: functions. Out: seconds and bytes. Next: `attention.py`, one layer; `step.py`, a training step; `table7.py`, the
-paper's table of times.
+paper's table of times; `gpu.py`, all of them on one GPU.
+
+A GPU or TPU works while the host goes on. Waiting for every call would add the time of starting it, 50 to 100 us, to
+that of a layer that takes as long. There, a sample is the time of several calls, started one after another and waited
+for once, divided by their number. On a CPU a sample is one call.
 
 The memory of a call is its peak above the level before the call, without its inputs:
 
@@ -17,12 +21,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
 from dape_jax.errors import is_out_of_memory, printable
+from dape_jax.sharding import device_platform
 
 # By default JAX reserves 75 % of a GPU: too much if PyTorch uses it as well, too little if JAX is alone. It reads these
 # variables when it initialises its devices.
@@ -31,34 +36,60 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
 
 REST_S = 0.02  # between two calls, because the threads of the previous call keep spinning for a while
 WARMUP_CALLS = 2
+SAMPLE_S = 0.1  # at least, on a GPU or TPU, if `MAX_QUEUED` calls take as long
+MAX_QUEUED = 100  # calls that wait for the device; JAX itself waits if there are many more
 
 
-def seconds_in_turns(functions: dict[str, Callable[[], Any]], repeats: int, bar: tqdm) -> dict[str, list[float]]:
-    """Return the times of all functions, called in turns `repeats` times, after `WARMUP_CALLS` turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+class Call(NamedTuple):
+    """A function to time.
+
+    Args:
+        start: starts a call and returns its result; the device may still be computing it.
+        wait: waits for a result, and so for all calls before it.
+    """
+
+    start: Callable[[], Any]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+
+
+def seconds_in_turns(calls: dict[str, Call], repeats: int, bar: tqdm) -> dict[str, list[float]]:
+    """Return `repeats` samples of the time of each call, taken in turns, after `WARMUP_CALLS` turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    queued = dict.fromkeys(calls, 1)
     for turn in range(-WARMUP_CALLS, repeats):
-        for name, function in functions.items():
+        for name, call in calls.items():
             time.sleep(REST_S)
-            start = time.perf_counter()
-            jax.block_until_ready(function())
+            sample = seconds_of(call, queued[name])
             if turn >= 0:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(sample)
                 bar.update()
+            elif device_platform() != "cpu":
+                queued[name] = min(MAX_QUEUED, max(2, round(SAMPLE_S / sample)))
     return seconds
 
 
-def resident_bytes_of_call(function: Callable[[], Any]) -> int | None:
+def seconds_of(call: Call, queued: int) -> float:
+    """Return the time of a call, as the mean of `queued` calls that are started without waiting."""
+    begin = time.perf_counter()
+    for _ in range(queued - 1):
+        call.start()
+    call.wait(call.start())
+    return (time.perf_counter() - begin) / queued
+
+
+def resident_bytes_of_call(call: Call) -> int | None:
     """Return how far a call raises the resident set of this process, or None if the system does not report it."""
     clear_refs = Path("/proc/self/clear_refs")
     if not clear_refs.exists():
         return None
-    jax.block_until_ready(function())  # exclude one-time allocations, for example of libraries
+    call.wait(call.start())  # exclude one-time allocations, for example of libraries
     gc.collect()
     time.sleep(5 * REST_S)  # until the memory of this call is freed and returned
     ctypes.CDLL(None).malloc_trim(0)
     clear_refs.write_text("5")  # resets the peak to the present resident set
     before = _status_bytes("VmRSS")
-    result = jax.block_until_ready(function())
+    result = call.start()
+    call.wait(result)
     taken = _status_bytes("VmHWM") - before
     del result
     return taken

@@ -10,7 +10,8 @@ For a step on a TPU slice that is not available: `docs/planning.md`.
 
 Output: a table, JSON and a figure, in OUTPUT under the platform's name. The columns:
 
-    min ms        of a step, over `--turns` times `--steps`; the JSON has all of them
+    min ms        of a step, over `--turns`; the JSON has all of them. The steps of a turn are started one after
+                  another, as in `train.py`, and timed together
     / dense       time and memory relative to dense
     tokens/s      at the minimum
     needs GiB     memory of a device, by the compiler: state, batch and temporary memory
@@ -128,9 +129,9 @@ class StepTimes:
 
     Args:
         failed: reason of the failure, or None.
-        min_ms: minimum over steps.
-        median_ms: median over steps.
-        all_ms: all steps.
+        min_ms: minimum over turns.
+        median_ms: median over turns.
+        all_ms: a step of each turn.
         tokens_per_s: at the minimum.
         needed_gib: memory of a device.
         compile_s: seconds of compilation.
@@ -196,11 +197,12 @@ class Step:
             batch = put_batch(self.rows, self.mesh)
             state, metrics = jax.block_until_ready(self.program.run(state, batch))
             self.loss_nats = float(metrics["loss_nats"])
+            started = time.perf_counter()
             for _ in range(num_steps):
-                started = time.perf_counter()
-                state, _ = jax.block_until_ready(self.program.run(state, batch))
-                self.seconds.append(time.perf_counter() - started)
-                bar.update()
+                state, _ = self.program.run(state, batch)
+            jax.block_until_ready(state)
+            self.seconds.append((time.perf_counter() - started) / num_steps)
+            bar.update(num_steps)
 
     def result(self) -> StepTimes:
         """Return the times and figures of all turns."""
@@ -244,7 +246,7 @@ def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm
                 step.take_turn(num_steps, bar)
         except Exception as error:
             fails(name, error)
-            bar.update((turns - turn) * num_steps - len(step.seconds) % num_steps)
+            bar.update((turns - turn) * num_steps)
     return {name: found[name] if name in found else steps[name].result() for name in runs}
 
 

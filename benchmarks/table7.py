@@ -9,8 +9,8 @@ sequence of 512 tokens, 32 channels, on hardware that it does not name. Output: 
 under the name of the platform or the chip. They have the time of each method, its ratio to that of DAPE1x3-Kerple, and
 the paper's values of both.
 
-Measured is the step of `step.py`, on all devices: the minimum of `--turns` times `--steps`, methods in turns. A model
-that does not fit has a dash.
+Measured is the step of `step.py`, on all devices: the minimum over `--turns` of the mean of `--steps`, methods in
+turns. A model that does not fit has a dash.
 
 By roofline, the time of a step is a sum over parts that run one after another, of the larger of FLOPs over the chip's
 peak and bytes over its bandwidth. FLOPs are the executed ones (`flops.executed_flops`). Bytes, for N parameters, L
