@@ -98,12 +98,13 @@ class Work:
     loops: tuple[int, ...]  # number of times that each loop's body runs; 0 if unknown (the body counts once)
     cycles: int  # the TPU compiler's own estimate for everything but Pallas kernels
     kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and how often it runs
+    launches: int  # scheduled operations that compute or move something: on a GPU, the kernels that it starts
 
 
 def read_work(text: str, num_largest: int = 8) -> Work:
     """Return the work of a compiled program, with its `num_largest` largest buffers."""
     program, entry = read_program(text)
-    hbm_bytes = flops = cycles = 0
+    hbm_bytes = flops = cycles = launches = 0
     collectives: dict[tuple[str, ...], tuple[int, Instruction, str]] = {}  # by identity
     buffers: dict[str, tuple[int, str]] = {}
     loops: list[int] = []
@@ -121,6 +122,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
             flops += times * matmul_flops(instruction, program[computation])
         if is_fused or instruction.opcode in FREE or instruction.opcode.endswith("-done"):
             continue
+        launches += times
         cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text
         if is_kernel:
@@ -142,7 +144,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
         hbm_bytes += times * _hbm_bytes(instruction.results)
     largest = sorted(((size, shape, source) for shape, (size, source) in buffers.items()), reverse=True)
     by_kind = tuple(Collective(kind, counts[kind], size) for kind, size in received.most_common())
-    return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles, tuple(kernels))
+    return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles, tuple(kernels), launches)
 
 
 # ---- the text

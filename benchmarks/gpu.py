@@ -1,0 +1,384 @@
+"""Measure everything on one GPU, in one command of at most nine minutes; see `docs/gpu.md`.
+
+    python -m benchmarks.gpu --output=results/gpu/h100
+    python -m benchmarks.gpu --output=/tmp/gpu --tiny        # the same on a CPU, with tiny sizes
+
+Measured are: correctness of every implementation; times and memory of one layer (`dense`, `blockwise`, the fused kernel
+and variants of both, cuDNN's plain attention, PyTorch); whole training steps; a short training; counters of the
+kernels (Nsight Compute) and a check of their memory accesses (compute-sanitizer).
+
+Each group of cases is a process (`gpu_cases.py`) with a time limit. Groups are prepared side by side, as compilation
+needs cores, and then timed one at a time. A group that dies is started again, without the case that ended it. Nothing
+here needs JAX, so that the summary is written whatever fails.
+
+Output, eight files at most:
+
+    results.jsonl   a line for every step of every case; the last one of a case counts
+    summary.txt     tables, made from it
+    layers.png      times of one layer
+    environment.txt what the machine is and has
+    train.txt       the short trainings
+    ncu.csv         counters
+    sanitizer.txt   memory accesses
+    log.txt         everything that the groups print
+
+A time is the mean of queued calls (`measure.py`): the least of five samples.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+# Groups of cases, in order of importance, and the seconds that their timing may take.
+GROUPS = {
+    "environment": 30,
+    "correct-bfloat16": 5,
+    "correct-float32": 5,
+    "fused-forward": 25,
+    "fused-backward": 35,
+    "xla-forward": 25,
+    "xla-backward": 35,
+    "steps": 60,
+    "torch": 40,
+    "variants-forward": 20,
+    "variants-backward": 30,
+}
+PREPARING_SHARE = 0.45  # of the time, in which the groups compile
+TRAIN_S, COUNTERS_S, SANITIZER_S = 60, 50, 40
+TRAIN_STEPS = 150
+LOG_BYTES = 2**20  # of each log, its end
+METRICS = (
+    "gpu__time_duration.sum",
+    "dram__bytes.sum",
+    "lts__t_bytes.sum",
+    "launch__registers_per_thread",
+    "launch__grid_size",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed.avg.per_cycle_active",
+    "smsp__inst_executed.sum",
+)
+Line = dict[str, Any]
+
+
+class Measurement:
+    """The processes of one measurement, and the time that is left for them."""
+
+    def __init__(self, output: Path, seconds: float, tiny: bool, processes: int):
+        self.output, self.tiny, self.processes = output, tiny, processes
+        self.total_s, self.deadline = seconds, time.monotonic() + seconds
+        self.cache = Path(tempfile.mkdtemp(prefix="dape_gpu_"))
+        self.control = self.cache / "control"
+        self.control.mkdir()
+        self.environment = os.environ | {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            "JAX_COMPILATION_CACHE_DIR": str(self.cache / "jax"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"),
+            "TRITON_CACHE_DIR": str(self.cache / "triton"),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONWARNINGS": "ignore::DeprecationWarning",
+            "MPLBACKEND": "Agg",
+        }
+        if tiny:
+            self.environment["JAX_PLATFORMS"] = "cpu"
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that are left."""
+        return self.deadline - time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Print progress."""
+        print(f"[{self.left_s:4.0f} s left] {text}", flush=True)
+
+    def start(self, command: list[str], output: Path) -> subprocess.Popen:
+        """Start a command in a process group of its own, its output appended to a file."""
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def start_group(self, group: str) -> subprocess.Popen:
+        """Start a group of cases."""
+        (self.control / f"ready-{group}").unlink(missing_ok=True)
+        return self.start(self.group_command(group, self.output), self.output / "log.txt")
+
+    def group_command(self, group: str, output: Path) -> list[str]:
+        """Return the command of a group."""
+        command = [sys.executable, "-m", "benchmarks.gpu_cases", f"--group={group}", f"--output={output}"]
+        return [*command, f"--control={self.control}", *(["--tiny"] if self.tiny else [])]
+
+    def finish(self, process: subprocess.Popen, limit_s: float) -> int | None:
+        """Return the exit status of a process, or None if it was killed, with all that it started, at the limit."""
+        try:
+            return process.wait(max(1.0, limit_s))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+    def is_ready(self, group: str) -> bool:
+        """Return whether all cases of a group are prepared."""
+        return (self.control / f"ready-{group}").exists()
+
+    def prepare(self, until: float) -> dict[str, subprocess.Popen]:
+        """Start all groups, some at a time, and return those that have something to be timed."""
+        waiting, deaths = list(GROUPS), dict.fromkeys(GROUPS, 0)
+        running: dict[str, subprocess.Popen] = {}
+        ready: dict[str, subprocess.Popen] = {}
+        while (waiting or running) and time.monotonic() < until:
+            while waiting and len(running) < self.processes:
+                group = waiting.pop(0)
+                running[group] = self.start_group(group)
+            for group, process in list(running.items()):
+                if self.is_ready(group):
+                    ready[group] = running.pop(group)
+                    self.say(f"{group} is prepared")
+                elif process.poll() is not None:
+                    del running[group]
+                    deaths[group] += 1
+                    self.say(f"{group} died with status {process.returncode}")
+                    if deaths[group] < 4:
+                        waiting.insert(0, group)
+            time.sleep(0.1)
+        (self.control / "stop").touch()
+        for group in waiting:
+            self.say(f"{group} was not started: no time was left")
+        for group in running:
+            self.say(f"{group} has not prepared all cases")
+        return ready | running
+
+    def measure(self, processes: dict[str, subprocess.Popen], reserve_s: float) -> None:
+        """Time one group after another, and leave some seconds for what comes after."""
+        until = time.monotonic() + (60 if self.tiny else 20)
+        while time.monotonic() < until and any(p.poll() is None and not self.is_ready(g) for g, p in processes.items()):
+            time.sleep(0.1)  # until what was being compiled is compiled, so that nothing else runs
+        for group, process in processes.items():
+            if process.poll() is None and not self.is_ready(group):
+                self.finish(process, 0)
+                self.say(f"{group} was killed while it prepared a case")
+        for group in sorted(processes, key=list(GROUPS).index):
+            limit = time.monotonic() + max(1, min(GROUPS[group] * (8 if self.tiny else 1), self.left_s - reserve_s))
+            (self.control / f"go-{group}").touch()
+            status = self.finish(processes[group], limit - time.monotonic())
+            for _ in range(3):
+                if status in (0, None) or limit - time.monotonic() < 10:
+                    break
+                (self.control / "stop").unlink(missing_ok=True)  # it prepares again what is behind the case
+                status = self.finish(self.start_group(group), limit - time.monotonic())
+            self.say(f"{group} is timed: {'killed at its limit' if status is None else f'status {status}'}")
+
+    def train(self, attention: str) -> None:
+        """Train for a few steps on the text of Python's standard library, as bytes."""
+        config, flags = "configs/paper.py:125m,bias=kerple,processor=dape,kernel=3", ["--config.data.tokenizer=bytes"]
+        config += f",train_length=512,batch=32,num_steps={TRAIN_STEPS},vocab=257,attention={attention}"
+        if self.tiny:
+            config, flags = "configs/quickstart.py:bias=kerple,processor=dape,kernel=3,channels=4", []
+            flags += ["--config.train.batch_size=4", "--config.train.num_steps=6", "--config.model.num_layers=1"]
+        flags += ["--config.data.path=stdlib", f"--config.data.cache_dir={self.cache}/data"]
+        flags += ["--config.train.eval_interval=100000", "--config.train.checkpoint_interval=100000"]
+        command = [sys.executable, "train.py", f"--config={config}", *flags, f"--workdir={self.cache}/{attention}"]
+        started, log = time.monotonic(), self.cache / f"train-{attention}.txt"
+        status = self.finish(self.start(command, log), min(TRAIN_S * (4 if self.tiny else 1), self.left_s - 10))
+        text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).replace("\r", "\n")
+        lines = [line for line in text.splitlines() if line.strip()]
+        shown = re.findall(r"loss ([\d.]+), ([\d,]+) tokens/s", text)
+        line = {"group": "train", "case": attention, "status": "done" if status == 0 else f"status {status}"}
+        line |= {"seconds": round(time.monotonic() - started, 1), "loss_nats": float(shown[-1][0]) if shown else None}
+        rates = [float(rate.replace(",", "")) for _, rate in shown[-50:]]
+        line |= {"tokens_per_s": statistics.median(rates) if rates else None}
+        with (self.output / "results.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        with (self.output / "train.txt").open("a") as file:
+            file.write(f"$ {' '.join(command[1:])}\n" + "\n".join([*lines[:15], "...", *lines[-15:]]) + "\n")
+        self.say(f"train {attention}: status {status}")
+
+    def profile(self, tool: list[str], output: Path, limit_s: float) -> None:
+        """Run one small layer, forward and backward, under a tool."""
+        folder = self.cache / tool[0]
+        folder.mkdir()
+        try:
+            process = self.start([*tool, *self.group_command("profiled", folder)], output)
+        except OSError as error:
+            self.say(f"{tool[0]}: {error}")
+            return
+        self.say(f"{tool[0]}: status {self.finish(process, min(limit_s, self.left_s - 5))}")
+
+    def run(self) -> None:
+        """Measure everything."""
+        reserve_s = 0 if self.tiny else TRAIN_S + COUNTERS_S
+        self.measure(self.prepare(time.monotonic() + PREPARING_SHARE * self.total_s), reserve_s)
+        (self.control / "stop").unlink(missing_ok=True)
+        (self.control / "go-profiled").touch()
+        for attention in ("blockwise",) if self.tiny else ("fused", "blockwise"):
+            if self.left_s > 40:
+                self.train(attention)
+        if self.tiny:
+            return
+        counters = ["ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), "-k", "regex:dape"]
+        if self.left_s > 25:
+            self.profile([*counters, "-c", "24"], self.output / "ncu.csv", COUNTERS_S)
+        if self.left_s > 25:
+            self.profile(["compute-sanitizer", "--tool=memcheck"], self.output / "sanitizer.txt", SANITIZER_S)
+
+
+def describe(commit: str) -> str:
+    """Return what the machine is and has."""
+    parts = [f"commit {commit}", f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores"]
+    commands = ["git describe --always --dirty", "nvidia-smi", f"{sys.executable} -m pip list --format=freeze"]
+    for command in [*commands, "nvcc --version", "ncu --version"]:
+        try:
+            done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=30)
+            parts.append(f"$ {command}\n{done.stdout}{done.stderr[-500:]}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            parts.append(f"$ {command}\n{error}")
+    return "\n".join(parts)
+
+
+# ---- summary
+
+
+def read_results(path: Path) -> dict[tuple[str, str], Line]:
+    """Return the last line of every case, by group and case."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {(line["group"], line["case"]): line for line in lines}
+
+
+def layer_times(results: dict[tuple[str, str], Line]) -> dict[tuple[int, int, str], dict[str, Line]]:
+    """Return the lines of one layer by T, B and direction, then by variant."""
+    found: dict[tuple[int, int, str], dict[str, Line]] = {}
+    for (group, case), line in results.items():
+        if group not in ("steps", "environment", "train") and case.count("/") == 3:
+            name, length, batch, direction = case.split("/")
+            found.setdefault((int(length), int(batch), direction), {})[name] = line
+    return dict(sorted(found.items()))
+
+
+def summarize(results: dict[tuple[str, str], Line], output: str) -> str:
+    """Return the results as tables."""
+    text = [f"python -m benchmarks.gpu --output={output}", "", "ENVIRONMENT"]
+    hidden = ("group", "case", "at")
+    for (group, case), line in results.items():
+        if group == "environment":
+            text.append(f"  {case}: {json.dumps({k: v for k, v in line.items() if k not in hidden})}")
+    text += ["", "CORRECTNESS against dense in float32: largest relative error of values and gradients"]
+    for (group, case), line in results.items():
+        if not group.startswith("correct"):
+            continue
+        cells = [
+            f"{name} {'right' if x['right'] else 'WRONG'} {x['errors'][x['worst']]:.1e} ({x['worst']})"
+            + ("" if x["same_bits"] else ", OTHER BITS IN A SECOND RUN")
+            for name, x in line.items()
+            if isinstance(x, dict)
+        ]
+        text.append(f"  {group.removeprefix('correct-'):9} {case:14} " + ("; ".join(cells) or reason_of(line)))
+    text += ["", "ONE LAYER, bfloat16, ms (temporary MiB)"]
+    for (length, batch, direction), lines in layer_times(results).items():
+        text.append(f"  T={length} B={batch} {direction}")
+        for name, line in lines.items():
+            memory = line.get("temporary_mib", line.get("peak_mib"))
+            figures = f"{line.get('min_ms', 0):9.3f}" + ("" if memory is None else f" ({memory:,.0f})")
+            errors = f", error {max(line['errors'].values()):.1e}" if "errors" in line else ""
+            text.append(f"    {name:18} {figures + errors if line['status'] == 'done' else reason_of(line)}")
+    text += ["", "TRAINING STEPS"]
+    steps = {case: line for (group, case), line in results.items() if group == "steps"}
+    for case, line in steps.items():
+        base = steps.get("350m/dape1x3-kerple/512/1/dense", {}).get("min_ms") if case.startswith("350m") else None
+        ratio = f", {line['min_ms'] / base:.3f} of dape1x3-kerple, dense" if base and "min_ms" in line else ""
+        names = ("min_ms", "tokens_per_s", "mfu", "needed_gib", "loss_nats")
+        figures = ", ".join(f"{name} {line[name]:,.4g}" for name in names if line.get(name) is not None)
+        text.append(f"  {case:40} {figures + ratio if line['status'] == 'done' else reason_of(line)}")
+    text += ["", f"TRAINING, {TRAIN_STEPS} steps of 125M, 32 x 512 bytes"]
+    for (group, case), line in results.items():
+        if group == "train":
+            text.append(f"  {case}: {json.dumps({k: v for k, v in line.items() if k not in hidden})}")
+    unfinished = [f"{group} {case}" for (group, case), line in results.items() if line["status"] in UNFINISHED]
+    return "\n".join([*text, "", f"NOT FINISHED: {', '.join(unfinished) or 'nothing'}"])
+
+
+UNFINISHED = ("prepares", "prepared", "runs")
+
+
+def reason_of(line: Line) -> str:
+    """Return why a case has no figures."""
+    return line.get("reason") or line.get("left_out") or line["status"]
+
+
+def plot(results: dict[tuple[str, str], Line], path: Path) -> None:
+    """Draw the times of one layer, a panel for each batch size and direction."""
+    from matplotlib.figure import Figure
+
+    times = layer_times(results)
+    panels = sorted({(batch, direction) for _, batch, direction in times})
+    if not panels:
+        return
+    figure = Figure(figsize=(3.4 * len(panels), 4.2), layout="constrained")
+    for axes, (batch, direction) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for (length, *rest), lines in times.items():
+            for name, line in lines.items():
+                if rest == [batch, direction] and line["status"] == "done":
+                    curves.setdefault(name, []).append((length, line["min_ms"]))
+        for name, points in curves.items():
+            axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.set(xscale="log", yscale="log", xlabel="sequence length (tokens)", title=f"B = {batch}, {direction}")
+        axes.legend(fontsize=6)
+    figure.supylabel("time of one layer (ms)")
+    figure.savefig(path, dpi=130)
+
+
+def main() -> None:
+    """Measure, and write the summary in any case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="Directory of the results; must not have any.")
+    parser.add_argument("--seconds", type=float, default=500, help="Time of all; at least 120.")
+    parser.add_argument("--processes", type=int, default=8, help="Groups that are prepared at a time.")
+    parser.add_argument("--commit", default="unknown", help="Commit of a source that is no git clone.")
+    parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU.")
+    flags = parser.parse_args()
+    if flags.seconds < 120:
+        parser.error(f"--seconds = {flags.seconds:g}: must be at least 120")
+    if (flags.output / "results.jsonl").exists():
+        parser.error(f"--output = {str(flags.output)!r}: has results.jsonl; choose another directory")
+    flags.output.mkdir(parents=True, exist_ok=True)
+    output = flags.output.absolute()
+    (output / "environment.txt").write_text(describe(flags.commit))
+    measurement = Measurement(output, flags.seconds, flags.tiny, flags.processes)
+    try:
+        measurement.run()
+    finally:
+        results = read_results(output / "results.jsonl")
+        text = summarize(results, str(flags.output))
+        (output / "summary.txt").write_text(text + "\n")
+        print(text)
+        for path in (output / "log.txt", output / "ncu.csv", output / "sanitizer.txt"):
+            if path.exists() and path.stat().st_size > LOG_BYTES:
+                path.write_bytes(path.read_bytes()[-LOG_BYTES:])
+        shutil.rmtree(measurement.cache, ignore_errors=True)
+        plot(results, output / "layers.png")
+
+
+if __name__ == "__main__":
+    main()
