@@ -3,6 +3,7 @@
 # make test-all   also the slow tests
 # make lint       formatting, lint, types
 # make tpu-aot    install the compiler for TPUs, for planning without one (docs/planning.md)
+# make gpu-wheels download packages for a machine with a GPU and without a network (docs/gpu.md)
 
 PYTHON ?= python3
 PY := .venv/bin/python
@@ -10,7 +11,7 @@ PY := .venv/bin/python
 # started with others is left alone.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-all lint install install-dev tpu-aot
+.PHONY: demo test test-all lint install install-dev tpu-aot gpu-wheels
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -44,6 +45,17 @@ tpu-aot: .venv/tpu-aot/installed
 
 .venv/tpu-aot/installed: constraints.txt | install
 	$(PIP_INSTALL) --upgrade --no-deps --target .venv/tpu-aot libtpu
+	touch $@
+
+# For Linux, Python 3.12 and JAX with its plugin for CUDA, beside what machines with PyTorch usually have.
+gpu-wheels: build/gpu-wheels/downloaded
+
+WHEEL_PLATFORMS = $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1,--platform $(tag)_x86_64)
+build/gpu-wheels/downloaded: constraints.txt | install
+	mkdir -p $(@D)
+	$(PY) -m pip download --quiet --disable-pip-version-check --constraint constraints.txt --dest $(@D) --no-deps \
+	    --only-binary=:all: --python-version 3.12 --implementation cp $(WHEEL_PLATFORMS) \
+	    array-record beartype grain ml-collections portpicker tensorboardX zstandard
 	touch $@
 
 # Test workers and the command lines that they start share compiled Python files.

@@ -58,6 +58,7 @@ GROUPS = {
 }
 PREPARING_SHARE = 0.45  # of the time, in which the groups compile
 TRAIN_S, COUNTERS_S, SANITIZER_S = 60, 50, 40
+GRACE_S = 20  # for what is being compiled when the time for it is over
 TRAIN_STEPS = 150
 LOG_BYTES = 2**20  # of each log, its end
 METRICS = (
@@ -172,7 +173,7 @@ class Measurement:
 
     def measure(self, processes: dict[str, subprocess.Popen], reserve_s: float) -> None:
         """Time one group after another, and leave some seconds for what comes after."""
-        until = time.monotonic() + (60 if self.tiny else 20)
+        until = time.monotonic() + GRACE_S
         while time.monotonic() < until and any(p.poll() is None and not self.is_ready(g) for g, p in processes.items()):
             time.sleep(0.1)  # until what was being compiled is compiled, so that nothing else runs
         for group, process in processes.items():
@@ -315,7 +316,13 @@ def summarize(results: dict[tuple[str, str], Line], output: str) -> str:
         if group == "train":
             text.append(f"  {case}: {json.dumps({k: v for k, v in line.items() if k not in hidden})}")
     unfinished = [f"{group} {case}" for (group, case), line in results.items() if line["status"] in UNFINISHED]
-    return "\n".join([*text, "", f"NOT FINISHED: {', '.join(unfinished) or 'nothing'}"])
+    failed = [
+        f"{group} {case}: {reason_of(line)}"
+        for (group, case), line in results.items()
+        if line["status"] == "failed" or "left_out" in line
+    ]
+    text += ["", f"NOT FINISHED: {', '.join(unfinished) or 'nothing'}"]
+    return "\n".join([*text, *(f"FAILED OR LEFT OUT: {line}" for line in failed)])
 
 
 UNFINISHED = ("prepares", "prepared", "runs")

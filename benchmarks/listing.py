@@ -79,7 +79,7 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
         forward, parameters = _listing(layer, q_BHTK, k_BHSK, v_BHSK, tensor)
         leaves += [x.requires_grad_() for x in parameters]
     if name == "torch.compile":
-        torch._dynamo.reset()  # otherwise it compiles for any length after two lengths
+        torch._dynamo.config.recompile_limit = 1000  # each shape is compiled, and none falls back to eager execution
         forward = torch.compile(forward, dynamic=False)
 
     def run() -> dict[str, Any]:
