@@ -36,7 +36,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks.gpu_cases import MAIN, Layer
+from benchmarks.gpu_cases import MAIN, VARIANTS, Layer
 from benchmarks.measure import failure
 from benchmarks.step import check_names
 from dape_jax import command_line
@@ -48,6 +48,7 @@ from dape_jax.planning.compile import compile_program
 from dape_jax.provenance import make_results_directory
 
 DIRECTIONS = ("forward", "backward")
+IMPLEMENTATIONS = MAIN | VARIANTS
 # XLA's description of an H200 (GpuTargetConfigProto).
 TARGET = """
 gpu_device_info {
@@ -75,7 +76,7 @@ class Settings:
 
     lengths: tuple[int, ...] = flag((2048,), "Sequence lengths in tokens.")
     batches: tuple[int, ...] = flag((1,), "Batch sizes.")
-    implementations: tuple[str, ...] = flag(("fused",), f"Implementations: {', '.join(MAIN)}.")
+    implementations: tuple[str, ...] = flag(("fused",), f"Implementations: {', '.join(IMPLEMENTATIONS)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, f"Directions: {', '.join(DIRECTIONS)}.")
     output: str = flag("results/gpu_compiled", "Directory of the JSON, the tables and the figure.")
 
@@ -83,7 +84,7 @@ class Settings:
         for name in ("lengths", "batches"):
             value = getattr(self, name)
             require(bool(value) and min(value) > 0, f"--{name}", value, "must be positive")
-        check_names("implementations", self.implementations, MAIN)
+        check_names("implementations", self.implementations, IMPLEMENTATIONS)
         check_names("directions", self.directions, DIRECTIONS)
 
 
@@ -123,7 +124,8 @@ def compile_layer(name: str, length: int, batch: int, direction: str, folder: Pa
     """Return one row: what the compiler makes of a layer."""
     topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices), ("chip",)), PartitionSpec())
-    variant = MAIN[name]
+    variant = IMPLEMENTATIONS[name]
+    variant.set_constants()
     layer: Layer = dataclasses.replace(variant.layer, length=length, batch=batch)
     function, params = layer.function(variant.implementation, direction, "bfloat16")
 
