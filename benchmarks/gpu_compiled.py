@@ -10,7 +10,8 @@ OUTPUT/gpu_compiled.json, tables (.txt, .md) and a figure. Columns:
     launches      kernels of one run, loop bodies as often as they run
     temp MiB      temporary memory of the compiled program, without inputs and outputs
     GB            operands and results of all operations, loop bodies as often as they run; some stay in the L2 cache
-    registers     of a thread, of each kernel of `kernels/gpu.py`, the largest; 255 is the limit
+    registers     of a thread, of the kernels of `kernels/gpu.py`: forward / parameters' gradient / scores' gradient, the
+                  largest of all blocks; 255 is the limit
     spills        bytes of a thread that did not fit into registers
     compile s     seconds of compilation
 
@@ -117,7 +118,7 @@ def read_kernels(folder: Path, ptxas: str) -> dict[str, dict[str, int]]:
                     of_kernel = kernels.setdefault(name[1].removeprefix("dape_").removesuffix("_kernel"), {})
                     of_kernel[figure] = max(of_kernel.get(figure, 0), int(re.findall(pattern, part)[0]))
         path.unlink()
-    return kernels
+    return dict(sorted(kernels.items()))
 
 
 def compile_layer(name: str, length: int, batch: int, direction: str, folder: Path, ptxas: str) -> dict[str, Any]:
