@@ -10,8 +10,8 @@ OUTPUT/gpu_compiled.json, tables (.txt, .md) and a figure. Columns:
     launches      kernels of one run, loop bodies as often as they run
     temp MiB      temporary memory of the compiled program, without inputs and outputs
     GB            operands and results of all operations, loop bodies as often as they run; some stay in the L2 cache
-    registers     of a thread, of the kernels of `kernels/gpu.py`: forward / parameters' gradient / scores' gradient, the
-                  largest of all blocks; 255 is the limit
+    registers     of a thread, of the kernels of `kernels/gpu.py` (forward / parameters' gradient / scores' gradient),
+                  the largest of all blocks; 255 is the limit
     spills        bytes of a thread that did not fit into registers
     compile s     seconds of compilation
 
