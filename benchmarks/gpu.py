@@ -191,8 +191,8 @@ class Measurement:
                 status = self.finish(self.start_group(group), limit - time.monotonic())
             self.say(f"{group} is timed: {'killed at its limit' if status is None else f'status {status}'}")
 
-    def train(self, attention: str) -> None:
-        """Train for a few steps on the text of Python's standard library, as bytes."""
+    def train_command(self, attention: str) -> list[str]:
+        """Return the command that trains for a few steps on the text of Python's standard library, as bytes."""
         config, flags = "configs/paper.py:125m,bias=kerple,processor=dape,kernel=3", ["--config.data.tokenizer=bytes"]
         config += f",train_length=512,batch=32,num_steps={TRAIN_STEPS},vocab=257,attention={attention}"
         if self.tiny:
@@ -200,7 +200,11 @@ class Measurement:
             flags += ["--config.train.batch_size=4", "--config.train.num_steps=6", "--config.model.num_layers=1"]
         flags += ["--config.data.path=stdlib", f"--config.data.cache_dir={self.cache}/data"]
         flags += ["--config.train.eval_interval=100000", "--config.train.checkpoint_interval=100000"]
-        command = [sys.executable, "train.py", f"--config={config}", *flags, f"--workdir={self.cache}/{attention}"]
+        return [sys.executable, "train.py", f"--config={config}", *flags, f"--workdir={self.cache}/{attention}"]
+
+    def train(self, attention: str) -> None:
+        """Train for a few steps."""
+        command = self.train_command(attention)
         started, log = time.monotonic(), self.cache / f"train-{attention}.txt"
         status = self.finish(self.start(command, log), min(TRAIN_S * (4 if self.tiny else 1), self.left_s - 10))
         text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).replace("\r", "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, gpu_cases, gpu_compiled
+from benchmarks.step import read_config
 from dape_jax.errors import InputError
 from dape_jax.kernels import gpu as kernels
 from dape_jax.model.attention import Dense
@@ -71,6 +72,8 @@ def test_every_group_has_cases_and_variants_restore_the_constants():
         assert gpu_cases.cases_of(group, gpu_cases.TINY)
     with pytest.raises(ValueError, match="tea"):
         gpu_cases.cases_of("tea", gpu_cases.FULL)
+    for step in gpu_cases.FULL.steps:
+        read_config(gpu_cases.FULL.preset, *step)
     default = kernels.NUM_WARPS
     gpu_cases.VARIANTS["fused-warps-8"].set_constants()
     assert default != kernels.NUM_WARPS == 8
@@ -224,6 +227,20 @@ def test_everything_is_measured_on_a_cpu(tmp_path):
     fused = results["fused-backward", "fused/24/1/backward"]
     assert fused["min_ms"] > 0
     assert results["train", "blockwise"]["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_the_training_of_full_size_begins(tmp_path, monkeypatch):
+    """With one layer and two steps instead of all."""
+    measurement = gpu.Measurement(tmp_path, 300, tiny=False, processes=1)
+    changes = ["model.num_layers=1", "train.num_steps=2", "train.batch_size=8"]
+    flags = [f"--config.{change}" for change in changes]
+    command = [*measurement.train_command("blockwise"), *flags]
+    monkeypatch.setattr(measurement, "train_command", lambda attention: command)
+    measurement.train("blockwise")
+    (line,) = lines_of(tmp_path)
+    assert line["status"] == "done", (tmp_path / "train.txt").read_text()
+    assert 4 < line["loss_nats"] < 7
 
 
 # ---- compiled without a GPU
