@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from absl import app, flags
 from absl import logging as absl_logging
 
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, printable, require
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, printable, require
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
 
@@ -29,9 +29,10 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
         positional: names of the positional arguments, for messages; more arguments than these are refused.
 
     An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
-    with one line and status 1, a `StoppedError` with one line and status 143. Any other exception is a bug and keeps
-    its traceback. Messages of this package are logged from INFO, those of libraries from WARNING (Orbax logs many lines
-    for each checkpoint).
+    with one line and status 1, a `StoppedError` with one line and status 143. So does an `OSError`, with status 1: a
+    file that may not be read, a full disk, a lost network. Any other exception is a bug and keeps its traceback.
+    Messages of this package are logged from INFO, those of libraries from WARNING (Orbax logs many lines for each
+    checkpoint).
     """
 
     def quietly(arguments: list[str]) -> None:
@@ -61,6 +62,9 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
+    except OSError as error:
+        print(f"error: {printable(describe(error))}", file=sys.stderr)
+        sys.exit(1)
 
 
 def _parse(arguments: list[str]) -> list[str]:

@@ -53,6 +53,13 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+def describe(error: OSError) -> str:
+    """Return the reason of an operating system's error, and its file if it names one: "FILE: Permission denied"."""
+    if error.strerror is None:
+        return " ".join(str(error).split()) or type(error).__name__
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a program does not fit into a device's memory."""
     text = str(error)

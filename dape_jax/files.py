@@ -25,7 +25,7 @@ def write_atomically(file: Path, content: bytes) -> None:
     """
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
-        with open(partial, "wb") as opened:
+        with open(partial, "xb") as opened:  # x: not through a symbolic link that someone else put there
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
@@ -60,7 +60,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{file}: cannot be read as JSON: {error}") from error
-    require(type(content) is dict, str(file), type(content).__name__, "a JSON object")
+    require(type(content) is dict, str(file), type(content).__name__, "must be a JSON object")
     return content
 
 
@@ -76,14 +76,15 @@ def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iter
     Args:
         directory: what to lock.
         field: name of the flag or argument that gave the directory, for messages.
-        lock_file: name of the file in it that is locked. It stays there, and names the process that holds the lock.
+        lock_file: name of the file in it that is locked. It stays there, and names the process that holds the lock. A
+            symbolic link is refused: it could name a file of another user's choice.
 
     Raises:
         InputError: another process holds the lock, or the directory cannot be written to.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(directory / lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
     try:
@@ -97,7 +98,7 @@ def _lock(descriptor: int, directory: Path, field: str, lock_file: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The previous holder may have renamed the directory, and this file with it, since it was opened.
-        is_current = os.path.samestat(os.fstat(descriptor), os.stat(directory / lock_file))
+        is_current = os.path.samestat(os.fstat(descriptor), os.lstat(directory / lock_file))
     except (BlockingIOError, FileNotFoundError):
         is_current = False
     except OSError as error:

@@ -1,6 +1,8 @@
 """Crashes, damaged disks and concurrent runs: no checkpoint is lost, and no damage is restored unnoticed."""
 
+import argparse
 import contextlib
+import errno
 import gc
 import json
 import logging
@@ -16,16 +18,19 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dape_jax import files
+from dape_jax import command_line, files
+from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint, loop
+from dape_jax.training.metrics import SKIPPED_FILE, MetricLogger
 from dape_jax.training.step import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -440,6 +445,103 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, saved):
         (resumed / checkpoint.LOCK_FILE).rmdir()
         with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.run_lock(resumed):
             pass
+
+
+def test_a_lock_that_is_a_symbolic_link_is_refused(tmp_path):
+    """Another user could have put it there, to have a file of ours overwritten."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / checkpoint.LOCK_FILE).symlink_to(victim)
+    with pytest.raises(InputError, match=r"workdir = .*symbolic links"), checkpoint.run_lock(tmp_path / "run"):
+        pass
+    assert victim.read_text() == "mine"
+
+
+def test_a_partial_file_is_not_written_through_a_symbolic_link(tmp_path, monkeypatch):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    monkeypatch.setattr(files.uuid, "uuid4", lambda: argparse.Namespace(hex="guessed"))
+    (tmp_path / ".file.guessed.partial").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        files.write_atomically(tmp_path / "file", b"content")
+    assert victim.read_text() == "mine"
+
+
+# ---- side files
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"[]\n3\nnull\n", b'{"step": "three"}\n', b"[" * 100_000 + b"\n", b'{"step": 2}\n{"st'],
+    ids=["no text", "no objects", "no number", "deep", "cut"],
+)
+def test_damaged_lines_of_skipped_steps_are_removed(tmp_path, caplog, content):
+    file = tmp_path / SKIPPED_FILE
+    file.write_bytes(b'{"step": 1, "reason": "bad"}\n' + content + b'\n{"step": 9, "reason": "bad"}\n')
+    run = RunConfig.from_dict(tiny.spec(tmp_path))
+    with MetricLogger(tmp_path, run, start=5):
+        pass
+    kept = [json.loads(line)["step"] for line in file.read_text().splitlines()]
+    assert kept in ([1], [1, 2])
+    assert "cannot be read; they were removed" in caplog.text
+
+
+def test_side_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
+    (tmp_path / "tensorboard").write_text("a file")
+    (tmp_path / SKIPPED_FILE).mkdir()
+    run = RunConfig.from_dict(tiny.spec(tmp_path))
+    with MetricLogger(tmp_path, run, start=0) as logger:
+        logger.log(1, {}, 1)
+        logger.pending = None
+    assert "TensorBoard's scalars are not written" in caplog.text
+    assert "is left as it is" in caplog.text
+
+
+# ---- errors of the machine
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("item", ["params", "data"])
+def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, number, item):
+    """It stays where it is, and the older ones are not used instead."""
+    handler = {"params": ocp.StandardCheckpointHandler, "data": ocp.JsonCheckpointHandler}[item]
+
+    def restore(*_args, **_options):
+        raise OSError(number, os.strerror(number), "a file")
+
+    monkeypatch.setattr(handler, "restore", restore)
+    with pytest.raises(InputError, match=f"cannot be read now: {os.strerror(number)}"):
+        checkpoint.restore_newest(workdir, abstract(small_state(0)))
+    assert checkpoint.step_names(workdir) == ["3", "2", "1"]
+    assert not (workdir / "damaged").exists()
+
+
+def test_a_renamed_step_is_damaged(workdir, caplog):
+    (workdir / "checkpoints" / "3").rename(workdir / "checkpoints" / "30")
+    number, _, data = checkpoint.restore_newest(workdir, abstract(small_state(0)))
+    assert (number, data) == (2, {"next": 2})
+    assert "was saved as another step" in caplog.text
+    assert (workdir / "damaged" / "30").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (ConnectionError("lost\nit"), "lost it"),
+    ],
+)
+def test_an_error_of_the_machine_is_one_line(capsys, monkeypatch, error, line):
+    def main(_):
+        raise error
+
+    monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))
+    with pytest.raises(SystemExit) as status:
+        command_line.run(main)
+    assert status.value.code == 1
+    assert capsys.readouterr().err == f"error: {line}\n"
 
 
 def test_too_little_space_is_refused_before_training(tmp_path):

@@ -363,13 +363,24 @@ def test_a_damaged_config_file_is_named(root, tmp_path):
         loop.train(small_spec(root), tmp_path / "run")
 
 
-def test_checkpoints_without_a_config_are_refused(root, run):
-    (run / "config.json").rename(run / "elsewhere.json")
-    with pytest.raises(InputError, match=r"has checkpoints but no config\.json"):
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "[]", "[" * 100_000, '{"config": 3}', '{"config": {}, "data_digest": 5}'],
+    ids=["missing", "cut", "a list", "deep", "no object", "no digest"],
+)
+def test_a_missing_or_damaged_config_is_restored_from_the_newest_checkpoint(root, run, caplog, content):
+    """It is compared all the same, and written again."""
+    file = run / "config.json"
+    before = file.read_text()
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    with pytest.raises(InputError, match="learning_rate"):
         loop.train(small_spec(root, optimizer__learning_rate=0.5), run)
-    assert not (run / "config.json").exists()
-    (run / "elsewhere.json").rename(run / "config.json")
+    assert "the copy in the newest checkpoint is used" in caplog.text
     loop.train(small_spec(root), run)
+    assert file.read_text() == before
 
 
 @pytest.mark.slow

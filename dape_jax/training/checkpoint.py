@@ -4,9 +4,9 @@ Each step is one composite Orbax save with the items `params`, `opt_state`, `hea
 evaluator reads `params` and `config` alone. The newest few steps are kept, and the one with the lowest validation loss.
 
 Orbax restores an array with a flipped bit without an error. Each save therefore has one more item, `digests`: one for
-each array, computed on the devices before the arrays are written, and one for each JSON item. Whatever is read is
-compared with it. A step that differs is skipped with a warning that says why. When training resumes from an older step,
-it moves the damaged one to `damaged/`. Nothing is deleted.
+each array, computed on the devices before the arrays are written, one for each JSON item and one for the step's number.
+Whatever is read is compared with it. A step that differs is skipped with a warning that says why. When training resumes
+from an older step, it moves the damaged one to `damaged/`. Nothing is deleted.
 """
 
 import contextlib
@@ -39,8 +39,17 @@ from dape_jax.training.step import TrainState
 CONFIG_FILE = "config.json"
 LOCK_FILE = "run.lock"
 _DELETED = "deleted"  # directory beside the steps, for steps that are being deleted
-# Errors of a machine or its network, which say nothing about the checkpoint.
-_TEMPORARY_ERRORS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT)
+# Errors of a machine, its network or its permissions, which say nothing about the checkpoint.
+_OF_THE_MACHINE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.ESTALE,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ETIMEDOUT,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,17 +94,46 @@ def write_config(workdir: Path, config: dict[str, Any]) -> None:
 
 
 def read_config(workdir: Path) -> dict[str, Any] | None:
-    """Return the config that a run wrote to its directory, or None if there is none.
+    """Return the config that a run wrote to its directory, or None if there is no run.
+
+    Each checkpoint has a copy. If the file is missing or damaged, that of the newest intact one is returned.
+
+    Raises:
+        InputError: the file was not written by a run, and there is no checkpoint; or all of them are damaged.
+        OSError: the file may not be read.
+    """
+    try:
+        return read_config_file(workdir)
+    except InputError as error:
+        if not step_names(workdir):
+            raise
+        logger.warning("%s; the copy in the newest checkpoint is used", error)
+    except (FileNotFoundError, NotADirectoryError):
+        if not step_names(workdir):
+            return None
+        logger.warning("%s is missing; the copy in the newest checkpoint is used", workdir / CONFIG_FILE)
+    step, config = restore_config(workdir)
+    _require_record(config, workdir, f"the config of step {step}")
+    return config
+
+
+def read_config_file(workdir: Path) -> dict[str, Any]:
+    """Return the content of the config's file.
 
     Raises:
         InputError: the file was not written by a run.
+        OSError: the file is missing, or may not be read.
     """
     file = workdir / CONFIG_FILE
-    if not file.exists():
-        return None
+    file.open("rb").close()
     config = read_json(file)
-    require(set(config) >= {"config", "data_digest"}, "workdir", str(workdir), f"{file} was not written by train.py")
+    _require_record(config, workdir, str(file))
     return config
+
+
+def _require_record(record: dict[str, Any], workdir: Path, source: str) -> None:
+    is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
+    require(is_record, "workdir", str(workdir), f"{source} was not written by train.py")
 
 
 def require_space(workdir: Path, state: TrainState) -> None:
@@ -289,7 +327,7 @@ def save(
     arrays = state._asdict()
     metrics = None if validation_nats is None else {"validation_nats": validation_nats}
     jsons = {"data": data_state, "config": config}
-    checked = jsons if metrics is None else jsons | {"metrics": metrics}
+    checked = {"step": step} | jsons | ({} if metrics is None else {"metrics": metrics})
     digests = leaf_digests(arrays) | {name: json_digest(value) for name, value in checked.items()}
     manager.save(
         step,
@@ -395,9 +433,10 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
 
     Raises:
         DamagedError: on every process, if one process finds damage.
+        InputError: on every process, if one process may not read the files now.
     """
     step = _directory(workdir) / name
-    restored, fault = {}, ""
+    restored, fault, unreadable = {}, "", ""
     process = jax.process_index()
     try:
         # Each process reads alone: if one failed, the others would wait for it inside Orbax.
@@ -410,19 +449,24 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
         if (step / "metrics").exists():  # which Orbax's manager writes, and reads when it is opened
             restored["metrics"] = read_json(step / "metrics" / "metrics")
         require(isinstance(restored["digests"], dict), f"{step}/digests", restored["digests"], "must be a JSON object")
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+    except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # not the fault of the step
     except InputError as error:
         fault = str(error)
     except Exception as error:  # Orbax and TensorStore raise many types; the first error of the chain is specific
         while error.__cause__ is not None:
             error = error.__cause__
-        if (number := _error_number(error)) in _TEMPORARY_ERRORS:
-            raise InputError(f"{step}: cannot be read now: {os.strerror(number)}") from error
-        fault = f"{step}: cannot be read: {' '.join(str(error).split())[:300]}"
+        if (number := _error_number(error)) in _OF_THE_MACHINE:
+            unreadable = f"{step}: cannot be read now: {os.strerror(number)}"
+        else:
+            fault = f"{step}: cannot be read: {' '.join(str(error).split())[:300]}"
+    if unreadable := first_fault(unreadable):
+        raise InputError(unreadable)
     if fault := first_fault(fault):
         raise DamagedError(fault)
     names = (*items, "metrics")
+    if restored["digests"].get("step") not in (None, json_digest(int(name))):  # None: of an older version
+        raise DamagedError(f"{step}: was saved as another step")
     saved = {path: digest for path, digest in restored.pop("digests").items() if path.split("/")[0] in names}
     arrays = {item: restored[item] for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)}
     found = {item: json_digest(value) for item, value in restored.items() if item not in arrays} | leaf_digests(arrays)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same
-from dape_jax.errors import InputError, StoppedError, require
+from dape_jax.errors import InputError, StoppedError
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks.tapes import Batch
@@ -129,20 +129,22 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
 
 
 def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Write the run's config and tokenizer to `workdir`, or compare the config with the one there."""
+    """Write the run's config and tokenizer to `workdir`, or compare the config with the one there.
+
+    A config that is missing or damaged is written again.
+    """
     saved = checkpoint.read_config(workdir)
     if saved is None:
-        allowed = (
-            f"has checkpoints but no {checkpoint.CONFIG_FILE} that describes them; restore it (each checkpoint has a "
-            "copy, config/metadata) or choose another directory"
-        )
-        require(not checkpoint.step_names(workdir), "workdir", str(workdir), allowed)
         if tokenizer is not None:
             save_tokenizer(tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
         checkpoint.write_config(workdir, record)
     else:
         refuse_other_config(workdir, saved["config"], record["config"])
         refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": record["data_digest"]})
+        try:
+            checkpoint.read_config_file(workdir)
+        except (InputError, FileNotFoundError):
+            checkpoint.write_config(workdir, saved)
 
 
 def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:

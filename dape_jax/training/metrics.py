@@ -16,7 +16,7 @@ from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttr
 from tqdm import tqdm
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.errors import NonFiniteError
+from dape_jax.errors import NonFiniteError, describe
 from dape_jax.files import write_atomically
 from dape_jax.hardware import mfu
 from dape_jax.planning.flops import model_flops_per_token
@@ -47,8 +47,11 @@ class MetricLogger:
         self.events: EventsWriter | None = None
         if self.is_first:
             self._drop_skipped_after(start)
-            (workdir / "tensorboard").mkdir(exist_ok=True)
-            self.events = EventsWriter(str(workdir / "tensorboard" / "events"))
+            try:
+                (workdir / "tensorboard").mkdir(exist_ok=True)
+                self.events = EventsWriter(str(workdir / "tensorboard" / "events"))
+            except OSError as error:
+                logger.warning("TensorBoard's scalars are not written: %s", describe(error))
             # TensorBoard drops events of steps after `start`, which will be repeated.
             self._write_event(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
         self.bar = tqdm(
@@ -142,12 +145,22 @@ class MetricLogger:
             logger.warning("%s: cannot be written to: %s", self.workdir / SKIPPED_FILE, error)
 
     def _drop_skipped_after(self, start: int) -> None:
-        """Remove the lines of `skipped.jsonl` for steps after `start`, which will be repeated."""
+        """Remove the lines of `skipped.jsonl` for steps after `start`, which will be repeated.
+
+        Lines that cannot be read are removed too: a kill cuts the last one. Nothing else depends on the file.
+        """
         file = self.workdir / SKIPPED_FILE
-        if file.exists():
-            complete = [line for line in file.read_text().splitlines() if line.endswith("}")]  # a kill cuts the last
-            kept = [line for line in complete if json.loads(line)["step"] <= start]
-            write_atomically(file, "".join(f"{line}\n" for line in kept).encode())
+        try:
+            lines = file.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if (step := _step_of(line)) is not None and step <= start]
+            write_atomically(file, b"".join(kept))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            logger.warning("%s is left as it is: %s", file, describe(error))
+            return
+        if any(_step_of(line) is None for line in lines[:-1]):
+            logger.warning("%s had lines that cannot be read; they were removed", file)
 
     def _write_scalars(self, group: str, step: int, values: dict[str, float]) -> None:
         scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
@@ -170,3 +183,12 @@ class MetricLogger:
             if self.events is not None:
                 self.events.close()
         self.events = None
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line of `skipped.jsonl`, or None if it is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
