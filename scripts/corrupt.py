@@ -1,0 +1,342 @@
+"""Corrupt every kind of file of a run in twelve ways, and check what `train.py` and `eval.py` make of it.
+
+    python scripts/corrupt.py --output=results/survival
+
+A tiny run is trained, and a copy of it cut off after step 4 of 8. For each case one file of the copy, or of its corpus,
+is corrupted; then the run is resumed, or evaluated. Allowed are
+
+    equal      it ends as if nothing had happened: the same bits in the last checkpoint, the same results
+    older      `eval.py` skips the damaged checkpoint with a warning, and evaluates an older one
+    one line   it is refused in one line, and files outside of `damaged/` are left as they were
+
+Anything else is reported and makes the status 1: a traceback, other bits, other results, a process that hangs. Files of
+one kind, for example the chunks of arrays, count once. Processes of root give up the right to read all files. The
+counts are written to OUTPUT/corrupt.json.
+"""
+
+import atexit
+import collections
+import ctypes
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from tqdm import tqdm
+
+from dape_jax import command_line
+from dape_jax.files import write_json
+from dape_jax.provenance import make_results_directory, provenance
+
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the random places and bytes.")
+KINDS = flags.DEFINE_string("kinds", "", "Regular expression for the kinds of files; all if not given.")
+WAYS = flags.DEFINE_list("ways", [], "Ways to corrupt a file; all if not given.")
+OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_STEPS, CUT_AT = 8, 4
+TIMEOUT_S = 120  # for one process, which takes seconds on an idle machine
+CAPABILITY_VERSION, READ_ALL = 0x20080522, 0b110  # of Linux: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+ALLOWED = ("equal", "older", "one line")
+
+
+# ---- ways to corrupt a file
+
+
+def random_bytes(file: Path, draw: random.Random) -> None:
+    """Replace the content by as many random bytes."""
+    file.write_bytes(draw.randbytes(max(1, file.stat().st_size)))
+
+
+def flip(place: Callable[[int, random.Random], int]) -> Callable[[Path, random.Random], None]:
+    """Return a function that flips one bit of a file."""
+
+    def corrupt(file: Path, draw: random.Random) -> None:
+        content = bytearray(file.read_bytes() or b"\0")
+        content[place(len(content), draw)] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+
+    return corrupt
+
+
+def cut(keep: float) -> Callable[[Path, random.Random], None]:
+    """Return a function that cuts off the end of a file."""
+    return lambda file, draw: os.truncate(file, int(file.stat().st_size * keep))
+
+
+def replace_by(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
+    """Return a function that replaces a file by something else."""
+
+    def corrupt(file: Path, draw: random.Random) -> None:
+        file.unlink()
+        make(file)
+
+    return corrupt
+
+
+CORRUPTIONS: dict[str, Callable[[Path, random.Random], object]] = {
+    "deleted": replace_by(lambda file: None),
+    "empty": cut(0),
+    "half": cut(0.5),
+    "without the last byte": lambda file, draw: os.truncate(file, max(0, file.stat().st_size - 1)),
+    "a bit at the start": flip(lambda size, draw: 0),
+    "a bit somewhere": flip(lambda size, draw: draw.randrange(size)),
+    "random bytes": random_bytes,
+    "zeros": lambda file, draw: file.write_bytes(bytes(file.stat().st_size)),
+    "deep JSON": lambda file, draw: file.write_text("[" * 100_000),
+    "a directory": replace_by(lambda file: file.mkdir()),
+    "a link to nowhere": replace_by(lambda file: file.symlink_to("nowhere")),
+    "unreadable": lambda file, draw: file.chmod(0),
+}
+
+
+# ---- processes
+
+
+class Runner:
+    """Runs command lines in forks of this process, which has imported everything but not begun to use JAX's devices."""
+
+    def __init__(self, directory: Path):
+        os.environ |= {"JAX_PLATFORMS": "cpu", "MPLCONFIGDIR": str(directory / "matplotlib"), "HOME": str(directory)}
+        os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(directory / "cache")}
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        import dape_jax.evaluation.perplexity
+        import dape_jax.training.loop  # noqa: F401
+
+        self.directory = directory
+
+    def run(self, *arguments: str) -> tuple[int | None, str]:
+        """Return the status of a command line, or None if it hangs, and what it wrote to standard error."""
+        log = self.directory / "stderr"
+        log.unlink(missing_ok=True)
+        process = os.fork()
+        if process == 0:
+            try:
+                self._become(log, arguments)
+            except BaseException:  # of any kind: this process is not the test any more
+                traceback.print_exc()
+                os._exit(1)
+        started = time.monotonic()
+        while time.monotonic() - started < TIMEOUT_S:
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status), log.read_text(errors="replace")
+            time.sleep(0.01)
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        return None, log.read_text(errors="replace")
+
+    def _become(self, log: Path, arguments: tuple[str, ...]) -> None:
+        os.chdir(ROOT)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o644), 2)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        give_up_reading_all()
+        flags.FLAGS.unparse_flags()
+        for name in list(flags.FLAGS):  # of this program, not of the one that it becomes
+            if flags.FLAGS.find_module_defining_flag(name) == sys.argv[0]:
+                delattr(flags.FLAGS, name)
+        sys.argv = list(arguments)
+        status = 0
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as error:
+            status = error.code if isinstance(error.code, int) else 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def train_arguments(directory: Path, workdir: Path) -> tuple[str, ...]:
+    """Return the command line of the tiny run."""
+    fields = {
+        "model.num_layers": 1,
+        "model.width": 16,
+        "model.num_heads": 2,
+        "data.path": directory / "text",
+        "data.cache_dir": directory / "data",
+        "data.validation_fraction": 0.3,
+        "train.train_length": 16,
+        "train.batch_size": 8,
+        "train.num_steps": NUM_STEPS,
+        "train.eval_interval": 2,
+        "train.validation_batches": 1,
+        "train.checkpoint_interval": 2,
+        "train.max_to_keep": NUM_STEPS,
+        "evaluation.lengths": "(16,32)",
+        "evaluation.last_tokens": 8,
+        "evaluation.max_windows": 4,
+    }
+    return (
+        "train.py",
+        "--config=configs/quickstart.py",
+        f"--workdir={workdir}",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+    )
+
+
+def eval_arguments(workdir: Path, output: Path) -> tuple[str, ...]:
+    """Return the command line that evaluates the run."""
+    return ("eval.py", f"--workdir={workdir}", f"--output={output}")
+
+
+# ---- results
+
+
+def digests(workdir: Path) -> Any:
+    """Return the digests of the last checkpoint: of all arrays and JSON items."""
+    return json.loads((workdir / "checkpoints" / str(NUM_STEPS) / "digests" / "metadata").read_text())
+
+
+def curves(output: Path) -> Any:
+    """Return what was evaluated, without provenance."""
+    return json.loads((output / "lengths.json").read_text())["runs"]
+
+
+def files_of(directory: Path) -> dict[str, bytes | str]:
+    """Return the content of all files that do not change when nothing happens."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(directory.rglob("*")):
+        name = str(path.relative_to(directory))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file() and not name.startswith(("run.lock", "tensorboard")):
+            found[name] = path.read_bytes()
+    return found
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a file: its path without numbers and hexadecimal names."""
+    return re.sub(r"\d+", "N", re.sub(r"[0-9a-f]{12,}", "HASH", name))
+
+
+def outcome(status: int | None, said: str) -> str:
+    """Return what happened, as far as a process alone tells."""
+    if status is None:
+        return "hangs"
+    if status < 0:
+        return f"killed by signal {-status}"
+    if "Traceback" in said:
+        return "traceback"
+    if status == 0:
+        return "ended"
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    return "one line" if len(errors) == 1 else f"{len(errors)} error lines"
+
+
+def main(_: list[str]) -> None:
+    """Corrupt all files in all ways, and write the counts."""
+    directory = make_results_directory(Path(OUTPUT.value))
+    scratch = Path(tempfile.mkdtemp(prefix="corrupt_"))  # each fork would remove a TemporaryDirectory at its end
+    try:
+        result = corrupt(scratch, SEED.value, KINDS.value, WAYS.value or list(CORRUPTIONS))
+    finally:
+        shutil.rmtree(scratch)
+    result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
+    write_json(directory / "corrupt.json", result)
+    print(json.dumps({name: result[name] for name in ("kinds", "outcomes", "outcomes_by_way")}, indent=1))
+    if result["not_allowed"]:
+        sys.exit(1)
+
+
+def corrupt(scratch: Path, seed: int, kinds: str, ways: list[str]) -> dict[str, Any]:
+    """Return the counts of outcomes, and the cases that are not allowed.
+
+    Args:
+        scratch: an empty directory.
+        seed: seed of random places and bytes.
+        kinds: regular expression of the kinds of files.
+        ways: keys of `CORRUPTIONS`.
+    """
+    text = scratch / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
+    runner = Runner(scratch)
+    whole, cut_off, data = scratch / "whole", scratch / "cut_off", scratch / "data"
+    for arguments in (train_arguments(scratch, whole), eval_arguments(whole, scratch / "whole_results")):
+        status, said = runner.run(*arguments)
+        if status != 0:
+            raise RuntimeError(f"the run without corruption fails:\n{said}")
+    shutil.copytree(whole, cut_off)
+    for step in (cut_off / "checkpoints").iterdir():
+        if step.name.isdecimal() and int(step.name) > CUT_AT:
+            shutil.rmtree(step)
+    (cut_off / "skipped.jsonl").write_text('{"step": 1, "reason": "bad"}\n')
+    shutil.copytree(cut_off, scratch / "run")  # results name the directory
+    status, said = runner.run(*eval_arguments(scratch / "run", scratch / "cut_off_results"))
+    if status != 0:
+        raise RuntimeError(f"the run without corruption cannot be evaluated:\n{said}")
+    expected = {"train": digests(whole), "eval": curves(scratch / "cut_off_results")}
+    shutil.copytree(data, scratch / "data_before")
+
+    roots = {"run": cut_off, "corpus": scratch / "data_before"}
+    by_kind: dict[tuple[str, str], str] = {}
+    for root, path in roots.items():
+        for file in sorted(path.rglob("*")):
+            name = str(file.relative_to(path))
+            older = any(part in name for part in (f"checkpoints/{step}/" for step in range(CUT_AT)))
+            if file.is_file() and not older and re.search(kinds, f"{root} {kind_of(name)}"):
+                by_kind[root, kind_of(name)] = name
+    cases = [(root, kind, way, which) for root, kind in by_kind for way in ways for which in ("train", "eval")]
+    counts: dict[str, collections.Counter] = {way: collections.Counter() for way in ways}
+    rows, not_allowed = [], []
+    for number, (root, kind, way, which) in enumerate(tqdm(cases, unit="case")):
+        workdir, results = scratch / "run", scratch / "results"
+        for path in (workdir, results, data):
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(cut_off, workdir)
+        shutil.copytree(scratch / "data_before", data)
+        CORRUPTIONS[way]({"run": workdir, "corpus": data}[root] / by_kind[root, kind], random.Random(seed + number))
+        before = files_of(workdir)
+        arguments = train_arguments(scratch, workdir) if which == "train" else eval_arguments(workdir, results)
+        status, said = runner.run(*arguments)
+        found = outcome(status, said)
+        if found == "ended" and which == "train":
+            found = "equal" if digests(workdir) == expected["train"] else "other bits"
+        elif found == "ended":
+            skipped = "is damaged and skipped" in said
+            found = "equal" if curves(results) == expected["eval"] else "older" if skipped else "other results"
+        elif found == "one line" and not files_of(workdir).items() >= before.items():
+            found = "one line, but files have changed"
+        counts[way][found] += 1
+        row = {"root": root, "kind": kind, "way": way, "command": which, "outcome": found}
+        rows.append(row)
+        if found not in ALLOWED:
+            lines = [line for line in re.split(r"[\r\n]", said) if line.strip() and "%|" not in line]
+            not_allowed.append(row | {"said": lines[-6:]})
+            tqdm.write(f"{kind}, {way}, {which}: {found}: {lines[-1] if lines else ''}")
+    return {
+        "seed": seed,
+        "kinds": len(by_kind),
+        "cases": rows,
+        "outcomes_by_way": {way: dict(sorted(counter.items())) for way, counter in counts.items()},
+        "outcomes": dict(sorted(sum(counts.values(), collections.Counter()).items())),
+        "not_allowed": not_allowed,
+    }
+
+
+def give_up_reading_all() -> None:
+    """Obey permissions in this process, also if it is root's."""
+    libc = ctypes.CDLL(None)
+    header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(header, data)
+    data[:] = [word & ~READ_ALL if place < 3 else word for place, word in enumerate(data)]
+    libc.capset(header, data)
+
+
+if __name__ == "__main__":
+    command_line.run(main)
