@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SPEC
 
-from benchmarks import precision
+from benchmarks import precision, precision_training
 from benchmarks.precision import HEAD_DIM, as_written, exact, largest_error, last_row, process, processed
 from dape_jax.config import read_model
 from dape_jax.model.attention import Dense, Fused
@@ -161,6 +161,28 @@ def test_kernels_are_right_far_away(platform):
     expected = run(Dense(), *(x.astype(np.float32) for x in (q, k, v)))
     assert np.abs(expected).max() > 0.5
     assert 1e-4 < np.abs(found - expected).max() < 0.02
+
+
+def test_training_in_16_bits_is_compared_with_float32(tmp_path, monkeypatch):
+    settings = precision_training.Settings(
+        steps=25, length=16, batch=8, dtypes=("float32", "float16"), output=str(tmp_path)
+    )
+    rows = precision_training.measure(settings, tmp_path)
+    exact, half = rows
+    assert exact["apart"] == 0
+    assert 0 < half["apart"] < precision_training.BAND_NATS
+    assert half["skipped"] == 0
+    assert half["loss_scales"] == [2.0**16] * 25
+    assert exact["losses"][0] > exact["losses"][-1] > 1
+    assert precision_training.cells(rows)[2][-1] == "65,536"
+    assert len(precision_training.plot(rows).axes) == 3
+
+    monkeypatch.setattr(precision_training, "from_flags", lambda _: settings)
+    monkeypatch.setattr(precision_training, "measure", lambda *_: rows)
+    monkeypatch.setattr(precision_training, "BAND_NATS", half["apart"] / 2)
+    with pytest.raises(AssertionError, match="float16"):
+        precision_training.main([])
+    assert (tmp_path / "precision_training.json").exists()
 
 
 def matmuls(jaxpr) -> list:

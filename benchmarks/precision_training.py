@@ -1,0 +1,153 @@
+"""Train a small DAPE model in float32, bfloat16 and float16, and compare the losses.
+
+    python -m benchmarks.precision_training
+
+The model is `xs` of `configs/small.py` with DAPE1x3-Kerple, 512 tokens a sequence, on the standard library's source as
+bytes. All runs have the same initial parameters and batches. OUTPUT has JSON with the loss and the loss scale of every
+step, tables and a figure. The columns:
+
+    loss          mean of the last `WINDOW` steps, in nats
+    apart         largest difference of the mean over `WINDOW` steps from float32's, in nats
+    skipped       steps that changed nothing, because a gradient overflowed (float16)
+    loss scale    of the last step (float16)
+
+The status is 1 if a loss is not finite, or if a run is further than `BAND_NATS` from float32's.
+"""
+
+import dataclasses
+import itertools
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks.step import check_names, read_config
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.config import RunConfig
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.experiments.catalogue import METHODS
+from dape_jax.model.transformer import model_structure
+from dape_jax.provenance import make_results_directory
+from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.source import open_source
+from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+
+DTYPES = ("float32", "bfloat16", "float16")
+WINDOW = 25
+BAND_NATS = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    steps: int = flag(300, "Training steps.")
+    length: int = flag(512, "Train length in tokens.")
+    batch: int = flag(2, "Sequences in a step.")
+    method: str = flag("dape1x3-kerple", f"Method of the model: {', '.join(METHODS)}.")
+    dtypes: tuple[str, ...] = flag(DTYPES, f"Dtypes, the first for comparison: {', '.join(DTYPES)}.")
+    output: str = flag("results/precision_training", "Directory of the JSON, the tables and the figure.")
+
+    def __post_init__(self):
+        require(self.steps >= WINDOW, "--steps", self.steps, f"must be at least {WINDOW}")
+        for name in ("length", "batch"):
+            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "must be positive")
+        check_names("method", (self.method,), METHODS)
+        check_names("dtypes", self.dtypes, DTYPES)
+
+
+def train(run: RunConfig, num_steps: int, bar: tqdm) -> dict[str, Any]:
+    """Return the loss and the loss scale of every step, and the number of skipped steps."""
+    mesh = make_mesh(run.mesh)
+    run.check_mesh(mesh)
+    graphdef, _ = model_structure(run.model)
+    optimizer = make_optimizer(run.optimizer, num_steps)
+    step = make_train_step(graphdef, optimizer, shardings_of(abstract_state(run.model, optimizer, mesh)))
+    batches = open_source(run, mesh).batches
+    losses, scales = [], []
+    with jax.set_mesh(mesh):
+        state = init_state(run.model, optimizer, run.train.seed, mesh)
+        for batch in itertools.islice(batches, num_steps):
+            state, metrics = step(state, put_batch(batch, mesh))
+            losses.append(float(metrics["loss_nats"]))
+            if state.health.loss_scale is not None:
+                scales.append(float(state.health.loss_scale))
+            bar.update()
+    return {"losses": losses, "loss_scales": scales, "skipped": int(state.health.skipped)}
+
+
+def smooth(losses: list[float]) -> np.ndarray:
+    """Return the mean over each `WINDOW` consecutive steps."""
+    return np.convolve(losses, np.full(WINDOW, 1 / WINDOW), mode="valid")
+
+
+def measure(settings: Settings, cache: Path) -> list[dict[str, Any]]:
+    """Return one row for each dtype."""
+    base = read_config("small", "125m", settings.method, settings.length, settings.batch, "auto")
+    base = dataclasses.replace(base, data=dataclasses.replace(base.data, cache_dir=str(cache)))
+    rows: list[dict[str, Any]] = []
+    with tqdm(total=len(settings.dtypes) * settings.steps, unit="step") as bar:
+        for dtype in settings.dtypes:
+            bar.set_postfix_str(dtype)
+            run = dataclasses.replace(base, model=dataclasses.replace(base.model, dtype=dtype))
+            rows.append({"dtype": dtype} | train(run, settings.steps, bar))
+    reference = smooth(rows[0]["losses"])
+    for row in rows:
+        losses = smooth(row["losses"])
+        row |= {"loss": float(losses[-1]), "apart": float(np.abs(losses - reference).max())}
+    return rows
+
+
+def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the table, its header first."""
+    lines = [["dtype", "loss", "apart", "skipped", "loss scale"]]
+    for row in rows:
+        scale = f"{row['loss_scales'][-1]:,.0f}" if row["loss_scales"] else ""
+        lines.append([row["dtype"], f"{row['loss']:.4f}", f"{row['apart']:.4f}", str(row["skipped"]), scale])
+    return lines
+
+
+def plot(rows: list[dict[str, Any]]) -> Figure:
+    """Draw the losses, their differences from the first dtype's, and the loss scale."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    losses, differences, scales = figure.subplots(1, 3)
+    reference = smooth(rows[0]["losses"])
+    for row in rows:
+        smoothed = smooth(row["losses"])
+        losses.plot(smoothed, label=row["dtype"])
+        differences.plot(smoothed - reference, label=row["dtype"])
+        if row["loss_scales"]:
+            scales.plot(row["loss_scales"], label=row["dtype"])
+            scales.set_yscale("log", base=2)
+    losses.set(title=f"loss (nats, mean of {WINDOW} steps)", xlabel="step")
+    differences.set(title=f"difference from {rows[0]['dtype']} (nats)", xlabel="step")
+    differences.axhspan(-BAND_NATS, BAND_NATS, color="lightgray", alpha=0.5)
+    scales.set(title="loss scale", xlabel="step")
+    losses.legend()
+    return figure
+
+
+def main(_: list[str]) -> None:
+    """Train, write the report, and fail if a run is out of the band."""
+    settings = from_flags(Settings)
+    directory = make_results_directory(Path(settings.output))
+    with tempfile.TemporaryDirectory() as cache:
+        rows = measure(settings, Path(cache))
+    content = {"settings": dataclasses.asdict(settings), "band_nats": BAND_NATS, "rows": rows}
+    caption = f"{settings.method}, {settings.length} tokens, {settings.steps} steps; mean loss of {WINDOW} steps, nats."
+    print("\n" + report.save("precision_training", directory, content, caption, cells(rows), plot(rows)).table)
+    if wrong := [row["dtype"] for row in rows if not row["apart"] <= BAND_NATS or not math.isfinite(row["loss"])]:
+        raise AssertionError(f"further than {BAND_NATS} nats from {rows[0]['dtype']}: {wrong}")
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
