@@ -45,6 +45,7 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
             )
         main(arguments)
 
+    sys.unraisablehook = _print_unraisable
     try:
         app.run(quietly, flags_parser=_parse)
     except InputError as error:
@@ -65,6 +66,12 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
     except OSError as error:
         print(f"error: {printable(describe(error))}", file=sys.stderr)
         sys.exit(1)
+
+
+def _print_unraisable(unraisable: Any) -> None:
+    """Print an exception in a thread; not of TensorStore's threads, when they report to a loop that Orbax has closed."""
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+        sys.__unraisablehook__(unraisable)
 
 
 def _parse(arguments: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ counts are written to OUTPUT/corrupt.json.
 import atexit
 import collections
 import ctypes
+import dataclasses
 import json
 import os
 import random
@@ -36,13 +37,10 @@ from absl import flags
 from tqdm import tqdm
 
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.errors import require
 from dape_jax.files import write_json
 from dape_jax.provenance import make_results_directory, provenance
-
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the random places and bytes.")
-KINDS = flags.DEFINE_string("kinds", "", "Regular expression for the kinds of files; all if not given.")
-WAYS = flags.DEFINE_list("ways", [], "Ways to corrupt a file; all if not given.")
-OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS, CUT_AT = 8, 4
@@ -107,14 +105,15 @@ CORRUPTIONS: dict[str, Callable[[Path, random.Random], object]] = {
 class Runner:
     """Runs command lines in forks of this process, which has imported everything but not begun to use JAX's devices."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, settings: Any):
+        """Prepare to run command lines from a program with these settings."""
         os.environ |= {"JAX_PLATFORMS": "cpu", "MPLCONFIGDIR": str(directory / "matplotlib"), "HOME": str(directory)}
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(directory / "cache")}
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         import dape_jax.evaluation.perplexity
         import dape_jax.training.loop  # noqa: F401
 
-        self.directory = directory
+        self.directory, self.own_flags = directory, [field.name for field in dataclasses.fields(settings)]
 
     def run(self, *arguments: str) -> tuple[int | None, str]:
         """Return the status of a command line, or None if it hangs, and what it wrote to standard error."""
@@ -143,9 +142,8 @@ class Runner:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         give_up_reading_all()
         flags.FLAGS.unparse_flags()
-        for name in list(flags.FLAGS):  # of this program, not of the one that it becomes
-            if flags.FLAGS.find_module_defining_flag(name) == sys.argv[0]:
-                delattr(flags.FLAGS, name)
+        for name in self.own_flags:  # the other program defines its own
+            delattr(flags.FLAGS, name)
         sys.argv = list(arguments)
         status = 0
         try:
@@ -237,12 +235,27 @@ def outcome(status: int | None, said: str) -> str:
     return "one line" if len(errors) == 1 else f"{len(errors)} error lines"
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    seed: int = flag(0, "Seed of the random places and bytes.")
+    kinds: str = flag("", "Regular expression of the kinds of files; all if not given.")
+    ways: tuple[str, ...] = flag(tuple(CORRUPTIONS), f"Ways to corrupt a file: {', '.join(CORRUPTIONS)}.")
+    output: str = flag("results/survival", "Directory of the JSON.")
+
+    def __post_init__(self):
+        is_valid = bool(self.ways) and set(self.ways) <= set(CORRUPTIONS)
+        require(is_valid, "--ways", self.ways, f"must be some of {tuple(CORRUPTIONS)}")
+
+
 def main(_: list[str]) -> None:
     """Corrupt all files in all ways, and write the counts."""
-    directory = make_results_directory(Path(OUTPUT.value))
+    settings = from_flags(Settings)
+    directory = make_results_directory(Path(settings.output))
     scratch = Path(tempfile.mkdtemp(prefix="corrupt_"))  # each fork would remove a TemporaryDirectory at its end
     try:
-        result = corrupt(scratch, SEED.value, KINDS.value, WAYS.value or list(CORRUPTIONS))
+        result = corrupt(scratch, settings)
     finally:
         shutil.rmtree(scratch)
     result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
@@ -252,20 +265,14 @@ def main(_: list[str]) -> None:
         sys.exit(1)
 
 
-def corrupt(scratch: Path, seed: int, kinds: str, ways: list[str]) -> dict[str, Any]:
-    """Return the counts of outcomes, and the cases that are not allowed.
-
-    Args:
-        scratch: an empty directory.
-        seed: seed of random places and bytes.
-        kinds: regular expression of the kinds of files.
-        ways: keys of `CORRUPTIONS`.
-    """
+def corrupt(scratch: Path, settings: Settings) -> dict[str, Any]:
+    """Return the counts of outcomes, and the cases that are not allowed; `scratch` is an empty directory."""
+    ways = settings.ways
     text = scratch / "text"
     text.mkdir()
     for number in range(20):
         (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
-    runner = Runner(scratch)
+    runner = Runner(scratch, settings)
     whole, cut_off, data = scratch / "whole", scratch / "cut_off", scratch / "data"
     for arguments in (train_arguments(scratch, whole), eval_arguments(whole, scratch / "whole_results")):
         status, said = runner.run(*arguments)
@@ -289,7 +296,7 @@ def corrupt(scratch: Path, seed: int, kinds: str, ways: list[str]) -> dict[str, 
         for file in sorted(path.rglob("*")):
             name = str(file.relative_to(path))
             older = any(part in name for part in (f"checkpoints/{step}/" for step in range(CUT_AT)))
-            if file.is_file() and not older and re.search(kinds, f"{root} {kind_of(name)}"):
+            if file.is_file() and not older and re.search(settings.kinds, f"{root} {kind_of(name)}"):
                 by_kind[root, kind_of(name)] = name
     cases = [(root, kind, way, which) for root, kind in by_kind for way in ways for which in ("train", "eval")]
     counts: dict[str, collections.Counter] = {way: collections.Counter() for way in ways}
@@ -300,7 +307,8 @@ def corrupt(scratch: Path, seed: int, kinds: str, ways: list[str]) -> dict[str, 
             shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(cut_off, workdir)
         shutil.copytree(scratch / "data_before", data)
-        CORRUPTIONS[way]({"run": workdir, "corpus": data}[root] / by_kind[root, kind], random.Random(seed + number))
+        file = {"run": workdir, "corpus": data}[root] / by_kind[root, kind]
+        CORRUPTIONS[way](file, random.Random(settings.seed + number))
         before = files_of(workdir)
         arguments = train_arguments(scratch, workdir) if which == "train" else eval_arguments(workdir, results)
         status, said = runner.run(*arguments)
@@ -320,7 +328,7 @@ def corrupt(scratch: Path, seed: int, kinds: str, ways: list[str]) -> dict[str, 
             not_allowed.append(row | {"said": lines[-6:]})
             tqdm.write(f"{kind}, {way}, {which}: {found}: {lines[-1] if lines else ''}")
     return {
-        "seed": seed,
+        "seed": settings.seed,
         "kinds": len(by_kind),
         "cases": rows,
         "outcomes_by_way": {way: dict(sorted(counter.items())) for way, counter in counts.items()},
@@ -339,4 +347,5 @@ def give_up_reading_all() -> None:
 
 
 if __name__ == "__main__":
+    define_flags(Settings)
     command_line.run(main)

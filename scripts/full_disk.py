@@ -1,0 +1,136 @@
+"""Let the disk fill up at many moments of a run, and check that nothing is lost.
+
+    sudo python scripts/full_disk.py --count=50 --output=results/survival
+
+A tiny run trains in a file system in memory that is too small for it: `--count` sizes between nothing and what the run
+takes, so that it fills up at different writes. Allowed are
+
+    refused      one line, before or during the training; after the file system was enlarged, the same command ends
+                 with the same bits as a run that always had enough space
+    equal        the run ends with the same bits at once, as the space was enough
+
+Anything else is reported and makes the status 1. The counts are written to OUTPUT/full_disk.json. Mounting a file
+system needs root.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from corrupt import Runner, digests, outcome, train_arguments
+from tqdm import tqdm
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.errors import require
+from dape_jax.files import write_json
+from dape_jax.provenance import make_results_directory, provenance
+
+BLOCK = 4096  # bytes; sizes are multiples
+ENOUGH = 2**26
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The flags, checked."""
+
+    count: int = flag(50, "Number of sizes of the file system.")
+    output: str = flag("results/survival", "Directory of the JSON.")
+
+    def __post_init__(self):
+        require(self.count > 0, "--count", self.count, "must be positive")
+
+
+@contextlib.contextmanager
+def mounted(directory: Path, size: int) -> Iterator[None]:
+    """Mount a file system of this size, in bytes, in memory."""
+    mount(directory, f"size={size}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def mount(directory: Path, options: str) -> None:
+    """Mount a file system in memory, or change its size."""
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def main(_: list[str]) -> None:
+    """Fill the disk, and write the counts."""
+    settings = from_flags(Settings)
+    require(os.geteuid() == 0, "user", os.geteuid(), "must be 0: only root can mount a file system")
+    directory = make_results_directory(Path(settings.output))
+    scratch = Path(tempfile.mkdtemp(prefix="full_disk_"))  # each fork would remove a TemporaryDirectory at its end
+    try:
+        result = full_disk(scratch, settings)
+    finally:
+        shutil.rmtree(scratch)
+    result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
+    write_json(directory / "full_disk.json", result)
+    print(json.dumps({name: result[name] for name in ("count", "bytes_needed", "outcomes", "last_lines")}, indent=1))
+    if result["not_allowed"]:
+        sys.exit(1)
+
+
+def full_disk(scratch: Path, settings: Settings) -> dict[str, Any]:
+    """Return the counts of outcomes, and the cases that are not allowed."""
+    count, text, disk = settings.count, scratch / "text", scratch / "disk"
+    text.mkdir()
+    disk.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
+    runner = Runner(scratch, settings)
+    arguments = [
+        f"--config.data.cache_dir={disk}/data" if "cache_dir" in argument else argument
+        for argument in train_arguments(scratch, disk / "run")
+    ]
+    with mounted(disk, ENOUGH):
+        status, said = runner.run(*arguments)
+        if status != 0:
+            raise RuntimeError(f"the run with enough space fails:\n{said}")
+        expected, needed = digests(disk / "run"), shutil.disk_usage(disk).used
+
+    counts, lines, not_allowed = collections.Counter(), collections.Counter(), []
+    for number in tqdm(range(count), unit="size"):
+        size = max(1, needed * (number + 1) // count // BLOCK) * BLOCK
+        with mounted(disk, size):
+            status, said = runner.run(*arguments)
+            found, last = outcome(status, said), said.strip().splitlines()[-1]
+            if found == "one line":
+                mount(disk, f"remount,size={ENOUGH}")
+                again, said_again = runner.run(*arguments)
+                is_equal = outcome(again, said_again) == "ended" and digests(disk / "run") == expected
+                found = "refused" if is_equal else f"refused, then {outcome(again, said_again)}"
+                said += said_again
+                lines[re.sub(r"\d[\d,.]*", "N", last.replace(str(scratch), ""))] += 1
+            elif found == "ended":
+                found = "equal" if digests(disk / "run") == expected else "other bits"
+        counts[found] += 1
+        if found not in ("refused", "equal"):
+            shown = [line for line in re.split(r"[\r\n]", said) if line.strip() and "%|" not in line]
+            not_allowed.append({"bytes": size, "outcome": found, "said": shown[-6:]})
+            tqdm.write(f"{size} bytes: {found}: {shown[-1]}")
+    return {
+        "count": count,
+        "bytes_needed": needed,
+        "outcomes": dict(sorted(counts.items())),
+        "last_lines": dict(lines.most_common()),
+        "not_allowed": not_allowed,
+    }
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
