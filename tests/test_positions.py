@@ -66,6 +66,31 @@ def test_yarn_interpolates_the_slow_angles_alone():
     assert Yarn(factor=8.0).scale == pytest.approx(0.1 * np.log(8) + 1)
 
 
+@pytest.mark.parametrize("head_dim", [2, 4, 8, 64, 128])
+@pytest.mark.parametrize("base", [100.0, 10_000.0, 1e6])
+def test_yarn_agrees_with_the_released_code_at_every_train_length(head_dim, base):
+    """Also at train lengths at which no angle turns once."""
+
+    def released(length: int, factor: float) -> np.ndarray:
+        def correction_dim(rotations: float) -> float:
+            return head_dim * np.log(length / (rotations * 2 * np.pi)) / (2 * np.log(base))
+
+        low, high = max(np.floor(correction_dim(32)), 0), min(np.ceil(correction_dim(1)), head_dim - 1)
+        high += 0.001 if low == high else 0
+        unchanged = 1 - np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+        powers = base ** (np.arange(0, head_dim, 2) / head_dim)
+        return (1 - unchanged) / (factor * powers) + unchanged / powers
+
+    kinds = set()
+    for length in [*range(1, 70), 128, 512, 2048, 4096]:
+        expected = released(length, 4.0)
+        np.testing.assert_allclose(Yarn(base, 4.0, length).frequencies(head_dim), expected, rtol=1e-12)
+        ratio = expected * base ** (np.arange(0, head_dim, 2) / head_dim)
+        kinds.add("unchanged" if ratio.min() > 0.99 else "stretched")
+    assert "unchanged" in kinds
+    assert len(kinds) == 2 or head_dim < 64
+
+
 def test_yarn_against_figures_worked_out_by_hand():
     """K = 8, train length 64, base 10000: r turns at dim 8 log(64 / 2 pi r) / (2 log 10000), so the ramp is 0 .. 2."""
     found = Yarn(factor=2.0, train_length=64).frequencies(8)

@@ -126,7 +126,7 @@ class Yarn(StretchedRope):
     """RoPE whose slow angles are interpolated and whose fast ones are unchanged, with sharper attention.
 
     The angle with r turns over the train length has the index m(r) = K log(train_length / (2 pi r)) / (2 log base).
-    A ramp leads from low = floor(m(beta_fast)) to high = ceil(m(beta_slow)), both clamped to 0..K-1:
+    A ramp leads from low = max(floor(m(beta_fast)), 0) to high = min(ceil(m(beta_slow)), K - 1):
 
         g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
         q, k are multiplied by 0.1 log(factor) + 1
@@ -139,7 +139,8 @@ class Yarn(StretchedRope):
         beta_slow: angles with fewer turns than this are divided by the factor.
 
     Source: Peng et al. 2024, definition 3 and section 3.4, and their released code.
-    Differs: from the paper, as the released code does: the ramp is over dims, not over turns.
+    Differs: from the paper, as the released code does: the ramp is over dims, not over turns; and where no angle turns
+        beta_slow times (train_length < 2 pi beta_slow), high is negative and no angle is changed.
     """
 
     train_length: int = 512
@@ -159,7 +160,7 @@ class Yarn(StretchedRope):
             return head_dim * math.log(self.train_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         low, high = max(math.floor(dim_of(self.beta_fast)), 0), min(math.ceil(dim_of(self.beta_slow)), head_dim - 1)
-        ramp_m = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+        ramp_m = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 1e-3), 0, 1)
         frequency_m = super().frequencies(head_dim)
         return (1 - ramp_m) * frequency_m + ramp_m * frequency_m / self.factor
 
