@@ -1,6 +1,7 @@
 """Exceptions for users, the checks that raise them, and text that is safe to print."""
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 
@@ -23,6 +24,18 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:
         raise InputError(f"{field} = {value!r}: {allowed}")
+
+
+@contextlib.contextmanager
+def os_errors(field: str, value: object, allowed: str) -> Iterator[None]:
+    """Raise `InputError("field = value: allowed: error")` for an `OSError` in the block.
+
+    with os_errors("output", str(directory), "cannot be written to"):
+    """
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{field} = {value!r}: {allowed}: {error}") from error
 
 
 def positive(config: object, section: str, *fields: str) -> None:

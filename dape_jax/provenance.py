@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from dape_jax.errors import InputError, require
+from dape_jax.errors import os_errors, require
 
 ROOT = Path(__file__).parents[1]
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
@@ -49,10 +49,8 @@ def make_results_directory(directory: Path, field: str = "output") -> Path:
         allowed = f"commit the changes, choose a directory outside of results/, or set {ALLOW_DIRTY}=1"
         clean = not commit().endswith("-dirty")
         require(clean, field, str(directory), f"the source has uncommitted changes; {allowed}")
-    try:
+    with os_errors(field, str(directory), "cannot be written to"):
         directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
     require(os.access(directory, os.W_OK), field, str(directory), "cannot be written to")
     return directory
 
