@@ -46,11 +46,11 @@ def main(_: list[str]) -> None:
     output = Path(given.output) if given.output else None
     if are_algorithmic(workdirs):
         refuse_flags(PerplexityOptions, "language models")
-        paths = evaluate_tasks(workdirs, command_line.from_flags(TaskOptions), mesh=mesh, output=output)
+        paths = evaluate_tasks(workdirs, command_line.from_flags(TaskOptions), mesh=mesh, output=output, show=print)
     else:
         refuse_flags(TaskOptions, "runs on tasks")
-        paths = evaluate(workdirs, command_line.from_flags(PerplexityOptions), mesh=mesh, output=output)
-    print(f"\n{paths.table}\n\nresults: {paths.directory}\nfigure: {paths.figure}")
+        paths = evaluate(workdirs, command_line.from_flags(PerplexityOptions), mesh=mesh, output=output, show=print)
+    print(f"\nresults: {paths.directory}\nfigure: {paths.figure}")
 
 
 def refuse_flags(options: type[Options], models: str) -> None:

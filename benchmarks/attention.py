@@ -480,7 +480,7 @@ def run(settings: Settings) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
         content["torch"] = torch.__version__
-    print("\n" + report.save(platform, directory, content, caption, cells(rows), plot(rows, what)).table)
+    report.save(platform, directory, content, caption, cells(rows), plot(rows, what), show=print)
     print(f"\nresults: {directory}")
     if wrong := [row for row in rows if not is_right(row, settings.dtype)]:
         lines = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.errors}" for row in wrong]

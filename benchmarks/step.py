@@ -329,7 +329,7 @@ def run(settings: Settings) -> None:
     failed = [f"{row['name']} at {row['model']} {row['length']}: {row['failed']}" for row in rows if row["failed"]]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
     content = {"settings": dataclasses.asdict(settings), "left_out": left_out, "rows": rows}
-    print("\n" + report.save(device_platform(), directory, content, caption, cells(rows), plot(rows, what)).table)
+    report.save(device_platform(), directory, content, caption, cells(rows), plot(rows, what), show=print)
     print(f"\nresults: {directory}")
 
 

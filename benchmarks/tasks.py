@@ -80,7 +80,7 @@ def main(_arguments: list[str]) -> None:
         f"per batch (median of {settings.batches}) and tokens of tapes per second."
     )
     content = {"batch_size": BATCH_SIZE, "batches": settings.batches, "tasks": tasks}
-    print(report.save("sampling", directory, content, caption, rows, None).table)
+    report.save("sampling", directory, content, caption, rows, None, show=print)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Evaluation: the paper's protocol, to the bit the same twice, and what it leaves behind."""
 
 import dataclasses
+import errno
 import json
 import logging
 import math
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,7 +27,7 @@ from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
-from dape_jax.evaluation import perplexity, programs, trained
+from dape_jax.evaluation import perplexity, programs, report, trained
 from dape_jax.evaluation.perplexity import (
     PerplexityOptions,
     choose_windows,
@@ -60,10 +62,15 @@ from dape_jax.training.step import init_params, init_state, make_nll_step, make_
 
 
 def evaluate(
-    workdirs: list[Path], *, mesh: MeshConfig | None = None, output: Path | None = None, **options: Any
+    workdirs: list[Path],
+    *,
+    mesh: MeshConfig | None = None,
+    output: Path | None = None,
+    show: report.Show | None = None,
+    **options: Any,
 ) -> ReportPaths:
     """Evaluate with the options as keywords."""
-    return perplexity.evaluate(workdirs, PerplexityOptions(**options), mesh=mesh, output=output)
+    return perplexity.evaluate(workdirs, PerplexityOptions(**options), mesh=mesh, output=output, show=show)
 
 
 def make_mesh_of_all() -> Mesh:
@@ -518,6 +525,144 @@ def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path
         assert f"{positions['reference_nats']:.3f}" in written.table
     figure = matplotlib.image.imread(tmp_path / "positions.png")
     assert len(np.unique(figure.reshape(-1, figure.shape[-1]), axis=0)) > 50
+
+
+# ---- models that diverged
+
+
+def strict_runs(directory: Path, stem: str) -> list[dict[str, Any]]:
+    """Read the runs of a report, and fail on the tokens NaN and Infinity, which are no JSON."""
+    return json.loads((directory / f"{stem}.json").read_text(), parse_constant=pytest.fail)["runs"]
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_a_perplexity_too_large_for_a_float_is_infinite(local, full):
+    documents, losses = np.arange(4), [np.full((4, 2), loss) for loss in (local, full)]
+    for loss, nll in zip((local, full), losses, strict=True):
+        result = length_result(8, documents, nll)
+        assert result["perplexity"] == (pytest.approx(math.exp(loss)) if loss < 709 else pytest.approx(math.inf))
+        assert (result["perplexity"] == math.inf) == (loss > math.log(np.finfo(float).max))
+        assert result["low"] == pytest.approx(result["perplexity"]) == result["high"]
+    delta = delta_result(8, documents, *losses)
+    if math.isinf(delta["local"]) and math.isinf(delta["full"]):
+        assert math.isnan(delta["delta"])  # the difference of two infinities
+    else:
+        assert delta["delta"] == delta["local"] - delta["full"]
+
+
+@pytest.mark.parametrize("first_nan", [None, 40, 200])
+def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
+    """They do not change the smoothed loss of positions before them."""
+    nll = np.random.default_rng(0).normal(2.0, 0.1, (8, 256))
+    expected = positions_result(np.arange(8), nll, 64)
+    if first_nan is not None:
+        nll[3, first_nan - 1 :] = np.nan
+    found = positions_result(np.arange(8), nll, 64)
+    assert expected["breaks_at"] is None
+    if first_nan is None:
+        assert found == expected
+        return
+    assert max(65, first_nan * 2**-SMOOTHED_OCTAVES) <= found["breaks_at"] <= max(65, first_nan)
+    for bin_found, bin_expected in zip(found["bins"], expected["bins"], strict=True):
+        is_before = bin_found["last"] * 2**SMOOTHED_OCTAVES < first_nan
+        assert math.isnan(bin_found["nll_nats"]) == (bin_found["last"] >= first_nan)
+        assert bin_found["smoothed_nats"] == bin_expected["smoothed_nats"] or not is_before
+
+
+@pytest.mark.parametrize(
+    ("kind", "stem"), [({}, "lengths"), ({"protocol": "delta"}, "delta"), ({"by_position": True}, "positions")]
+)
+@pytest.mark.parametrize("factor", [1e9, math.nan], ids=str)
+def test_a_model_that_diverged_is_named_and_does_not_affect_the_others(
+    runs, tmp_path, monkeypatch, caplog, kind, stem, factor
+):
+    def diverge(model: TrainedModel) -> tuple:
+        mesh, params = trained.restore(model)
+        is_first = model.workdir == runs[0]
+        return mesh, params | {"unembedding_DV": params["unembedding_DV"] * (factor if is_first else 1)}
+
+    expected = strict_runs(evaluate(runs[1:], lengths=(16, 32), output=tmp_path / "alone", **kind).directory, stem)
+    monkeypatch.setattr(perplexity, "restore", diverge)
+    with caplog.at_level(logging.WARNING, logger="dape_jax"):
+        written = evaluate(runs, lengths=(16, 32), output=tmp_path / "both", **kind)
+    diverged, other = strict_runs(written.directory, stem)
+    assert [other] == expected
+    word = "nan" if math.isnan(factor) else "inf"
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == perplexity.__name__]
+    assert warning.startswith("none: the loss is NaN" if word == "nan" else "none: the perplexity is infinite")
+    assert all(length in warning for length in (("32",) if stem == "positions" else ("16", "32")))
+    assert "\n" not in warning
+    if stem == "positions":
+        assert math.isfinite(float(diverged["positions"]["reference_nats"])) == (word == "inf")
+    else:
+        assert [result["perplexity"] for result in diverged["lengths"]] == [word, word]
+        assert word in written.table
+    assert written.figure is not None
+    assert written.figure.exists()
+
+
+@pytest.mark.parametrize("kind", ["perplexity", "delta"])
+@pytest.mark.parametrize("value", [1.7e308, 1e99, math.inf, math.nan], ids=str)
+def test_figures_leave_out_points_that_cannot_be_drawn(tmp_path, kind, value):
+    """The number is in the table all the same."""
+    common = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
+    each = {"length": 16, "perplexity": 3.0, "low": 2.0, "high": 4.0, **common}
+    deltas = [{"length": 32, "local": 3.0, "full": 2.0, "delta": 1.0, "low": 0.5, "high": 1.5}]
+    deltas.append({"length": 64, "local": value, "full": 2.0, "delta": value, "low": value, "high": value})
+    last = {**each, "length": 64, "perplexity": value, "low": value, "high": value}
+    run = {"name": "a", "train_length": 16, "last_tokens": 16, "deltas": deltas, "lengths": [each, last]}
+    written = report.WRITERS[kind]([run], tmp_path)
+    assert report.number(value) in written.table
+    _, axes = report.plot_by_length([run], {"perplexity": "lengths", "delta": "deltas"}[kind], kind, "")
+    (line,) = axes.get_lines()
+    assert np.isfinite(line.get_ydata()).tolist() == [True, value == 1e99]
+
+
+def test_tables_have_no_number_with_hundreds_of_digits():
+    huge = {"perplexity": 1.5e300, "low": 1e299, "high": math.inf}
+    assert report.with_interval(huge, "perplexity") == "1.5e+300 [1e+299, inf]"
+    assert report.with_interval(huge | {"perplexity": math.nan, "low": math.nan}, "perplexity") == "nan"
+    assert report.with_interval({"perplexity": 123456.789, "low": None, "high": None}, "perplexity") == "123456.79"
+
+
+# ---- files that cannot be written
+
+
+def test_the_table_is_shown_before_a_full_disk_is_named(runs, tmp_path, monkeypatch):
+    shown = []
+
+    def fail(file: Path, content: bytes) -> None:
+        assert shown
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_atomically", fail)
+        with pytest.raises(InputError, match=r"output = .*out.*cannot be written to: .*No space left") as error:
+            evaluate(runs, lengths=(16,), output=tmp_path / "out", show=shown.append)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "out").iterdir())
+    expected = evaluate(runs, lengths=(16,), output=tmp_path / "other")
+    assert shown == [expected.table]
+
+
+def test_a_reader_of_the_output_that_has_exited_loses_no_files(tmp_path):
+    def fail(table: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        report.save("stem", tmp_path, {"runs": []}, "caption", [["a"], ["b"]], None, fail)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["stem.json", "stem.md", "stem.txt"]
+
+
+@pytest.mark.slow
+def test_the_command_line_prints_the_table_and_then_what_cannot_be_written(runs, tmp_path):
+    (tmp_path / "lengths.json").mkdir()  # even root cannot replace it by a file
+    done = run_command("eval.py", f"--workdir={runs[1]}", "--lengths=16", "--max_windows=2", f"--output={tmp_path}")
+    assert done.returncode == 2
+    assert done.stdout.startswith("Perplexity of the last 16 tokens")
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(f"error: output = {str(tmp_path)!r}: cannot be written to: ")
+    assert "Traceback" not in done.stderr
 
 
 # ---- memory

@@ -61,6 +61,7 @@ def evaluate_tasks(
     *,
     mesh: MeshConfig | None = None,
     output: Path | None = None,
+    show: report.Show | None = None,
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.
 
@@ -79,7 +80,8 @@ def evaluate_tasks(
         model_mesh, params = restore(model)
         results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
         del params  # before the next model's are read
-    return report.save("accuracy", directory, {"runs": results}, caption(results), cells(results), plot(results))
+    content, table = {"runs": results}, cells(results)
+    return report.save("accuracy", directory, content, caption(results), table, plot(results), show)
 
 
 # ---- tapes

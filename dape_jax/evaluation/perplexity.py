@@ -17,6 +17,8 @@ Reading order: `evaluate`, then the functions in the order in which it calls the
 
 import dataclasses
 import functools
+import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
-from dape_jax.evaluation.statistics import delta_result, length_result, positions_result
+from dape_jax.evaluation.statistics import delta_result, length_result, perplexity_of, positions_result
 from dape_jax.evaluation.trained import (
     Options,
     TrainedModel,
@@ -49,6 +51,8 @@ from dape_jax.model.transformer import Params, model_structure
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 from dape_jax.training.step import abstract_params, make_nll_step
+
+logger = logging.getLogger(__name__)
 
 PROTOCOLS = ("perplexity", "delta")
 
@@ -105,6 +109,7 @@ def evaluate(
     *,
     mesh: MeshConfig | None = None,
     output: Path | None = None,
+    show: report.Show | None = None,
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison: `lengths.*`, `delta.*` or `positions.*`.
 
@@ -113,9 +118,11 @@ def evaluate(
         options: what to measure.
         mesh: mesh of the devices; by default sequences are spread over all. With `context`, devices share a sequence.
         output: directory of the results; by default the workdir, or the longest path common to all workdirs.
+        show: called with the table, before anything is written.
 
     Raises:
-        InputError: bad input, or a length that does not fit into memory, before any parameters are read.
+        InputError: bad input, or a length that does not fit into memory, before any parameters are read; later, a
+            checkpoint that cannot be read, or a directory that cannot be written to.
     """
     models = read_models(read_trained, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.kind == "delta":
@@ -139,9 +146,10 @@ def evaluate(
         mesh_of_model, params = restore(model)
         for rotary, compiled in by_rotary.items():
             nll = score_windows(compiled, params, mesh_of_model, store, windows, variant_name(model, rotary))
+            warn_of_divergence(variant_name(model, rotary), nll)
             results.append(summarise(options.kind, model, rotary, digests[0], windows, nll))
         del params  # before the next model's are read
-    return report.WRITERS[options.kind](results, directory)
+    return report.WRITERS[options.kind](results, directory, show)
 
 
 # ---- what is compared
@@ -263,6 +271,17 @@ def score_windows(
             )
             nll_by_length[length] = nll.astype(np.float64)
     return nll_by_length
+
+
+def warn_of_divergence(name: str, nll_by_length: NllByLength) -> None:
+    """Log the lengths at which the loss of a model is NaN, and those at which its perplexity is infinite."""
+    losses = {length: float(nll.mean()) for length, nll in nll_by_length.items()}
+    if lengths := [str(length) for length, loss in losses.items() if math.isnan(loss)]:
+        logger.warning("%s: the loss is NaN at length %s", name, ", ".join(lengths))
+    if infinite := [
+        f"{length} ({loss:,.6g} nats)" for length, loss in losses.items() if math.isinf(perplexity_of(loss))
+    ]:
+        logger.warning("%s: the perplexity is infinite, because of the loss, at length %s", name, ", ".join(infinite))
 
 
 def summarise(

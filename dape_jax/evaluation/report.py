@@ -2,11 +2,17 @@
 
 In: one result for each model. Out: `lengths.*` (perplexity by length), `delta.*` (gain from context), `positions.*`
 (loss by position). `save` writes those of other evaluations and of the benchmarks.
+
+JSON has no infinity and no NaN. They are written as the strings "inf", "-inf" and "nan", which `float` reads. Tables
+have the same words, and figures leave such points out, as well as numbers above 1e100.
 """
 
 import dataclasses
+import io
+import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
 
-from dape_jax.files import write_json
+from dape_jax.errors import os_errors
+from dape_jax.files import write_atomically
 from dape_jax.provenance import provenance
 
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
+Show = Callable[[str], object]  # prints a table
+
+FIXED_BELOW = 1e9  # numbers from here on have an exponent in tables: a perplexity can have 300 digits
+DRAWN_BELOW = 1e100  # numbers from here on are left out of figures: matplotlib computes with their multiples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +41,49 @@ class ReportPaths:
 
 
 def save(
-    stem: str, directory: Path, content: dict[str, Any], caption: str, rows: list[list[str]], figure: Figure | None
+    stem: str,
+    directory: Path,
+    content: dict[str, Any],
+    caption: str,
+    rows: list[list[str]],
+    figure: Figure | None,
+    show: Show | None = None,
 ) -> ReportPaths:
-    """Write JSON, table and figure to an existing directory; files of the same stem are replaced.
+    """Show the table, then write JSON, table and figure to an existing directory; files of the same stem are replaced.
 
     Commit, command, device and versions are added to the content of the JSON. The first of the table's rows is its
-    header.
+    header. `show` is called before anything is written, so that a full disk does not lose the results.
+
+    Raises:
+        InputError: the directory cannot be written to.
     """
     table = text_table(caption, rows)
-    write_json(directory / f"{stem}.json", content | provenance("flax"))
-    (directory / f"{stem}.txt").write_text(table + "\n")
-    (directory / f"{stem}.md").write_text(markdown_table(caption, rows) + "\n")
-    if figure is None:
-        return ReportPaths(directory, table)
-    file = directory / f"{stem}.png"
-    figure.savefig(file, dpi=150)
-    return ReportPaths(directory, table, file)
+    files = {
+        "json": (json.dumps(json_values(content | provenance("flax")), indent=1) + "\n").encode(),
+        "txt": f"{table}\n".encode(),
+        "md": f"{markdown_table(caption, rows)}\n".encode(),
+    }
+    if figure is not None:
+        image = io.BytesIO()
+        figure.savefig(image, dpi=150)
+        files["png"] = image.getvalue()
+    try:
+        if show is not None:
+            show(table)
+    finally:  # also if the reader of the output has exited, as in `| head`
+        with os_errors("output", str(directory), "cannot be written to"):
+            for suffix, file_content in files.items():
+                write_atomically(directory / f"{stem}.{suffix}", file_content)
+    return ReportPaths(directory, table, None if figure is None else directory / f"{stem}.png")
+
+
+def json_values(value: Any) -> Any:
+    """Return nested dicts, lists and tuples with their infinite and NaN numbers as text, which `float` reads."""
+    if isinstance(value, dict):
+        return {key: json_values(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(each) for each in value]
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def common_directory(workdirs: Sequence[Path]) -> Path:
@@ -67,16 +105,23 @@ def markdown_table(caption: str, rows: list[list[str]]) -> str:
     return "\n".join([caption, "", *lines])
 
 
+def number(value: float) -> str:
+    """Return a number of a table: 4.83, 1.2e+300, inf, nan."""
+    return f"{value:.2f}" if abs(value) < FIXED_BELOW else f"{value:.2g}"
+
+
 def with_interval(result: dict[str, Any], field: str) -> str:
-    """Return a number of a table, with its 95 % interval if it has one."""
-    interval = "" if result["low"] is None else f" [{result['low']:.2f}, {result['high']:.2f}]"
-    return f"{result[field]:.2f}{interval}"
+    """Return a number of a table, with its 95 % interval if it has one that is not NaN."""
+    low, high = result["low"], result["high"]
+    if low is None or math.isnan(low) or math.isnan(high):
+        return number(result[field])
+    return f"{number(result[field])} [{number(low)}, {number(high)}]"
 
 
 # ---- perplexity by length
 
 
-def write_perplexity(results: Results, directory: Path) -> ReportPaths:
+def write_perplexity(results: Results, directory: Path, show: Show | None = None) -> ReportPaths:
     """Write perplexity by length to `lengths.*`: a row for each model, a column for each length, as in the paper."""
     last_tokens, lengths = results[0]["last_tokens"], results[0]["lengths"]
     fewer = ", ".join(f"{each['num_tokens']:,} at {each['length']}" for each in lengths if each["length"] < last_tokens)
@@ -88,17 +133,17 @@ def write_perplexity(results: Results, directory: Path) -> ReportPaths:
     rows = [["", *(str(each["length"]) for each in lengths)]]
     rows += [[run["name"], *(with_interval(each, "perplexity") for each in run["lengths"])] for run in results]
     figure, axes = plot_by_length(results, "lengths", "perplexity", f"perplexity of the last {last_tokens} tokens")
-    perplexities = [each["perplexity"] for run in results for each in run["lengths"]]
-    if max(perplexities) > 5 * min(perplexities):
+    perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
+    if perplexities and max(perplexities) > 5 * min(perplexities):
         axes.set_yscale("log")
     mark_train_lengths(axes, [run["train_length"] for run in results])
-    return save("lengths", directory, {"runs": results}, caption, rows, figure)
+    return save("lengths", directory, {"runs": results}, caption, rows, figure, show)
 
 
 # ---- gain from context
 
 
-def write_delta(results: Results, directory: Path) -> ReportPaths:
+def write_delta(results: Results, directory: Path, show: Show | None = None) -> ReportPaths:
     """Write the gain from context to `delta.*`: a column for each model, as in table 1 of the paper."""
     train_length, longest = results[0]["train_length"], results[0]["lengths"][-1]
     caption = (
@@ -111,22 +156,22 @@ def write_delta(results: Results, directory: Path) -> ReportPaths:
     for deltas in zip(*(run["deltas"] for run in results), strict=True):
         length = deltas[0]["length"]
         rows += [
-            [f"P({length})", *(f"{each['full']:.2f}" for each in deltas)],
-            [f"P({length}, local)", *(f"{each['local']:.2f}" for each in deltas)],
+            [f"P({length})", *(number(each["full"]) for each in deltas)],
+            [f"P({length}, local)", *(number(each["local"]) for each in deltas)],
             [f"ΔP({length})", *(with_interval(each, "delta") for each in deltas)],
         ]
     ylabel = f"ΔP of the last {train_length} tokens (> 0: context helps)"
     figure, axes = plot_by_length(results, "deltas", "delta", ylabel)
-    if max(abs(each["delta"]) for run in results for each in run["deltas"]) > 10:
+    if max(map(abs, only_drawn(each["delta"] for run in results for each in run["deltas"])), default=0) > 10:
         axes.set_yscale("symlog", linthresh=1)  # a model that breaks would flatten the others
     axes.axhline(0, color="gray", linewidth=1, zorder=1.9)  # below the curves
-    return save("delta", directory, {"runs": results}, caption, rows, figure)
+    return save("delta", directory, {"runs": results}, caption, rows, figure, show)
 
 
 # ---- loss by position
 
 
-def write_positions(results: Results, directory: Path) -> ReportPaths:
+def write_positions(results: Results, directory: Path, show: Show | None = None) -> ReportPaths:
     """Write loss by position to `positions.*`: a row for each model, and where it breaks."""
     first = results[0]["positions"]
     caption = (
@@ -139,7 +184,7 @@ def write_positions(results: Results, directory: Path) -> ReportPaths:
         found = run["positions"]
         breaks_at = "-" if found["breaks_at"] is None else str(found["breaks_at"])
         rows.append([run["name"], f"{found['reference_nats']:.3f}", f"{found['last_octave_nats']:.3f}", breaks_at])
-    return save("positions", directory, {"runs": results}, caption, rows, plot_positions(results))
+    return save("positions", directory, {"runs": results}, caption, rows, plot_positions(results), show)
 
 
 def plot_positions(results: Results) -> Figure:
@@ -182,13 +227,23 @@ def plot_by_length(results: Results, name: str, field: str, ylabel: str) -> tupl
     axes = figure.subplots()
     lengths = [each["length"] for each in results[0][name]]
     for run in results:
-        (line,) = axes.plot(lengths, [each[field] for each in run[name]], marker="o", label=label(run["name"]))
+        (line,) = axes.plot(lengths, drawn(each[field] for each in run[name]), marker="o", label=label(run["name"]))
         band(axes, lengths, [(each["low"], each["high"]) for each in run[name]], line.get_color())
     axes.set_xlabel("sequence length N (tokens)")
     axes.set_ylabel(ylabel)
     lengths_axis(axes, lengths)
     axes.legend()
     return figure, axes
+
+
+def drawn(values: Iterable[float]) -> list[float]:
+    """Return the values, with NaN for those that a figure leaves out."""
+    return [value if abs(value) < DRAWN_BELOW else math.nan for value in values]
+
+
+def only_drawn(values: Iterable[float]) -> list[float]:
+    """Return the values without those that a figure leaves out."""
+    return [value for value in values if abs(value) < DRAWN_BELOW]
 
 
 def label(name: str) -> str:
@@ -201,8 +256,8 @@ def band(
     axes: Axes, x: Sequence[int], intervals: Sequence[tuple[float | None, float | None]], color: ColorType
 ) -> None:
     """Shade the intervals, if there are any."""
-    low = [low for low, _ in intervals if low is not None]
-    high = [high for _, high in intervals if high is not None]
+    low = drawn(low for low, _ in intervals if low is not None)
+    high = drawn(high for _, high in intervals if high is not None)
     if len(low) == len(high) == len(x):
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 

@@ -2,10 +2,12 @@
 
 In: the nll of windows, and the document that each window comes from. Out: results as JSON values, which `report.py`
 writes. "low" and "high" are the ends of a 95 % bootstrap interval over documents, or None with fewer than two
-documents. Next: `perplexity.py`.
+documents. The perplexity of a model that diverged is infinite where exp(loss) is too large for a float; what follows
+from a NaN, or from a difference of two infinities, is NaN. Next: `perplexity.py`.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,18 +42,28 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
         np.add.at(totals, which, rows)
         return totals
 
-    interval = scipy.stats.bootstrap(
-        tuple(map(sum_by_document, sums)),
-        statistic,
-        axis=0,
-        paired=True,
-        vectorized=True,
-        method="percentile",
-        n_resamples=2000,
-        batch=200,
-        rng=np.random.default_rng(0),
-    ).confidence_interval
+    with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # of a NaN, whose interval is NaN
+        interval = scipy.stats.bootstrap(
+            tuple(map(sum_by_document, sums)),
+            statistic,
+            axis=0,
+            paired=True,
+            vectorized=True,
+            method="percentile",
+            n_resamples=2000,
+            batch=200,
+            rng=np.random.default_rng(0),
+        ).confidence_interval
     return interval.low.tolist(), interval.high.tolist()
+
+
+def perplexity_of(loss_nats: float) -> float:
+    """Return exp(loss_nats), infinite where that is too large for a float."""
+    try:
+        return math.exp(loss_nats)
+    except OverflowError:
+        return math.inf
 
 
 def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
@@ -64,7 +76,7 @@ def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "w
     low, high = bootstrap_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
     return {
         "length": length,
-        "perplexity": math.exp(total_nll / nll.size),
+        "perplexity": perplexity_of(total_nll / nll.size),
         "low": low,
         "high": high,
         "nll_nats": total_nll,
@@ -91,7 +103,7 @@ def delta_result(
         return _perplexity(local, tokens, axis) - _perplexity(full, tokens, axis)
 
     low, high = bootstrap_interval(documents, (local_nll, full_nll, tokens), gain)
-    local_perplexity, full_perplexity = (math.exp(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
+    local_perplexity, full_perplexity = (perplexity_of(nll.sum() / tokens.sum()) for nll in (local_nll, full_nll))
     return {
         "length": length,
         "local": local_perplexity,
@@ -124,7 +136,8 @@ def positions_result(
 
     A model breaks at the first bin beyond the train length where the smoothed loss exceeds the loss around the train
     length (the mean over positions from T_train / 2 to T_train) by more than `MARGIN_NATS`, and where the 95 %
-    bootstrap interval of that excess over documents is above 0, so that noise alone is no break.
+    bootstrap interval of that excess over documents is above 0, so that noise alone is no break. It also breaks at a
+    bin whose excess is NaN.
 
     `nll_of_windows` is the nll in nats of every target.
     """
@@ -142,7 +155,9 @@ def positions_result(
 
     def mean(nll: np.ndarray, tokens: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
         """Return the mean over the chosen bins; `nll` and `tokens` have a bin in each row, as the bootstrap gives."""
-        return (is_chosen @ nll) / (is_chosen @ tokens)
+        is_finite = np.isfinite(nll)
+        total = is_chosen @ np.where(is_finite, nll, 0)  # 0 * NaN of a bin that is not chosen would be NaN
+        return np.where(is_chosen @ ~is_finite, np.nan, total) / (is_chosen @ tokens)
 
     def excess(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
         nll, tokens = nll.sum(axis), tokens.sum(axis)
@@ -152,9 +167,10 @@ def positions_result(
     excess_nats = excess(nll, tokens, 0)
     nll, tokens = nll.sum(0), tokens.sum(0)
     smoothed_nats = mean(nll, tokens, is_near)
-    is_broken = (starts >= train_length) & (excess_nats > MARGIN_NATS)
+    is_above = excess_nats > MARGIN_NATS
     if low is not None:
-        is_broken &= np.array(low) > 0
+        is_above &= np.array(low) > 0
+    is_broken = (starts >= train_length) & (is_above | np.isnan(excess_nats))
     return {
         "length": length,
         "reference_nats": float(mean(nll, tokens, is_reference)[0]),  # mean loss around the train length
