@@ -626,7 +626,7 @@ def test_the_longest_tapes_need_little_memory():
     """A thousand output tokens after 500 inputs, with DAPE, by the compiler's prediction."""
     run = TaskRunConfig.from_dict(get_config("task=duplicate_string,bias=kerple,processor=dape").to_dict())
     run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, lengths=(500,)))
-    trained = TrainedModel(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1))
+    trained = TrainedModel(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1), "newest")
     (program,) = compile_tapes(trained).values()
     assert program.length == 1504
     assert program.num_bytes * jax.device_count() < 2**30
@@ -689,7 +689,7 @@ def no_weights(monkeypatch):
     def read_weights(*_: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr(accuracy, "restore", read_weights)
+    monkeypatch.setattr(accuracy, "restore_current", read_weights)
 
 
 def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, no_weights):
@@ -758,6 +758,25 @@ def test_a_damaged_checkpoint_is_named(runs, root, tmp_path):
         evaluate_tasks([tmp_path / "run"], step="4")
     assert not (tmp_path / "run" / "accuracy.json").exists()
     gc.collect()
+
+
+def test_a_step_that_is_deleted_during_the_evaluation_is_replaced_by_a_newer_one(runs, root, tmp_path, monkeypatch):
+    """The table is shown although nothing can be written."""
+    workdir, shown = tmp_path / "run", []
+    shutil.copytree(root / "dape", workdir)
+    (tmp_path / "accuracy.json").mkdir()  # even root cannot replace it by a file
+
+    def compile_and_delete(*arguments: Any) -> dict:
+        (workdir / "checkpoints" / "4").rename(workdir / "checkpoints" / "6")
+        return compile_tapes(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accuracy, "compile_tapes", compile_and_delete)
+        with pytest.raises(InputError, match=r"output = .*: cannot be written to: .*accuracy.json"):
+            accuracy.evaluate_tasks([workdir], TaskOptions(lengths=(2, 6)), output=tmp_path, show=shown.append)
+    assert shown[0].startswith("Accuracy in %")
+    evaluate_tasks([workdir], lengths=(2, 6), output=tmp_path / "other")
+    assert shown == [(tmp_path / "other" / "accuracy.txt").read_text().rstrip("\n")]
 
 
 def test_language_models_and_tasks_do_not_mix(runs, root, tmp_path, monkeypatch):

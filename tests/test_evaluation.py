@@ -2,12 +2,14 @@
 
 import dataclasses
 import errno
+import io
 import json
 import logging
 import math
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +98,7 @@ def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
 def untrained(spec: dict[str, Any]) -> TrainedModel:
     """A model that no checkpoint is of."""
     run = RunConfig.from_dict(spec)
-    return TrainedModel(Path("test"), 0, run, "", run.mesh)
+    return TrainedModel(Path("test"), 0, run, "", run.mesh, "newest")
 
 
 def store_of(lengths: list[int]) -> TokenStore:
@@ -577,12 +579,12 @@ def test_a_model_that_diverged_is_named_and_does_not_affect_the_others(
     runs, tmp_path, monkeypatch, caplog, kind, stem, factor
 ):
     def diverge(model: TrainedModel) -> tuple:
-        mesh, params = trained.restore(model)
+        model, mesh, params = trained.restore_current(model)
         is_first = model.workdir == runs[0]
-        return mesh, params | {"unembedding_DV": params["unembedding_DV"] * (factor if is_first else 1)}
+        return model, mesh, params | {"unembedding_DV": params["unembedding_DV"] * (factor if is_first else 1)}
 
     expected = strict_runs(evaluate(runs[1:], lengths=(16, 32), output=tmp_path / "alone", **kind).directory, stem)
-    monkeypatch.setattr(perplexity, "restore", diverge)
+    monkeypatch.setattr(perplexity, "restore_current", diverge)
     with caplog.at_level(logging.WARNING, logger="dape_jax"):
         written = evaluate(runs, lengths=(16, 32), output=tmp_path / "both", **kind)
     diverged, other = strict_runs(written.directory, stem)
@@ -625,7 +627,7 @@ def test_tables_have_no_number_with_hundreds_of_digits():
     assert report.with_interval({"perplexity": 123456.789, "low": None, "high": None}, "perplexity") == "123456.79"
 
 
-# ---- files that cannot be written
+# ---- files that cannot be written or read
 
 
 def test_the_table_is_shown_before_a_full_disk_is_named(runs, tmp_path, monkeypatch):
@@ -663,6 +665,72 @@ def test_the_command_line_prints_the_table_and_then_what_cannot_be_written(runs,
     error = done.stderr.splitlines()[-1]
     assert error.startswith(f"error: output = {str(tmp_path)!r}: cannot be written to: ")
     assert "Traceback" not in done.stderr
+
+
+def copy_of(run: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(run, directory / run.name))
+
+
+@pytest.mark.parametrize("step", ["newest", "best"])
+def test_a_step_that_is_deleted_during_the_evaluation_is_replaced_by_a_newer_one(
+    runs, tmp_path, monkeypatch, caplog, step
+):
+    workdir = copy_of(runs[1], tmp_path)
+    expected = read_runs(evaluate([workdir], lengths=(16,), output=tmp_path / "before").directory)[0]
+
+    def compile_and_delete(*arguments: Any) -> list:
+        compiled = compile_lengths(*arguments)
+        (workdir / "checkpoints" / "4").rename(workdir / "checkpoints" / "6")
+        return compiled
+
+    monkeypatch.setattr(perplexity, "compile_lengths", compile_and_delete)
+    with caplog.at_level(logging.INFO, logger="dape_jax"):
+        found = read_runs(evaluate([workdir], step=step, lengths=(16,), output=tmp_path / "after").directory)[0]
+    assert (expected["step"], found["step"]) == (4, 6)
+    assert found == expected | {"step": 6}
+    said = [record.getMessage() for record in caplog.records if record.name == trained.__name__]
+    assert said == ["dape: step 4 was deleted; step 6 is read instead"]
+
+
+def test_a_step_chosen_by_number_that_is_deleted_is_named(runs, tmp_path, monkeypatch):
+    workdir = copy_of(runs[1], tmp_path)
+
+    def compile_and_delete(*arguments: Any) -> list:
+        shutil.rmtree(workdir / "checkpoints" / "4")
+        return compile_lengths(*arguments)
+
+    monkeypatch.setattr(perplexity, "compile_lengths", compile_and_delete)
+    with pytest.raises(InputError, match=r"^step = '4': was deleted from .*; its steps are \['2'\]$"):
+        evaluate([workdir], step="4", lengths=(16,), output=tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("name", ["config.json", "checkpoints", "checkpoints/4", "checkpoints/4/config", "text"])
+def test_files_that_cannot_be_read_are_one_line(runs, root, tmp_path, monkeypatch, name, number):
+    """Every call of the operating system on a path, and below it, fails, as on a file server that is gone."""
+    workdir = copy_of(runs[1], tmp_path)
+    denied = str(root / "text" if name == "text" else workdir / name)
+
+    def failing(call: Callable) -> Callable:
+        def fail(path: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and f"{os.fspath(path)}/".startswith(f"{denied}/"):
+                raise OSError(number, os.strerror(number), str(path))
+            return call(path, *arguments, **options)
+
+        return fail
+
+    for module, call in ((os, "stat"), (os, "open"), (os, "listdir"), (os, "scandir"), (io, "open")):
+        monkeypatch.setattr(module, call, failing(getattr(module, call)))
+    monkeypatch.setattr("builtins.open", io.open)
+
+    def evaluate_as_the_command_line() -> None:
+        assert not trained.are_algorithmic([workdir])
+        evaluate([workdir], step="4", lengths=(16,), output=tmp_path / "out")
+
+    with pytest.raises(InputError) as error:
+        evaluate_as_the_command_line()
+    assert "\n" not in str(error.value)
+    assert str(root / "text" if name == "text" else workdir) in str(error.value)
 
 
 # ---- memory
@@ -741,7 +809,7 @@ def test_what_does_not_fit_is_refused_with_what_does(runs, root, tmp_path, monke
     run = RunConfig.from_dict(tiny.spec(root))
     needed = {length: predicted_bytes(compiled_at(run, length, 16)) for length in (16, 32, 64)}
     assert needed[16] < needed[32] < needed[64]
-    monkeypatch.setattr(perplexity, "restore", None)  # calling it would be a TypeError
+    monkeypatch.setattr(perplexity, "restore_current", None)  # calling it would be a TypeError
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: needed[32])
     for lengths, said in (
         ((16, 64), "largest power-of-two part of it that fits is 32"),

@@ -33,7 +33,7 @@ from dape_jax.evaluation.trained import (
     read_models,
     read_trained_on_task,
     require_same,
-    restore,
+    restore_current,
 )
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, model_structure
@@ -77,7 +77,7 @@ def evaluate_tasks(
     programs = [compile_tapes(model) for model in models]  # before any parameters are read, as in `perplexity.py`
     results = []
     for model, by_tokens in zip(models, programs, strict=True):
-        model_mesh, params = restore(model)
+        model, model_mesh, params = restore_current(model)
         results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
         del params  # before the next model's are read
     content, table = {"runs": results}, cells(results)

@@ -43,7 +43,7 @@ from dape_jax.evaluation.trained import (
     read_models,
     read_trained,
     require_same,
-    restore,
+    restore_current,
     validation_corpus,
 )
 from dape_jax.model.positions import STRETCHES, Rope
@@ -143,7 +143,7 @@ def evaluate(
     programs = [{rotary: compile_lengths(model, rotary, len(windows)) for rotary in options.rotary} for model in models]
     results = []
     for model, by_rotary in zip(models, programs, strict=True):
-        mesh_of_model, params = restore(model)
+        model, mesh_of_model, params = restore_current(model)
         for rotary, compiled in by_rotary.items():
             nll = score_windows(compiled, params, mesh_of_model, store, windows, variant_name(model, rotary))
             warn_of_divergence(variant_name(model, rotary), nll)

@@ -4,7 +4,9 @@ In: a workdir of `train.py`. Out: a `TrainedModel`, which says what to compile; 
 never written here. Next: `programs.py`.
 """
 
+import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,15 +18,21 @@ from jax.sharding import Mesh
 from dape_jax.command_line import flag
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, os_errors, require
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
+logger = logging.getLogger(__name__)
+
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
 
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
+
+
+class DeletedStepError(InputError):
+    """A step was deleted, for example by its training run, after its config was read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +56,7 @@ class TrainedModel(Generic[AnyRunConfig]):
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
     mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
+    choice: str  # of the step: "newest", "best" or its number
 
     @property
     def name(self) -> str:
@@ -66,7 +75,10 @@ def are_algorithmic(workdirs: list[Path]) -> bool:
     Raises:
         InputError: some are and others are not.
     """
-    configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
+    configs = {}
+    for workdir in workdirs:
+        with _reading(workdir):
+            configs[str(workdir)] = checkpoint.read_config(workdir)
     tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
     allowed = f"must be all runs on tasks or all of language models; {tasks} are on tasks"
     require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
@@ -86,7 +98,7 @@ def read_trained(
             width is divisible.
 
     Raises:
-        InputError: there is no such checkpoint, or the model's sizes are not divisible by the mesh.
+        InputError: there is no such checkpoint, it cannot be read, or the model's sizes are not divisible by the mesh.
     """
     return _read(RunConfig, workdir, step, overrides, mesh)
 
@@ -101,14 +113,19 @@ def read_trained_on_task(
 def _read(
     config: type[AnyRunConfig], workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
 ) -> TrainedModel[AnyRunConfig]:
-    number, saved = checkpoint.restore_config(workdir, step)
+    with _reading(workdir):
+        number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
     run = config.from_dict(saved["config"])
     if mesh is None:
         mesh = MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
     else:
         run.check_model_mesh(make_mesh(mesh))
-    return TrainedModel(workdir, number, run, saved["data_digest"], mesh)
+    return TrainedModel(workdir, number, run, saved["data_digest"], mesh, step)
+
+
+def _reading(workdir: Path) -> contextlib.AbstractContextManager[None]:
+    return os_errors("workdir", str(workdir), "cannot be read")
 
 
 def read_models(
@@ -162,6 +179,44 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
 
 
 def restore(trained: TrainedModel) -> tuple[Mesh, Params]:
-    """Read the parameters of a checkpoint; return the mesh, and the parameters sharded over it."""
-    mesh = make_mesh(trained.mesh)
-    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract_params(trained.run.model, mesh))
+    """Read the parameters of a checkpoint; return the mesh, and the parameters sharded over it.
+
+    Raises:
+        DeletedStepError: the checkpoint was deleted.
+        InputError: the checkpoint is damaged or cannot be read.
+    """
+    workdir, step, mesh = trained.workdir, trained.step, make_mesh(trained.mesh)
+    with _reading(workdir):
+        try:
+            return mesh, checkpoint.restore_params(workdir, step, abstract_params(trained.run.model, mesh))
+        except InputError as error:
+            names = checkpoint.step_names(workdir)
+            if str(step) in names:
+                raise
+            message = f"step = '{step}': was deleted from {workdir} during the evaluation; its steps are {names[::-1]}"
+            raise DeletedStepError(message) from error
+
+
+def restore_current(trained: TrainedModel[AnyRunConfig]) -> tuple[TrainedModel[AnyRunConfig], Mesh, Params]:
+    """Read the parameters as `restore` does; if their step was deleted, choose the newest, or the best, step again.
+
+    A training run deletes old steps, perhaps while the programs of an evaluation are compiled. All steps of a run have
+    the same model, so the programs are also those of a later step.
+
+    Returns:
+        The description of the model, with the step that was read; the mesh; and the parameters.
+
+    Raises:
+        DeletedStepError: the checkpoint was deleted, and was chosen by its number.
+        InputError: the checkpoint is damaged or cannot be read.
+    """
+    while True:
+        try:
+            return trained, *restore(trained)
+        except DeletedStepError:
+            if trained.choice not in ("newest", "best"):
+                raise
+        with _reading(trained.workdir):
+            step, _ = checkpoint.restore_config(trained.workdir, trained.choice)
+        logger.info("%s: step %d was deleted; step %d is read instead", trained.label, trained.step, step)
+        trained = dataclasses.replace(trained, step=step)
