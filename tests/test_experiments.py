@@ -1,8 +1,10 @@
 """Test the experiments: the catalogue agrees with the paper, no run is trained twice, verdicts follow from results."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, read_module, read_run
 from dape_jax.errors import InputError
+from dape_jax.evaluation.report import json_values
 from dape_jax.experiments import __main__ as experiments_main
 from dape_jax.experiments import catalogue, report, run
 from dape_jax.experiments.catalogue import (
@@ -240,6 +243,28 @@ def test_a_comparison_with_nan_does_not_hold():
         judgement = report.judge(Claim("", (Less(low, high),)), values.__getitem__)
         assert (judgement.verdict, judgement.holding) == ("does not hold", 0)
         assert "nan" in judgement.weakest
+
+
+@pytest.mark.parametrize(
+    ("of_low", "of_high", "holds"),
+    [
+        (6.0, math.inf, True),
+        (math.inf, 6.0, False),
+        (-math.inf, 0.5, True),
+        (0.5, -math.inf, False),
+        (math.inf, math.inf, False),
+        (math.inf, math.nan, False),
+        (6.0, 1.7e308, True),
+    ],
+)
+def test_a_perplexity_that_is_infinite_is_more_than_any_other(of_low: float, of_high: float, holds: bool):
+    """A model that diverged has one; between two of them nothing is shown, whatever the factor."""
+    low, high = Cell("a", 1, 1), Cell("b", 1, 1)
+    values = {low: dict.fromkeys((0, 1), of_low), high: dict.fromkeys((0, 1), of_high)}
+    for factor in (0.5, 1.0, 2.0):
+        judgement = report.judge(Claim("", (Less(low, high, factor),)), values.__getitem__)
+        assert judgement.verdict == ("holds" if holds else "does not hold")
+        assert len(judgement.weakest) < 100
 
 
 def test_comparisons_are_of_the_same_seed_and_need_it_on_both_sides():
@@ -632,6 +657,48 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     assert [[config.train.seed for config in configs] for configs in calls] == [[1, 1]]
     assert [file.read_bytes() for file in again if file in times] == before
     assert report.write(Path(small_world["results"])).exists()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1.7e308], ids=str)
+@pytest.mark.parametrize("metric", ["perplexity", "delta"])
+def test_models_that_diverged_are_in_the_report(small_world, trained, monkeypatch, metric: str, value: float):
+    """One seed, then all, of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
+    monkeypatch.setitem(EXPERIMENTS, "one", dataclasses.replace(EXPERIMENTS["one"], metric=metric))
+    diverged = {"length": 32, "perplexity": value, "delta": -value}
+    small = {"length": 16, "perplexity": 3.0, "delta": 1.0}
+    for seeds in ((0,), (0, 1)):
+
+        def evaluate_run(item: PlannedRun, workdir: Path, seeds: tuple = seeds) -> dict:
+            of_run = [small, diverged if item.run.method == "a" and item.run.seed in seeds else small | {"length": 32}]
+            return json_values({"lengths": of_run, "deltas": of_run})
+
+        monkeypatch.setattr(run, "evaluate_run", evaluate_run)
+        world = small_world | {"results": f"{small_world['results']}-{len(seeds)}"}
+        files = run_tiny("one", world)
+        page = report.write(Path(world["results"])).read_text()
+        read = json.loads((Path(world["results"]) / "report.json").read_text(), parse_constant=pytest.fail)
+        (group,) = read["one"].values()
+        found = float(group["series"][0]["values"]["0"]["32"])
+        expected = value if metric == "perplexity" else -value
+        assert found == pytest.approx(expected, nan_ok=True)
+        (row,) = [line for line in page.splitlines() if line.startswith("| a | 16 |")]
+        assert len(row) < 100
+        assert ("nan" if math.isnan(value) else "inf" if value == math.inf or len(seeds) == 2 else "e+307") in row
+        assert all(json.loads(file.read_text(), parse_constant=pytest.fail) for file in files)
+
+
+def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeypatch):
+    def fail(file: Path, content: dict) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "write_json", fail)
+        with pytest.raises(InputError, match=r"--results = .*seed0.json.*: cannot be written: .*No space left"):
+            run_tiny("one", small_world)
+    run_tiny("one", small_world)
+    monkeypatch.setattr(report, "write_json", fail)
+    with pytest.raises(InputError, match=r"--results = .*: cannot be written to: .*No space left"):
+        report.write(Path(small_world["results"]))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,16 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dape_jax.errors import InputError, require
-from dape_jax.evaluation.report import band, mark_train_lengths, markdown_table
+from dape_jax.errors import InputError, os_errors, require
+from dape_jax.evaluation.report import (
+    FIXED_BELOW,
+    band,
+    drawn,
+    json_values,
+    mark_train_lengths,
+    markdown_table,
+    only_drawn,
+)
 from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Model, Score, models_of, paper_tables
 from dape_jax.experiments.run import identity, read_result
 from dape_jax.files import write_json
@@ -130,8 +138,7 @@ def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_S
             return not_tested
         lows = [low[seed] if isinstance(low, dict) else low for seed in seeds]
         highs = [high[seed] if isinstance(high, dict) else high for seed in seeds]
-        margins = [(less.factor * b - a) / (max(abs(a), abs(b)) or 1) for a, b in zip(lows, highs, strict=True)]
-        margins = [-math.inf if math.isnan(margin) else margin for margin in margins]  # NaN shows nothing
+        margins = [_margin(a, b, less.factor) for a, b in zip(lows, highs, strict=True)]
         factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
         text = f"{_format_side(less.low, lows, divisor)} < {factor}{_format_side(less.high, highs, divisor)}"
         failing = [str(seed) for seed, margin in zip(seeds, margins, strict=True) if margin <= 0]
@@ -143,6 +150,14 @@ def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_S
     _, deciding = sorted(compared, key=lambda item: item[0])[total - needed]
     verdict = "holds" if holding >= needed else "does not hold"
     return Judgement(claim.text, verdict, holding, total, deciding, claim.note)
+
+
+def _margin(low: float, high: float, factor: float) -> float:
+    """Return the relative margin by which `low < factor * high` holds; ±1, its limit, where one of them is infinite."""
+    difference = factor * high - low
+    if math.isnan(difference):  # NaN, or two infinities, show nothing
+        return -math.inf
+    return math.copysign(1, difference) if math.isinf(difference) else difference / (max(abs(low), abs(high)) or 1)
 
 
 def _format_side(side: Cell | Score | float, values: list[float], divisor: int) -> str:
@@ -158,9 +173,14 @@ def _format_spread(values: list[float]) -> str:
     """Return the mean and half the range over seeds, or "" without values."""
     if not values:
         return ""
-    mean, half = fmean(values), (max(values) - min(values)) / 2
-    digits = 2 if abs(mean) < 1000 else 0
-    return f"{mean:.{digits}f}" if len(values) == 1 else f"{mean:.{digits}f} ± {half:.{digits}f}"
+    mean, half = _mean(values), (max(values) - min(values)) / 2
+    form = ".2f" if abs(mean) < 1000 else ".0f" if abs(mean) < FIXED_BELOW else ".2g"
+    return f"{mean:{form}}" if len(values) == 1 or not math.isfinite(mean) else f"{mean:{form}} ± {half:{form}}"
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, infinite or NaN where `fmean` would raise an error: of infinities, or too large for a float."""
+    return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
 
 
 def lookup_in(group: Group) -> Lookup:
@@ -302,13 +322,11 @@ def write(results: Path) -> Path:
     groups = read_groups(results)
     allowed = "must be a directory with finished runs (python -m dape_jax.experiments run)"
     require(bool(groups), "--results", str(results), allowed)
-    try:
+    with os_errors("--results", str(results), "cannot be written to"):
         for group in groups:
             plot(group).savefig(results / group.experiment / f"{group.name}.png", dpi=120)
-        write_json(results / "report.json", _as_json(groups))
+        write_json(results / "report.json", json_values(_as_json(groups)))
         (results / "README.md").write_text(_readme(groups) + "\n")
-    except OSError as error:
-        raise InputError(f"--results = {str(results)!r}: cannot be written to: {error}") from error
     return results / "README.md"
 
 
@@ -485,7 +503,7 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
-    means = [fmean(values) for values in over_seeds]
+    means = drawn(_mean(values) for values in over_seeds)
     axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
     band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
 
@@ -493,7 +511,7 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
 def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    means = [fmean(item.over_seeds(length)) for item in series for length in item.lengths()]
+    means = only_drawn(_mean(item.over_seeds(length)) for item in series for length in item.lengths())
     if means and min(means) > 0 and max(means) > 4 * min(means):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

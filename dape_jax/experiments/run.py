@@ -25,7 +25,7 @@ import numpy as np
 from dape_jax.command_line import flag
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_module, read_run, resolved
 from dape_jax.data.store import DataConfig, load_corpus
-from dape_jax.errors import require
+from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
 from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
 from dape_jax.experiments.catalogue import (
@@ -235,7 +235,7 @@ class PlannedRun:
             content[field] = getattr(self.run, field)
         content |= {"metric": self.metric, "train_command": train_command(self.run)}
         content |= {"wall_seconds": round(seconds, 1), **results}
-        write_json(self.file, content | provenance("flax", "optax") | {"config": resolved(self.config)})
+        _write_result(self.file, content | provenance("flax", "optax") | {"config": resolved(self.config)})
 
 
 def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
@@ -280,7 +280,7 @@ def run_experiment(name: str, settings: Settings) -> list[Path]:
         for item in planned:
             if not item.file.exists() and item.key in finished:
                 logger.info("%s: the same run as %s", item.file.name, finished[item.key])
-                write_json(item.file, read_result(finished[item.key]))
+                _write_result(item.file, read_result(finished[item.key]))
             elif not item.file.exists():
                 unfinished.append(item)
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
@@ -319,6 +319,11 @@ def _run_timings(planned: list[PlannedRun]) -> None:
         seconds_each = (time.monotonic() - started) / len(together)
         for item, results in zip(together, times, strict=True):
             item.write(results, seconds_each)
+
+
+def _write_result(file: Path, content: dict[str, Any]) -> None:
+    with os_errors("--results", str(file), "cannot be written"):
+        write_json(file, content)
 
 
 def read_result(file: Path) -> dict[str, Any]:
