@@ -274,6 +274,14 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["layer-00.png", "attention_maps.json"])
+def test_a_file_that_cannot_be_written_is_one_line(workdir, tmp_path, name):
+    (tmp_path / name).mkdir()  # even root cannot replace it by a file
+    with pytest.raises(InputError, match=rf"^output = .*: cannot be written to: .*{name}'$"):
+        attention_maps(workdir, length=16, output=tmp_path)
+    assert not (tmp_path / "index.html").exists()
+
+
 def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_path, monkeypatch):
     monkeypatch.setattr(trained, "load_corpus", tiny.changed_corpus(tmp_path))
     with pytest.raises(InputError, match="--text"):

@@ -1,10 +1,12 @@
 """Generation: the cache gives what the full forward gives, draws are what they are said to be, input is named."""
 
 import dataclasses
+import errno
 import functools
 import itertools
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -469,7 +471,7 @@ def expected_tokens(workdir: Path, prompts: list[bytes], num: int, sampling: Sam
     return tokens_of((config, params), ids, num, sampling, mesh, end_token=256).tolist()
 
 
-def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_path, capsys):
+def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_path, capsys, monkeypatch):
     """An empty prompt is the beginning of a document; --output has all of it and is not written over."""
     prompts, sampling, file = (
         ["the läng".encode(), b"", b"scores\x1b"],
@@ -494,9 +496,17 @@ def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_pa
         complete(trained, prompts, max_new_tokens=12, sampling=sampling, output=file)
     assert file.read_bytes() == before
 
+    def fail(file: Path, content: dict) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    monkeypatch.setattr(module, "write_json", fail)
+    with pytest.raises(InputError, match=r"output = .*full\.json': cannot be written: .*No space left"):
+        complete(trained, prompts[:1], max_new_tokens=12, sampling=sampling, output=tmp_path / "full.json")
+    of_a_full_disk, _ = capsys.readouterr()
+
     assert complete(trained, prompts[:1], max_new_tokens=12, sampling=sampling) == texts[:1]
     shown, progress = capsys.readouterr()
-    assert shown == printable("the läng" + texts[0], keep="\n\t") + "\n"
+    assert shown == of_a_full_disk == printable("the läng" + texts[0], keep="\n\t") + "\n"
     assert re.fullmatch(r"12 tokens: .* tokens/s\n", progress)
 
 

@@ -40,7 +40,7 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, os_errors, require
 from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.files import write_json
 from dape_jax.model.attention import Blockwise, score
@@ -98,7 +98,9 @@ def attention_maps(
         if cell_size > 1:
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
         figure_file = f"layer-{layer:02}.png"
-        draw(cells, cell_size * len(cells["scores"][0]), title).savefig(output / figure_file, dpi=150)
+        figure = draw(cells, cell_size * len(cells["scores"][0]), title)
+        with os_errors("output", str(output), "cannot be written to"):
+            figure.savefig(output / figure_file, dpi=150)
         heads = [
             {map_name: {key: float(values[head]) for key, values in stats[map_name].items()} for map_name in cells}
             for head in range(config.num_heads)
@@ -117,8 +119,9 @@ def attention_maps(
         "model": {field: model[field] for field in ("rotary", "bias", "processor", "window")},
         "layers": layers,
     } | provenance("flax", "matplotlib")
-    write_json(output / JSON_FILE, content)
-    page.write_text(index_page(content), encoding="utf-8")  # last, so that a page implies that all files exist
+    with os_errors("output", str(output), "cannot be written to"):
+        write_json(output / JSON_FILE, content)
+        page.write_text(index_page(content), encoding="utf-8")  # last, so that a page implies that all files exist
     return page
 
 

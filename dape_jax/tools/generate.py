@@ -39,7 +39,7 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, printable, require
+from dape_jax.errors import InputError, os_errors, printable, require
 from dape_jax.evaluation.trained import STEP_HELP, read_trained, restore
 from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
@@ -342,7 +342,8 @@ def complete(
             for prompt, completion, sequence in zip(prompts, completions, sequences, strict=True)
         ]
         content = {"workdir": str(workdir), "step": trained.step, "settings": settings, "completions": records}
-        write_json(output, content | provenance("flax"))
+        with os_errors("output", str(output), "cannot be written"):
+            write_json(output, content | provenance("flax"))
     return completions
 
 
