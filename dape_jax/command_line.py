@@ -69,7 +69,7 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
 
 
 def _print_unraisable(unraisable: Any) -> None:
-    """Print an exception in a thread; not of TensorStore's threads, when they report to a loop that Orbax has closed."""
+    """Print an exception of a thread, but not that of TensorStore's when Orbax has closed the loop they report to."""
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(unraisable)
 

@@ -56,6 +56,7 @@ from dape_jax.evaluation.statistics import (
     positions_result,
 )
 from dape_jax.evaluation.trained import TrainedModel
+from dape_jax.files import json_digest
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch, read_mesh
 from dape_jax.training import loop
@@ -680,7 +681,9 @@ def test_a_step_that_is_deleted_during_the_evaluation_is_replaced_by_a_newer_one
 
     def compile_and_delete(*arguments: Any) -> list:
         compiled = compile_lengths(*arguments)
-        (workdir / "checkpoints" / "4").rename(workdir / "checkpoints" / "6")
+        newer = (workdir / "checkpoints" / "4").rename(workdir / "checkpoints" / "6")
+        digests = newer / "digests" / "metadata"
+        digests.write_text(json.dumps(json.loads(digests.read_text()) | {"step": json_digest(6)}))
         return compiled
 
     monkeypatch.setattr(perplexity, "compile_lengths", compile_and_delete)

@@ -87,7 +87,6 @@ def test_yarn_agrees_with_the_released_code_at_every_train_length(head_dim, base
         np.testing.assert_allclose(Yarn(base, 4.0, length).frequencies(head_dim), expected, rtol=1e-12)
         ratio = expected * base ** (np.arange(0, head_dim, 2) / head_dim)
         kinds.add("unchanged" if ratio.min() > 0.99 else "stretched")
-    assert "unchanged" in kinds
     assert len(kinds) == 2 or head_dim < 64
 
 

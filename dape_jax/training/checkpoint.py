@@ -58,8 +58,8 @@ def _is_no_traceback_of_orbax(record: logging.LogRecord) -> bool:
     return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
 
 
-# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well. asyncio logs
-# the other writes and reads that fail with the first one, which nobody awaits.
+# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well. asyncio
+# logs the other writes and reads that fail with the first one, which nobody awaits.
 logging.getLogger("absl").addFilter(_is_no_traceback_of_orbax)
 logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
