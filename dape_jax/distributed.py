@@ -9,6 +9,7 @@ running any Python code. `docs/running.md` says how to resume.
 
 import contextlib
 import hashlib
+import ipaddress
 import logging
 import os
 import signal
@@ -85,11 +86,21 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> None:
             num_processes,
             process_id,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=coordinator if _is_loopback(host) else None,  # None: all interfaces
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except jax.errors.JaxRuntimeError as error:  # the port is in use
         raise InputError(f"--coordinator = {coordinator!r}: {str(error).splitlines()[0]}") from error
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether a host's name or address leads back to this machine alone."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found)
 
 
 def _join_cluster() -> bool:

@@ -56,6 +56,37 @@ def test_incomplete_or_wrong_flags_are_refused(monkeypatch, flags, words):
     assert "\n" not in str(error.value)
 
 
+LISTEN = """
+import sys
+from pathlib import Path
+from dape_jax.distributed import distributed_runtime
+
+port = int(sys.argv[2])
+with distributed_runtime(f"{sys.argv[1]}:{port}", 1, 0):
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            address, opened = line.split()[1].split(":")
+            if int(opened, 16) == port and line.split()[3] == "0A":
+                print(address)
+"""
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}  # as /proc writes them
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux says who listens")
+@pytest.mark.parametrize(("host", "is_local"), [("localhost", True), ("127.0.0.1", True), ("0.0.0.0", False)])
+def test_a_local_coordinator_listens_on_the_loopback_interface_alone(host, is_local):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", LISTEN, host, str(port)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    addresses = set(done.stdout.split())
+    assert addresses
+    assert (addresses <= LOOPBACK) == is_local
+
+
 def test_an_incomplete_environment_is_refused():
     code = "import dape_jax.distributed as d; d.distributed_runtime(None, None, None).__enter__()"
     environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
