@@ -517,6 +517,25 @@ def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, nu
     assert not (workdir / "damaged").exists()
 
 
+@pytest.mark.parametrize("name", ["config", "config/metadata", "metrics/metrics", "params"])
+def test_a_file_without_permission_is_not_damage(workdir, monkeypatch, name):
+    """Orbax says that it is missing. Root may read everything, so the system's answer is simulated."""
+    denied = workdir / "checkpoints" / "3" / name
+    shutil.move(denied, workdir / "elsewhere")
+    denied.mkdir()  # there, but of the wrong kind: reading it fails
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path) == denied:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(InputError, match=rf"cannot be read now: .*{name}: Permission denied"):
+        checkpoint.restore_newest(workdir, abstract(small_state(0)))
+    assert checkpoint.step_names(workdir) == ["3", "2", "1"]
+
+
 def test_a_renamed_step_is_damaged(workdir, caplog):
     (workdir / "checkpoints" / "3").rename(workdir / "checkpoints" / "30")
     number, _, data = checkpoint.restore_newest(workdir, abstract(small_state(0)))

@@ -31,7 +31,7 @@ from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dape_jax.distributed import first_fault, process_zero_only
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, describe, require
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import Params
 from dape_jax.training.step import TrainState
@@ -411,6 +411,8 @@ def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str,
         else:
             if which != "best":
                 break
+    if not intact and step_names(workdir) != names:  # a training run has deleted these meanwhile
+        return restore_config(workdir, which)
     require(bool(intact), "workdir", str(workdir), "all of its checkpoints are damaged")
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}
     name = min(nats, key=nats.__getitem__) if which == "best" and nats else next(iter(intact))
@@ -428,6 +430,22 @@ def restore_params(workdir: Path, step: int, abstract: Params) -> Params:
     except DamagedError as error:
         others = [name for name in reversed(step_names(workdir)) if name != str(step)]
         raise InputError(f"step = '{step}': {error}" + (f"; other steps are {others}" if others else "")) from error
+
+
+def _why_unreadable(step: Path) -> str:
+    """Return which file of a step the machine does not let us read, and why; or "" if there is none."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    try:
+        for directory, _, names in os.walk(step, onerror=fail):
+            for name in names:
+                Path(directory, name).open("rb").close()
+    except OSError as error:
+        if error.errno in _OF_THE_MACHINE:
+            return f"{step}: cannot be read now: {describe(error)}"
+    return ""
 
 
 def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
@@ -462,6 +480,8 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
             unreadable = f"{step}: cannot be read now: {os.strerror(number)}"
         else:
             fault = f"{step}: cannot be read: {' '.join(str(error).split())[:300]}"
+    if fault and not unreadable:  # Orbax takes what it may not read for missing
+        unreadable = _why_unreadable(step)
     if unreadable := first_fault(unreadable):
         raise InputError(unreadable)
     if fault := first_fault(fault):
