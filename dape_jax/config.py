@@ -41,6 +41,27 @@ CHOICES = {
 }
 
 
+LARGEST_INTEGER = 2**31 - 1  # positions, windows and steps are int32 on a device
+# Fields that decide how large an array is, for which numbers beyond these are mistakes; and seeds.
+LARGEST = {
+    "model.num_layers": 10_000,
+    "model.width": 2**20,
+    "model.num_heads": 2**16,
+    "model.num_kv_heads": 2**16,
+    "model.vocab_size": 2**28,
+    "model.num_outputs": 2**28,
+    "model.processor.channels": 2**16,
+    "model.processor.kernel_width": 2**16,
+    "model.bias.num_buckets": 2**20,
+    "model.bias.position_dim": 2**16,
+    "model.bias.num_positions": 2**20,
+    "model.bias.width": 2**16,
+    "train.num_steps": 10**8,
+    "train.seed": 2**32 - 1,
+    "data.seed": 2**32 - 1,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Settings of the training loop."""
@@ -113,6 +134,9 @@ class BaseRunConfig:
             InputError: a section or field is unknown, missing or out of range.
         """
         _check_fields(cls, "config", spec)
+        for name, section in spec.items():
+            require(isinstance(section, dict), f"config.{name}", section, "must be a section with fields")
+        check_numbers(spec)
         kinds, sections = typing.get_type_hints(cls), dict(spec)
         model = read_model(sections.pop("model"))
         return cls(model=model, **{name: read_section(kinds[name], name, spec[name]) for name in sections})
@@ -181,7 +205,7 @@ class TaskRunConfig(BaseRunConfig):
 
 def is_algorithmic(spec: dict[str, Any]) -> bool:
     """Return whether a config file's dict describes a run on an algorithmic task."""
-    return "data" in spec and "task" in spec["data"]
+    return "data" in spec and isinstance(spec["data"], dict) and "task" in spec["data"]
 
 
 def read_run(spec: dict[str, Any]) -> RunConfig | TaskRunConfig:
@@ -199,17 +223,51 @@ def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
         raise InputError(f"{section}.{missing[0]}: missing")
 
 
+def _typed(cls: type, section: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass that are in `spec`: integers as floats, and lists as tuples, where it has these.
+
+    Raises:
+        InputError: a field is of another type than the dataclass has.
+    """
+    typed = dict(spec)
+    for name, kind in typing.get_type_hints(cls).items():
+        kinds = typing.get_args(kind) or (kind,)  # the members of a union
+        if name not in spec or typing.get_origin(kind) is typing.ClassVar:
+            continue
+        value = spec[name]
+        if typing.get_origin(kind) is tuple:  # a list, in a config saved as JSON
+            is_right = isinstance(value, list | tuple) and all(type(each) is kinds[0] for each in value)
+            require(is_right, f"{section}.{name}", value, f"must be a list of values of type {kinds[0].__name__}")
+            typed[name] = tuple(value)
+            continue
+        is_right = isinstance(value, (*kinds, int) if float in kinds else kinds)
+        is_right = is_right and (bool in kinds or not isinstance(value, bool))  # which is an int in Python
+        message = "must be of type " + " or ".join(kind.__name__ for kind in kinds)
+        require(is_right, f"{section}.{name}", value, message)
+        if isinstance(value, int) and float in kinds:
+            typed[name] = float(value)
+    return typed
+
+
+def check_numbers(spec: Any, field: str = "") -> None:
+    """Raise `InputError` for an integer beyond its limit, or a float that is not finite, in nested dicts and lists."""
+    if isinstance(spec, dict):
+        for name, value in spec.items():
+            check_numbers(value, f"{field}.{name}" if field else str(name))
+    elif isinstance(spec, list | tuple):
+        for value in spec:
+            check_numbers(value, field)
+    elif isinstance(spec, int):
+        largest = LARGEST[field] if field in LARGEST else LARGEST_INTEGER
+        require(abs(spec) <= largest, field, spec, f"must be at most {largest}")
+    elif isinstance(spec, float):
+        require(math.isfinite(spec), field, spec, "must be finite")
+
+
 def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
     """Return the dataclass of a section after checking that all fields are present and of the right type."""
     _check_fields(cls, section, spec)
-    for name, kind in typing.get_type_hints(cls).items():
-        kinds = typing.get_args(kind) or (kind,)  # the members of a union
-        if typing.get_origin(kind) is not tuple:  # the dataclass itself checks the elements of tuples
-            is_right = isinstance(spec[name], (*kinds, int) if float in kinds else kinds)
-            message = "must be of type " + " or ".join(kind.__name__ for kind in kinds)
-            require(is_right, f"{section}.{name}", spec[name], message)
-    # In a config saved as JSON, tuples have become lists.
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in spec.items()})
+    return cls(**_typed(cls, section, spec))
 
 
 def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> Any:
@@ -220,13 +278,14 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
     Raises:
         InputError: an unknown name or option.
     """
+    require(isinstance(spec, dict), field, spec, "must have a name, and options")
     options = dict(spec)
     name = options.pop("name", None)
-    require(name in choices, f"{field}.name", name, f"must be one of {sorted(choices)}")
+    require(isinstance(name, str) and name in choices, f"{field}.name", name, f"must be one of {sorted(choices)}")
     allowed = [f.name for f in dataclasses.fields(choices[name])]
     for option, value in options.items():
         require(option in allowed, f"{field}.{option}", value, f"no such option; {name!r} has {allowed}")
-    return choices[name](**options)
+    return choices[name](**_typed(choices[name], field, options))
 
 
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
@@ -242,7 +301,8 @@ def read_model(spec: dict[str, Any]) -> TransformerConfig:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     same = {"num_kv_heads": "num_heads", "num_outputs": "vocab_size"}
     sizes = {field: spec[other] if spec[field] is None else spec[field] for field, other in same.items()}
-    return TransformerConfig(**{**spec, **chosen, **sizes, "dtype": dtype})
+    others = {name: value for name, value in {**spec, **sizes, "dtype": dtype}.items() if name not in chosen}
+    return TransformerConfig(**chosen, **_typed(TransformerConfig, "model", others))
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
