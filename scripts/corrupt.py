@@ -231,7 +231,8 @@ def outcome(status: int | None, said: str) -> str:
         return "traceback"
     if status == 0:
         return "ended"
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", said)  # of progress bars
+    errors = [line for line in said.splitlines() if line.strip().startswith("error: ")]
     return "one line" if len(errors) == 1 else f"{len(errors)} error lines"
 
 
