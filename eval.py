@@ -7,7 +7,6 @@ python eval.py --workdir=runs/che/a,runs/che/b --lengths=1-40,60-500/20         
 """
 
 import dataclasses
-from pathlib import Path
 
 from absl import flags
 
@@ -19,6 +18,7 @@ from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
 from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
 from dape_jax.evaluation.trained import Options, are_algorithmic
 from dape_jax.sharding import read_mesh
+from dape_jax.storage import to_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,9 @@ def main(_: list[str]) -> None:
     require_single_process()
     given = command_line.from_flags(Flags)
     require(all(given.workdir or [""]), "--workdir", list(given.workdir), "must be directories, separated by commas")
-    workdirs = [Path(workdir) for workdir in given.workdir]
+    workdirs = [to_path(workdir, "--workdir") for workdir in given.workdir]
     mesh = None if given.mesh is None else read_mesh("--mesh", given.mesh)
-    output = Path(given.output) if given.output else None
+    output = to_path(given.output, "--output") if given.output else None
     if are_algorithmic(workdirs):
         refuse_flags(PerplexityOptions, "language models")
         paths = evaluate_tasks(workdirs, command_line.from_flags(TaskOptions), mesh=mesh, output=output, show=print)

@@ -1,7 +1,6 @@
 """Train a language model: `python train.py --config=configs/quickstart.py --workdir=runs/mine`."""
 
 import dataclasses
-from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
@@ -10,6 +9,7 @@ from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.distributed import distributed_runtime
 from dape_jax.errors import require
+from dape_jax.storage import to_path
 from dape_jax.training.loop import train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
@@ -36,7 +36,7 @@ def main(_: list[str]) -> None:
     """Parse flags, initialise the distributed runtime, train."""
     settings = command_line.from_flags(Settings)
     with distributed_runtime(settings.coordinator, settings.num_processes, settings.process_id):
-        train(command_line.config_of(CONFIG), Path(settings.workdir))
+        train(command_line.config_of(CONFIG), to_path(settings.workdir, "--workdir"))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from dape_jax.errors import InputError, require
+from dape_jax.storage import AnyPath, errors, is_remote
 
 logger = logging.getLogger(__name__)
 
 
-def write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: AnyPath, content: bytes) -> None:
     """Write a file so that readers see the old content or the new, even after a power cut.
 
     Raises:
         OSError: the directory is missing, not writable or full; the old content is kept.
     """
+    if is_remote(file):  # an object is replaced at once
+        with errors():
+            file.write_bytes(content)
+        return
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "xb") as opened:  # x: not through a symbolic link that someone else put there
@@ -45,23 +50,45 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(file: Path, value: Any) -> None:
+def write_json(file: AnyPath, value: Any) -> None:
     """Write `value` as indented JSON, atomically; see `write_atomically`."""
-    write_atomically(file, (json.dumps(value, indent=1) + "\n").encode())
+    write_atomically(file, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_bytes(file: AnyPath) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with errors():
+        return file.read_bytes()
+
+
+def read_json(file: AnyPath) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
         InputError: the file cannot be read, or holds no JSON object.
     """
     try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(str(file), read_bytes(file))
+    except OSError as error:
         raise InputError(f"{file}: cannot be read as JSON: {error}") from error
-    require(type(content) is dict, str(file), type(content).__name__, "must be a JSON object")
-    return content
+
+
+def parse_json(file: str, content: bytes) -> dict[str, Any]:
+    """Return the JSON object that a file of this name holds.
+
+    Raises:
+        InputError: it holds none.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file}: cannot be read as JSON: {error}") from error
+    require(type(value) is dict, file, type(value).__name__, "must be a JSON object")
+    return value
 
 
 def json_digest(value: Any) -> str:
@@ -89,6 +116,22 @@ def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iter
         raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
     try:
         _lock(descriptor, directory, field, lock_file)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def waiting_lock(file: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, creating it if missing, after the processes of this machine that hold it now.
+
+    Raises:
+        OSError: the file cannot be created. (A file system without locks has none to wait for.)
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)

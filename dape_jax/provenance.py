@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import uuid
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 
 from dape_jax.errors import os_errors, require
+from dape_jax.storage import AnyPath, errors, is_remote
 
 ROOT = Path(__file__).parents[1]
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
@@ -33,7 +35,7 @@ def provenance(*packages: str) -> dict[str, Any]:
     }
 
 
-def make_results_directory(directory: Path, field: str = "output") -> Path:
+def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath:
     """Create a directory for results, before the work begins, and return it.
 
     Args:
@@ -45,6 +47,12 @@ def make_results_directory(directory: Path, field: str = "output") -> Path:
         InputError: the directory cannot be created or is not writable; or it is in results/ and the source has
             uncommitted changes, which only `DAPE_ALLOW_DIRTY_RESULTS=1` in the environment allows.
     """
+    if is_remote(directory):
+        with os_errors(field, str(directory), "cannot be written to"), errors():
+            probe = directory / f".{uuid.uuid4().hex}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        return directory
     if directory.absolute().is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
         allowed = f"commit the changes, choose a directory outside of results/, or set {ALLOW_DIRTY}=1"
         clean = not commit().endswith("-dirty")

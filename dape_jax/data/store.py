@@ -8,6 +8,7 @@ fingerprint>. It is built in a temporary directory .tmp-* beside it and renamed,
 corpus. A killed build leaves its .tmp-* behind, which is never read and may be deleted.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,9 +17,11 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import fsspec
 import numpy as np
 from jaxtyping import Int64, UInt
 
@@ -39,8 +42,9 @@ from dape_jax.data.prepare.build import (
 )
 from dape_jax.data.prepare.records import Selection
 from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, require
-from dape_jax.files import json_digest, read_json, sync_directory
+from dape_jax.errors import InputError, os_errors, require
+from dape_jax.files import json_digest, parse_json, read_json, sync_directory, waiting_lock
+from dape_jax.storage import errors
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +158,9 @@ def load_corpus(config: DataConfig) -> Corpus:
             one than the prepared corpus's, or a damaged store.
     """
     path = Path(os.path.expanduser(config.path))
+    cache = Path(os.path.abspath(os.path.expanduser(config.cache_dir)))
+    if corpus.is_remote(config.path) and (found := prepared_stores(config.path)):
+        path = local_copy(config.path, found, cache)
     if config.path != corpus.STDLIB and _is_prepared(path):
         loaded = open_corpus(path)
         name, given = loaded.train.sidecar.tokenizer, config.tokenizer
@@ -172,7 +179,7 @@ def load_corpus(config: DataConfig) -> Corpus:
     # Paths count because archives unpack with equal times: two corpora could agree in everything else.
     inputs = [(corpus.absolute(file.path), file.num_bytes, file.version) for file in files]
     fingerprint = json_digest([FORMAT_VERSION, tokenizer.name, dataclasses.asdict(selection), inputs])
-    directory = Path(os.path.abspath(os.path.expanduser(config.cache_dir)), fingerprint[:16])
+    directory = cache / fingerprint[:16]
     if not os.path.exists(directory):
         _build(config, files, selection, tokenizer, fingerprint, directory)
     try:
@@ -212,6 +219,85 @@ def _is_prepared(path: Path) -> bool:
         return False
 
 
+def prepared_stores(url: str) -> dict[str, Sidecar]:
+    """Return the sidecars of the two stores at a URL, or {} if there is no prepared corpus.
+
+    Raises:
+        InputError: the URL cannot be read, or a sidecar is damaged.
+    """
+    found = {}
+    with _reading(url):
+        system, root = fsspec.url_to_fs(url)
+        for split in SPLITS:
+            try:
+                file = f"{url}/{split}/{SIDECAR_FILE}"
+                content = system.cat_file(f"{root}/{split}/{SIDECAR_FILE}")
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            found[split] = _sidecar(file, parse_json(file, content))
+    return found
+
+
+def local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
+    """Return a local copy of the prepared corpus at a URL, cache/<16 hex digits of its digest>, made if missing.
+
+    Of the processes of a machine one copies and the others wait. A copy is compared with its digests before it gets its
+    name, so that name means a complete one.
+
+    Raises:
+        InputError: the URL cannot be read, the copy differs from its digest, or the cache is full or not writable.
+    """
+    digest = hashlib.sha256(f"{sidecars['train'].digest} {sidecars['validation'].digest}".encode()).hexdigest()
+    directory = cache / digest[:16]
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with waiting_lock(cache / f".{directory.name}.lock"):
+            if not directory.exists():
+                temporary = cache / f".tmp-{directory.name}-{uuid.uuid4().hex}"
+                try:
+                    _copy(url, temporary)
+                    copied = open_corpus(temporary)
+                    copied.train.verify()
+                    copied.validation.verify()
+                    temporary.rename(directory)
+                    sync_directory(cache)
+                finally:
+                    shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"data.cache_dir = {str(cache)!r}: cannot be written to: {error}") from error
+    return directory
+
+
+def _copy(url: str, target: Path) -> None:
+    """Copy the files of a corpus, if there is space for them."""
+    with _reading(url):
+        system, root = fsspec.url_to_fs(url)
+        sizes = {name: info["size"] for name, info in system.find(root, detail=True).items() if info["size"]}
+    free = shutil.disk_usage(target.parent).free
+    message = f"has {sum(sizes.values()) / 1e6:,.1f} MB, but {target.parent} has {free / 1e6:,.1f} MB free"
+    require(sum(sizes.values()) < free, "data.path", url, message)
+    with progress(sum(sizes.values()), f"copying {url}", 0) as bar:
+        for name in sizes:
+            file = target / name.removeprefix(root).lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with _reading(url):
+                source = system.open(name, "rb")
+            with source, file.open("wb") as copied:
+                while True:
+                    with _reading(url):
+                        block = source.read(_DIGEST_BYTES)
+                    if not block:
+                        break
+                    copied.write(block)
+                    bar.update(len(block))
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[None]:
+    with os_errors("data.path", url, "cannot be read"), errors():
+        yield
+
+
 def open_store(directory: Path) -> TokenStore:
     """Map a store on disk. Everything is checked except the tokens themselves, which `verify` reads.
 
@@ -248,7 +334,10 @@ def open_store(directory: Path) -> TokenStore:
 
 
 def _read_sidecar(file: Path) -> Sidecar:
-    content = read_json(file)
+    return _sidecar(str(file), read_json(file))
+
+
+def _sidecar(file: str, content: dict[str, Any]) -> Sidecar:
     fields = get_type_hints(Sidecar)
     require(content.keys() == fields.keys(), f"{file}: fields", sorted(content), f"{sorted(fields)}")
     for name, kind in fields.items():

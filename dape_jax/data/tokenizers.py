@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from jaxtyping import Integer, UInt
 
 from dape_jax.errors import InputError, require
 from dape_jax.files import write_atomically
+from dape_jax.storage import AnyPath, errors, exists, is_remote, to_path
 
 logger = logging.getLogger(__name__)
 
@@ -181,32 +181,33 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False
     if spec == Bytes.name:
         return Bytes()
     where = f"{field} = {spec!r}"
-    if "\0" in spec or not os.path.exists(os.path.expanduser(spec)):
+    file = to_path(os.path.expanduser(spec), field)
+    if "\0" in spec or not (exists(file) if is_remote(file) else os.path.exists(file)):
         raise InputError(f"{where}: must be {Bytes.name!r}, or the path of a Hugging Face {TOKENIZER_FILE} that exists")
-    tokenizer = _read(Path(os.path.expanduser(spec)), where)
+    tokenizer = _read(file, where)
     if tokenizer.loss is not None and not lossy:
         raise InputError(f"{where}: loses text, which only `prepare --lossy` accepts: {tokenizer.loss}")
     return tokenizer
 
 
-def saved_tokenizer(directory: Path) -> Tokenizer:
+def saved_tokenizer(directory: AnyPath) -> Tokenizer:
     """Return the tokenizer of a store or a run: the tokenizer.json in its directory, or bytes if there is none.
 
     Raises:
         InputError: the file is damaged.
     """
     file = directory / TOKENIZER_FILE
-    return _read(file, str(file)) if os.path.lexists(file) else Bytes()
+    return _read(file, str(file)) if exists(file) else Bytes()
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
     """Write a tokenizer for `saved_tokenizer`, atomically; bytes need no file.
 
     Raises:
         InputError: the directory cannot be made or written to, or holds another tokenizer.
     """
     file = directory / TOKENIZER_FILE
-    if os.path.lexists(file):
+    if exists(file):
         found = saved_tokenizer(directory).name
         require(found == tokenizer.name, str(file), found, f"is in the way of the tokenizer {tokenizer.name}")
     elif isinstance(tokenizer, Bpe):
@@ -297,9 +298,9 @@ def _pieces(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _read(file: Path, where: str) -> Bpe:
+def _read(file: AnyPath, where: str) -> Bpe:
     try:
-        with open(file, "rb") as opened:
+        with errors(), file.open("rb") as opened:
             data = opened.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error}") from error

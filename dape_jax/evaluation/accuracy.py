@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +38,7 @@ from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
+from dape_jax.storage import AnyPath
 from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import abstract_params, positions_of
 
@@ -56,11 +56,11 @@ class TaskOptions(Options):
 
 
 def evaluate_tasks(
-    workdirs: Sequence[Path],
+    workdirs: Sequence[AnyPath],
     options: TaskOptions = TaskOptions(),
     *,
     mesh: MeshConfig | None = None,
-    output: Path | None = None,
+    output: AnyPath | None = None,
     show: report.Show | None = None,
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.

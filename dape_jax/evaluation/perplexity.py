@@ -20,7 +20,6 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,6 +49,7 @@ from dape_jax.model.positions import STRETCHES, Rope
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
+from dape_jax.storage import AnyPath
 from dape_jax.training.step import abstract_params, make_nll_step
 
 logger = logging.getLogger(__name__)
@@ -104,11 +104,11 @@ class PerplexityOptions(Options):
 
 
 def evaluate(
-    workdirs: Sequence[Path],
+    workdirs: Sequence[AnyPath],
     options: PerplexityOptions = PerplexityOptions(),
     *,
     mesh: MeshConfig | None = None,
-    output: Path | None = None,
+    output: AnyPath | None = None,
     show: report.Show | None = None,
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison: `lengths.*`, `delta.*` or `positions.*`.

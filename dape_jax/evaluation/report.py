@@ -13,16 +13,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.typing import ColorType
 
-from dape_jax.errors import os_errors
+from dape_jax.errors import InputError, os_errors
 from dape_jax.files import write_atomically
 from dape_jax.provenance import provenance
+from dape_jax.storage import AnyPath, absolute, is_remote
 
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 Show = Callable[[str], object]  # prints a table
@@ -35,14 +35,14 @@ DRAWN_BELOW = 1e100  # numbers from here on are left out of figures: matplotlib 
 class ReportPaths:
     """Directory of a report, its table for the terminal, and the file of its figure, or None."""
 
-    directory: Path
+    directory: AnyPath
     table: str
-    figure: Path | None = None
+    figure: AnyPath | None = None
 
 
 def save(
     stem: str,
-    directory: Path,
+    directory: AnyPath,
     content: dict[str, Any],
     caption: str,
     rows: list[list[str]],
@@ -86,9 +86,18 @@ def json_values(value: Any) -> Any:
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def common_directory(workdirs: Sequence[Path]) -> Path:
-    """Return the default directory of results: the workdir, or the longest path common to all workdirs."""
-    return Path(os.path.commonpath([workdir.absolute() for workdir in workdirs]))
+def common_directory(workdirs: Sequence[AnyPath]) -> AnyPath:
+    """Return the default directory of results: the workdir, or the longest path common to all workdirs.
+
+    Raises:
+        InputError: they have nothing in common: some are local, or in another bucket.
+    """
+    first, *others = map(absolute, workdirs)
+    lineages = [{os.fspath(each), *map(os.fspath, each.parents)} for each in others]
+    common = next((up for up in (first, *first.parents) if all(os.fspath(up) in each for each in lineages)), None)
+    if common is None or (is_remote(first) and not is_remote(common)):
+        raise InputError(f"workdir = {list(map(str, workdirs))}: have no directory in common; give --output")
+    return common
 
 
 def text_table(caption: str, rows: list[list[str]]) -> str:
@@ -121,7 +130,7 @@ def with_interval(result: dict[str, Any], field: str) -> str:
 # ---- perplexity by length
 
 
-def write_perplexity(results: Results, directory: Path, show: Show | None = None) -> ReportPaths:
+def write_perplexity(results: Results, directory: AnyPath, show: Show | None = None) -> ReportPaths:
     """Write perplexity by length to `lengths.*`: a row for each model, a column for each length, as in the paper."""
     last_tokens, lengths = results[0]["last_tokens"], results[0]["lengths"]
     fewer = ", ".join(f"{each['num_tokens']:,} at {each['length']}" for each in lengths if each["length"] < last_tokens)
@@ -143,7 +152,7 @@ def write_perplexity(results: Results, directory: Path, show: Show | None = None
 # ---- gain from context
 
 
-def write_delta(results: Results, directory: Path, show: Show | None = None) -> ReportPaths:
+def write_delta(results: Results, directory: AnyPath, show: Show | None = None) -> ReportPaths:
     """Write the gain from context to `delta.*`: a column for each model, as in table 1 of the paper."""
     train_length, longest = results[0]["train_length"], results[0]["lengths"][-1]
     caption = (
@@ -171,7 +180,7 @@ def write_delta(results: Results, directory: Path, show: Show | None = None) -> 
 # ---- loss by position
 
 
-def write_positions(results: Results, directory: Path, show: Show | None = None) -> ReportPaths:
+def write_positions(results: Results, directory: AnyPath, show: Show | None = None) -> ReportPaths:
     """Write loss by position to `positions.*`: a row for each model, and where it breaks."""
     first = results[0]["positions"]
     caption = (

@@ -9,7 +9,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -21,6 +20,7 @@ from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh
+from dape_jax.storage import AnyPath, absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
@@ -51,7 +51,7 @@ class Options:
 class TrainedModel(Generic[AnyRunConfig]):
     """Description of a checkpoint, read before its parameters."""
 
-    workdir: Path
+    workdir: AnyPath
     step: int
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
@@ -61,7 +61,7 @@ class TrainedModel(Generic[AnyRunConfig]):
     @property
     def name(self) -> str:
         """Return the last part of the workdir's absolute path, which names the model in tables and figures."""
-        return self.workdir.absolute().name
+        return absolute(self.workdir).name
 
     @property
     def label(self) -> str:
@@ -69,7 +69,7 @@ class TrainedModel(Generic[AnyRunConfig]):
         return f"{self.run.data.task}/{self.name}" if isinstance(self.run, TaskRunConfig) else self.name
 
 
-def are_algorithmic(workdirs: list[Path]) -> bool:
+def are_algorithmic(workdirs: list[AnyPath]) -> bool:
     """Return whether the runs are on algorithmic tasks; a workdir without a run counts as a language model.
 
     Raises:
@@ -86,7 +86,7 @@ def are_algorithmic(workdirs: list[Path]) -> bool:
 
 
 def read_trained(
-    workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
+    workdir: AnyPath, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
 ) -> TrainedModel[RunConfig]:
     """Read the description of a checkpoint of a language model.
 
@@ -104,14 +104,14 @@ def read_trained(
 
 
 def read_trained_on_task(
-    workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
+    workdir: AnyPath, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
 ) -> TrainedModel[TaskRunConfig]:
     """Read the description of a checkpoint of a model of an algorithmic task; see `read_trained`."""
     return _read(TaskRunConfig, workdir, step, overrides, mesh)
 
 
 def _read(
-    config: type[AnyRunConfig], workdir: Path, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
+    config: type[AnyRunConfig], workdir: AnyPath, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
 ) -> TrainedModel[AnyRunConfig]:
     with _reading(workdir):
         number, saved = checkpoint.restore_config(workdir, step)
@@ -124,13 +124,13 @@ def _read(
     return TrainedModel(workdir, number, run, saved["data_digest"], mesh, step)
 
 
-def _reading(workdir: Path) -> contextlib.AbstractContextManager[None]:
+def _reading(workdir: AnyPath) -> contextlib.AbstractContextManager[None]:
     return os_errors("workdir", str(workdir), "cannot be read")
 
 
 def read_models(
-    read: Callable[[Path, str, dict[str, Any], MeshConfig | None], TrainedModel[AnyRunConfig]],
-    workdirs: Sequence[Path],
+    read: Callable[[AnyPath, str, dict[str, Any], MeshConfig | None], TrainedModel[AnyRunConfig]],
+    workdirs: Sequence[AnyPath],
     options: Options,
     mesh: MeshConfig | None,
     *overrides: str,

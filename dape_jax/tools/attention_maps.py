@@ -22,8 +22,8 @@ length.
 import dataclasses
 import functools
 import html
+import io
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,8 +41,9 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
 from dape_jax.errors import InputError, os_errors, require
+from dape_jax.evaluation.report import json_values
 from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore, validation_corpus
-from dape_jax.files import write_json
+from dape_jax.files import read_bytes, write_atomically, write_json
 from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
@@ -50,6 +51,7 @@ from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Block, SelfAttention, model_structure
 from dape_jax.provenance import make_results_directory, provenance
+from dape_jax.storage import AnyPath, exists, to_path
 
 JSON_FILE = "attention_maps.json"
 MAX_CELLS = 512  # along one side of a map
@@ -57,8 +59,8 @@ HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the proce
 
 
 def attention_maps(
-    workdir: Path, *, length: int, text: Path | None = None, step: str = "newest", output: Path | None = None
-) -> Path:
+    workdir: AnyPath, *, length: int, text: AnyPath | None = None, step: str = "newest", output: AnyPath | None = None
+) -> AnyPath:
     """Draw the maps of every layer and head of a trained model; `Flags` describes the arguments.
 
     Returns:
@@ -72,7 +74,7 @@ def attention_maps(
     if output is None:
         output = workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     page = output / "index.html"
-    require(not page.exists(), "output", str(output), "has an index.html already; delete it or choose another --output")
+    require(not exists(page), "output", str(output), "has an index.html already; delete it or choose another --output")
     tokens_T, source = read_tokens(trained, length, text)
     make_results_directory(output)
 
@@ -100,7 +102,9 @@ def attention_maps(
         figure_file = f"layer-{layer:02}.png"
         figure = draw(cells, cell_size * len(cells["scores"][0]), title)
         with os_errors("output", str(output), "cannot be written to"):
-            figure.savefig(output / figure_file, dpi=150)
+            image = io.BytesIO()
+            figure.savefig(image, dpi=150)
+            write_atomically(output / figure_file, image.getvalue())
         heads = [
             {map_name: {key: float(values[head]) for key, values in stats[map_name].items()} for map_name in cells}
             for head in range(config.num_heads)
@@ -120,12 +124,14 @@ def attention_maps(
         "layers": layers,
     } | provenance("flax", "matplotlib")
     with os_errors("output", str(output), "cannot be written to"):
-        write_json(output / JSON_FILE, content)
-        page.write_text(index_page(content), encoding="utf-8")  # last, so that a page implies that all files exist
+        write_json(output / JSON_FILE, json_values(content))
+        write_atomically(page, index_page(content).encode())  # last, so that a page implies that all files exist
     return page
 
 
-def read_tokens(trained: TrainedModel, length: int, text: Path | None) -> tuple[Int[np.ndarray, "T"], dict[str, str]]:
+def read_tokens(
+    trained: TrainedModel, length: int, text: AnyPath | None
+) -> tuple[Int[np.ndarray, "T"], dict[str, str]]:
     """Return the tokens to read, and their source and beginning for the record.
 
     Raises:
@@ -134,7 +140,7 @@ def read_tokens(trained: TrainedModel, length: int, text: Path | None) -> tuple[
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
         try:
-            tokens = tokenizer.encode(text.read_bytes())
+            tokens = tokenizer.encode(read_bytes(text))
         except OSError as error:
             raise InputError(f"text = {str(text)!r}: cannot be read: {error}") from error
         require(tokens.size >= length, "text", str(text), f"has {tokens.size} tokens; must have --length={length}")
@@ -310,8 +316,11 @@ class Flags:
 def main(_: list[str]) -> None:
     """Parse flags and draw the maps."""
     given = from_flags(Flags)
-    text, output = (Path(path) if path else None for path in (given.text, given.output))
-    page = attention_maps(Path(given.workdir), length=given.length, text=text, step=given.step, output=output)
+    text = to_path(given.text, "--text") if given.text else None
+    output = to_path(given.output, "--output") if given.output else None
+    page = attention_maps(
+        to_path(given.workdir, "--workdir"), length=given.length, text=text, step=given.step, output=output
+    )
     print(f"\npage: {page}")
 
 

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -41,11 +40,12 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, os_errors, printable, require
 from dape_jax.evaluation.trained import STEP_HELP, read_trained, restore
-from dape_jax.files import write_json
+from dape_jax.files import read_bytes, write_json
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import BATCH
+from dape_jax.storage import AnyPath, absolute, exists, to_path
 
 # Rows per prefill step. The length of a cache is a multiple of it, so that prompts of many lengths share a program.
 CHUNK = 64
@@ -269,14 +269,14 @@ def show(output: str) -> None:
 
 
 def complete(
-    workdir: Path,
+    workdir: AnyPath,
     prompts: Sequence[bytes],
     *,
     max_new_tokens: int,
     sampling: Sampling,
     seed: int = 0,
     step: str = "newest",
-    output: Path | None = None,
+    output: AnyPath | None = None,
 ) -> list[str]:
     """Continue prompts with a trained model; print the completions and optionally save them.
 
@@ -292,14 +292,14 @@ def complete(
     """
     require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
     if output is not None:
-        require(not output.exists(), "output", str(output), "must not exist yet")
+        require(not exists(output), "output", str(output), "must not exist yet")
     trained = read_trained(workdir, step, {})
     check(trained.run.model, max_new_tokens, seed)
     tokenizer = saved_tokenizer(workdir)
     end_token = tokenizer.end_of_document
     ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
     if output is not None:
-        make_results_directory(output.absolute().parent)
+        make_results_directory(absolute(output).parent)
     mesh, params = restore(trained)
     stream = generate(
         trained.run.model,
@@ -373,19 +373,19 @@ def main(_: list[str]) -> None:
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
     if given.prompt_file is not None:
         try:
-            prompts.append(Path(given.prompt_file).read_bytes())
+            prompts.append(read_bytes(to_path(given.prompt_file, "--prompt_file")))
         except OSError as error:
             raise InputError(f"--prompt_file = {given.prompt_file!r}: cannot be read: {error}") from error
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
     complete(
-        Path(given.workdir),
+        to_path(given.workdir, "--workdir"),
         prompts,
         max_new_tokens=given.max_new_tokens,
         sampling=Sampling(0.0 if given.greedy else given.temperature, given.top_k or None, given.top_p),
         seed=given.seed,
         step=given.step,
-        output=Path(given.output) if given.output else None,
+        output=to_path(given.output, "--output") if given.output else None,
     )
 
 

@@ -24,7 +24,6 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -41,6 +40,7 @@ from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.provenance import provenance
+from dape_jax.storage import AnyPath, to_path
 from dape_jax.tools.generate import Sampling, TextStream, check, generate
 
 try:
@@ -185,7 +185,7 @@ class DapeLM(TemplateLM):
 
     def __init__(
         self,
-        workdir: str | Path,
+        workdir: str | AnyPath,
         step: str | int = "newest",
         max_length: int | None = None,
         batch_size: int | str | None = None,
@@ -208,7 +208,7 @@ class DapeLM(TemplateLM):
             InputError: a missing checkpoint or a bad number, before any parameter is read.
         """
         super().__init__()
-        self.info = read_trained(Path(workdir), str(step), {})
+        self.info = read_trained(to_path(str(workdir), "workdir"), str(step), {})
         self.max_length = max(self.info.run.evaluation.lengths) if max_length is None else max_length
         require(self.max_length > 0, "max_length", self.max_length, "must be positive")
         is_number = str(batch_size).isdecimal() and int(str(batch_size)) > 0

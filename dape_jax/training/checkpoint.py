@@ -32,13 +32,15 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dape_jax.distributed import first_fault, process_zero_only
 from dape_jax.errors import InputError, describe, require
-from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
+from dape_jax.files import exclusive_lock, json_digest, read_bytes, read_json, write_json
 from dape_jax.model.transformer import Params
+from dape_jax.storage import AnyPath, absolute, errors, exists, is_of_network, is_remote, lease, names
 from dape_jax.training.step import TrainState
 
 CONFIG_FILE = "config.json"
 LOCK_FILE = "run.lock"
-_DELETED = "deleted"  # directory beside the steps, for steps that are being deleted
+_DELETED = "deleted"  # directory beside the steps, for steps that are being deleted; not in a bucket, see `_Manager`
+_COMPLETE = "commit_success.txt"  # Orbax writes it last to a step in a bucket, where nothing can be renamed
 # Errors of a machine, its network or its permissions, which say nothing about the checkpoint.
 _OF_THE_MACHINE = (
     errno.EACCES,
@@ -72,18 +74,21 @@ class DamagedError(Exception):
 
 
 @contextlib.contextmanager
-def run_lock(workdir: Path) -> Iterator[None]:
+def run_lock(workdir: AnyPath) -> Iterator[None]:
     """Hold an exclusive lock on `workdir`, creating it if missing. Process 0 holds it for all processes.
+
+    In a bucket it is a lease; see `storage.lease`.
 
     Raises:
         InputError: another run holds the lock, or the directory cannot be written to.
     """
+    held = lease(workdir, "workdir", LOCK_FILE) if is_remote(workdir) else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
-        process_zero_only(lambda: stack.enter_context(exclusive_lock(workdir, "workdir", LOCK_FILE)))
+        process_zero_only(lambda: stack.enter_context(held))
         yield
 
 
-def write_config(workdir: Path, config: dict[str, Any]) -> None:
+def write_config(workdir: AnyPath, config: dict[str, Any]) -> None:
     """Write the run's config, atomically.
 
     Raises:
@@ -95,7 +100,7 @@ def write_config(workdir: Path, config: dict[str, Any]) -> None:
         raise InputError(f"workdir = {str(workdir)!r}: cannot be written to: {error}") from error
 
 
-def read_config(workdir: Path) -> dict[str, Any] | None:
+def read_config(workdir: AnyPath) -> dict[str, Any] | None:
     """Return the config that a run wrote to its directory, or None if there is no run.
 
     Each checkpoint has a copy. If the file is missing or damaged, that of the newest intact one is returned.
@@ -119,7 +124,7 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
     return config
 
 
-def read_config_file(workdir: Path) -> dict[str, Any]:
+def read_config_file(workdir: AnyPath) -> dict[str, Any]:
     """Return the content of the config's file.
 
     Raises:
@@ -127,25 +132,28 @@ def read_config_file(workdir: Path) -> dict[str, Any]:
         OSError: the file is missing, or may not be read.
     """
     file = workdir / CONFIG_FILE
-    file.open("rb").close()
+    read_bytes(file)  # which tells a file that is missing from one that is damaged
     config = read_json(file)
     _require_record(config, workdir, str(file))
     return config
 
 
-def _require_record(record: dict[str, Any], workdir: Path, source: str) -> None:
+def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> None:
     is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
     require(is_record, "workdir", str(workdir), f"{source} was not written by train.py")
 
 
-def require_space(workdir: Path, state: TrainState) -> None:
+def require_space(workdir: AnyPath, state: TrainState) -> None:
     """Raise `InputError` unless the file system has space for a checkpoint of this state.
 
-    Files of unfinished saves and deletions count as free: they are removed before the next save.
+    Files of unfinished saves and deletions count as free: they are removed before the next save. A bucket has space.
     """
 
     def check() -> None:
-        entries = _directory(workdir).iterdir() if _directory(workdir).is_dir() else ()
+        if is_remote(workdir):
+            return
+        steps = workdir / "checkpoints"
+        entries = [steps / name for name in names(steps)]
         removed = [file for entry in entries if not entry.name.isdecimal() for file in entry.rglob("*")]
         free = shutil.disk_usage(workdir).free + sum(file.stat().st_size for file in removed if file.is_file())
         num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -155,16 +163,17 @@ def require_space(workdir: Path, state: TrainState) -> None:
     process_zero_only(check)
 
 
-def _directory(workdir: Path) -> Path:
-    return workdir.absolute() / "checkpoints"
+def _directory(workdir: AnyPath) -> AnyPath:
+    return absolute(workdir) / "checkpoints"
 
 
-def step_names(workdir: Path) -> list[str]:
-    """Return the names of the saved steps, newest first. Unfinished saves have other names."""
-    if not _directory(workdir).is_dir():
-        return []
-    names = [entry.name for entry in _directory(workdir).iterdir() if entry.name.isdecimal()]
-    return sorted(names, key=lambda name: (int(name), name), reverse=True)
+def step_names(workdir: AnyPath) -> list[str]:
+    """Return the names of the saved steps, newest first. Unfinished saves have other names, or are not complete."""
+    directory = _directory(workdir)
+    found = [name for name in names(directory) if name.isdecimal()]
+    if is_remote(directory):
+        found = [name for name in found if exists(directory / name / _COMPLETE)]
+    return sorted(found, key=lambda name: (int(name), name), reverse=True)
 
 
 # ---- digests
@@ -216,9 +225,12 @@ def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, with one-line errors for failed saves and deletion by rename."""
+    """Orbax's manager, with one-line errors for failed saves, and deletion at once: a reader sees a step or none of it.
 
-    def __init__(self, workdir: Path, max_to_keep: int):
+    A local step is renamed, and then deleted. In a bucket the file that makes it complete is deleted first.
+    """
+
+    def __init__(self, workdir: AnyPath, max_to_keep: int):
         """Open the checkpoints of a run, creating their directory if missing.
 
         Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best, so a policy keeps the newest
@@ -238,23 +250,32 @@ class _Manager(ocp.CheckpointManager):
             best_fn=validation_nats,
             best_mode="min",
             cleanup_tmp_directories=True,
-            todelete_subdir=_DELETED,
+            todelete_subdir=None if is_remote(workdir) else _DELETED,
+            temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath if is_remote(workdir) else None,
         )
         items = ("params", "opt_state", "health", "data", "config", "digests")
         super().__init__(_directory(workdir), item_names=items, options=options)
         self._delete()  # what a killed process left
 
     def _delete(self) -> None:
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and not is_remote(self.workdir):
             shutil.rmtree(_directory(self.workdir) / _DELETED, ignore_errors=True)
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
-        """Rename the steps that are no longer kept, as Orbax does in its background thread, then delete them.
-
-        If they were deleted in place, a step would lack some of its files for a while.
-        """
-        super()._finalize(step, steps_to_remove)
-        self._delete()
+        """Take the steps away that are no longer kept, as Orbax does in its background thread, and delete them."""
+        if not is_remote(self.workdir):
+            super()._finalize(step, steps_to_remove)
+            self._delete()
+            return
+        super()._finalize(step, [])
+        for removed in steps_to_remove if jax.process_index() == 0 else []:
+            directory = _directory(self.workdir) / str(removed)
+            try:
+                with errors():
+                    (directory / _COMPLETE).unlink(missing_ok=True)
+                    directory.rmtree()
+            except OSError as error:  # what is left is deleted when the run is resumed
+                logger.warning("%s: cannot be deleted: %s", directory, describe(error))
 
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         """Start a save; see Orbax.
@@ -288,14 +309,14 @@ class _Manager(ocp.CheckpointManager):
     def _one_line_errors(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # TensorStore, which writes the arrays, raises ValueError
+        except Exception as error:  # TensorStore, which writes the arrays, raises ValueError
             number = _error_number(error)
-            if isinstance(error, InputError) or not (number or isinstance(error, OSError)):
+            if isinstance(error, InputError) or not (number or isinstance(error, OSError) or is_of_network(error)):
                 raise
+            reason = os.strerror(number) if number else " ".join(str(error).split())[:300]
             raise InputError(
-                f"workdir = {str(self.workdir)!r}: the checkpoint of step {self.saving} cannot be written: "
-                f"{os.strerror(number) if number else error}; earlier checkpoints are intact, and the same command "
-                "resumes from the newest"
+                f"workdir = {str(self.workdir)!r}: the checkpoint of step {self.saving} cannot be written: {reason}; "
+                "earlier checkpoints are intact, and the same command resumes from the newest"
             ) from error
 
 
@@ -305,7 +326,7 @@ def _error_number(error: BaseException) -> int | None:
     return int(code[1]) if code else getattr(error, "errno", None)
 
 
-def open_checkpoints(workdir: Path, max_to_keep: int) -> ocp.CheckpointManager:
+def open_checkpoints(workdir: AnyPath, max_to_keep: int) -> ocp.CheckpointManager:
     """Return the manager of a run's checkpoints. Call `close()` on it: saves run in the background until then."""
     return _Manager(workdir, max_to_keep)
 
@@ -345,7 +366,7 @@ def save(
 # ---- restoring
 
 
-def restore_newest(workdir: Path, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Read the newest intact step, and move the damaged ones to `damaged/`.
 
     Call it before `open_checkpoints`. Of the steps before the newest intact one, only the JSON items are read.
@@ -376,17 +397,19 @@ def restore_newest(workdir: Path, abstract: TrainState) -> tuple[int, TrainState
 
     def move_damaged() -> None:
         for name, fault in faults.items():
-            (workdir / "damaged").mkdir(exist_ok=True)
-            names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-            target = next(target for target in map((workdir / "damaged").joinpath, names) if not target.exists())
-            (_directory(workdir) / name).rename(target)
+            damaged = workdir / "damaged"
+            with errors():
+                damaged.mkdir(exist_ok=True)
+                free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+                target = damaged / next(each for each in free if each not in names(damaged))
+                (_directory(workdir) / name).rename(target)
             logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
 
     process_zero_only(move_damaged)
     return found
 
 
-def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str, Any]]:
+def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[str, Any]]:
     """Return a step's number and the config saved with it, from which an evaluator rebuilds the model.
 
     `which` is "newest", "best" (the lowest validation loss) or a number. The first two skip steps whose config or
@@ -395,13 +418,14 @@ def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str,
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
     """
-    require(_directory(workdir).is_dir(), "workdir", str(workdir), "must be a directory written by train.py")
-    names = step_names(workdir)
-    require(bool(names), "workdir", str(workdir), "has no checkpoint yet")
-    allowed = ["newest", "best", *reversed(names)]
+    is_run = exists(_directory(workdir)) or exists(workdir / CONFIG_FILE)
+    require(is_run, "workdir", str(workdir), "must be a directory written by train.py")
+    steps = step_names(workdir)
+    require(bool(steps), "workdir", str(workdir), "has no checkpoint yet")
+    allowed = ["newest", "best", *reversed(steps)]
     require(which in allowed, "step", which, f"must be one of {allowed} in {workdir}")
     intact: dict[str, dict[str, Any]] = {}
-    for name in names if which in ("newest", "best") else [which]:
+    for name in steps if which in ("newest", "best") else [which]:
         try:
             intact[name] = _read(workdir, name, config=ocp.args.JsonRestore())
         except DamagedError as error:
@@ -411,7 +435,7 @@ def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str,
         else:
             if which != "best":
                 break
-    if not intact and step_names(workdir) != names:  # a training run has deleted these meanwhile
+    if not intact and step_names(workdir) != steps:  # a training run has deleted these meanwhile
         return restore_config(workdir, which)
     require(bool(intact), "workdir", str(workdir), "all of its checkpoints are damaged")
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}
@@ -419,7 +443,7 @@ def restore_config(workdir: Path, which: str = "newest") -> tuple[int, dict[str,
     return int(name), intact[name]["config"]
 
 
-def restore_params(workdir: Path, step: int, abstract: Params) -> Params:
+def restore_params(workdir: AnyPath, step: int, abstract: Params) -> Params:
     """Read the parameters of a step, and nothing else, with the shardings of `abstract`.
 
     Raises:
@@ -432,8 +456,13 @@ def restore_params(workdir: Path, step: int, abstract: Params) -> Params:
         raise InputError(f"step = '{step}': {error}" + (f"; other steps are {others}" if others else "")) from error
 
 
-def _why_unreadable(step: Path) -> str:
-    """Return which file of a step the machine does not let us read, and why; or "" if there is none."""
+def _why_unreadable(step: AnyPath) -> str:
+    """Return which file of a step the machine does not let us read, and why; or "" if there is none.
+
+    Of a bucket, the errors themselves say so.
+    """
+    if is_remote(step):
+        return ""
 
     def fail(error: OSError) -> None:
         raise error
@@ -448,7 +477,7 @@ def _why_unreadable(step: Path) -> str:
     return ""
 
 
-def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
+def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
     """Return items of a step, and its metrics if it has any, after comparing them with the step's digests.
 
     Raises:
@@ -466,7 +495,7 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
             args = ocp.args.Composite(**items, digests=ocp.args.JsonRestore())
             restored = dict(reader.restore(step, args=args).items())
-        if (step / "metrics").exists():  # which Orbax's manager writes, and reads when it is opened
+        if exists(step / "metrics" / "metrics"):  # which Orbax's manager writes, and reads when it is opened
             restored["metrics"] = read_json(step / "metrics" / "metrics")
         require(isinstance(restored["digests"], dict), f"{step}/digests", restored["digests"], "must be a JSON object")
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -474,22 +503,25 @@ def _read(workdir: Path, name: str, **items: Any) -> dict[str, Any]:
     except InputError as error:
         fault = str(error)
     except Exception as error:  # Orbax and TensorStore raise many types; the first error of the chain is specific
-        while error.__cause__ is not None:
-            error = error.__cause__
-        if (number := _error_number(error)) in _OF_THE_MACHINE:
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__) is not None:
+            chain.append(cause)
+        if (number := _error_number(chain[-1])) in _OF_THE_MACHINE:
             unreadable = f"{step}: cannot be read now: {os.strerror(number)}"
+        elif any(map(is_of_network, chain)) and not any(isinstance(each, FileNotFoundError) for each in chain):
+            unreadable = f"{step}: cannot be read now: {' '.join(str(chain[-1]).split())[:300]}"
         else:
-            fault = f"{step}: cannot be read: {' '.join(str(error).split())[:300]}"
+            fault = f"{step}: cannot be read: {' '.join(str(chain[-1]).split())[:300]}"
     if fault and not unreadable:  # Orbax takes what it may not read for missing
         unreadable = _why_unreadable(step)
     if unreadable := first_fault(unreadable):
         raise InputError(unreadable)
     if fault := first_fault(fault):
         raise DamagedError(fault)
-    names = (*items, "metrics")
+    known = (*items, "metrics")
     if restored["digests"].get("step") not in (None, json_digest(int(name))):  # None: of an older version
         raise DamagedError(f"{step}: was saved as another step")
-    saved = {path: digest for path, digest in restored.pop("digests").items() if path.split("/")[0] in names}
+    saved = {path: digest for path, digest in restored.pop("digests").items() if path.split("/")[0] in known}
     arrays = {item: restored[item] for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)}
     found = {item: json_digest(value) for item, value in restored.items() if item not in arrays} | leaf_digests(arrays)
     if wrong := sorted(path for path in saved.keys() | found.keys() if saved.get(path) != found.get(path)):

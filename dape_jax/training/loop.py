@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from dape_jax.distributed import PreemptionGuard, process_zero_only, require_sam
 from dape_jax.errors import InputError, StoppedError
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.storage import AnyPath
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.metrics import MetricLogger
@@ -35,7 +35,7 @@ from dape_jax.training.step import (
 logger = logging.getLogger(__name__)
 
 
-def train(spec: dict[str, Any], workdir: Path) -> None:
+def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
 
     1. It holds no config: start a new run.
@@ -128,7 +128,7 @@ def train(spec: dict[str, Any], workdir: Path) -> None:
                     raise StoppedError(f"stopped by SIGTERM after step {step}, saved; the same command resumes")
 
 
-def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
     """Write the run's config and tokenizer to `workdir`, or compare the config with the one there.
 
     A config that is missing or damaged is written again.
@@ -147,7 +147,7 @@ def write_or_compare(workdir: Path, record: dict[str, Any], tokenizer: Tokenizer
             checkpoint.write_config(workdir, saved)
 
 
-def refuse_other_config(workdir: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
+def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
     if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
         raise InputError(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import math
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from tqdm import tqdm
 
 from dape_jax.config import RunConfig, TaskRunConfig
 from dape_jax.errors import NonFiniteError, describe
-from dape_jax.files import write_atomically
+from dape_jax.files import read_bytes, write_atomically
 from dape_jax.hardware import mfu
 from dape_jax.planning.flops import model_flops_per_token
+from dape_jax.storage import AnyPath, is_remote
 from dape_jax.training.optimizer import make_schedule
 
 logger = logging.getLogger(__name__)
 
 SKIPPED_FILE = "skipped.jsonl"
+_UPLOAD_SECONDS = 60.0  # between two files of TensorBoard's events in a bucket
 
 
 class MetricLogger:
@@ -33,7 +36,7 @@ class MetricLogger:
     The metrics of a step are fetched after the next step was dispatched, so that the device never waits for the host.
     """
 
-    def __init__(self, workdir: Path, run: RunConfig | TaskRunConfig, start: int):
+    def __init__(self, workdir: AnyPath, run: RunConfig | TaskRunConfig, start: int):
         """Open the files of a run that starts after step `start`."""
         # Computed here for all steps: a device computation between steps would wait for the running step.
         schedule = make_schedule(run.optimizer, run.train.num_steps)
@@ -43,13 +46,11 @@ class MetricLogger:
         if isinstance(run, RunConfig):
             self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
         self.is_first = jax.process_index() == 0
-        # SummaryWriter is not used: its thread dies when the disk is full, and the run then waits for it forever.
-        self.events: EventsWriter | None = None
+        self.events: _Events | None = None
         if self.is_first:
             self._drop_skipped_after(start)
             try:
-                (workdir / "tensorboard").mkdir(exist_ok=True)
-                self.events = EventsWriter(str(workdir / "tensorboard" / "events"))
+                self.events = _Events(workdir / "tensorboard")
             except OSError as error:
                 logger.warning("TensorBoard's scalars are not written: %s", describe(error))
             # TensorBoard drops events of steps after `start`, which will be repeated.
@@ -139,10 +140,9 @@ class MetricLogger:
         # JSON has no infinity and no NaN; they are written as strings.
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         try:
-            with (self.workdir / SKIPPED_FILE).open("a") as file:
-                file.write(json.dumps({"step": step, "reason": reason} | numbers) + "\n")
+            _append(self.workdir / SKIPPED_FILE, json.dumps({"step": step, "reason": reason} | numbers) + "\n")
         except OSError as error:
-            logger.warning("%s: cannot be written to: %s", self.workdir / SKIPPED_FILE, error)
+            logger.warning("%s: cannot be written to: %s", self.workdir / SKIPPED_FILE, describe(error))
 
     def _drop_skipped_after(self, start: int) -> None:
         """Remove the lines of `skipped.jsonl` for steps after `start`, which will be repeated.
@@ -151,7 +151,7 @@ class MetricLogger:
         """
         file = self.workdir / SKIPPED_FILE
         try:
-            lines = file.read_bytes().splitlines(keepends=True)
+            lines = read_bytes(file).splitlines(keepends=True)
             kept = [line for line in lines if (step := _step_of(line)) is not None and step <= start]
             write_atomically(file, b"".join(kept))
         except FileNotFoundError:
@@ -172,10 +172,9 @@ class MetricLogger:
             return
         event.wall_time = time.time()
         try:
-            self.events.write_event(event)
-            self.events.flush()
+            self.events.write(event)
         except OSError as error:
-            logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, error)
+            logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, describe(error))
             self._close_events()
 
     def _close_events(self) -> None:
@@ -183,6 +182,67 @@ class MetricLogger:
             if self.events is not None:
                 self.events.close()
         self.events = None
+
+
+class _Events:
+    """TensorBoard's files of events, in a directory of the workdir.
+
+    Nothing can be appended to an object in a bucket: there, the events of each minute are a file of their own, which
+    TensorBoard reads one after the other.
+    """
+
+    def __init__(self, directory: AnyPath):
+        """Open a file; `close` it.
+
+        Raises:
+            OSError: it cannot be written to.
+        """
+        self.directory, self.num_files = directory, 0
+        self.staging = tempfile.TemporaryDirectory() if is_remote(directory) else None
+        if not is_remote(directory):
+            directory.mkdir(exist_ok=True)
+        self._open()
+
+    def _open(self) -> None:
+        # SummaryWriter is not used: its thread dies when the disk is full, and the run then waits for it forever.
+        prefix = str(self.directory / "events") if self.staging is None else f"{self.staging.name}/events"
+        self.writer, self.opened_at = EventsWriter(prefix, f".{self.num_files}"), time.monotonic()
+        self.num_files += 1
+
+    def write(self, event: Event) -> None:
+        """Append an event; see `__init__` for errors."""
+        self.writer.write_event(event)
+        self.writer.flush()
+        if self.staging is not None and time.monotonic() - self.opened_at > _UPLOAD_SECONDS:
+            self._upload()
+            self._open()
+
+    def _upload(self) -> None:
+        assert self.staging is not None
+        self.writer.close()
+        for file in Path(self.staging.name).iterdir():
+            write_atomically(self.directory / file.name, file.read_bytes())
+            file.unlink()
+
+    def close(self) -> None:
+        """Close the file; see `__init__` for errors."""
+        if self.staging is None:
+            self.writer.close()
+        else:
+            with self.staging:
+                self._upload()
+
+
+def _append(file: AnyPath, line: str) -> None:
+    """Append a line to a file, in a bucket by writing it again."""
+    if not is_remote(file):
+        with file.open("a") as opened:
+            opened.write(line)
+        return
+    content = b""
+    with contextlib.suppress(FileNotFoundError):
+        content = read_bytes(file)
+    write_atomically(file, content + line.encode())
 
 
 def _step_of(line: bytes) -> int | None:

@@ -1,0 +1,341 @@
+"""Paths in object storage, gs:// and s3://, beside local ones; and a lease that takes the place of a lock.
+
+A bucket has no rename, no appending and no locks. It has what is needed here instead: a write replaces an object at
+once or not at all, a read sees the last write, and a write can demand that the object is still the one that was seen.
+
+A local path is a `pathlib.Path`, one in a bucket an `epath.Path`. They have the same methods, but errors of the network
+become `OSError`s only inside `errors()`, and a listing that fails counts as empty outside of `names`.
+"""
+
+import contextlib
+import errno
+import functools
+import importlib.util
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import fsspec.asyn
+import fsspec.config
+from etils import epath
+from typing_extensions import TypeIs
+
+from dape_jax.errors import InputError, describe, require
+
+AnyPath = Path | epath.Path
+
+LEASE_SECONDS = 60.0  # a run that has not renewed its lease for this long stops
+_RENEW_SECONDS = 10.0
+_WATCH_SECONDS = 1.5 * LEASE_SECONDS  # a lease that was not renewed for this long is taken over
+_ANSWER_SECONDS = LEASE_SECONDS / 3  # to renew it
+_LOOK_SECONDS = 2.0  # between two looks at the lease of another run
+
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # of each scheme, for epath and fsspec
+_EXTRAS = {"gs": "gcs", "s3": "s3"}
+_LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests", "s3fs", "urllib3"}
+_TENSORSTORE_ERRORS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED")
+
+logger = logging.getLogger(__name__)
+
+
+# ---- paths
+
+
+def to_path(text: str, field: str) -> AnyPath:
+    """Return the path that a user gives: of the local file system, or gs://bucket/path, or s3://bucket/path.
+
+    Raises:
+        InputError: another scheme, a missing bucket, or a package that is not installed; it names the `field`.
+    """
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return Path(text)
+    require(scheme in _PACKAGES, field, text, "must be a local path, gs://bucket/path or s3://bucket/path")
+    require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")
+    package = _PACKAGES[scheme]
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{field} = {text!r}: needs the package {package}: pip install 'dape_jax[{_EXTRAS[scheme]}]'")
+    _prepare_libraries()
+    return epath.Path(text)
+
+
+def is_remote(path: AnyPath) -> TypeIs[epath.Path]:
+    """Return whether a path is in a bucket."""
+    return "://" in os.fspath(path)
+
+
+def absolute(path: AnyPath) -> AnyPath:
+    """Return a local path as an absolute one, and one in a bucket as it is."""
+    return path if is_remote(path) else path.absolute()
+
+
+def names(directory: AnyPath) -> list[str]:
+    """Return the names in a directory, or [] if there is no such directory.
+
+    Raises:
+        OSError: the directory cannot be read. (The `exists` and `is_dir` of a path in a bucket call that missing.)
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if not is_remote(directory):
+            return os.listdir(directory)
+        with errors():
+            system, path = fsspec.url_to_fs(os.fspath(directory))
+            entries = [entry.rstrip("/") for entry in system.ls(path, detail=False)]
+            return [os.path.basename(entry) for entry in entries if entry != path.rstrip("/")]
+    return []
+
+
+def exists(file: AnyPath) -> bool:
+    """Return whether a file is there; of a symbolic link, also if it leads nowhere.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
+    if not is_remote(file):
+        return os.path.lexists(file)
+    with errors():
+        system, path = fsspec.url_to_fs(os.fspath(file))
+        try:
+            return bool(system.info(path))
+        except FileNotFoundError:
+            return False
+
+
+@contextlib.contextmanager
+def errors() -> Iterator[None]:
+    """Raise `OSError` for what the libraries of object storage raise if the network or a permission is missing."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if is_of_network(error):
+            raise OSError(errno.EIO, " ".join(str(error).split())[:300] or type(error).__name__) from error
+        raise
+
+
+def is_of_network(error: BaseException) -> bool:
+    """Return whether an error says that a bucket could not be reached or used, not that an object is damaged."""
+    library = type(error).__module__.partition(".")[0]
+    is_of_tensorstore = isinstance(error, ValueError) and str(error).startswith(_TENSORSTORE_ERRORS)
+    return library in _LIBRARIES or is_of_tensorstore or isinstance(error, ConnectionError | TimeoutError)
+
+
+@functools.cache
+def _prepare_libraries() -> None:
+    """Set the libraries up for buckets, before their first use.
+
+    What is listed is never cached: another process may write there. Orbax knows TensorStore's driver of Google's
+    storage alone, and is taught that of S3's. gcsfs would ask, on every call, whether a bucket is of a kind that is not
+    used here. TensorStore has its own name for the address of a server that stands in for Google's.
+    """
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator)
+    for protocol in ("gs", "gcs", "s3"):
+        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
+    fsspec.config.conf["s3"].setdefault("config_kwargs", {"retries": {"mode": "standard", "max_attempts": 8}})
+
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    normalize, gcs_store = tensorstore_utils._normalize_path, gcs_utils.get_kvstore_for_gcs
+
+    def store(path: str) -> dict[str, Any]:
+        return _s3_store(path) if path.startswith("s3://") else gcs_store(path)
+
+    tensorstore_utils._normalize_path = lambda path: normalize(path).replace("s3:/", "s3://", 1)
+    tensorstore_utils._use_gcs_driver = lambda directory: directory.startswith(("gs://", "s3://"))
+    gcs_utils.get_kvstore_for_gcs = store
+
+
+def _s3_store(url: str) -> dict[str, Any]:
+    """Return TensorStore's description of a path in S3, with the settings that botocore takes from the environment."""
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    described: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
+    region = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION"))
+    described |= {"endpoint": endpoint} if endpoint else {}
+    described |= {"aws_region": region} if region else {}
+    # Otherwise it asks every other source of credentials first, and logs that they have none.
+    described |= {"aws_credentials": {"type": "environment"}} if "AWS_ACCESS_KEY_ID" in os.environ else {}
+    return described
+
+
+# ---- the lease
+
+
+class _ChangedError(Exception):
+    """An object is not the one that was seen."""
+
+
+@contextlib.contextmanager
+def lease(directory: epath.Path, field: str, name: str) -> Iterator[None]:
+    """Hold a lease on a directory in a bucket until the block ends: the object `name` in it, renewed by a thread.
+
+    The object is created, renewed and taken over only if it is the one that was seen last. A run that could not renew
+    it for `LEASE_SECONDS`, or that finds another's, ends at once, with status 1 and without saving. Nothing depends on
+    the clocks of two machines: who wants the lease of a run that was killed watches for `1.5 LEASE_SECONDS` that it is
+    not renewed. On the same machine a process that has ended is known to be dead.
+
+    Raises:
+        InputError: another run holds it, or the directory cannot be written to.
+    """
+    try:
+        with errors():
+            held = _Lease(directory / name)
+            held.acquire(field)
+    except OSError as error:
+        raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {describe(error)}") from error
+    ended = threading.Event()
+    renewing = threading.Thread(target=held.renew, args=(ended,), daemon=True, name="lease")
+    renewing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        renewing.join()
+        with contextlib.suppress(OSError, _ChangedError), errors():
+            held.write(released=True)
+
+
+class _Lease:
+    """The object of a lease, and the version of it that was written last."""
+
+    def __init__(self, file: epath.Path):
+        self.file = file
+        self.system, self.path = fsspec.url_to_fs(os.fspath(file))
+        self.id, self.version = uuid.uuid4().hex, ""
+
+    def acquire(self, field: str) -> None:
+        """Write the object, if it is missing, released or no longer renewed.
+
+        Raises:
+            InputError: it is another run's.
+        """
+        while True:
+            with contextlib.suppress(_ChangedError):
+                self.version = self.seen()
+                if self.version:
+                    self.wait_for_end(field)
+                self.write()
+                return
+
+    def wait_for_end(self, field: str) -> None:
+        """Return when the run that holds the lease is seen to have ended, or its object to have changed."""
+        holder = self.holder()
+        if holder["released"] or (holder["machine"] == _machine() and not Path(f"/proc/{holder['process']}").exists()):
+            return
+        name = f"process {holder['process']} on {holder['host']}"
+        logger.warning(
+            "%s: held by %s; it is taken over if it is not renewed for %d seconds", self.file, name, _WATCH_SECONDS
+        )
+        end = time.monotonic() + _WATCH_SECONDS
+        while time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+            if (version := self.seen()) != self.version:
+                if not version or self.holder()["released"]:
+                    raise _ChangedError
+                raise InputError(
+                    f"{field} = {str(self.file.parent)!r}: in use by another process ({name}); wait for it, stop it or "
+                    "choose another directory"
+                )
+
+    def renew(self, ended: threading.Event) -> None:
+        """Write the object again and again, until the event is set."""
+        renewed = time.monotonic()
+        while not ended.wait(_RENEW_SECONDS):
+            begun = time.monotonic()
+            try:
+                with errors():
+                    self.write()
+                renewed = begun
+            except _ChangedError:
+                _exit(f"{self.file}: another run has taken the directory over")
+            except OSError as error:
+                if time.monotonic() - renewed > LEASE_SECONDS:
+                    _exit(f"{self.file}: could not be renewed for {LEASE_SECONDS:.0f} seconds: {describe(error)}")
+
+    def seen(self) -> str:
+        """Return the version of the object, or "" if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            found = self.system.info(self.path)
+            return str(found["generation"] if "generation" in found else found["ETag"])
+        return ""
+
+    def holder(self) -> dict[str, Any]:
+        """Return the content of the object: who holds it."""
+        nobody = {"host": "unknown", "process": 0, "machine": "", "released": False}
+        try:
+            return nobody | json.loads(self.system.cat_file(self.path))
+        except (FileNotFoundError, ValueError, TypeError):
+            return nobody
+
+    def write(self, released: bool = False) -> None:
+        """Replace the object, if it is the version that was seen or written last.
+
+        Raises:
+            _ChangedError: it is not.
+        """
+        content = json.dumps(
+            {
+                "host": socket.gethostname(),
+                "process": os.getpid(),
+                "machine": _machine(),
+                "released": released,
+                "id": self.id,
+                "written": uuid.uuid4().hex,  # no two versions are equal
+            }
+        ).encode()
+        try:
+            with errors():
+                self.version = self.put(content)
+        except OSError as error:
+            # A write that was answered too late, and tried again, has changed the object itself.
+            version = self.seen()
+            if version and self.system.cat_file(self.path) == content:
+                self.version = version
+            elif version != self.version:
+                raise _ChangedError from error
+            else:
+                raise
+
+    def put(self, content: bytes) -> str:
+        """Replace the object if its version is `self.version`; return the new version."""
+        bucket, key = self.path.split("/", 1)
+        if "s3" in self.system.protocol:
+            condition = {"IfMatch": self.version} if self.version else {"IfNoneMatch": "*"}
+            call = functools.partial(self.system._call_s3, "put_object", Bucket=bucket, Key=key, Body=content)
+            written: Any = fsspec.asyn.sync(self.system.loop, call, **condition, timeout=_ANSWER_SECONDS)
+            return str(written["ETag"])
+        url = f"{self.system._location}/upload/storage/v1/b/{bucket}/o"
+        call = functools.partial(self.system._call, "POST", url, uploadType="media", name=key, json_out=True)
+        condition = {"ifGenerationMatch": self.version or "0"}
+        written = fsspec.asyn.sync(self.system.loop, call, **condition, data=content, timeout=_ANSWER_SECONDS)
+        return str(written["generation"])
+
+
+def _exit(message: str) -> None:
+    """End the process without another word: what it would still write belongs to another run."""
+    print(f"error: {message}; the same command resumes from the newest checkpoint", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _machine() -> str:
+    """Return what tells this machine, since it was started, and this container from others; "" if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return uuid.uuid4().hex  # equal to no other
