@@ -381,9 +381,10 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     assert one.wait() == [0], one.texts()
     assert_same_result(tmp_path / "two_one", one_process)
 
-    # If one process cannot decode its part of a step, both skip the step.
+    # If one process cannot decode its part of a step, both skip the step. A damaged config is that of the step.
     workdir = tmp_path / "two_damaged"
     shutil.copytree(tmp_path / "two", workdir)
+    (workdir / "config.json").write_text("{")
     for file in (workdir / "checkpoints" / "8" / "params" / "ocdbt.process_1" / "d").iterdir():
         file.write_bytes(bytes(byte ^ 0x55 if place % 7 == 3 else byte for place, byte in enumerate(file.read_bytes())))
     two = Run(root, workdir, 2, *EIGHT_STEPS, *new)

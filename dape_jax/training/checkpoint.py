@@ -480,11 +480,15 @@ def _why_unreadable(step: AnyPath) -> str:
 def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
     """Return items of a step, and its metrics if it has any, after comparing them with the step's digests.
 
+    Arrays are read by all processes together, JSON items alone by each process that calls this.
+
     Raises:
-        DamagedError: on every process, if one process finds damage.
-        InputError: on every process, if one process may not read the files now.
+        DamagedError: the step is damaged. With arrays, on every process, if one process finds damage.
+        InputError: the files may not be read now. With arrays, on every process, if one process may not read them.
     """
     step = _directory(workdir) / name
+    is_together = any(isinstance(args, ocp.args.StandardRestore) for args in items.values())
+    agreed = first_fault if is_together else str
     restored, fault, unreadable = {}, "", ""
     process = jax.process_index()
     try:
@@ -514,17 +518,18 @@ def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
             fault = f"{step}: cannot be read: {' '.join(str(chain[-1]).split())[:300]}"
     if fault and not unreadable:  # Orbax takes what it may not read for missing
         unreadable = _why_unreadable(step)
-    if unreadable := first_fault(unreadable):
+    if unreadable := agreed(unreadable):
         raise InputError(unreadable)
-    if fault := first_fault(fault):
+    if fault := agreed(fault):
         raise DamagedError(fault)
     known = (*items, "metrics")
-    if restored["digests"].get("step") not in (None, json_digest(int(name))):  # None: of an older version
-        raise DamagedError(f"{step}: was saved as another step")
+    is_other = restored["digests"].get("step") not in (None, json_digest(int(name)))  # None: of an older version
     saved = {path: digest for path, digest in restored.pop("digests").items() if path.split("/")[0] in known}
     arrays = {item: restored[item] for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)}
     found = {item: json_digest(value) for item, value in restored.items() if item not in arrays} | leaf_digests(arrays)
     if wrong := sorted(path for path in saved.keys() | found.keys() if saved.get(path) != found.get(path)):
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise DamagedError(f"{step}: {', '.join(wrong[:3])}{more}: differs from what was saved")
+        fault = f"{step}: {', '.join(wrong[:3])}{more}: differs from what was saved"
+    if fault := agreed(f"{step}: was saved as another step" if is_other else fault):
+        raise DamagedError(fault)
     return restored
