@@ -20,13 +20,19 @@ flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whos
 Settings = TypeVar("Settings")
 
 
-def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", positional: tuple[str, ...] = ()) -> None:
+def run(
+    main: Callable[[list[str]], None],
+    interrupted: str = "interrupted",
+    positional: tuple[str, ...] = (),
+    on_bad_flags: Callable[[list[str], InputError], None] = lambda arguments, error: None,
+) -> None:
     """Parse flags and call `main` with the program's name and its positional arguments.
 
     Args:
         main: the program.
         interrupted: message after Ctrl-C.
         positional: names of the positional arguments, for messages; more arguments than these are refused.
+        on_bad_flags: called with the command line and the error of its flags or config file, before this is printed.
 
     An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
     with one line and status 1, a `StoppedError` with one line and status 143. So does an `OSError`, with status 1: a
@@ -45,9 +51,16 @@ def run(main: Callable[[list[str]], None], interrupted: str = "interrupted", pos
             )
         main(arguments)
 
+    def parse(arguments: list[str]) -> list[str]:
+        try:
+            return _parse(arguments)
+        except InputError as error:
+            on_bad_flags(arguments, error)
+            raise
+
     sys.unraisablehook = _print_unraisable
     try:
-        app.run(quietly, flags_parser=_parse)
+        app.run(quietly, flags_parser=parse)
     except InputError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -3,27 +3,33 @@
 In: flags, or what a cluster sets in the environment. Out: jax's distributed runtime, also for one process.
 Next: `training/loop.py`.
 
-When a process dies, the runtime ends the others within half a minute: by SIGABRT, from a thread of its own, without
+When a process fails with an error, it leaves the error in the key-value store of jax's runtime. A thread in each
+process finds it there, prints it and exits: the main thread may be waiting for the process that failed. When a process
+dies without an error, the runtime ends the others within half a minute: by SIGABRT, from a thread of its own, without
 running any Python code. `docs/running.md` says how to resume.
 """
 
 import contextlib
-import hashlib
 import ipaddress
+import json
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from tqdm import tqdm
 
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, require
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, printable, require
+from dape_jax.provenance import package_versions
 
 Result = TypeVar("Result")
 
@@ -32,17 +38,27 @@ Result = TypeVar("Result")
 HEARTBEAT_SECONDS, SHUTDOWN_SECONDS = 20, 8
 _HEARTBEAT_SECONDS_ALONE = 10**6  # so that a single process survives the sleep of a laptop
 
-_MESSAGE_BYTES = 4096
+# All processes must join within this time; a process that already has an error waits for the others for less.
+JOIN_SECONDS, JOIN_WITH_ERROR_SECONDS = 300, 20
+_POLL_SECONDS = 0.5  # between two looks for an error of another process
+_EXIT_SECONDS = 5  # for all processes to find an error, before they exit
+_VERSIONS, _ERRORS, _ENDING = "dape_jax/versions", "dape_jax/errors", "dape_jax/ending"  # keys of the store
+
 _LOST_CONNECTION = ("by peer", "UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat")  # in the errors of jax's runtime
 
 
 @contextlib.contextmanager
-def distributed_runtime(coordinator: str | None, num_processes: int | None, process_id: int | None) -> Iterator[None]:
+def distributed_runtime(
+    coordinator: str | None, num_processes: int | None, process_id: int | None, error: InputError | None = None
+) -> Iterator[None]:
     """Initialise jax's distributed runtime, before any device is used, and end this process together with the others.
 
     `coordinator` is the host:port of process 0, whose `process_id` is 0. Without arguments, jax looks for a cluster in
     the environment (SLURM, a TPU pod, Open MPI, ..). If there is none, this process initialises the runtime alone,
     because the runtime is what records SIGTERM for `PreemptionGuard`.
+
+    With several processes, an error in the block, on any process, ends all of them with the same line and status. If
+    this process has an `error` before it joins, it is raised as soon as all have joined: the others wait for that.
 
     Raises:
         InputError: the arguments or the environment are incomplete or out of range.
@@ -52,26 +68,74 @@ def distributed_runtime(coordinator: str | None, num_processes: int | None, proc
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
     require(len(missing) in (0, 3), ", ".join(missing), None, f"must be given together with the rest of {list(given)}")
-    if coordinator is not None and num_processes is not None and process_id is not None:
-        _join(coordinator, num_processes, process_id)
-    elif not _join_cluster():
-        _join_alone()
-    if jax.process_count() == 1:
+    with _join_timeout(error):
+        if coordinator is not None and num_processes is not None and process_id is not None:
+            _join(coordinator, num_processes, process_id)
+        elif not _join_cluster():
+            _join_alone()
+    runtime = _runtime()
+    if runtime.num_processes == 1:
+        if error is not None:
+            raise error
         yield
         return
 
-    if jax.process_index() > 0:
+    if runtime.process_id > 0:
         logging.getLogger("dape_jax").setLevel(logging.WARNING)
+    with _Listener() as listener:
+        try:
+            if error is not None:
+                raise error
+            _require_same_versions()
+            yield
+            _wait_for_all("end", SHUTDOWN_SECONDS)  # a process that still writes a checkpoint may fail
+        except (StoppedError, NonFiniteError) as stopped:  # raised on all processes; process 0 prints it
+            is_on_all, status = _wait_for_all("end", SHUTDOWN_SECONDS), 1
+            if isinstance(stopped, StoppedError):
+                status = 128 + signal.SIGTERM
+            elif not is_on_all:
+                listener.end_all(status, str(stopped))
+            if runtime.process_id == 0:
+                raise
+            sys.exit(status)
+        except InputError as bad:
+            listener.end_all(2, str(bad))
+        except OSError as failed:
+            listener.end_all(1, describe(failed))
+        except Exception as bug:
+            if _is_lost_connection(bug):
+                if listener.told.wait(2 * _POLL_SECONDS):  # the other process has ended together with this one
+                    listener.join()
+                line = f"lost the connection to another process: {str(bug).splitlines()[0]}"
+                # The status if the runtime notices first.
+                _exit(128 + signal.SIGABRT, f"{line}; restart all processes with the same command to resume")
+            traceback.print_exception(bug)
+            listener.end_all(1, "".join(traceback.format_exception_only(bug)).strip())
+
+
+def _runtime() -> Any:
+    """Return jax's distributed runtime: the client of its key-value store, the number of processes, and this process's.
+
+    The module is private. jax has no public access to the store, and `jax.process_count()` first initialises the
+    devices, which waits for the other processes.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+@contextlib.contextmanager
+def _join_timeout(error: InputError | None) -> Iterator[None]:
+    """Exit with one line if the block takes too long: jax would end this process by SIGABRT."""
+    seconds = JOIN_SECONDS if error is None else JOIN_WITH_ERROR_SECONDS
+    line = f"processes: after {seconds} seconds, not all have joined; start all, with the same --coordinator"
+    timer = threading.Timer(seconds, _exit, (2, line if error is None else str(error)))
+    timer.daemon = True
+    timer.start()
     try:
         yield
-    except (StoppedError, NonFiniteError) as error:  # raised on all processes; process 0 prints it
-        if jax.process_index() == 0:
-            raise
-        sys.exit(128 + signal.SIGTERM if isinstance(error, StoppedError) else 1)
-    except InputError:
-        raise
-    except Exception as error:
-        _exit_at_once(error)
+    finally:
+        timer.cancel()
 
 
 def _join(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -87,6 +151,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> None:
             process_id,
             cluster_detection_method="deactivate",
             coordinator_bind_address=coordinator if _is_loopback(host) else None,  # None: all interfaces
+            initialization_timeout=2 * JOIN_SECONDS,  # never: see `_join_timeout`
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
@@ -107,7 +172,9 @@ def _join_cluster() -> bool:
     """Join the processes that the environment describes; return False if it describes none."""
     try:
         jax.distributed.initialize(
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS
+            initialization_timeout=2 * JOIN_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except ValueError as error:  # jax has found no address, number of processes or process id
         address = os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -132,18 +199,97 @@ def _join_alone() -> None:
         )
 
 
-def _exit_at_once(error: Exception) -> None:
-    """Exit without waiting for the other processes; the runtime, or an error like this one, ends each of them."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and any(words in str(error) for words in _LOST_CONNECTION):
-        message = f"error: lost the connection to another process: {str(error).splitlines()[0]}"
-        print(f"{message}; restart all processes with the same command to resume", file=sys.stderr)
-        status = 128 + signal.SIGABRT  # the status if the runtime notices first
-    else:
-        traceback.print_exception(error)
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+class _Listener(threading.Thread):
+    """Thread that ends this process when this process or another one has called `end_all`.
+
+    It asks again and again, because a call that waits in the runtime would delay the end of the process.
+    """
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.told, self.finished = threading.Event(), threading.Event()
+
+    def __enter__(self) -> "_Listener":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.finished.set()
+        self.join()
+
+    def run(self) -> None:
+        """Exit as soon as process 0 has chosen the line and the status for all."""
+        runtime = _runtime()
+        while not self.finished.wait(_POLL_SECONDS):
+            try:
+                if runtime.process_id == 0:
+                    _choose_ending()
+                status, line = json.loads(runtime.client.key_value_try_get(_ENDING))
+            except jax.errors.JaxRuntimeError as error:
+                if "NOT_FOUND" in str(error):
+                    continue
+                return  # process 0 has died, and the runtime will end this process
+            self.told.set()
+            # If a process exited before all have the line, the others would fail with the loss of its connections.
+            _wait_for_all("told", _EXIT_SECONDS)
+            if runtime.process_id == 0:
+                time.sleep(_POLL_SECONDS)  # the runtime of process 0 answers the others
+            _exit(status, line)
+
+    def end_all(self, status: int, line: str) -> NoReturn:
+        """Exit on all processes with this line and status."""
+        runtime = _runtime()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            runtime.client.key_value_set(f"{_ERRORS}/{runtime.process_id}", json.dumps([status, line]))
+        self.join()
+        _exit(status, line)  # process 0 has died, and nobody can be told
+
+
+def _choose_ending() -> None:
+    """On process 0: if there are errors, store the first process's status and line, which is to be that of all."""
+    client, num_processes = _runtime().client, _runtime().num_processes
+    if not client.key_value_dir_get(_ERRORS):
+        return
+    time.sleep(_POLL_SECONDS)  # for processes with the same error
+    errors = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(_ERRORS)}
+    chosen = errors[min(errors)]
+    having = sorted(process for process, value in errors.items() if value == chosen)
+    status, line = json.loads(chosen)
+    where = "" if len(having) == num_processes else f"process {', '.join(map(str, having))}: "
+    client.key_value_set(_ENDING, json.dumps([status, where + line]))
+
+
+def _wait_for_all(name: str, seconds: float) -> bool:
+    """Wait until all processes have called this function with this name; return False if one of them has not."""
+    try:
+        _runtime().client.wait_at_barrier(f"dape_jax/{name}", int(seconds * 1000))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _exit(status: int, line: str) -> NoReturn:
+    """Print an error and exit, from any thread."""
+    try:
+        tqdm.write(f"error: {printable(line)}", file=sys.stderr)  # above a progress bar
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # nobody may be reading the output
+        os._exit(status)
+
+
+def _require_same_versions() -> None:
+    """Raise `InputError` if this process has other versions than process 0: it might compute something else."""
+    runtime, versions = _runtime(), package_versions()
+    if runtime.process_id == 0:
+        runtime.client.key_value_set(_VERSIONS, json.dumps(versions))
+    expected = json.loads(runtime.client.blocking_key_value_get(_VERSIONS, JOIN_SECONDS * 1000))
+    for name, version in versions.items():
+        require(version == expected[name], name, version, f"must be {expected[name]!r}, the version of process 0")
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(words in str(error) for words in _LOST_CONNECTION)
 
 
 def process_zero_only(work: Callable[[], object]) -> None:
@@ -178,13 +324,19 @@ def process_zero_first(work: Callable[[], Result]) -> Result:
 
 def first_fault(fault: str) -> str:
     """Return the same message on all processes: that of the first process which has one, or "" if none has."""
+    return next(filter(None, texts_of_all(fault)), "")
+
+
+def texts_of_all(text: str) -> list[str]:
+    """Return the texts of all processes, in the order of the processes."""
     if jax.process_count() == 1:
-        return fault
-    padded = np.frombuffer(fault.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
-    for row in np.asarray(multihost_utils.process_allgather(padded), np.uint8):
-        if message := bytes(row).rstrip(b"\0"):
-            return message.decode(errors="replace")
-    return ""
+        return [text]
+    encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.uint32(encoded.size)))
+    if not sizes.any():
+        return [""] * len(sizes)
+    rows = np.asarray(multihost_utils.process_allgather(np.pad(encoded, (0, sizes.max() - encoded.size))), np.uint8)
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def require_single_process() -> None:
@@ -195,15 +347,14 @@ def require_single_process() -> None:
     require(jax.process_count() == 1, "processes", jax.process_count(), message)
 
 
-def require_same(field: str, value: str) -> None:
-    """Raise `InputError` on all processes unless all have the same value; otherwise they would deadlock later."""
-    if jax.process_count() == 1:
-        return
-    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint32)
-    digests = np.asarray(multihost_utils.process_allgather(digest))
-    others = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
-    if others:
-        raise InputError(f"{field}: must be the same on all processes, but processes {others} differ from process 0")
+def require_same(field: str, value: str, more: str = "") -> None:
+    """Raise `InputError`, which ends with `more`, on all processes unless all have the same value."""
+    processes: dict[str, list[int]] = {}
+    for process, text in enumerate(texts_of_all(value)):
+        processes.setdefault(text, []).append(process)
+    if len(processes) > 1:
+        values = ", ".join(f"{text} on process {', '.join(map(str, which))}" for text, which in processes.items())
+        raise InputError(f"{field}: must be the same on all processes, but is {values}{more}")
 
 
 class PreemptionGuard:

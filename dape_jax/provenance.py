@@ -1,10 +1,11 @@
 """Provenance of a result: commit, command, device and versions, stored with every figure."""
 
+import hashlib
 import os
 import subprocess
 import sys
 import uuid
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dape_jax.errors import os_errors, require
 from dape_jax.storage import AnyPath, errors, is_remote
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # whose versions several processes share
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
 
 
@@ -33,6 +35,24 @@ def provenance(*packages: str) -> dict[str, Any]:
         "num_cpus": os.cpu_count(),
         "versions": {name: version(name) for name in ("jax", *packages)},
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of this package and of those in `PACKAGES`.
+
+    That of this package has a digest of its source, because a git clone has the same version at all commits.
+    """
+    found = {}
+    for name in ("dape_jax", *PACKAGES):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # a clone that is not installed
+            found[name] = "not installed"
+    source = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        source.update(file.read_bytes())
+    found["dape_jax"] += f", source {source.hexdigest()[:12]}"
+    return found
 
 
 def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath:

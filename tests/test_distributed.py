@@ -186,7 +186,7 @@ def test_processes_started_by_a_cluster_join_and_agree(tmp_path):
     for text in out:
         refused, differs = [line for line in text.splitlines() if line.startswith("text")]
         assert refused == "text = 'a': of process 0"
-        assert differs == "text: must be the same on all processes, but processes [1] differ from process 0"
+        assert differs == "text: must be the same on all processes, but is 0 on process 0, 1 on process 1"
         assert "fault of 1" in text.splitlines()
     assert "stopped\n" in err[0]
     assert "stopped" not in err[1]
@@ -272,9 +272,22 @@ def state_of(workdir: Path, spec: dict) -> tuple:
 
 
 class Run:
-    """`train.py` in some processes that share four devices."""
+    """`train.py` in some processes that share four devices.
 
-    def __init__(self, root: Path, workdir: Path, num_processes: int, *more: str):
+    `last_flags`, `last_directory` and `last_path` are what only the last process has: more flags, another working
+    directory, and a directory with Python packages.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        workdir: Path,
+        num_processes: int,
+        *more: str,
+        last_flags: tuple[str, ...] = (),
+        last_directory: Path | None = None,
+        last_path: Path | None = None,
+    ):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             coordinator = f"127.0.0.1:{free.getsockname()[1]}"
@@ -289,10 +302,16 @@ class Run:
         self.processes = []
         for i, log in enumerate(self.logs):
             flags = [f"--coordinator={coordinator}", f"--num_processes={num_processes}", f"--process_id={i}"]
-            command = [sys.executable, "train.py", "--config=configs/quickstart.py", f"--workdir={workdir}"]
-            command += [*arguments(root), *(flags if num_processes > 1 else []), *more]
+            command = [sys.executable, f"{ROOT}/train.py", f"--config={ROOT}/configs/quickstart.py"]
+            command += [f"--workdir={workdir}", *arguments(root), *(flags if num_processes > 1 else []), *more]
+            directory = workdir.parent
+            if i == num_processes - 1:
+                command += last_flags
+                directory = last_directory or directory
+                environment |= {} if last_path is None else {"PYTHONPATH": str(last_path)}
             with log.open("w") as file:
-                self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file))
+                process = subprocess.Popen(command, cwd=directory, env=environment, stdout=file, stderr=file)
+            self.processes.append(process)
 
     def wait(self, timeout: float = 300) -> list[int]:
         """Wait for the processes and return their exit statuses."""
@@ -429,6 +448,71 @@ def test_two_processes_stop_together_and_die_together(root, tmp_path):
     assert survivor in (-signal.SIGABRT, 128 + signal.SIGABRT)  # by the runtime, or by a collective's error
     assert killed == -signal.SIGKILL
     assert checkpoint.restore_config(workdir)[0] == steps(workdir)[-1]
+
+
+# ---- a wrong value on one process
+
+
+def ending(run: Run) -> str:
+    """Return the one line with which all processes of a run end, soon and with status 2."""
+    started_at = time.monotonic()
+    statuses, texts = run.wait(120), run.texts()
+    assert statuses == [2] * len(statuses), texts
+    assert time.monotonic() - started_at < 60, "the runtime's timeouts, and not an error"
+    lines = {line for text in texts for line in text.splitlines() if line.startswith("error: ")}
+    assert len(lines) == 1, texts
+    assert [text.count("error: ") for text in texts] == [1] * len(texts), texts
+    return lines.pop()
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--config.train.batch_size=0", "error: process 1: train.batch_size = 0: must be positive"),
+        pytest.param(
+            "--config.train.no=1",
+            "error: process 1: --config.train.no=1: the chosen config has no such field",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_wrong_config_on_one_process_ends_all(root, tmp_path, flag, expected):
+    assert ending(Run(root, tmp_path / "run", 2, last_flags=(flag,))) == expected
+
+
+LONELY = """
+from dape_jax import command_line, distributed
+distributed.JOIN_SECONDS = 2
+def main(_):
+    with distributed.distributed_runtime("127.0.0.1:{}", 2, 0):
+        print("joined")
+command_line.run(main)
+"""
+
+
+def test_a_process_that_no_other_joins_ends_with_one_line():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        code = LONELY.format(free.getsockname()[1])
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert re.fullmatch(r"error: processes: after 2 seconds, not all have joined.*\n", done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_the_same_error_on_all_processes_names_none(root, tmp_path):
+    assert ending(Run(root, tmp_path / "run", 2, "--config.no=1")).startswith("error: --config.no=1: ")
+
+
+@pytest.mark.slow
+def test_another_version_on_one_process_ends_all(root, tmp_path):
+    metadata = tmp_path / "packages" / "dape_jax-99.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: dape_jax\nVersion: 99\n")
+    line = ending(Run(root, tmp_path / "run", 2, last_path=metadata.parents[1]))
+    assert re.fullmatch(r"error: process 1: dape_jax = '99, .*': must be '.*', the version of process 0", line), line
 
 
 def until(run: Run, condition: Callable[[], object]) -> None:
