@@ -363,14 +363,16 @@ def read_module(file: Path) -> ModuleType:
     return module
 
 
-def differences(saved: Any, new: Any, path: str = "", ignored: tuple[str, ...] = ()) -> list[str]:
+def differences(
+    saved: Any, new: Any, path: str = "", ignored: tuple[str, ...] = (), names: tuple[str, str] = ("saved", "now")
+) -> list[str]:
     """Return one line for each leaf in which two nested dicts differ, except at or below the dotted paths `ignored`."""
     if path in ignored:
         return []
     if not (isinstance(saved, dict) and isinstance(new, dict)):
-        return [] if saved == new else [f"{path}: saved {saved!r}, now {new!r}"]
+        return [] if saved == new else [f"{path}: {names[0]} {saved!r}, {names[1]} {new!r}"]
     lines = []
     for key in sorted(set(saved) | set(new)):
         old_value, new_value = (side[key] if key in side else "(none)" for side in (saved, new))
-        lines += differences(old_value, new_value, f"{path}.{key}" if path else key, ignored)
+        lines += differences(old_value, new_value, f"{path}.{key}" if path else key, ignored, names)
     return lines

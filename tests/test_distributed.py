@@ -470,6 +470,11 @@ def ending(run: Run) -> str:
     [
         ("--config.train.batch_size=0", "error: process 1: train.batch_size = 0: must be positive"),
         pytest.param(
+            "--config.train.seed=7",
+            "error: config: must be the same on all processes. train.seed: process 0 has 0, process 1 has 7",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "--config.train.no=1",
             "error: process 1: --config.train.no=1: the chosen config has no such field",
             marks=pytest.mark.slow,
@@ -504,6 +509,36 @@ def test_a_process_that_no_other_joins_ends_with_one_line():
 @pytest.mark.slow
 def test_the_same_error_on_all_processes_names_none(root, tmp_path):
     assert ending(Run(root, tmp_path / "run", 2, "--config.no=1")).startswith("error: --config.no=1: ")
+
+
+@pytest.mark.slow
+def test_a_wrong_corpus_on_one_process_ends_all(root, tmp_path):
+    """Its path leads to another corpus on process 1, or to none: each process has its own working directory."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory, words in ((here, "keys and values "), (there, "queries and keys ")):
+        (directory / "text").mkdir(parents=True)
+        for number in range(10):
+            (directory / "text" / f"{number}.txt").write_text(f"{number} {words}" * 20)
+    own = ("--config.data.path=text", "--config.data.cache_dir=cache")
+    line = ending(Run(root, here / "run", 2, *own, last_directory=there))
+    assert re.fullmatch(
+        r"error: digest of the data: must be the same .* \w{12} on process 0, \w{12} on process 1", line
+    )
+    line = ending(Run(root, here / "run", 2, *own, last_directory=tmp_path))
+    assert line.startswith("error: process 1: data.path = 'text': no files there")
+
+
+@pytest.mark.slow
+def test_processes_agree_on_the_steps_before_they_resume(root, tmp_path, one_process):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    shutil.copytree(one_process, here / "run")
+    back_to_step_4(one_process, there / "run")
+    line = ending(Run(root, here / "run", 2, *EIGHT_STEPS, "--workdir=run", last_directory=there))
+    assert "'run'" in line
+    assert "['8', '4'] on process 0, ['4'] on process 1; is it on a file system that all share?" in line
+    assert steps(here / "run") == [4, 8]
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dape_jax.distributed import first_fault, process_zero_only
+from dape_jax.distributed import first_fault, process_zero_only, require_same
 from dape_jax.errors import InputError, describe, require
 from dape_jax.files import exclusive_lock, json_digest, read_bytes, read_json, write_json
 from dape_jax.model.transformer import Params
@@ -376,13 +376,16 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
         saved.
 
     Raises:
-        InputError: there are steps, and none is intact.
+        InputError: there are steps, and none is intact; or the processes see different steps.
     """
     arrays = {name: ocp.args.StandardRestore(tree) for name, tree in abstract._asdict().items()}
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "config")}
     faults: dict[str, str] = {}
     found = None
-    for name in step_names(workdir):
+    names = step_names(workdir)
+    field = f"steps in workdir = {str(workdir)!r}"
+    require_same(field, str(names), "; is it on a file system that all share?")
+    for name in names:
         try:
             restored = _read(workdir, name, **jsons, **({} if found else arrays))
         except DamagedError as error:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
-from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same
+from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same, texts_of_all
 from dape_jax.errors import InputError, StoppedError
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.sharding import make_mesh, put_batch
@@ -57,7 +57,8 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
     attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts)
     config = resolved(run)
-    require_same("workdir and config", json.dumps([str(workdir), config]))
+    require_same("workdir", repr(str(workdir)))
+    require_same_config(config)
     saved = checkpoint.read_config(workdir)
     if saved is not None:
         refuse_other_config(workdir, saved["config"], config)
@@ -67,6 +68,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
 
     # ---- data
     source = open_source(run, mesh)
+    require_same("digest of the data", source.digest[:12])
     record = {"config": config, "data_digest": source.digest}
 
     # ---- model and optimizer
@@ -145,6 +147,14 @@ def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokeni
             checkpoint.read_config_file(workdir)
         except (InputError, FileNotFoundError):
             checkpoint.write_config(workdir, saved)
+
+
+def require_same_config(config: dict[str, Any]) -> None:
+    """Raise `InputError` on all processes, with all differences from process 0, unless all have the same config."""
+    first, *others = map(json.loads, texts_of_all(json.dumps(config)))
+    for process, other in enumerate(others, 1):
+        if lines := differences(first, other, names=("process 0 has", f"process {process} has")):
+            raise InputError("config: must be the same on all processes. " + "; ".join(lines))
 
 
 def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, Any]) -> None:
