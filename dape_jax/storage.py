@@ -4,7 +4,7 @@ A bucket has no rename, no appending and no locks. It has what is needed here in
 once or not at all, a read sees the last write, and a write can demand that the object is still the one that was seen.
 
 A local path is a `pathlib.Path`, one in a bucket an `epath.Path`. They have the same methods, but errors of the network
-become `OSError`s only inside `errors()`, and a listing that fails counts as empty outside of `names`.
+become `OSError`s only inside `errors()`, and a listing that fails counts as empty outside of `list_directory`.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def absolute(path: AnyPath) -> AnyPath:
     return path if is_remote(path) else path.absolute()
 
 
-def names(directory: AnyPath) -> list[str]:
+def list_directory(directory: AnyPath) -> list[str]:
     """Return the names in a directory, or [] if there is no such directory.
 
     Raises:

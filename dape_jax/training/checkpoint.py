@@ -34,7 +34,7 @@ from dape_jax.distributed import first_fault, process_zero_only, require_same
 from dape_jax.errors import InputError, describe, require
 from dape_jax.files import exclusive_lock, json_digest, read_bytes, read_json, write_json
 from dape_jax.model.transformer import Params
-from dape_jax.storage import AnyPath, absolute, errors, exists, is_of_network, is_remote, lease, names
+from dape_jax.storage import AnyPath, absolute, errors, exists, is_of_network, is_remote, lease, list_directory
 from dape_jax.training.step import TrainState
 
 CONFIG_FILE = "config.json"
@@ -153,7 +153,7 @@ def require_space(workdir: AnyPath, state: TrainState) -> None:
         if is_remote(workdir):
             return
         steps = workdir / "checkpoints"
-        entries = [steps / name for name in names(steps)]
+        entries = [steps / name for name in list_directory(steps)]
         removed = [file for entry in entries if not entry.name.isdecimal() for file in entry.rglob("*")]
         free = shutil.disk_usage(workdir).free + sum(file.stat().st_size for file in removed if file.is_file())
         num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
@@ -170,7 +170,7 @@ def _directory(workdir: AnyPath) -> AnyPath:
 def step_names(workdir: AnyPath) -> list[str]:
     """Return the names of the saved steps, newest first. Unfinished saves have other names, or are not complete."""
     directory = _directory(workdir)
-    found = [name for name in names(directory) if name.isdecimal()]
+    found = [name for name in list_directory(directory) if name.isdecimal()]
     if is_remote(directory):
         found = [name for name in found if exists(directory / name / _COMPLETE)]
     return sorted(found, key=lambda name: (int(name), name), reverse=True)
@@ -263,19 +263,19 @@ class _Manager(ocp.CheckpointManager):
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         """Take the steps away that are no longer kept, as Orbax does in its background thread, and delete them."""
-        if not is_remote(self.workdir):
+        directory = _directory(self.workdir)
+        if not is_remote(directory):
             super()._finalize(step, steps_to_remove)
             self._delete()
             return
         super()._finalize(step, [])
         for removed in steps_to_remove if jax.process_index() == 0 else []:
-            directory = _directory(self.workdir) / str(removed)
             try:
                 with errors():
-                    (directory / _COMPLETE).unlink(missing_ok=True)
-                    directory.rmtree()
+                    (directory / str(removed) / _COMPLETE).unlink(missing_ok=True)
+                    (directory / str(removed)).rmtree()
             except OSError as error:  # what is left is deleted when the run is resumed
-                logger.warning("%s: cannot be deleted: %s", directory, describe(error))
+                logger.warning("%s/%d: cannot be deleted: %s", directory, removed, describe(error))
 
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
         """Start a save; see Orbax.
@@ -404,7 +404,7 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
             with errors():
                 damaged.mkdir(exist_ok=True)
                 free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-                target = damaged / next(each for each in free if each not in names(damaged))
+                target = damaged / next(each for each in free if each not in list_directory(damaged))
                 (_directory(workdir) / name).rename(target)
             logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
 
