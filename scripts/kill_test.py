@@ -1,11 +1,17 @@
 """Kill a training run repeatedly, and check that it ends with the same bits as an undisturbed run.
 
-    python scripts/kill_test.py --kills=100 --seed=0
+    python scripts/kill_test.py --kills=100
+    python scripts/kill_test.py --kills=20 --storage=s3 --fail=0.01 --slow=0.02
+    python scripts/kill_test.py --kills=25 --processes=2
 
 `train.py` trains a tiny model twice with the same command. The first run is not disturbed. The second is killed at
 random moments, by SIGKILL or SIGTERM, and restarted with the same command until it ends. Then the parameters, the
 optimizer, the counters and the data position of both are compared, array by array and by their digests. The counts are
-written to `results/survival/kill_test.json`. One process takes some seconds, most of them for imports.
+written to `results/survival/kill_test.json`, or `kill_test_s3.json`, `kill_test_2_processes.json`. One process takes
+some seconds, most of them for imports.
+
+With `--storage`, the second run is in a bucket of `object_storage.py`, whose requests may fail; the first is on the
+local disk. With `--processes`, a signal goes to one process, and the others must end as well, before all are restarted.
 
 The phase in which a signal arrives is read from a file that the run writes: `OBSERVED` wraps three functions and counts
 their calls, and is otherwise `train.py`. A save continues in the background of the steps that follow; unfinished files
@@ -13,6 +19,7 @@ show whether a save was in progress.
 """
 
 import collections
+import contextlib
 import json
 import os
 import random
@@ -33,16 +40,23 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.files import write_json
 from dape_jax.provenance import make_results_directory, provenance
-
-KILLS = flags.DEFINE_integer("kills", 100, "Number of kills.", lower_bound=1)
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the random moments.")
-OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
+from dape_jax.storage import AnyPath, absolute, is_remote, list_directory, to_path
+from dape_jax.training.checkpoint import step_names
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import object_storage  # noqa: E402
+
+KILLS = flags.DEFINE_integer("kills", 100, "Number of kills.", lower_bound=1)
+STORAGE = flags.DEFINE_enum("storage", "local", ["local", "s3", "gs"], "Where the run is that is killed.")
+PROCESSES = flags.DEFINE_integer("processes", 1, "Number of processes of a run.", lower_bound=1)
+OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
+
 PHASES = ("start-up", "step", "validation", "save")
 MAX_STEPS = 8  # before a kill; with a checkpoint after every second step, most processes make progress
 TIMEOUT_S = 300  # for one process, which takes seconds on an idle machine
-ENDED, STOPPED = 0, 128 + signal.SIGTERM
+ENDED, STOPPED, LOST = 0, 128 + signal.SIGTERM, 128 + signal.SIGABRT
+OTHERS_TIMEOUT_S = 40  # for the other processes of a run to end after one was killed
 
 OBSERVED = """
 import os, runpy, sys
@@ -76,8 +90,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 class Process:
     """One process of a run."""
 
-    def __init__(self, command: list[str], directory: Path):
-        self.note, self.log = directory / "note", (directory / "log").open("w+")
+    def __init__(self, command: list[str], directory: Path, number: int = 0):
+        self.note, self.log = directory / f"note{number}", (directory / f"log{number}").open("w+")
         self.note.write_text("start-up 0 0 0")
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(directory / "cache"),
@@ -107,15 +121,26 @@ class Process:
             self.popen.kill()
             raise RuntimeError(f"hangs in {self.at()}:\n{self.tail()}")
 
-    def end(self) -> int:
+    def end(self, *more: int) -> int:
         """Wait for the end and return the status; raise `RuntimeError` if it is an unexpected one."""
         while self.popen.poll() is None:
             self.check_timeout()
             time.sleep(0.005)
         status = self.popen.returncode
-        if status not in (ENDED, STOPPED, -signal.SIGKILL, -signal.SIGTERM):
+        if status not in (ENDED, STOPPED, -signal.SIGKILL, -signal.SIGTERM, *more):
             raise RuntimeError(f"ended with status {status}:\n{self.tail()}")
         return status
+
+    def end_after_another(self) -> int:
+        """Wait for the end, and return the status, after another process of the run has ended.
+
+        A process that waits for the others to start would wait for minutes; a launcher kills it, and so does this.
+        """
+        end = time.monotonic() + OTHERS_TIMEOUT_S
+        while self.popen.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        self.popen.kill()
+        return self.end(LOST, -signal.SIGABRT)
 
     def tail(self) -> str:
         """Return the end of the log."""
@@ -126,20 +151,40 @@ class Process:
 def main(_: list[str]) -> None:
     """Parse flags, run the test, write and print its counts."""
     output = make_results_directory(Path(OUTPUT.value))
-    with tempfile.TemporaryDirectory(prefix="kill_test_") as scratch:
-        result = kill_test(Path(scratch), KILLS.value, SEED.value)
+    of_bucket = "" if STORAGE.value == "local" else f"_{STORAGE.value}"
+    of_processes = "" if PROCESSES.value == 1 else f"_{PROCESSES.value}_processes"
+    faults = object_storage.Faults(object_storage.FAIL.value, object_storage.SLOW.value, object_storage.SEED.value)
+    with tempfile.TemporaryDirectory(prefix="kill_test_") as scratch, contextlib.ExitStack() as stack:
+        workdir = to_path(f"{scratch}/killed", "workdir")
+        if STORAGE.value != "local":
+            os.environ.update(stack.enter_context(object_storage.servers(faults)))
+            workdir = to_path(f"{STORAGE.value}://{object_storage.BUCKET}/killed", "workdir")
+        result = kill_test(Path(scratch), workdir, KILLS.value, object_storage.SEED.value, PROCESSES.value)
+    if STORAGE.value != "local":
+        result["requests"] = {"all": faults.num_requests, "failed": faults.num_failed, "slow": faults.num_slow}
     result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
-    write_json(output / "kill_test.json", result)
-    print(json.dumps(result, indent=2))
+    write_json(output / f"kill_test{of_bucket}{of_processes}.json", result)
+    print(json.dumps(result, indent=2), flush=True)
+    os._exit(0)  # the threads of the servers
 
 
-def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
+def start(command: list[str], directory: Path, processes: int) -> list[Process]:
+    """Start all processes of a run."""
+    if processes == 1:
+        return [Process(command, directory)]
+    together = [f"--coordinator=127.0.0.1:{object_storage.free_port()}", f"--num_processes={processes}"]
+    return [Process([*command, *together, f"--process_id={number}"], directory, number) for number in range(processes)]
+
+
+def kill_test(directory: Path, killed: AnyPath, kills: int, seed: int, processes: int) -> dict[str, Any]:
     """Train with and without kills, compare the results, and return counts of signals and phases.
 
     Args:
         directory: directory for text and runs.
+        killed: workdir of the run that is killed.
         kills: number of kills.
         seed: seed of the random moments.
+        processes: number of processes of each run.
 
     Raises:
         RuntimeError: a run hangs, fails, or ends with other bits.
@@ -149,17 +194,19 @@ def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
     for number in range(40):
         (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
     num_steps = 12 * kills + 40  # SIGTERM is noticed within a second, in which a tiny model takes dozens of steps
-    whole, killed = directory / "whole", directory / "killed"
-    process = Process(command(directory, whole, num_steps), directory)
-    process.wait_for("step", 1)
-    start_up_s = time.monotonic() - process.started
-    if process.end() != ENDED:
-        raise RuntimeError(f"killed by someone else:\n{process.tail()}")
+    whole = directory / "whole"
+    begun = time.monotonic()
+    run = start(command(directory, whole, num_steps), directory, processes)
+    run[0].wait_for("step", 1)
+    start_up_s = time.monotonic() - begun
+    end_all(run)
 
     draw = random.Random(seed)
-    counts = {name: collections.Counter() for name in ("signals", "phases", "half_written", "statuses")}
+    counts = {name: collections.Counter() for name in ("signals", "phases", "half_written", "statuses", "of_others")}
+    begun = time.monotonic()
     for _ in tqdm(range(kills), unit="kill"):
-        process = Process(command(directory, killed, num_steps), directory)
+        run = start(command(directory, killed, num_steps), directory, processes)
+        process = draw.choice(run)
         phase = draw.choice(PHASES)
         if phase == "start-up":
             process.wait_for("step", 1, at_most_s=draw.uniform(0, start_up_s))
@@ -170,24 +217,28 @@ def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
         sent = draw.choice([signal.SIGKILL] * 3 + [signal.SIGTERM])
         process.popen.send_signal(sent)
         hit = process.at()[0]
-        is_half_written = any((killed / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+        is_half_written = unfinished(killed)
         status = process.end()
         if status == ENDED:
             raise RuntimeError(f"ended before or despite {sent.name}:\n{process.tail()}")
+        counts["of_others"].update(str(other.end_after_another()) for other in run if other is not process)
         refuse_damage(killed, process)
         counts["signals"][sent.name] += 1
         counts["phases"][hit] += 1
         counts["half_written"]["a save was in progress" if is_half_written else "none"] += 1
         counts["statuses"][str(status)] += 1
-    process = Process(command(directory, killed, num_steps), directory)
-    steps_left = num_steps - newest(killed)
-    if process.end() != ENDED:
-        raise RuntimeError(f"killed by someone else:\n{process.tail()}")
-    refuse_damage(killed, process)
+    seconds = round(time.monotonic() - begun)
+    steps_left = num_steps - int(next(iter(step_names(killed)), 0))
+    run = start(command(directory, killed, num_steps), directory, processes)
+    end_all(run)
+    refuse_damage(killed, run[0])
     num_arrays = compare(read(whole, num_steps), read(killed, num_steps))
     return {
         "kills": kills,
         "seed": seed,
+        "storage": STORAGE.value,
+        "processes": processes,
+        "seconds_of_kills": seconds,
         "steps": num_steps,
         "steps_after_the_last_kill": steps_left,
         "arrays_compared_bit_for_bit": num_arrays,
@@ -196,13 +247,28 @@ def kill_test(directory: Path, kills: int, seed: int) -> dict[str, Any]:
     }
 
 
-def refuse_damage(workdir: Path, process: Process) -> None:
+def end_all(run: list[Process]) -> None:
+    """Wait for the end of all processes of a run; raise `RuntimeError` if one was killed."""
+    for process in run:
+        if process.end() != ENDED:
+            raise RuntimeError(f"killed by someone else:\n{process.tail()}")
+
+
+def unfinished(workdir: AnyPath) -> bool:
+    """Return whether there is a step that is not complete, which means that a save is in progress."""
+    entries = list_directory(workdir / "checkpoints")
+    if is_remote(workdir):
+        return any(name.isdecimal() for name in set(entries) - set(step_names(workdir)))
+    return any(name.endswith(".orbax-checkpoint-tmp") for name in entries)
+
+
+def refuse_damage(workdir: AnyPath, process: Process) -> None:
     """Raise `RuntimeError` if the run found a damaged checkpoint: a kill must not cause damage."""
-    if (workdir / "damaged").exists():
+    if list_directory(workdir / "damaged"):
         raise RuntimeError(f"a kill has damaged a checkpoint:\n{process.tail()}")
 
 
-def command(directory: Path, workdir: Path, num_steps: int) -> list[str]:
+def command(directory: Path, workdir: AnyPath, num_steps: int) -> list[str]:
     """Return the command of a tiny run of `train.py`."""
     fields = {
         "model.num_layers": 2,
@@ -222,18 +288,13 @@ def command(directory: Path, workdir: Path, num_steps: int) -> list[str]:
     return ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]
 
 
-def newest(workdir: Path) -> int:
-    """Return the newest checkpoint, or 0 if there is none."""
-    return max((int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdecimal()), default=0)
-
-
-def read(workdir: Path, step: int) -> dict[str, Any]:
+def read(workdir: AnyPath, step: int) -> dict[str, Any]:
     """Return the state, data position and digests of a checkpoint."""
     arrays = {name: ocp.args.StandardRestore() for name in ("params", "opt_state", "health")}
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "digests")}
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         args = ocp.args.Composite(**arrays, **jsons)
-        return dict(reader.restore(workdir.absolute() / "checkpoints" / str(step), args=args).items())
+        return dict(reader.restore(absolute(workdir) / "checkpoints" / str(step), args=args).items())
 
 
 def compare(whole: dict[str, Any], killed: dict[str, Any]) -> int:

@@ -30,7 +30,7 @@ from dape_jax import command_line
 
 FAIL = flags.DEFINE_float("fail", 0.0, "Share of the requests that fail, half of them after they were carried out.")
 SLOW = flags.DEFINE_float("slow", 0.0, "Share of the requests that take a second longer.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of the requests that fail or are slow.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of everything that is random.")
 
 BUCKET = "bucket"
 HOST = "127.0.0.1"
