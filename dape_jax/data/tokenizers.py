@@ -181,8 +181,9 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False
     if spec == Bytes.name:
         return Bytes()
     where = f"{field} = {spec!r}"
-    file = to_path(os.path.expanduser(spec), field)
-    if "\0" in spec or not (exists(file) if is_remote(file) else os.path.exists(file)):
+    local = os.path.expanduser(spec)
+    file = to_path(local, field)
+    if "\0" in spec or not (exists(file) if is_remote(file) else os.path.exists(local)):
         raise InputError(f"{where}: must be {Bytes.name!r}, or the path of a Hugging Face {TOKENIZER_FILE} that exists")
     tokenizer = _read(file, where)
     if tokenizer.loss is not None and not lossy:

@@ -95,7 +95,7 @@ def common_directory(workdirs: Sequence[AnyPath]) -> AnyPath:
     first, *others = map(absolute, workdirs)
     lineages = [{os.fspath(each), *map(os.fspath, each.parents)} for each in others]
     common = next((up for up in (first, *first.parents) if all(os.fspath(up) in each for each in lineages)), None)
-    if common is None or (is_remote(first) and not is_remote(common)):
+    if common is None or (is_remote(first) and not os.fspath(common).partition("://")[2]):  # not even a bucket
         raise InputError(f"workdir = {list(map(str, workdirs))}: have no directory in common; give --output")
     return common
 

@@ -1,0 +1,404 @@
+"""Buckets: paths, errors, leases, the local copy of a corpus, and whole runs, against two servers that misbehave."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import tiny
+from etils import epath
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+from dape_jax import files, storage
+from dape_jax.data import store
+from dape_jax.errors import InputError
+from dape_jax.evaluation import report
+from dape_jax.provenance import make_results_directory
+from dape_jax.training import checkpoint, metrics
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import object_storage  # noqa: E402
+
+# The servers' threads and the libraries' sockets outlive a test.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def faults() -> object_storage.Faults:
+    return object_storage.Faults()
+
+
+@pytest.fixture(scope="module")
+def environment(faults) -> Iterator[dict[str, str]]:
+    with object_storage.servers(faults) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield environment
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request, environment, faults) -> Iterator[epath.Path]:
+    """Return a directory in a bucket of either kind, and let no request fail when the test has ended."""
+    yield storage.to_path(f"{request.param}://bucket/{request.node.name}-{time.monotonic_ns()}", "path")
+    faults.fail = faults.slow = 0.0
+
+
+def test_a_path_is_local_or_in_a_bucket(environment):
+    local, remote = storage.to_path("runs/a", "--workdir"), storage.to_path("s3://bucket/runs/a", "--workdir")
+    assert not storage.is_remote(local)
+    assert storage.is_remote(remote)
+    assert str(remote / "config.json") == "s3://bucket/runs/a/config.json"
+    assert storage.absolute(remote) == remote
+    assert storage.absolute(local).is_absolute()
+    assert storage.to_path("file:///tmp/a", "--workdir") == Path("/tmp/a")
+
+
+@pytest.mark.parametrize("text", ["az://bucket/a", "http://host/a", "s3://", "gs:///a", "hdfs://a/b"])
+def test_another_kind_of_path_is_refused(text):
+    with pytest.raises(InputError, match=f"^--workdir = {text!r}: must be "):
+        storage.to_path(text, "--workdir")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs the package s3fs: pip install 'dape_jax\[s3\]'"):
+        storage.to_path("s3://bucket/a", "--workdir")
+
+
+def test_files_are_written_read_and_listed(bucket):
+    assert storage.list_directory(bucket) == []
+    assert not storage.exists(bucket / "config.json")
+    files.write_json(bucket / "config.json", {"a": 1})
+    files.write_atomically(bucket / "sub" / "file", b"content")
+    assert files.read_json(bucket / "config.json") == {"a": 1}
+    assert sorted(storage.list_directory(bucket)) == ["config.json", "sub"]
+    assert storage.exists(bucket / "config.json")
+    assert storage.exists(bucket / "sub")
+    with pytest.raises(FileNotFoundError):
+        files.read_bytes(bucket / "missing")
+
+
+def test_a_listing_shows_what_another_process_has_written(bucket, environment):
+    files.write_atomically(bucket / "one", b"")
+    assert storage.list_directory(bucket) == ["one"]
+    write = f"files.write_atomically(storage.to_path({str(bucket / 'two')!r}, ''), b'')"
+    code = f"from dape_jax import files, storage; {write}"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | environment | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert sorted(storage.list_directory(bucket)) == ["one", "two"]
+
+
+def test_requests_that_fail_are_repeated(bucket, faults):
+    faults.fail, failed = 0.1, faults.num_failed
+    for number in range(15):
+        files.write_atomically(bucket / f"{number}", bytes([number]))
+        assert files.read_bytes(bucket / f"{number}") == bytes([number])
+    assert sorted(map(int, storage.list_directory(bucket))) == list(range(15))
+    assert faults.num_failed > failed
+
+
+def test_errors_of_the_network_become_os_errors():
+    from aiohttp import ClientPayloadError
+    from botocore.exceptions import EndpointConnectionError, NoCredentialsError
+    from gcsfs.retry import HttpError
+
+    unavailable = ValueError("UNAVAILABLE: Error reading s3://bucket/a")
+    for error in (
+        EndpointConnectionError(endpoint_url="http://x"),
+        NoCredentialsError(),
+        ClientPayloadError("cut"),
+        HttpError({"code": 503, "message": "again"}),
+        unavailable,
+    ):
+        with pytest.raises(OSError, match=r".") as raised, storage.errors():
+            raise error
+        assert raised.value.__cause__ is error
+    for error in (ValueError("DATA_LOSS: checksum"), KeyError("x"), InputError("x")):
+        with pytest.raises(type(error)) as same, storage.errors():
+            raise error
+        assert same.value is error
+
+
+def test_a_bucket_that_is_missing_is_one_line(environment, bucket):
+    missing = storage.to_path(f"{str(bucket).split('://')[0]}://nobody/runs/a", "--workdir")
+    with pytest.raises(InputError, match=r"^output = .*cannot be written to"):
+        make_results_directory(missing)
+    with pytest.raises(InputError, match=r"^workdir = .*cannot be written to"), checkpoint.run_lock(missing):
+        pass
+
+
+def test_the_directory_common_to_workdirs(environment):
+    paths = [storage.to_path(f"s3://bucket/runs/{name}", "") for name in ("a", "b")]
+    assert str(report.common_directory(paths)) == "s3://bucket/runs"
+    assert report.common_directory(paths[:1]) == paths[0]
+    for other in ("gs://bucket/runs/a", "s3://other/runs/a", "runs/a"):
+        with pytest.raises(InputError, match="have no directory in common; give --output"):
+            report.common_directory([paths[0], storage.to_path(other, "")])
+
+
+# ---- the lease
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorten the times of a lease, and let no process count as one of this machine."""
+    for name, seconds in {"_RENEW_SECONDS": 0.1, "_WATCH_SECONDS": 1.0, "_LOOK_SECONDS": 0.05}.items():
+        monkeypatch.setattr(storage, name, seconds)
+    monkeypatch.setattr(storage, "_machine", lambda: str(time.monotonic_ns()))
+
+
+def test_one_run_holds_a_lease(bucket, quick):
+    with checkpoint.run_lock(bucket):
+        for _ in range(2):
+            with (
+                pytest.raises(InputError, match=rf"^workdir = .*in use by another process \(process {os.getpid()} on"),
+                checkpoint.run_lock(bucket),
+            ):
+                pass
+    with checkpoint.run_lock(bucket):  # released
+        time.sleep(0.3)  # renewed
+
+
+def test_a_lease_that_is_not_renewed_is_taken_over(bucket, quick):
+    lost = storage._Lease(bucket / "run.lock")
+    lost.acquire("workdir")
+    begun = time.monotonic()
+    with checkpoint.run_lock(bucket):
+        assert time.monotonic() - begun >= 1
+        with pytest.raises(storage._ChangedError):
+            lost.write()
+        assert json.loads(files.read_bytes(bucket / "run.lock"))["id"] != lost.id
+
+
+def test_the_lease_of_a_process_that_has_ended_here_is_taken_over_at_once(bucket):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = {"host": "here", "process": ended.pid, "machine": storage._machine(), "released": False}
+    files.write_json(bucket / "run.lock", left)
+    begun = time.monotonic()
+    with checkpoint.run_lock(bucket):
+        assert time.monotonic() - begun < storage._LOOK_SECONDS
+
+
+def test_a_run_whose_lease_was_taken_over_ends(bucket, quick, monkeypatch):
+    ended = threading.Event()
+    messages = []
+    monkeypatch.setattr(storage, "_exit", lambda message: (messages.append(message), ended.set()))
+    with storage.lease(bucket, "workdir", "run.lock"):
+        files.write_atomically(bucket / "run.lock", b"{}")
+        assert ended.wait(10)
+    assert "another run has taken the directory over" in messages[0]
+
+
+def test_a_run_that_cannot_renew_its_lease_ends(bucket, quick, monkeypatch):
+    def fail(self: storage._Lease, released: bool = False) -> None:
+        raise OSError(5, "no network")
+
+    ended = threading.Event()
+    messages = []
+    monkeypatch.setattr(storage, "LEASE_SECONDS", 0.5)
+    monkeypatch.setattr(storage, "_exit", lambda message: (messages.append(message), ended.set()))
+    with storage.lease(bucket, "workdir", "run.lock"):
+        monkeypatch.setattr(storage._Lease, "write", fail)
+        assert ended.wait(10)
+    assert "could not be renewed for 0 seconds: no network" in messages[0]
+
+
+def test_one_of_many_gets_the_lease(bucket, quick, faults, monkeypatch):
+    """Also when requests fail, and when they are carried out but the answer is lost."""
+    monkeypatch.setattr(storage, "_WATCH_SECONDS", 60.0)  # a request that fails is repeated for seconds
+    faults.fail = 0.1
+    for _ in range(3):
+        directory = bucket / str(time.monotonic_ns())
+        outcomes: list[str] = []
+        held = threading.Event()
+
+        def take(directory=directory, outcomes=outcomes, held=held) -> None:
+            try:
+                with storage.lease(directory, "workdir", "run.lock"):
+                    outcomes.append("held")
+                    held.wait(60)
+            except InputError:
+                outcomes.append("refused")
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 60
+        while len(outcomes) < 4 and time.monotonic() < end:
+            time.sleep(0.05)
+        held.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(outcomes) == ["held", "refused", "refused", "refused"]
+
+
+# ---- a prepared corpus
+
+
+def prepared(root: Path) -> Path:
+    """Return a corpus that `prepare` has made."""
+    from dape_jax.data.prepare.command import PrepareConfig, prepare
+
+    tiny.write_text(root / "text")
+    config = PrepareConfig(
+        input=(str(root / "text"),), output=str(root / "corpus"), tokenizer="bytes", validation_fraction=0.3, workers=1
+    )
+    prepare(config)
+    return root / "corpus"
+
+
+def upload(source: Path, target: epath.Path) -> None:
+    system, path = fsspec.url_to_fs(str(target))
+    system.put(f"{source}/", path, recursive=True)
+
+
+def config_of(path: object, cache: Path) -> store.DataConfig:
+    return store.DataConfig(str(path), None, str(cache), 0.3, 0)
+
+
+def load_digest(path: str, cache: str) -> str:
+    return store.load_corpus(config_of(path, Path(cache))).digest
+
+
+def test_a_corpus_in_a_bucket_is_copied_once(bucket, tmp_path, faults):
+    local = prepared(tmp_path)
+    upload(local, bucket)
+    faults.fail = 0.05
+    expected = store.load_corpus(config_of(local, tmp_path / "unused"))
+    found = store.load_corpus(config_of(bucket, tmp_path / "cache"))
+    faults.fail = 0.0
+    assert found.digest == expected.digest
+    np.testing.assert_array_equal(found.train.tokens, expected.train.tokens)
+    assert found.train.directory.parent == tmp_path / "cache" / found.digest[:16]
+    before = faults.num_requests
+    assert store.load_corpus(config_of(bucket, tmp_path / "cache")).digest == found.digest
+    assert faults.num_requests - before < 10  # two sidecars, with what the libraries ask before
+    assert not list((tmp_path / "cache").glob(".tmp-*"))
+
+
+@pytest.mark.slow
+def test_processes_of_one_machine_copy_a_corpus_once(environment, tmp_path, faults):
+    local = prepared(tmp_path)
+    url = storage.to_path("s3://bucket/shared-corpus", "")
+    upload(local, url)
+    faults.slow = 0.3
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        digests = pool.starmap(load_digest, [(str(url), str(tmp_path / "cache"))] * 3)
+    faults.slow = 0.0
+    assert len(set(digests)) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == [digests[0][:16]]
+
+
+def test_a_damaged_corpus_in_a_bucket_gets_no_name(bucket, tmp_path):
+    local = prepared(tmp_path)
+    tokens = local / "train" / store.TOKENS_FILE
+    content = bytearray(tokens.read_bytes())
+    content[5] ^= 1
+    tokens.write_bytes(content)
+    upload(local, bucket)
+    with pytest.raises(InputError, match=r"digest = .*the files beside it give"):
+        store.load_corpus(config_of(bucket, tmp_path / "cache"))
+    assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
+
+
+# ---- files of a run
+
+
+def test_events_and_skipped_steps_are_kept_in_a_bucket(bucket, monkeypatch):
+    monkeypatch.setattr(metrics, "_UPLOAD_SECONDS", 0.0)  # every event is a file
+    events = metrics._Events(bucket / "tensorboard")
+    for step in range(3):
+        events.write(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+    events.close()
+    names = sorted(storage.list_directory(bucket / "tensorboard"))
+    assert len(names) == 4  # the last one is empty but for its head
+    contents = [files.read_bytes(bucket / "tensorboard" / name) for name in names]
+    assert len(set(contents)) >= 3
+    for line in ("one\n", "two\n"):
+        metrics._append(bucket / "skipped.jsonl", line)
+    assert files.read_bytes(bucket / "skipped.jsonl") == b"one\ntwo\n"
+
+
+def run(*arguments: object, environment: dict[str, str], timeout: int = 300) -> subprocess.CompletedProcess:
+    env = os.environ | environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
+    """A run in a bucket whose requests fail ends with the bits of a local one; `eval.py` and the tools read it."""
+    local = prepared(tmp_path)
+    corpus = storage.to_path(f"{scheme}://bucket/{scheme}-corpus", "")
+    upload(local, corpus)
+    faults.fail, faults.slow = 0.01, 0.01
+
+    def arguments(path: object, workdir: object, cache: str) -> list[object]:
+        fields = {
+            "model.num_layers": 1,
+            "model.width": 16,
+            "model.num_heads": 2,
+            "data.path": path,
+            "data.tokenizer": "bytes",
+            "data.cache_dir": tmp_path / cache,
+            "train.train_length": 32,
+            "train.batch_size": 8,
+            "train.num_steps": 12,
+            "train.eval_interval": 2,
+            "train.validation_batches": 1,
+            "train.checkpoint_interval": 2,
+        }
+        flags = [f"--config.{field}={value}" for field, value in fields.items()]
+        return ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]
+
+    there, here = storage.to_path(f"{scheme}://bucket/{scheme}-runs/a", ""), tmp_path / "a"
+    done = run(*arguments(local, here, "unused"), environment=environment)
+    assert done.returncode == 0, done.stderr
+    env = os.environ | environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *map(str, arguments(corpus, there, "cache"))]
+    killed = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 200
+    while not checkpoint.step_names(there) and killed.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    left = checkpoint.step_names(there)
+    assert left
+    assert left[0] != "12"
+    done = run(*arguments(corpus, there, "cache"), environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.step_names(there)[0] == "12"
+    assert len(checkpoint.step_names(there)) <= 4  # older ones were deleted
+    assert not storage.list_directory(there / "damaged")
+    digests = [files.read_bytes(each / "checkpoints" / "12" / "digests" / "metadata") for each in (here, there)]
+    assert digests[0] == digests[1]
+    assert any("tfevents" in name for name in storage.list_directory(there / "tensorboard"))
+
+    done = run("eval.py", f"--workdir={there}", "--lengths=32,64", environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert files.read_json(there / "lengths.json")["runs"][0]["step"] == 12
+    assert storage.exists(there / "lengths.png")
+    text = ["-m", "dape_jax.tools.generate", f"--workdir={there}", "--prompt=the", "--max_new_tokens=4"]
+    done = run(*text, f"--output={there}/text.json", environment=environment)
+    assert done.returncode == 0, done.stderr
+    assert files.read_json(there / "text.json")["completions"]
+    page = ["-m", "dape_jax.tools.attention_maps", f"--workdir={there}", "--length=32"]
+    done = run(*page, environment=environment)
+    assert done.returncode == 0, done.stderr
+    maps = there / "attention_maps" / "step-12-length-32"
+    assert {"index.html", "layer-00.png"} <= set(storage.list_directory(maps))
