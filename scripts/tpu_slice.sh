@@ -3,7 +3,7 @@
 #
 #     scripts/tpu_slice.sh my-slice us-east5-b 'python train.py \
 #         --config=configs/paper.py:6.7b,bias=kerple,processor=dape,kernel=3 \
-#         --config.data.path=/mnt/shared/arxiv --workdir=/mnt/shared/runs/dape1x3-kerple'
+#         --config.data.path=gs://BUCKET/arxiv --workdir=gs://BUCKET/runs/dape1x3-kerple'
 #     scripts/tpu_slice.sh my-slice us-east5-b 'pkill -TERM -f "[t]rain.py"'       # save and stop
 #
 # CHECKOUT is the directory of the checkout on the hosts, by default ~/dape_jax.
