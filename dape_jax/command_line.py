@@ -14,6 +14,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, printable, require
+from dape_jax.storage import errors
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
 
@@ -49,7 +50,8 @@ def run(
             raise InputError(
                 f"command line = {arguments[1 + len(positional)]!r}: must be {accepted} of the form --name=value"
             )
-        main(arguments)
+        with errors():
+            main(arguments)
 
     def parse(arguments: list[str]) -> list[str]:
         try:

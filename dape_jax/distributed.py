@@ -26,10 +26,10 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from tqdm import tqdm
 
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, printable, require
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, exit_at_once, require
 from dape_jax.provenance import package_versions
+from dape_jax.storage import errors
 
 Result = TypeVar("Result")
 
@@ -87,7 +87,8 @@ def distributed_runtime(
             if error is not None:
                 raise error
             _require_same_versions()
-            yield
+            with errors():
+                yield
             _wait_for_all("end", SHUTDOWN_SECONDS)  # a process that still writes a checkpoint may fail
         except (StoppedError, NonFiniteError) as stopped:  # raised on all processes; process 0 prints it
             is_on_all, status = _wait_for_all("end", SHUTDOWN_SECONDS), 1
@@ -108,7 +109,7 @@ def distributed_runtime(
                     listener.join()
                 line = f"lost the connection to another process: {str(bug).splitlines()[0]}"
                 # The status if the runtime notices first.
-                _exit(128 + signal.SIGABRT, f"{line}; restart all processes with the same command to resume")
+                exit_at_once(128 + signal.SIGABRT, f"{line}; restart all processes with the same command to resume")
             traceback.print_exception(bug)
             listener.end_all(1, "".join(traceback.format_exception_only(bug)).strip())
 
@@ -129,7 +130,7 @@ def _join_timeout(error: InputError | None) -> Iterator[None]:
     """Exit with one line if the block takes too long: jax would end this process by SIGABRT."""
     seconds = JOIN_SECONDS if error is None else JOIN_WITH_ERROR_SECONDS
     line = f"processes: after {seconds} seconds, not all have joined; start all, with the same --coordinator"
-    timer = threading.Timer(seconds, _exit, (2, line if error is None else str(error)))
+    timer = threading.Timer(seconds, exit_at_once, (2, line if error is None else str(error)))
     timer.daemon = True
     timer.start()
     try:
@@ -234,7 +235,7 @@ class _Listener(threading.Thread):
             _wait_for_all("told", _EXIT_SECONDS)
             if runtime.process_id == 0:
                 time.sleep(_POLL_SECONDS)  # the runtime of process 0 answers the others
-            _exit(status, line)
+            exit_at_once(status, line)
 
     def end_all(self, status: int, line: str) -> NoReturn:
         """Exit on all processes with this line and status."""
@@ -242,7 +243,7 @@ class _Listener(threading.Thread):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             runtime.client.key_value_set(f"{_ERRORS}/{runtime.process_id}", json.dumps([status, line]))
         self.join()
-        _exit(status, line)  # process 0 has died, and nobody can be told
+        exit_at_once(status, line)  # process 0 has died, and nobody can be told
 
 
 def _choose_ending() -> None:
@@ -266,16 +267,6 @@ def _wait_for_all(name: str, seconds: float) -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
-
-
-def _exit(status: int, line: str) -> NoReturn:
-    """Print an error and exit, from any thread."""
-    try:
-        tqdm.write(f"error: {printable(line)}", file=sys.stderr)  # above a progress bar
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:  # nobody may be reading the output
-        os._exit(status)
 
 
 def _require_same_versions() -> None:

@@ -1,8 +1,12 @@
 """Exceptions for users, the checks that raise them, and text that is safe to print."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+from tqdm import tqdm
 
 
 class InputError(ValueError):
@@ -71,6 +75,16 @@ def describe(error: OSError) -> str:
     if error.strerror is None:
         return " ".join(str(error).split()) or type(error).__name__
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+def exit_at_once(status: int, line: str) -> NoReturn:
+    """Print an error and exit, from any thread, without waiting for other threads or processes."""
+    try:
+        tqdm.write(f"error: {printable(line)}", file=sys.stderr)  # above a progress bar
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:  # nobody may be reading the output
+        os._exit(status)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -29,7 +28,7 @@ import fsspec.config
 from etils import epath
 from typing_extensions import TypeIs
 
-from dape_jax.errors import InputError, describe, require
+from dape_jax.errors import InputError, describe, exit_at_once, require
 
 AnyPath = Path | epath.Path
 
@@ -262,10 +261,10 @@ class _Lease:
                     self.write()
                 renewed = begun
             except _ChangedError:
-                _exit(f"{self.file}: another run has taken the directory over")
+                _end(f"{self.file}: another run has taken the directory over")
             except OSError as error:
                 if time.monotonic() - renewed > LEASE_SECONDS:
-                    _exit(f"{self.file}: could not be renewed for {LEASE_SECONDS:.0f} seconds: {describe(error)}")
+                    _end(f"{self.file}: could not be renewed for {LEASE_SECONDS:.0f} seconds: {describe(error)}")
 
     def seen(self) -> str:
         """Return the version of the object, or "" if there is none."""
@@ -326,10 +325,9 @@ class _Lease:
         return str(written["generation"])
 
 
-def _exit(message: str) -> None:
-    """End the process without another word: what it would still write belongs to another run."""
-    print(f"error: {message}; the same command resumes from the newest checkpoint", file=sys.stderr, flush=True)
-    os._exit(1)
+def _end(reason: str) -> None:
+    """End the process: the directory into which it would still write may be another run's."""
+    exit_at_once(1, f"{reason}; the same command resumes from the newest checkpoint")
 
 
 def _machine() -> str:

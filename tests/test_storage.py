@@ -196,7 +196,7 @@ def test_the_lease_of_a_process_that_has_ended_here_is_taken_over_at_once(bucket
 def test_a_run_whose_lease_was_taken_over_ends(bucket, quick, monkeypatch):
     ended = threading.Event()
     messages = []
-    monkeypatch.setattr(storage, "_exit", lambda message: (messages.append(message), ended.set()))
+    monkeypatch.setattr(storage, "_end", lambda message: (messages.append(message), ended.set()))
     with storage.lease(bucket, "workdir", "run.lock"):
         files.write_atomically(bucket / "run.lock", b"{}")
         assert ended.wait(10)
@@ -210,7 +210,7 @@ def test_a_run_that_cannot_renew_its_lease_ends(bucket, quick, monkeypatch):
     ended = threading.Event()
     messages = []
     monkeypatch.setattr(storage, "LEASE_SECONDS", 0.5)
-    monkeypatch.setattr(storage, "_exit", lambda message: (messages.append(message), ended.set()))
+    monkeypatch.setattr(storage, "_end", lambda message: (messages.append(message), ended.set()))
     with storage.lease(bucket, "workdir", "run.lock"):
         monkeypatch.setattr(storage._Lease, "write", fail)
         assert ended.wait(10)
@@ -339,6 +339,26 @@ def run(*arguments: object, environment: dict[str, str], timeout: int = 300) -> 
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+def train_arguments(path: object, workdir: object, cache: Path, num_steps: int = 12) -> list[object]:
+    """Return the command line of a tiny run."""
+    fields = {
+        "model.num_layers": 1,
+        "model.width": 16,
+        "model.num_heads": 2,
+        "data.path": path,
+        "data.tokenizer": "bytes",
+        "data.cache_dir": cache,
+        "train.train_length": 32,
+        "train.batch_size": 8,
+        "train.num_steps": num_steps,
+        "train.eval_interval": 2,
+        "train.validation_batches": 1,
+        "train.checkpoint_interval": 2,
+    }
+    flags = [f"--config.{field}={value}" for field, value in fields.items()]
+    return ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
@@ -348,29 +368,11 @@ def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
     upload(local, corpus)
     faults.fail, faults.slow = 0.01, 0.01
 
-    def arguments(path: object, workdir: object, cache: str) -> list[object]:
-        fields = {
-            "model.num_layers": 1,
-            "model.width": 16,
-            "model.num_heads": 2,
-            "data.path": path,
-            "data.tokenizer": "bytes",
-            "data.cache_dir": tmp_path / cache,
-            "train.train_length": 32,
-            "train.batch_size": 8,
-            "train.num_steps": 12,
-            "train.eval_interval": 2,
-            "train.validation_batches": 1,
-            "train.checkpoint_interval": 2,
-        }
-        flags = [f"--config.{field}={value}" for field, value in fields.items()]
-        return ["train.py", "--config=configs/quickstart.py", f"--workdir={workdir}", *flags]
-
     there, here = storage.to_path(f"{scheme}://bucket/{scheme}-runs/a", ""), tmp_path / "a"
-    done = run(*arguments(local, here, "unused"), environment=environment)
+    done = run(*train_arguments(local, here, tmp_path / "unused"), environment=environment)
     assert done.returncode == 0, done.stderr
     env = os.environ | environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *map(str, arguments(corpus, there, "cache"))]
+    command = [sys.executable, *map(str, train_arguments(corpus, there, tmp_path / "cache"))]
     killed = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.DEVNULL)
     end = time.monotonic() + 200
     while not checkpoint.step_names(there) and killed.poll() is None and time.monotonic() < end:
@@ -380,7 +382,7 @@ def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
     left = checkpoint.step_names(there)
     assert left
     assert left[0] != "12"
-    done = run(*arguments(corpus, there, "cache"), environment=environment)
+    done = run(*train_arguments(corpus, there, tmp_path / "cache"), environment=environment)
     assert done.returncode == 0, done.stderr
     assert checkpoint.step_names(there)[0] == "12"
     assert len(checkpoint.step_names(there)) <= 4  # older ones were deleted
@@ -403,3 +405,28 @@ def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
     assert done.returncode == 0, done.stderr
     maps = there / "attention_maps" / "step-12-length-32"
     assert {"index.html", "layer-00.png"} <= set(storage.list_directory(maps))
+
+
+@pytest.mark.slow
+def test_a_network_that_is_lost_ends_a_run_in_one_line(environment, faults, tmp_path):
+    """It ends when its lease has not been renewed for a minute, or before, by an error of what it was doing."""
+    local = prepared(tmp_path)
+    workdir = storage.to_path("s3://bucket/lost/a", "")
+    command = [sys.executable, *map(str, train_arguments(local, workdir, tmp_path / "unused", num_steps=100_000))]
+    env = os.environ | environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 200
+    while not checkpoint.step_names(workdir) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.1)
+    left = checkpoint.step_names(workdir)
+    try:
+        faults.fail = 1.0
+        _, messages = process.communicate(timeout=200)
+    finally:
+        faults.fail = 0.0
+    assert left
+    assert process.returncode in (1, 2)
+    lines = messages.replace("\r", "\n").splitlines()
+    assert "Traceback" not in messages
+    assert sum(line.startswith("error: ") for line in lines) == 1
+    assert any("the same command resumes" in line for line in lines)
