@@ -69,6 +69,11 @@ def to_path(text: str, field: str) -> AnyPath:
     return epath.Path(text)
 
 
+def require_local(text: str, field: str) -> None:
+    """Raise `InputError` for a URL, where only the local file system will do."""
+    require("://" not in text, field, text, "must be a local directory")
+
+
 def is_remote(path: AnyPath) -> TypeIs[epath.Path]:
     """Return whether a path is in a bucket."""
     return "://" in os.fspath(path)

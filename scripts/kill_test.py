@@ -196,7 +196,7 @@ def kill_test(directory: Path, killed: AnyPath, kills: int, seed: int, processes
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
-    # SIGTERM is noticed within a second, in which a tiny model takes dozens of steps, but not when it saves to a bucket.
+    # SIGTERM is noticed within a second, in which a tiny model takes dozens of steps, but few if it saves to a bucket.
     num_steps = (6 if is_remote(killed) else 12) * kills + 40
     whole = directory / "whole"
     begun = time.monotonic()

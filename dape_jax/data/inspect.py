@@ -24,6 +24,7 @@ from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, SIDECAR_FILE
 from dape_jax.data.store import TokenStore, open_corpus, open_store
 from dape_jax.errors import InputError, printable, require
 from dape_jax.files import write_json
+from dape_jax.storage import require_local
 
 JSON_FILE, FIGURE_FILE = "inspect.json", "lengths.png"
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
@@ -191,6 +192,7 @@ def main(arguments: list[str]) -> None:
     require(len(arguments) == 2, "DIR", "", "must be the directory of a prepared corpus, or of one of its stores")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+    require_local(arguments[1], "DIR")
     inspect_corpus(Path(arguments[1]), command_line.from_flags(InspectConfig))
 
 

@@ -44,7 +44,7 @@ from dape_jax.data.prepare.records import Selection
 from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.files import json_digest, parse_json, read_json, sync_directory, waiting_lock
-from dape_jax.storage import errors
+from dape_jax.storage import errors, require_local
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +61,9 @@ _DIGEST_BYTES = 2**24  # that are hashed at once
 class DataConfig:
     """The text for training and evaluation."""
 
-    path: str  # a prepared corpus, or raw text: "stdlib", a directory, a glob or a file, see corpus.find_files
+    path: str  # a prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these
     tokenizer: str | None  # "bytes", a tokenizer.json's path or its name; None for that of a prepared corpus
-    cache_dir: str  # directory for the stores of raw text
+    cache_dir: str  # directory for the stores of raw text, and for copies of corpora in buckets
     validation_fraction: float  # share of raw text's documents for validation
     seed: int  # of the order of the training windows
 
@@ -72,6 +72,7 @@ class DataConfig:
         known = self.tokenizer is None or re.fullmatch(rf"bytes|.*\.json|{_NAME}", self.tokenizer, re.DOTALL)
         require(bool(known), "data.tokenizer", self.tokenizer, _TOKENIZERS)
         require(self.cache_dir != "", "data.cache_dir", self.cache_dir, "must be a directory")
+        require_local(self.cache_dir, "data.cache_dir")
         require(
             0 < self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "must be in (0, 1)"
         )

@@ -41,6 +41,7 @@ from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.storage import require_local
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.optimizer import make_optimizer
@@ -112,6 +113,8 @@ class Settings:
     workdirs: str = flag("runs/experiments", "Directory of the models.")
 
     def __post_init__(self):
+        require_local(self.results, "--results")
+        require_local(self.workdirs, "--workdirs")
         require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
         for field in ("seeds", "tasks"):
             values = getattr(self, field)

@@ -87,6 +87,8 @@ class PrepareConfig:
     def __post_init__(self):
         is_given = len(self.input) > 0 and all(self.input)
         require(is_given, "input", ",".join(self.input), "must be comma-separated files, directories, globs or URLs")
+        allowed = "must be a local directory; copy it to a bucket when it is complete"
+        require("://" not in self.output, "output", self.output, allowed)
         is_name = bool(self.output.strip("/")) and "\0" not in self.output
         require(is_name, "output", self.output, "must be a new directory")
         chosen = (self.tokenizer, self.train_bpe)
