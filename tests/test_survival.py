@@ -623,3 +623,38 @@ def test_ten_kills_end_with_the_same_bits(tmp_path):
     assert sum(tally["signals"].values()) == sum(tally["phases"].values()) == tally["kills"] == 10
     assert len(tally["phases"]) >= 3
     assert tally["arrays_compared_bit_for_bit"] > 50
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+
+
+@pytest.mark.slow
+def test_corrupted_files_are_skipped_or_refused(tmp_path):
+    """A few cases of `scripts/corrupt.py`, whose outcomes are known."""
+    kinds, ways = "--kinds=config.json$|params/_METADATA", "--ways=deleted,random bytes,unreadable"
+    run = run_script("scripts/corrupt.py", kinds, ways, f"--output={tmp_path}")
+    assert run.returncode == 0, run.stderr[-5000:]
+    result = json.loads((tmp_path / "corrupt.json").read_text())
+    assert result["not_allowed"] == []
+    outcomes = {(row["kind"], row["way"], row["command"]): row["outcome"] for row in result["cases"]}
+    metadata = next(kind for kind, _, _ in outcomes if "_METADATA" in kind)
+    assert outcomes["config.json", "deleted", "train"] == "equal"  # each checkpoint has a copy
+    assert outcomes["config.json", "unreadable", "train"] == "one line"
+    assert outcomes[metadata, "random bytes", "eval"] == "one line"  # which names the other steps
+    assert outcomes[metadata, "random bytes", "train"] == "equal"  # from an older step, by the same way
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_a_full_disk_loses_nothing(tmp_path):
+    """Three sizes of `scripts/full_disk.py`; the last is enough but for one block or so."""
+    run = run_script("scripts/full_disk.py", "--count=3", f"--output={tmp_path}")
+    if "mount" in run.stderr and "CalledProcessError" in run.stderr:
+        pytest.skip("this machine's root cannot mount a file system")
+    assert run.returncode == 0, run.stderr[-5000:]
+    result = json.loads((tmp_path / "full_disk.json").read_text())
+    assert result["not_allowed"] == []
+    assert result["outcomes"]["refused"] >= 1
