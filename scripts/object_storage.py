@@ -14,6 +14,7 @@ import contextlib
 import http.client
 import http.server
 import json
+import logging
 import os
 import random
 import socket
@@ -147,6 +148,8 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
 @contextlib.contextmanager
 def servers(faults: Faults) -> Iterator[dict[str, str]]:
     """Run both servers with one bucket each; yield the environment that leads to them."""
+    for name in ("werkzeug", "gcp_storage_emulator"):  # which log every request
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     s3 = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
     s3.start()
     google_port = free_port()

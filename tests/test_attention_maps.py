@@ -253,6 +253,19 @@ def test_a_run_is_drawn_once(workdir, root):
     assert (page.parent / "attention_maps.json").read_bytes() == before
 
 
+def test_a_model_that_diverged_is_refused(workdir, tmp_path, monkeypatch):
+    restore = module.restore
+
+    def diverged(trained):
+        mesh, params = restore(trained)
+        return mesh, jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
+
+    monkeypatch.setattr(module, "restore", diverged)
+    with pytest.raises(InputError, match=r"^workdir = .*: the model has diverged: layer 0 is not finite$"):
+        attention_maps(workdir, length=16, output=tmp_path / "maps")
+    assert not (tmp_path / "maps" / "index.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -469,6 +469,20 @@ def test_only_output_symbols_count(runs, monkeypatch, tmp_path):
         assert result["accuracy"] == pytest.approx((answers_BM == 0).mean())
 
 
+def test_a_model_that_diverged_is_named_and_answers_nothing(runs, monkeypatch, tmp_path, caplog):
+    restore = accuracy.restore_current
+
+    def diverged(trained):
+        trained, mesh, params = restore(trained)
+        return trained, mesh, jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
+
+    monkeypatch.setattr(accuracy, "restore_current", diverged)
+    evaluate_tasks(runs[:1], lengths=(2,), num_sequences=11, output=tmp_path)
+    (run,) = written(tmp_path)
+    assert [result["accuracy"] for result in run["lengths"]] == [0]
+    assert "the model has diverged: its logits at length 2 are not finite" in caplog.text
+
+
 @pytest.mark.slow
 def test_accuracy_with_random_positions_equals_that_of_a_plain_loop(random, tmp_path):
     """Uses one batch, so that the loop draws the same positions."""

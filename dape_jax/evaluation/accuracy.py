@@ -7,11 +7,13 @@ the train length.
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -41,6 +43,8 @@ from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
 from dape_jax.storage import AnyPath
 from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import abstract_params, positions_of
+
+logger = logging.getLogger(__name__)
 
 TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # preferred columns among many lengths
 MAX_COLUMNS = 8
@@ -119,14 +123,15 @@ class Tapes:
 def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
     """Make `step({"params": params, "number": number}, batch) -> answers_BT`, jitted.
 
-    The answer at every place of a tape is the most probable symbol. Dropout's random numbers depend on the number of
-    the batch.
+    The answer at every place of a tape is the most probable symbol, or -1 where the logits are not finite. Dropout's
+    random numbers depend on the number of the batch.
     """
 
     def step(model_and_number: dict[str, Any], batch: dict[str, Array]) -> Int[Array, "B T"]:
         model = nnx.merge(graphdef, model_and_number["params"])
         key = jax.random.fold_in(jax.random.key(0), model_and_number["number"]) if dropout else None
-        return model.logits(model.features(batch["inputs"], positions_of(batch), key)).argmax(axis=-1)
+        logits_BTV = model.logits(model.features(batch["inputs"], positions_of(batch), key))
+        return jnp.where(jnp.isfinite(logits_BTV.max(axis=-1)), logits_BTV.argmax(axis=-1), -1)
 
     return jax.jit(step)
 
@@ -185,6 +190,10 @@ def answer_tapes(
                 mesh=mesh,
                 progress=lambda num_rows, length=length: bar.update(num_rows * config.tape_length(length)),
             )
+            if ((answers_BT < 0) & tapes.counted_BT).any():
+                logger.warning(
+                    "%s: the model has diverged: its logits at length %d are not finite", trained.label, length
+                )
             right_B = ((answers_BT == tapes.targets_BT) & tapes.counted_BT).sum(axis=1)
             counted_B = tapes.counted_BT.sum(axis=1)
             accuracies.append(length_accuracy(length, right_B, counted_B))

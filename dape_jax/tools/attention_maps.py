@@ -95,6 +95,8 @@ def attention_maps(
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
     for layer in tqdm(range(config.num_layers), unit="layer", desc=name):
         x_BTD, cells, stats = jax.device_get(maps_of_layer(params, x_BTD, layer))
+        if not np.isfinite(x_BTD).all():
+            raise InputError(f"workdir = {str(workdir)!r}: the model has diverged: layer {layer} is not finite")
         cells = {map_name: cells[map_name] for map_name in HEADINGS if map_name in cells}  # jit sorts by name
         title = f"{name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
