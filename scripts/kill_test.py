@@ -143,7 +143,8 @@ class Process:
         while self.popen.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
         self.popen.kill()
-        return self.end(LOST, -signal.SIGABRT)
+        # jax's runtime aborts it, in any line of its code; Python's handler may fail at printing the stacks then.
+        return self.end(LOST, -signal.SIGABRT, -signal.SIGSEGV)
 
     def tail(self) -> str:
         """Return the end of the log."""
