@@ -10,6 +10,7 @@ become `OSError`s only inside `errors()`, and a listing that fails counts as emp
 import contextlib
 import errno
 import functools
+import glob
 import importlib.util
 import json
 import logging
@@ -62,6 +63,7 @@ def to_path(text: str, field: str) -> AnyPath:
         return Path(text)
     require(scheme in _PACKAGES, field, text, "must be a local path, gs://bucket/path or s3://bucket/path")
     require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")
+    require(not glob.has_magic(rest), field, text, "must have none of * ? [ in a bucket, where they are patterns")
     package = _PACKAGES[scheme]
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{field} = {text!r}: needs the package {package}: pip install 'dape_jax[{_EXTRAS[scheme]}]'")
@@ -114,6 +116,23 @@ def exists(file: AnyPath) -> bool:
             return bool(system.info(path))
         except FileNotFoundError:
             return False
+
+
+def move_directory(source: AnyPath, target: AnyPath) -> None:
+    """Rename a directory; in a bucket, copy its files and then delete them.
+
+    Raises:
+        OSError: it cannot be moved. In a bucket, a part of it may have been copied.
+    """
+    if not is_remote(source):
+        os.rename(source, target)
+        return
+    with errors():
+        system, path = fsspec.url_to_fs(os.fspath(source))
+        moved = fsspec.url_to_fs(os.fspath(target))[1]
+        for name in system.find(path):
+            system.cp_file(name, moved + name.removeprefix(path))
+        system.rm(path, recursive=True)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny
 from etils import epath
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from test_survival import abstract, save_steps, small_state
 
 from dape_jax import files, storage
 from dape_jax.data import store
@@ -53,7 +56,7 @@ def environment(faults) -> Iterator[dict[str, str]]:
 @pytest.fixture(params=["s3", "gs"])
 def bucket(request, environment, faults) -> Iterator[epath.Path]:
     """Return a directory in a bucket of either kind, and let no request fail when the test has ended."""
-    yield storage.to_path(f"{request.param}://bucket/{request.node.name}-{time.monotonic_ns()}", "path")
+    yield storage.to_path(f"{request.param}://bucket/{request.node.originalname}-{time.monotonic_ns()}", "path")
     faults.fail = faults.slow = 0.0
 
 
@@ -67,9 +70,9 @@ def test_a_path_is_local_or_in_a_bucket(environment):
     assert storage.to_path("file:///tmp/a", "--workdir") == Path("/tmp/a")
 
 
-@pytest.mark.parametrize("text", ["az://bucket/a", "http://host/a", "s3://", "gs:///a", "hdfs://a/b"])
+@pytest.mark.parametrize("text", ["az://bucket/a", "http://host/a", "s3://", "gs:///a", "hdfs://a/b", "gs://b/a[1]"])
 def test_another_kind_of_path_is_refused(text):
-    with pytest.raises(InputError, match=f"^--workdir = {text!r}: must be "):
+    with pytest.raises(InputError, match=f"^--workdir = {re.escape(repr(text))}: must "):
         storage.to_path(text, "--workdir")
 
 
@@ -313,6 +316,59 @@ def test_a_damaged_corpus_in_a_bucket_gets_no_name(bucket, tmp_path):
     with pytest.raises(InputError, match=r"digest = .*the files beside it give"):
         store.load_corpus(config_of(bucket, tmp_path / "cache"))
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
+
+
+# ---- checkpoints
+
+
+@pytest.mark.slow
+def test_a_damaged_step_is_moved_and_an_older_one_read(bucket, caplog):
+    save_steps(bucket, 1, 2)
+    system, path = fsspec.url_to_fs(str(bucket))
+    name = max(system.find(f"{path}/checkpoints/2/params"), key=system.size)  # the arrays
+    content = bytearray(system.cat_file(name))
+    content[len(content) // 2] ^= 1
+    system.pipe_file(name, bytes(content))
+    found = checkpoint.restore_newest(bucket, abstract(small_state(0)))
+    assert found is not None
+    assert found[0] == 1
+    np.testing.assert_array_equal(found[1].params["up_DF"], small_state(1).params["up_DF"])
+    assert storage.list_directory(bucket / "damaged") == ["2"]
+    assert checkpoint.step_names(bucket) == ["1"]
+    assert "step 2 is damaged and moved to" in caplog.text
+
+
+@pytest.mark.slow
+def test_an_unfinished_save_is_no_step(bucket):
+    save_steps(bucket, 1, 2)
+    (bucket / "checkpoints" / "2" / "commit_success.txt").unlink()
+    assert checkpoint.step_names(bucket) == ["1"]
+    assert checkpoint.restore_config(bucket)[0] == 1
+    save_steps(bucket, 3)  # opening the checkpoints deletes what is unfinished
+    assert checkpoint.step_names(bucket) == ["3", "1"]
+    assert sorted(storage.list_directory(bucket / "checkpoints")) == ["1", "3"]
+
+
+@pytest.mark.slow
+def test_steps_that_are_not_kept_are_deleted(bucket):
+    save_steps(bucket, 1, 2, 3, 4)
+    assert checkpoint.step_names(bucket) == ["4", "3", "2"]
+    assert sorted(storage.list_directory(bucket / "checkpoints")) == ["2", "3", "4"]
+
+
+@pytest.mark.parametrize("message", ["UNAVAILABLE: Error reading", "DEADLINE_EXCEEDED: slow", "PERMISSION_DENIED: no"])
+def test_a_lost_network_is_no_damage(environment, monkeypatch, message):
+    bucket = storage.to_path(f"s3://bucket/lost-{time.monotonic_ns()}", "")
+    save_steps(bucket, 1)
+
+    def restore(*_, **__):
+        raise ValueError(message)
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", restore)
+    with pytest.raises(InputError, match=f"checkpoints/1: cannot be read now: {message}"):
+        checkpoint.restore_newest(bucket, abstract(small_state(0)))
+    assert checkpoint.step_names(bucket) == ["1"]
+    assert storage.list_directory(bucket / "damaged") == []
 
 
 # ---- files of a run

@@ -34,7 +34,17 @@ from dape_jax.distributed import first_fault, process_zero_only, require_same
 from dape_jax.errors import InputError, describe, require
 from dape_jax.files import exclusive_lock, json_digest, read_bytes, read_json, write_json
 from dape_jax.model.transformer import Params
-from dape_jax.storage import AnyPath, absolute, errors, exists, is_of_network, is_remote, lease, list_directory
+from dape_jax.storage import (
+    AnyPath,
+    absolute,
+    errors,
+    exists,
+    is_of_network,
+    is_remote,
+    lease,
+    list_directory,
+    move_directory,
+)
 from dape_jax.training.step import TrainState
 
 CONFIG_FILE = "config.json"
@@ -402,10 +412,10 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
         for name, fault in faults.items():
             damaged = workdir / "damaged"
             with errors():
-                damaged.mkdir(exist_ok=True)
+                damaged.mkdir(exist_ok=True)  # which does nothing in a bucket
                 free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
                 target = damaged / next(each for each in free if each not in list_directory(damaged))
-                (_directory(workdir) / name).rename(target)
+                move_directory(_directory(workdir) / name, target)
             logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
 
     process_zero_only(move_damaged)
