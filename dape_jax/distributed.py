@@ -280,7 +280,8 @@ def _require_same_versions() -> None:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(words in str(error) for words in _LOST_CONNECTION)
+    is_of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)  # its ValueErrors
+    return is_of_runtime and any(words in str(error) for words in _LOST_CONNECTION)
 
 
 def process_zero_only(work: Callable[[], object]) -> None:

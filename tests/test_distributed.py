@@ -564,3 +564,21 @@ def until(run: Run, condition: Callable[[], object]) -> None:
         process.kill()
         process.wait()
     pytest.fail(str(run.texts()))
+
+
+GLOO = (
+    "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:5"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (ValueError(GLOO), True),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: recvmsg:Connection reset by peer"), True),
+        (jax.errors.JaxRuntimeError("INVALID_ARGUMENT: shapes differ"), False),
+        (ValueError("closed by peer"), False),
+    ],
+)
+def test_a_lost_process_is_told_from_a_bug(error, is_lost):
+    assert distributed._is_lost_connection(error) == is_lost
