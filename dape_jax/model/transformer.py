@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import InputError, one_of, positive, require
@@ -461,15 +462,52 @@ def attention_of(
     return attention
 
 
+PARAMETER_KINDS = ("bias", "processor")  # parameters of position biases and of score convolutions; others have no kind
+
+
+def parameter_kind(path: tuple[str, ...]) -> str | None:
+    """Return the member of `PARAMETER_KINDS` to which the parameter at this path belongs, or None."""
+    *modules, _ = path
+    if "processor" in modules:
+        return "processor"
+    return "bias" if "bias" in modules or "shared_bias" in modules else None
+
+
+def flat_params(params: Params) -> dict[tuple[str, ...], Any]:
+    """Return the parameters of a nested dict by path; `flax.traverse_util.unflatten_dict` is the inverse."""
+    return {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
 def parameter_counts(params: Params) -> dict[str, int]:
-    """Count parameters: the `total`, and those of position biases and of score convolutions."""
-    counts = {"total": 0, "bias": 0, "processor": 0}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        modules = {key.key for key in path[:-1]}
+    """Count parameters: the `total`, and those of each of `PARAMETER_KINDS`."""
+    counts: dict[str, int] = dict.fromkeys(("total", *PARAMETER_KINDS), 0)
+    for path, leaf in flat_params(params).items():
         counts["total"] += leaf.size
-        counts["bias"] += leaf.size if modules & {"bias", "shared_bias"} else 0
-        counts["processor"] += leaf.size if "processor" in modules else 0
+        if (kind := parameter_kind(path)) is not None:
+            counts[kind] += leaf.size
     return counts
+
+
+def split_params(params: Params, kinds: tuple[str, ...]) -> tuple[Params, Params]:
+    """Return the parameters of these kinds and all others, as two nested dicts; all and none if there are no kinds.
+
+    Raises:
+        InputError: the model has no parameters of one of the kinds.
+    """
+    if not kinds:
+        return params, {}
+    flat = flat_params(params)
+    found = {parameter_kind(path) for path in flat}
+    missing = [kind for kind in kinds if kind not in found]
+    require(not missing, "init.train_only", ",".join(kinds), f"the model has no parameters of: {', '.join(missing)}")
+    chosen = {path: leaf for path, leaf in flat.items() if parameter_kind(path) in kinds}
+    others = {path: leaf for path, leaf in flat.items() if path not in chosen}
+    return unflatten_dict(chosen), unflatten_dict(others)
+
+
+def merge_params(first: Params, second: Params) -> Params:
+    """Return the parameters of two nested dicts in one; those of the second where both have a parameter."""
+    return unflatten_dict(flat_params(first) | flat_params(second)) if second else first
 
 
 @functools.cache  # every step, evaluator and tool of a run needs it, and building takes a tenth of a second

@@ -15,7 +15,14 @@ from jax.stages import Wrapped
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.model.loss import nll, nll_of_features
-from dape_jax.model.transformer import Params, Transformer, TransformerConfig, model_structure
+from dape_jax.model.transformer import (
+    Params,
+    Transformer,
+    TransformerConfig,
+    merge_params,
+    model_structure,
+    split_params,
+)
 from dape_jax.sharding import parameter_shardings, replicated
 
 # Dynamic loss scaling for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
@@ -59,8 +66,15 @@ def abstract_params(config: TransformerConfig, mesh: Mesh) -> Params:
     )
 
 
-def abstract_state(config: TransformerConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract_state(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    train_only: tuple[str, ...] = (),
+) -> TrainState:
     """Return the shapes, dtypes and shardings of a state, without allocating it. Moments are sharded like parameters.
+
+    See `make_train_step` for `train_only`.
 
     `jax.jit(optimizer.init)` would replicate the moments, because they are constants that depend on no sharded input.
     """
@@ -69,24 +83,37 @@ def abstract_state(config: TransformerConfig, optimizer: optax.GradientTransform
         return leaf.update(sharding=replicated(mesh))
 
     params = abstract_params(config, mesh)
+    trained, _ = split_params(params, train_only)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
         lambda moment, param: moment.update(sharding=param.sharding),
-        jax.eval_shape(optimizer.init, params),
-        params,
+        jax.eval_shape(optimizer.init, trained),
+        trained,
         transform_non_params=replicate,
     )
     return TrainState(params, opt_state, jax.tree.map(replicate, jax.eval_shape(lambda: _init_health(config))))
 
 
-def init_state(config: TransformerConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """Return the initial state; each device computes its own shards."""
+def init_state(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    mesh: Mesh,
+    train_only: tuple[str, ...] = (),
+    given: Params | None = None,
+) -> TrainState:
+    """Return the initial state; each device computes its own shards.
 
-    def make() -> TrainState:
-        params = _init_params(config, seed)
-        return TrainState(params, optimizer.init(params), _init_health(config))
+    See `make_train_step` for `train_only`. The parameters in `given`, which is donated, are used as they are.
+    """
 
-    return jax.jit(make, out_shardings=shardings_of(abstract_state(config, optimizer, mesh)))()
+    def make(given: Params) -> TrainState:
+        params = merge_params(_init_params(config, seed), given)
+        trained, _ = split_params(params, train_only)
+        return TrainState(params, optimizer.init(trained), _init_health(config))
+
+    shardings = shardings_of(abstract_state(config, optimizer, mesh, train_only))
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)({} if given is None else given)
 
 
 def _init_health(config: TransformerConfig) -> Health:
@@ -107,6 +134,7 @@ def make_train_step(
     accumulation_steps: int = 1,
     logits_chunk_tokens: int = 2048,
     seed: int = 0,
+    train_only: tuple[str, ...] = (),
 ) -> Wrapped:
     """Return the jitted `step(state, batch) -> (state, metrics)`, which donates the given state.
 
@@ -121,6 +149,9 @@ def make_train_step(
     `shardings` are those of the state, before and after the step. Dropout's seed is `seed` with the number of the step.
     See `nll_of_features` for `logits_chunk_tokens`.
 
+    With `train_only`, members of `PARAMETER_KINDS`, only parameters of these kinds are trained. All others are frozen:
+    they have no gradient, no part in its norm, no weight decay and no optimizer state.
+
     Returns:
         The step. Its batch has `inputs` and `targets`, optionally `weights` (the loss is their weighted mean) and
         `positions` (those of the first row are used). Its metrics, as device arrays: `loss_nats` per token, the
@@ -131,8 +162,10 @@ def make_train_step(
     def loss_and_gradients(
         params: Params, batch: dict[str, Array], scale: Float[Array, ""] | None, number: Int[Array, ""]
     ) -> tuple[Array, Params]:
-        def loss_of(params: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
-            model = nnx.merge(graphdef, params)
+        trained, frozen = split_params(params, train_only)
+
+        def loss_of(trained: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
+            model = nnx.merge(graphdef, merge_params(trained, frozen))
             key = None if model.config.dropout == 0 else jax.random.fold_in(jax.random.key(seed), number)
             features_BTD = model.features(batch["inputs"], positions_of(batch), key)
             nll_BT = nll_of_features(model, features_BTD, batch["targets"], logits_chunk_tokens)
@@ -140,11 +173,12 @@ def make_train_step(
             loss = jnp.average(nll_BT, weights=weights_BT)
             return (loss if scale is None else loss * scale), loss
 
-        gradients, loss = jax.grad(loss_of, has_aux=True)(params)
+        gradients, loss = jax.grad(loss_of, has_aux=True)(trained)
         return loss, gradients if scale is None else jax.tree.map(lambda g: g / scale, gradients)
 
     def step(state: TrainState, batch: dict[str, Array]) -> tuple[TrainState, dict[str, Array]]:
         health = state.health
+        trained, frozen = split_params(state.params, train_only)
         first_number = (health.applied + health.skipped) * accumulation_steps
         if accumulation_steps == 1:
             loss, gradients = loss_and_gradients(state.params, batch, health.loss_scale, first_number)
@@ -160,25 +194,25 @@ def make_train_step(
                 one = jax.lax.optimization_barrier(loss_and_gradients(state.params, batch, health.loss_scale, number))
                 return jax.tree.map(jnp.add, total, one), None
 
-            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+            zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
             total, _ = jax.lax.scan(add, zero, (parts, first_number + jnp.arange(accumulation_steps)))
             loss, gradients = jax.tree.map(lambda x: x / accumulation_steps, total)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        params = jax.tree.map(jnp.add, state.params, updates)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
+        updated = jax.tree.map(jnp.add, trained, updates)
         gradient_norm = optax.tree.norm(gradients)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         overflows = jnp.zeros((), bool) if health.loss_scale is None else ~is_finite & (health.loss_scale > 1)
         is_bad = ~is_finite & ~overflows
         applied = ~(is_bad | overflows)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(applied, new, old), (params, opt_state), (state.params, state.opt_state)
+        updated, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(applied, new, old), (updated, opt_state), (trained, state.opt_state)
         )
         health = _next_health(health, applied, is_bad, overflows)
         metrics = {"loss_nats": loss, "gradient_norm": gradient_norm, "applied": applied, "bad": is_bad}
         metrics |= {"num_applied": health.applied, "skipped": health.skipped, "bad_in_a_row": health.bad_in_a_row}
         if state.health.loss_scale is not None:
             metrics |= {"loss_scale": state.health.loss_scale}
-        return TrainState(params, opt_state, health), metrics
+        return TrainState(merge_params(updated, frozen), opt_state, health), metrics
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
