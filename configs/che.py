@@ -90,6 +90,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         checkpoint_interval=500,
     )
     config.mesh = common.mesh()
+    config.init = common.init()
     config.evaluation = dict(
         lengths=tuple(range(1, TEST_LENGTH + 1)),
         num_sequences=512,

@@ -63,6 +63,11 @@ def mesh() -> dict[str, int]:
     return dict(data=1, fsdp=-1, context=1, tensor=1)
 
 
+def init() -> dict[str, Any]:
+    """Return the `init` section: random parameters, all of them trained. `docs/running.md` has the other values."""
+    return dict(source=config_dict.placeholder(str), train_only=config_dict.placeholder(str))
+
+
 def perplexity(**fields: Any) -> dict[str, Any]:
     """Return the `evaluation` section of a language model, of which `lengths` and `max_windows` are missing."""
     shared = dict(last_tokens=64, batch_tokens=8192, blockwise_from=512, block_size=32)

@@ -88,6 +88,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         checkpoint_interval=1000,
     )
     config.mesh = common.mesh()
+    config.init = common.init()
     config.evaluation = common.perplexity(
         lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),
         last_tokens=256,

@@ -48,5 +48,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         checkpoint_interval=500,
     )
     config.mesh = common.mesh()
+    config.init = common.init()
     config.evaluation = common.perplexity(lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128)
     return config

@@ -64,6 +64,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         max_to_keep=1,
     )
     config.mesh = common.mesh()
+    config.init = common.init()
     lengths = tuple(2**n for n in range(5, 12) if 2**n >= train_length)
     config.evaluation = common.perplexity(lengths=lengths, max_windows=32)
     return config

@@ -4,6 +4,7 @@ In: the nested dict of a config file. Out: `RunConfig` or `TaskRunConfig`. Each 
 module that it configures. Sections have no default values, so that a config file is complete.
 """
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -25,7 +26,7 @@ from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import ROTARY
 from dape_jax.model.processors import PROCESSORS
-from dape_jax.model.transformer import TransformerConfig
+from dape_jax.model.transformer import PARAMETER_KINDS, TransformerConfig
 from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
@@ -89,6 +90,38 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Settings of the parameters with which a run starts."""
+
+    source: str | None  # workdir of a run, or workdir@step, whose parameters are used; None: random parameters
+    train_only: (
+        str | None
+    )  # comma-separated members of PARAMETER_KINDS to train, all others are frozen; None: train all
+
+    def __post_init__(self):
+        allowed = "must be a run directory, or directory@step with a step's number, newest or best"
+        require(self.source is None or all(self.source_and_step), "init.source", self.source, allowed)
+        allowed = f"must be a comma-separated list of {list(PARAMETER_KINDS)}, each at most once"
+        is_list = set(self.trained_kinds) <= set(PARAMETER_KINDS)
+        is_list = is_list and len(set(self.trained_kinds)) == len(self.trained_kinds)
+        require(is_list, "init.train_only", self.train_only, allowed)
+
+    @property
+    def source_and_step(self) -> tuple[str, str]:
+        """Return the workdir and the step that `source` names: "runs/a@500" is ("runs/a", "500").
+
+        The last "@" after the last "/" separates them. Without one, the step is "newest".
+        """
+        directory, at, step = (self.source or "").rpartition("@")
+        return (directory, step) if at and "/" not in step else (self.source or "", "newest")
+
+    @property
+    def trained_kinds(self) -> tuple[str, ...]:
+        """Return the kinds of parameters to train, or () if all parameters are trained."""
+        return () if self.train_only is None else tuple(self.train_only.split(","))
+
+
+@dataclasses.dataclass(frozen=True)
 class BaseRunConfig:
     """Sections that a language model and a task have in common."""
 
@@ -96,6 +129,7 @@ class BaseRunConfig:
     optimizer: OptimizerConfig
     train: TrainConfig
     mesh: MeshConfig
+    init: InitConfig
 
     def __post_init__(self):
         fraction, num_steps = self.optimizer.warmup_fraction, self.train.num_steps
@@ -311,14 +345,24 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
     Raises:
         InputError: an unknown name or option.
     """
-    choice = read_choice(f"model.{field}", CHOICES[field], {"name": name} | options)
-    # A placeholder gives an option that is None its type, so that a flag can set it.
-    open_fields = {
-        option.name: config_dict.placeholder(typing.get_args(option.type)[0])
-        for option in dataclasses.fields(choice)
-        if getattr(choice, option.name) is None
+    return {"name": name} | _fields_of(read_choice(f"model.{field}", CHOICES[field], {"name": name} | options))
+
+
+def _fields_of(section: Any) -> dict[str, Any]:
+    """Return the fields of a config dataclass; a placeholder gives one that is None its type, for flags."""
+    kinds = typing.get_type_hints(type(section))
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return {
+        name: config_dict.placeholder(typing.get_args(kinds[name])[0]) if value is None else value
+        for name, value in values.items()
     }
-    return {"name": name} | dataclasses.asdict(choice) | open_fields
+
+
+def config_file_dict(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
+    """Return a run's config as a config file gives it: every field can be set by a flag."""
+    spec = {field.name: _fields_of(getattr(run, field.name)) for field in dataclasses.fields(run)}
+    saved = resolved(run)["model"]
+    return spec | {"model": spec["model"] | {field: choose(field, **saved[field]) for field in CHOICES}}
 
 
 def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
@@ -328,6 +372,16 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
         (name,) = [name for name, kind in table.items() if type(getattr(run.model, field)) is kind]
         spec["model"][field] = {"name": name} | spec["model"][field]
     return json.loads(json.dumps(spec))
+
+
+# Sections that configs saved by older versions lack, with the values that have the same meaning.
+ADDED_SECTIONS: dict[str, dict[str, Any]] = {"init": {"source": None, "train_only": None}}
+
+
+def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved config with the sections that it lacks because an older version saved it."""
+    missing = {name: section for name, section in ADDED_SECTIONS.items() if name not in saved}
+    return saved | copy.deepcopy(missing)
 
 
 # Fields that affect only performance or storage; they may change on resume. Results change by rounding, and where

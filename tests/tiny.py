@@ -55,6 +55,7 @@ SPEC = {
         "max_bad_steps": 0,
     },
     "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1},
+    "init": {"source": None, "train_only": None},
     "evaluation": {
         "lengths": (16, 32, 64),
         "last_tokens": 16,

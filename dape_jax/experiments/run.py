@@ -23,7 +23,15 @@ import jax
 import numpy as np
 
 from dape_jax.command_line import flag
-from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_module, read_run, resolved
+from dape_jax.config import (
+    ADDED_SECTIONS,
+    RESUMABLE_FIELDS,
+    RunConfig,
+    TaskRunConfig,
+    read_module,
+    read_run,
+    resolved,
+)
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
@@ -200,12 +208,15 @@ def train_command(run: Run) -> str:
 def identity(spec: dict[str, Any], metric: str, prefix: str = "") -> dict[str, Any]:
     """Return the part of a resolved config that determines a run's results: all of it for times of steps.
 
+    A section of `ADDED_SECTIONS` with the values of a config that lacks it changes nothing, and is left out.
+
     `prefix` is the dotted name of the section that `spec` is, or "" for the whole config.
     """
     return {
         key: identity(value, metric, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in spec.items()
         if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
+        if not (f"{prefix}{key}" in ADDED_SECTIONS and value == ADDED_SECTIONS[f"{prefix}{key}"])
     }
 
 
@@ -365,11 +376,12 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
     for _, (index, config) in itertools.product(range(TIMED_TURNS), enumerate(configs)):
         mesh = make_mesh(config.mesh)
         optimizer = make_optimizer(config.optimizer, config.train.num_steps)
-        state = init_state(config.model, optimizer, config.train.seed, mesh)
+        kinds = config.init.trained_kinds
+        state = init_state(config.model, optimizer, config.train.seed, mesh, kinds)
         if steps[index] is None:
             graphdef, _ = model_structure(config.model)
-            shardings, accumulation_steps = shardings_of(state), config.train.accumulation_steps
-            steps[index] = make_train_step(graphdef, optimizer, shardings, accumulation_steps=accumulation_steps)
+            options = {"accumulation_steps": config.train.accumulation_steps, "train_only": kinds}
+            steps[index] = make_train_step(graphdef, optimizer, shardings_of(state), **options)
         shape = (config.train.batch_size, config.train.train_length + 1)
         tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
         with jax.set_mesh(mesh):

@@ -143,7 +143,7 @@ def compile_request(request: Request) -> dict[str, Any]:
     """Compile a program for a slice and return fields of its `Plan`; must run in a process of its own."""
     mesh, run, length = make_mesh(request.mesh, slice_devices(request.hardware)), request.run, request.eval_length
     optimizer, evaluation = make_optimizer(run.optimizer, run.train.num_steps), run.evaluation
-    state = abstract_state(run.model, optimizer, mesh)
+    state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
     rows = jax.ShapeDtypeStruct(
         request.batch_shape(mesh), np.int32, sharding=NamedSharding(mesh, activation_spec("BT"))
     )
@@ -155,6 +155,7 @@ def compile_request(request: Request) -> dict[str, Any]:
             shardings_of(state),
             accumulation_steps=run.train.accumulation_steps,
             logits_chunk_tokens=run.train.logits_chunk_tokens,
+            train_only=run.init.trained_kinds,
         )
     else:
         graphdef, _ = model_structure(model_at(run.model, length, evaluation, "rope", run.train.train_length))
@@ -271,7 +272,8 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
 
 def state_bytes(run: RunConfig, mesh: Mesh) -> dict[str, int]:
     """Return the memory of the parameters and the optimizer's moments on each chip, exactly."""
-    state = abstract_state(run.model, make_optimizer(run.optimizer, run.train.num_steps), mesh)
+    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
+    state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
 
     def bytes_on_chip(tree: Any) -> int:
         leaves = jax.tree.leaves(tree)

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from dape_jax.config import upgraded
 from dape_jax.distributed import first_fault, process_zero_only, require_same
 from dape_jax.errors import InputError, describe, require
 from dape_jax.files import exclusive_lock, json_digest, read_bytes, read_json, write_json
@@ -129,9 +130,9 @@ def read_config(workdir: AnyPath) -> dict[str, Any] | None:
         if not step_names(workdir):
             return None
         logger.warning("%s is missing; the copy in the newest checkpoint is used", workdir / CONFIG_FILE)
-    step, config = restore_config(workdir)
-    _require_record(config, workdir, f"the config of step {step}")
-    return config
+    step, record = restore_config(workdir)
+    _require_record(record, workdir, f"the config of step {step}")
+    return record
 
 
 def read_config_file(workdir: AnyPath) -> dict[str, Any]:
@@ -143,9 +144,9 @@ def read_config_file(workdir: AnyPath) -> dict[str, Any]:
     """
     file = workdir / CONFIG_FILE
     read_bytes(file)  # which tells a file that is missing from one that is damaged
-    config = read_json(file)
-    _require_record(config, workdir, str(file))
-    return config
+    record = read_json(file)
+    _require_record(record, workdir, str(file))
+    return record | {"config": upgraded(record["config"])}
 
 
 def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> None:
@@ -453,7 +454,10 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
     require(bool(intact), "workdir", str(workdir), "all of its checkpoints are damaged")
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}
     name = min(nats, key=nats.__getitem__) if which == "best" and nats else next(iter(intact))
-    return int(name), intact[name]["config"]
+    record = intact[name]["config"]
+    if isinstance(record.get("config"), dict):
+        record = record | {"config": upgraded(record["config"])}
+    return int(name), record
 
 
 def restore_params(workdir: AnyPath, step: int, abstract: Params) -> Params:

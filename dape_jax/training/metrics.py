@@ -42,8 +42,9 @@ class MetricLogger:
         schedule = make_schedule(run.optimizer, run.train.num_steps)
         self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
         self.workdir, self.max_bad_steps = workdir, run.train.max_bad_steps
-        self.token_flops: float | None = None  # in a task, lengths differ from step to step
-        if isinstance(run, RunConfig):
+        # In a task, lengths differ from step to step; frozen parameters need no gradient, which the formula counts.
+        self.token_flops: float | None = None
+        if isinstance(run, RunConfig) and run.init.train_only is None:
             self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
         self.is_first = jax.process_index() == 0
         self.events: _Events | None = None
