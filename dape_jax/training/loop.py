@@ -31,6 +31,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
+from dape_jax.training.weights import open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ logger = logging.getLogger(__name__)
 def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
 
-    1. It holds no config: start a new run.
+    1. It holds no config: start a new run, with random parameters or those of the run that `init.source` names.
     2. It holds the same config and a checkpoint: resume bit-exactly from the newest one that is intact. Damaged ones
        are moved aside with a warning; if all are damaged, refuse.
-    3. It holds the same config and no checkpoint: the run died before its first; start again.
+    3. It holds the same config and no checkpoint: the run died before its first; start again, as in 1.
     4. It holds another config: refuse and print the differences. Fields in `config.RESUMABLE_FIELDS` may differ.
     5. It holds a checkpoint of the last step: return.
 
@@ -70,10 +71,16 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     source = open_source(run, mesh)
     require_same("digest of the data", source.digest[:12])
     record = {"config": config, "data_digest": source.digest}
+    weights = None
+    if run.init.source is not None and not checkpoint.step_names(workdir):
+        weights = open_weights(run, source.tokenizer)
+        record |= {"init": weights.record}
+    elif saved is not None and "init" in saved:
+        record |= {"init": saved["init"]}
 
     # ---- model and optimizer
-    optimizer = make_optimizer(run.optimizer, run.train.num_steps)
-    planned = abstract_state(run.model, optimizer, mesh)
+    optimizer, train_only = make_optimizer(run.optimizer, run.train.num_steps), run.init.trained_kinds
+    planned = abstract_state(run.model, optimizer, mesh, train_only)
     train_step = make_train_step(
         graphdef,
         optimizer,
@@ -81,6 +88,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         accumulation_steps=run.train.accumulation_steps,
         logits_chunk_tokens=run.train.logits_chunk_tokens,
         seed=run.train.seed,
+        train_only=train_only,
     )
     validate = make_validation(run, graphdef, source.validation, mesh)
     counts = parameter_counts(abstract)
@@ -89,6 +97,8 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         *(f"{counts[name]:,}" for name in ("total", "bias", "processor")),
         mesh,
     )
+    if train_only:
+        logger.info("only parameters of these kinds are trained: %s", ", ".join(train_only))
 
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir):
         # ---- start or resume
@@ -97,7 +107,9 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
             start, state, data_state = resumed
             source.batches.set_state(data_state)
         else:
-            start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh)
+            assert run.init.source is None or weights is not None, "the checkpoints were deleted meanwhile"
+            given = None if weights is None else weights.restore(mesh)
+            start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, given)
         if start == run.train.num_steps:
             logger.info("%s is trained: step %d of %d", workdir, start, run.train.num_steps)
             return
@@ -133,7 +145,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
 def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
     """Write the run's config and tokenizer to `workdir`, or compare the config with the one there.
 
-    A config that is missing or damaged is written again.
+    A config that is missing or damaged is written again. So is that of a run without a checkpoint, which starts again.
     """
     saved = checkpoint.read_config(workdir)
     if saved is None:
@@ -143,6 +155,9 @@ def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokeni
     else:
         refuse_other_config(workdir, saved["config"], record["config"])
         refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": record["data_digest"]})
+        if not checkpoint.step_names(workdir):
+            saved = record
+            checkpoint.write_config(workdir, saved)
         try:
             checkpoint.read_config_file(workdir)
         except (InputError, FileNotFoundError):
