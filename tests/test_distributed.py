@@ -543,11 +543,12 @@ def test_processes_agree_on_the_steps_before_they_resume(root, tmp_path, one_pro
 
 @pytest.mark.slow
 def test_another_version_on_one_process_ends_all(root, tmp_path):
-    metadata = tmp_path / "packages" / "dape_jax-99.dist-info" / "METADATA"
+    """Of another package: this one's version may stand beside train.py, whose directory is searched first."""
+    metadata = tmp_path / "packages" / "optax-99.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: dape_jax\nVersion: 99\n")
+    metadata.write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99\n")
     line = ending(Run(root, tmp_path / "run", 2, last_path=metadata.parents[1]))
-    assert re.fullmatch(r"error: process 1: dape_jax = '99, .*': must be '.*', the version of process 0", line), line
+    assert re.fullmatch(r"error: process 1: optax = '99': must be '.*', the version of process 0", line), line
 
 
 def until(run: Run, condition: Callable[[], object]) -> None:
