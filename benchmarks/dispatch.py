@@ -41,6 +41,8 @@ def main(_arguments: list[str]) -> None:
             "width": 32,
             "num_heads": 4,
             "num_kv_heads": None,
+            "head_dim": None,
+            "mlp_width": None,
             "vocab_size": 257,
             "num_outputs": None,
             **GPT_NEOX,

@@ -18,6 +18,8 @@ def model(**fields: Any) -> dict[str, Any]:
     """Return the `model` section; `fields` are the size, the block (`GPT_NEOX`), the method and what differs."""
     shared = dict(
         num_kv_heads=config_dict.placeholder(int),  # None: as num_heads; fewer for grouped-query attention
+        head_dim=config_dict.placeholder(int),  # None: width / num_heads
+        mlp_width=config_dict.placeholder(int),  # None: 4 x width
         vocab_size=257,  # 256 bytes and the end of a document
         num_outputs=config_dict.placeholder(int),  # None: as vocab_size
         window=config_dict.placeholder(int),  # None: all keys; --config.model.window=N for sliding-window attention

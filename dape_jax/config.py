@@ -4,7 +4,6 @@ In: the nested dict of a config file. Out: `RunConfig` or `TaskRunConfig`. Each 
 module that it configures. Sections have no default values, so that a config file is complete.
 """
 
-import copy
 import dataclasses
 import importlib.util
 import json
@@ -26,7 +25,7 @@ from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import ROTARY
 from dape_jax.model.processors import PROCESSORS
-from dape_jax.model.transformer import PARAMETER_KINDS, TransformerConfig
+from dape_jax.model.transformer import GPT_NEOX, PARAMETER_KINDS, TransformerConfig
 from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
@@ -49,6 +48,8 @@ LARGEST = {
     "model.width": 2**20,
     "model.num_heads": 2**16,
     "model.num_kv_heads": 2**16,
+    "model.head_dim": 2**16,
+    "model.mlp_width": 2**22,
     "model.vocab_size": 2**28,
     "model.num_outputs": 2**28,
     "model.processor.channels": 2**16,
@@ -141,7 +142,7 @@ class BaseRunConfig:
         model = self.model
         sizes = {"D": ("model.width", model.width)}
         sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
-        sizes |= {"F": ("4 x model.width", 4 * model.width)}
+        sizes |= {"F": ("model.mlp_width", model.mlp_width)}
         check_mesh(mesh, sizes | {"V": ("model.vocab_size", model.vocab_size)})
         check_mesh(mesh, {"V": ("model.num_outputs", model.num_outputs)})
 
@@ -325,18 +326,28 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
     """Return the checked `model` section.
 
-    The dtype "auto" becomes float32 on CPU and bfloat16 elsewhere. None becomes `num_heads` for `num_kv_heads`, and
-    `vocab_size` for `num_outputs`.
+    The dtype "auto" becomes float32 on CPU and bfloat16 elsewhere. None becomes `num_heads` for `num_kv_heads`,
+    `vocab_size` for `num_outputs`, width / num_heads for `head_dim`, and 4 width for `mlp_width`.
+
+    Raises:
+        InputError: a field is unknown, missing or out of range.
     """
     _check_fields(TransformerConfig, "model", spec)
     chosen = {field: read_choice(f"model.{field}", table, spec[field]) for field, table in CHOICES.items()}
     dtype = spec["dtype"]
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    same = {"num_kv_heads": "num_heads", "num_outputs": "vocab_size"}
-    sizes = {field: spec[other] if spec[field] is None else spec[field] for field, other in same.items()}
-    others = {name: value for name, value in {**spec, **sizes, "dtype": dtype}.items() if name not in chosen}
-    return TransformerConfig(**chosen, **_typed(TransformerConfig, "model", others))
+    derived = ("num_kv_heads", "num_outputs", "head_dim", "mlp_width")
+    given = {name: value for name, value in {**spec, "dtype": dtype}.items() if name not in chosen}
+    given = {name: value for name, value in given.items() if not (name in derived and value is None)}
+    fields = _typed(TransformerConfig, "model", given)
+    width, heads = fields["width"], fields["num_heads"]
+    if "head_dim" not in fields:
+        require(heads > 0, "model.num_heads", heads, "must be positive")
+        require(width % heads == 0, "model.num_heads", heads, f"must divide model.width = {width}, or give head_dim")
+        fields["head_dim"] = width // heads
+    others = {"num_kv_heads": heads, "num_outputs": fields["vocab_size"], "mlp_width": 4 * width}
+    return TransformerConfig(**chosen, **others | fields)
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
@@ -374,14 +385,47 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(spec))
 
 
-# Sections that configs saved by older versions lack, with the values that have the same meaning.
-ADDED_SECTIONS: dict[str, dict[str, Any]] = {"init": {"source": None, "train_only": None}}
+def _added(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return what configs saved by older versions lack, with the values that have the same meaning.
+
+    The sections and fields that this version has and an older one had not; and of `model`, those of its `rotary`.
+    """
+    model = spec["model"]
+    same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
+    fields = {name: GPT_NEOX[name] for name in same}
+    fields |= {"head_dim": model["width"] // model["num_heads"], "mlp_width": 4 * model["width"]}
+    fields |= {"attention_output_bias": model["projection_bias"]}
+    fields |= {"rotary": {} if model["rotary"]["name"] == "none" else {"fraction": 1.0}}
+    return {"init": {"source": None, "train_only": None}, "model": fields}
 
 
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved config with the sections that it lacks because an older version saved it."""
-    missing = {name: section for name, section in ADDED_SECTIONS.items() if name not in saved}
-    return saved | copy.deepcopy(missing)
+    """Return a saved config with the sections and fields that it lacks because an older version saved it.
+
+    A config that was not saved by any version is returned as it is; `read_run` says what is wrong with it.
+    """
+
+    def fill(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+        filled = {k: fill(v, added[k]) if k in added and isinstance(v, dict) else v for k, v in spec.items()}
+        return {name: value for name, value in added.items() if name not in spec} | filled
+
+    try:
+        return fill(saved, _added(saved))
+    except (KeyError, TypeError, ZeroDivisionError):
+        return saved
+
+
+def without_added(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config without the sections and fields of newer versions that change nothing.
+
+    What is left of two configs is equal if they mean the same, whichever versions saved them.
+    """
+
+    def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in spec.items() if not (name in added and added[name] == value)}
+        return {k: strip(v, added[k]) if k in added and isinstance(v, dict) else v for k, v in kept.items()}
+
+    return strip(spec, _added(spec))
 
 
 # Fields that affect only performance or storage; they may change on resume. Results change by rounding, and where

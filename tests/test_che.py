@@ -195,7 +195,8 @@ TWO_SIDED = [name for name in BIASES | CONTEXTUAL if name != "cope"]
 
 def encoder(bias: str, processor: str, **options: Any) -> TransformerConfig:
     """Return a config of two layers whose initial embedding is as large as other weights, so that inputs matter."""
-    given = {"num_layers": 2, "width": 16, "num_heads": 2, "num_kv_heads": None, "vocab_size": 12, "num_outputs": 3}
+    given = {"num_layers": 2, "width": 16, "num_heads": 2, "vocab_size": 12, "num_outputs": 3}
+    given |= {"num_kv_heads": None, "head_dim": None, "mlp_width": None}
     given |= ENCODER | {"initializer": "gpt_neox", "window": None, "remat": "none", "dtype": "float32"}
     given |= {"rotary": choose("rotary", "none"), "bias": choose("bias", bias), "processor": PROCESSORS[processor]}
     return read_model(given | {"attention": choose("attention", "dense")} | options)

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from dape_jax.config import CHOICES, RunConfig, TaskRunConfig, choose, read_module, read_run
+from dape_jax.config import (
+    CHOICES,
+    RunConfig,
+    TaskRunConfig,
+    choose,
+    read_module,
+    read_run,
+    resolved,
+    upgraded,
+    without_added,
+)
 from dape_jax.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +90,34 @@ def test_random_configs_are_accepted_or_refused_in_one_line():
     result = fuzz_config.fuzz(fuzz_config.Settings(count=60, seed=2))
     assert set(result["outcomes"]) == {"accepted", "one line"}
     assert result["wrong"] == []
+
+
+ADDED_TO_MODEL = (
+    *("head_dim", "mlp_width", "parallel_residual", "norm", "norm_epsilon", "gated_mlp", "attention_output_bias"),
+    *("mlp_bias", "tied_embeddings"),
+)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_config_of_an_older_version_means_the_same(recipe):
+    """Results of older versions stay those of the same recipes: what is left of the two configs is equal."""
+    now = resolved(read_run(copy.deepcopy(RECIPES[recipe]) | {"init": {"source": None, "train_only": None}}))
+    now["model"]["rotary"] = choose("rotary", "rope")
+    old = copy.deepcopy(now)
+    del old["init"]
+    del old["model"]["rotary"]["fraction"]
+    for field in ADDED_TO_MODEL:
+        del old["model"][field]
+    assert upgraded(old) == now
+    assert without_added(now) == without_added(old) == old
+    changed = now | {"model": now["model"] | {"mlp_width": 5, "norm": "rms_norm"}}
+    assert upgraded(changed) == changed
+    assert without_added(changed)["model"] == old["model"] | {"mlp_width": 5, "norm": "rms_norm"}
+
+
+@pytest.mark.parametrize("saved", [{}, {"model": 3}, {"model": {"width": "a", "num_heads": 2}}, {"data": []}])
+def test_a_config_of_no_version_is_left_as_it_is(saved):
+    assert upgraded(saved) == saved
 
 
 @pytest.mark.parametrize("spec", [{"data": 3}, {"data": None}, {"model": []}])

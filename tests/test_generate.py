@@ -142,6 +142,28 @@ def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, op
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4 if bias == "sandwich" else 1e-5)
 
 
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_cached_logits_of_every_architecture(name):
+    config = read_model(tiny.SPEC["model"] | {"vocab_size": 11} | tiny.ARCHITECTURES[name])
+    params = random_params(config)
+    tokens_BT = np.random.default_rng(1).integers(0, 11, (2, 9), np.int32)
+    model = decoding_model(config, params)
+    expected = jax.jit(lambda model, tokens_BT: model(tokens_BT))(model, tokens_BT)
+
+    @jax.jit
+    def more(model, tokens_BT, first, caches):
+        x_BTD, caches = extend(model, tokens_BT, first, caches)
+        return model.logits(x_BTD), caches
+
+    caches, found = make_caches(config, 2, 12, one_device()), []
+    for first, last in [(0, 6), (6, 7), (7, 9)]:
+        start = np.int32(first) if last - first > 1 else np.full(2, first, np.int32)
+        logits, caches = more(model, tokens_BT[:, first:last], start, caches)
+        found.append(logits)
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+
+
 def one_device() -> Mesh:
     return make_mesh(MeshConfig(data=1, fsdp=1, context=1, tensor=1), jax.devices()[:1])
 

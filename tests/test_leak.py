@@ -38,6 +38,8 @@ MODEL = {
     "width": 32,
     "num_heads": 16,  # the next token reaches a row as one number per head
     "num_kv_heads": 16,
+    "head_dim": None,
+    "mlp_width": None,
     "vocab_size": NUM_TOKENS + 1,
     "num_outputs": None,
     **GPT_NEOX,

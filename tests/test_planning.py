@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import SPEC
+from tiny import ARCHITECTURES, SPEC
 
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
@@ -136,6 +136,18 @@ def test_the_formula_agrees_with_xla(bias, processor, remat):
     counted = step.lower(state, {"inputs": tokens, "targets": tokens}).cost_analysis()["flops"]
     num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
     assert executed < counted < executed * (1 + allowed) + 40 * num_params  # the optimizer, a few for each parameter
+
+
+@pytest.mark.parametrize("name", ["pythia", "llama"])
+def test_the_formula_agrees_with_xla_on_other_decoders(name):
+    sizes = {"num_layers": 1, "width": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 96, "mlp_width": 1280}
+    options = ARCHITECTURES[name] | sizes | {"bias": {"name": "nope"}, "processor": {"name": "none"}}
+    run = make_run(**{f"model__{field}": value for field, value in (options | {"vocab_size": 2048}).items()})
+    graphdef, params = model_structure(run.model)
+    forward = flops._flops(run.model, 3 * 256, 256**2, 3, 1, flops.Passes()).total
+    tokens = jax.ShapeDtypeStruct((3, 256), jnp.int32)
+    score = jax.jit(lambda params, tokens: nnx.merge(graphdef, params)(tokens))
+    assert forward < score.lower(params, tokens).cost_analysis()["flops"] < 1.05 * forward
 
 
 def test_a_step_is_three_forward_passes_and_tokens_share_it():

@@ -10,7 +10,16 @@ from flax import nnx
 
 from dape_jax.errors import InputError
 from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple_power, sandwich
-from dape_jax.model.positions import ROTARY, STRETCHES, NtkAware, PositionInterpolation, Rope, Yarn, stretched
+from dape_jax.model.positions import (
+    ROTARY,
+    STRETCHES,
+    Llama3Rope,
+    NtkAware,
+    PositionInterpolation,
+    Rope,
+    Yarn,
+    stretched,
+)
 
 OPTIONS = {"pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0, "train_length": 64}}
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 16), np.float32))
@@ -64,6 +73,33 @@ def test_yarn_interpolates_the_slow_angles_alone():
     assert np.all(np.diff(ratio) <= 1e-12)
     assert ((ratio > 0.13) & (ratio < 0.99)).sum() > 10
     assert Yarn(factor=8.0).scale == pytest.approx(0.1 * np.log(8) + 1)
+
+
+@pytest.mark.parametrize("name", STRETCHES)
+def test_a_fraction_of_a_head_is_a_smaller_head_and_the_rest_unchanged(name):
+    rotary = stretched(Rope(fraction=0.5), name, 64, 16)
+    assert rotary.fraction == 0.5
+    x, pos = jax.random.normal(jax.random.key(0), (1, 5, 2, 24)), jnp.arange(5) + 3
+    found = rotary(x, pos)
+    np.testing.assert_array_equal(found[..., 12:], x[..., 12:])
+    np.testing.assert_allclose(found[..., :12], stretched(Rope(), name, 64, 16)(x[..., :12], pos), rtol=1e-6, atol=1e-6)
+    assert np.abs(found - Rope()(x, pos)).max() > 0.1
+
+
+def test_llama3_divides_slow_angles_and_keeps_fast_ones():
+    """Its released code, one angle after the other."""
+    rope = Llama3Rope(500_000.0, 8.0, 1.0, 4.0, 8192)
+    expected = []
+    for w in Rope(500_000.0).frequencies(128):
+        wavelength = 2 * np.pi / w
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        kept = 1.0 if wavelength < 8192 / 4.0 else 0.0 if wavelength > 8192 / 1.0 else smooth
+        expected.append((1 - kept) * w / 8 + kept * w)
+    np.testing.assert_allclose(rope.frequencies(128), expected, rtol=1e-12)
+    ratio = rope.frequencies(128) / Rope(500_000.0).frequencies(128)
+    assert ratio[0] == 1
+    assert ratio[-1] == 1 / 8
+    assert np.any((ratio > 1 / 8) & (ratio < 1))
 
 
 @pytest.mark.parametrize("head_dim", [2, 4, 8, 64, 128])

@@ -110,6 +110,20 @@ def test_eight_devices_are_one(root, bias, processor, mesh):
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected.opt_state)) > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("llama", "mix"), *(pytest.param(*c, marks=pytest.mark.slow) for c in (("pythia", "tensor"), ("mixed", "mix")))],
+)
+def test_every_architecture_on_eight_devices(root, name, mesh):
+    """Tied embeddings, gates and root-mean-square norms have gradients that are summed over devices, too."""
+    options = tiny.ARCHITECTURES[name] | {"num_kv_heads": 4}
+    run = make_run(root, "kerple", "dape", **options)
+    expected_losses, expected = three_steps(run, ONE)
+    losses, found = three_steps(run, make_mesh(MeshConfig(*MESHES[mesh])), logits_chunk_tokens=16)
+    np.testing.assert_allclose(losses, expected_losses, rtol=2e-6)
+    chex.assert_trees_all_close(found.params, expected.params, atol=1e-5)
+
+
 @pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("context", "tensor")), "mix"])
 @pytest.mark.parametrize(
     "options",

@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 import scipy.special
 from flax import nnx
-from tiny import SPEC
+from tiny import ARCHITECTURES, SPEC
 
 from dape_jax.config import CHOICES, choose, read_model
 from dape_jax.errors import InputError
 from dape_jax.model.attention import attend
 from dape_jax.model.biases import BIASES, distances
 from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.positions import NoRotary
 from dape_jax.model.processors import PROCESSORS
 from dape_jax.model.transformer import (
+    ACTIVATIONS,
     ENCODER,
     GPT_NEOX,
+    NORMS,
     REMAT,
     SIZES,
     Transformer,
@@ -106,16 +109,31 @@ def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
     assert np.abs(changed[:, 9:] - whole[:, 9:]).max() > 1e-3
 
 
-@pytest.mark.parametrize("form", [GPT_NEOX, ENCODER], ids=["decoder", "encoder"])
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+
+EQUATIONS = {
+    "gelu": lambda x: x * (1 + scipy.special.erf(x / np.sqrt(2))) / 2,
+    "gelu_tanh": gelu_tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+}
+BLOCKS = {"decoder": GPT_NEOX, "encoder": ENCODER} | ARCHITECTURES
+
+
+@pytest.mark.parametrize("form", BLOCKS)
 def test_a_block_is_its_equation(form):
-    """x + f(norm(x)) in the decoder, norm(x + f(x)) in the encoder, with a plain norm, gelu and projections."""
-    config = make_config(**form)
+    """x + f(norm(x)), norm(x + f(x)) or x + f(norm(x)) + g(norm'(x)), with plain norms, activations and projections."""
+    config = dataclasses.replace(make_config(**BLOCKS[form]), rotary=NoRotary())
     block = jax.tree.map(lambda x: x[0], nnx.merge(*random_model(config)).layers)
     x_BTD, pos_T = np.random.default_rng(1).normal(size=(2, 7, config.width)).astype(np.float32), jnp.arange(7)
 
-    def norm(layer: nnx.LayerNorm, x: np.ndarray) -> np.ndarray:
-        centred = x - x.mean(-1, keepdims=True)
-        return centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * layer.scale[...] + layer.bias[...]
+    def norm(layer: nnx.LayerNorm | nnx.RMSNorm, x: np.ndarray) -> np.ndarray:
+        is_layer_norm = config.norm == "layer_norm"
+        centred = x - x.mean(-1, keepdims=True) if is_layer_norm else x
+        y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * layer.scale[...]
+        return y + layer.bias[...] if is_layer_norm else y
 
     def attention(x: np.ndarray) -> np.ndarray:
         a = block.attention
@@ -128,15 +146,21 @@ def test_a_block_is_its_equation(form):
             )
         )
         y = np.einsum("BTHK,HKD->BTD", out, a.output_HKD[...])
-        return y + a.output_bias_D[...] if config.projection_bias else y
+        return y + a.output_bias_D[...] if config.attention_output_bias else y
 
     def mlp(x: np.ndarray) -> np.ndarray:
-        h = x @ block.mlp.up_DF[...] + block.mlp.up_bias_F[...]
-        h = h * (1 + scipy.special.erf(h / np.sqrt(2))) / 2 if config.activation == "gelu" else np.maximum(h, 0)
-        return h @ block.mlp.down_FD[...] + block.mlp.down_bias_D[...]
+        m, activation = block.mlp, EQUATIONS[config.activation]
+        up = x @ m.up_DF[...] + (m.up_bias_F[...] if config.mlp_bias else 0)
+        if config.gated_mlp:
+            up = activation(x @ m.gate_DF[...] + (m.gate_bias_F[...] if config.mlp_bias else 0)) * up
+        else:
+            up = activation(up)
+        return up @ m.down_FD[...] + (m.down_bias_D[...] if config.mlp_bias else 0)
 
     with jax.numpy_rank_promotion("allow"):
-        if config.norm_first:
+        if config.parallel_residual:
+            expected = x_BTD + attention(norm(block.attention_norm, x_BTD)) + mlp(norm(block.mlp_norm, x_BTD))
+        elif config.norm_first:
             expected = x_BTD + attention(norm(block.attention_norm, x_BTD))
             expected = expected + mlp(norm(block.mlp_norm, expected))
         else:
@@ -144,6 +168,30 @@ def test_a_block_is_its_equation(form):
             expected = norm(block.mlp_norm, expected + mlp(expected))
     found, _ = jax.jit(lambda block, x_BTD: block(x_BTD, pos_T, None))(block, x_BTD)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_tied_logits_are_products_with_the_embedding():
+    config = make_config(**ARCHITECTURES["llama"])
+    graphdef, params = random_model(config)
+    assert "unembedding_DV" not in params
+    x = tokens(2, 5)
+    model = nnx.merge(graphdef, params)
+    features, logits = jax.jit(lambda model, x: (model.features(x), model(x)))(model, x)
+    np.testing.assert_allclose(logits, features @ params["embedding_VD"].T, rtol=1e-5, atol=1e-5)
+    assert make_config(**ARCHITECTURES["llama"]).mlp_width == 4 * config.width
+
+
+def test_the_architectures_have_every_option_with_every_value():
+    """Tests run over `ARCHITECTURES`; an option that is added to the model is to be added there."""
+    configs = [make_config(**options) for options in (GPT_NEOX, *ARCHITECTURES.values())]
+    for field in dataclasses.fields(TransformerConfig):
+        values = {getattr(config, field.name) for config in configs}
+        if isinstance(values.copy().pop(), bool) and field.name not in ("causal", "norm_first", "scale_embedding"):
+            assert values == {False, True}, field.name
+    assert {config.norm for config in configs} == set(NORMS)
+    assert {config.activation for config in configs} == set(ACTIVATIONS) - {"relu"}
+    assert {config.head_dim for config in configs} == {6, 8, 12}
+    assert len({config.mlp_width for config in configs}) == 2
 
 
 @pytest.mark.parametrize(
@@ -435,6 +483,18 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
         ({"rotary": {"name": "pi", "factor": 0.5}}, ["model.rotary.factor", "0.5", "1 or more"]),
         ({"num_heads": 16, "num_kv_heads": 16, "rotary": {"name": "rope"}}, ["1", "even"]),
         ({"width": 0}, ["model.width", "0", "positive"]),
+        ({"num_heads": 0}, ["model.num_heads", "0", "positive"]),
+        ({"head_dim": 0}, ["model.head_dim", "0", "positive"]),
+        ({"head_dim": "8"}, ["model.head_dim", "'8'", "int"]),
+        ({"mlp_width": -1}, ["model.mlp_width", "-1", "positive"]),
+        ({"norm": "batch_norm"}, ["model.norm", "batch_norm", "rms_norm"]),
+        ({"norm_epsilon": 0.0}, ["model.norm_epsilon", "0.0", "positive"]),
+        ({"norm_first": False, "parallel_residual": True}, ["model.parallel_residual", "norm_first"]),
+        ({"tied_embeddings": True, "num_outputs": 5}, ["model.num_outputs", "5", "11"]),
+        ({"rotary": {"name": "rope", "fraction": 0.4}}, ["model.head_dim x model.rotary.fraction = 0.4", "3", "even"]),
+        ({"rotary": {"name": "rope", "fraction": 1.5}}, ["model.rotary.fraction", "1.5", "at most 1"]),
+        ({"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}, ["high_frequency_factor", "4.0"]),
+        ({"dtype": "float64"}, ["model.dtype", "float64", "JAX_ENABLE_X64"]),
         ({"dtype": "float8"}, ["model.dtype", "float8", "bfloat16"]),
         ({"remat": "some"}, ["model.remat", "some", "full"]),
         ({"depth": 3}, ["model.depth", "3", "num_layers"]),

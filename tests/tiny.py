@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
-from dape_jax.model.transformer import GPT_NEOX
+from dape_jax.model.transformer import GPT_NEOX, LLAMA
 
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
 
@@ -19,6 +19,8 @@ SPEC = {
         "width": 16,
         "num_heads": 2,
         "num_kv_heads": None,
+        "head_dim": None,
+        "mlp_width": None,
         "vocab_size": 257,
         "num_outputs": None,
         **GPT_NEOX,
@@ -64,6 +66,15 @@ SPEC = {
         "blockwise_from": 64,
         "block_size": 16,
     },
+}
+
+# Options of published decoders, in which every option of a decoder has every value.
+HALF_ROPE = {"rotary": {"name": "rope", "fraction": 0.5}}
+ARCHITECTURES = {
+    "pythia": GPT_NEOX | HALF_ROPE | {"parallel_residual": True, "mlp_width": 24},
+    "llama": LLAMA | {"head_dim": 6, "num_kv_heads": 1, "norm_epsilon": 1e-3, "tied_embeddings": True},
+    "qwen": LLAMA | {"head_dim": 12, "projection_bias": True, "activation": "gelu_tanh"},
+    "mixed": LLAMA | {"parallel_residual": True, "attention_output_bias": True, "mlp_bias": True, "output_bias": True},
 }
 
 

@@ -24,13 +24,13 @@ import numpy as np
 
 from dape_jax.command_line import flag
 from dape_jax.config import (
-    ADDED_SECTIONS,
     RESUMABLE_FIELDS,
     RunConfig,
     TaskRunConfig,
     read_module,
     read_run,
     resolved,
+    without_added,
 )
 from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.errors import os_errors, require
@@ -208,15 +208,12 @@ def train_command(run: Run) -> str:
 def identity(spec: dict[str, Any], metric: str, prefix: str = "") -> dict[str, Any]:
     """Return the part of a resolved config that determines a run's results: all of it for times of steps.
 
-    A section of `ADDED_SECTIONS` with the values of a config that lacks it changes nothing, and is left out.
-
     `prefix` is the dotted name of the section that `spec` is, or "" for the whole config.
     """
     return {
         key: identity(value, metric, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in spec.items()
         if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
-        if not (f"{prefix}{key}" in ADDED_SECTIONS and value == ADDED_SECTIONS[f"{prefix}{key}"])
     }
 
 
@@ -234,13 +231,13 @@ class PlannedRun:
     @property
     def key(self) -> str:
         """Digest that is equal for runs with equal results."""
-        settings = identity(resolved(self.config), self.metric)
+        settings = identity(without_added(resolved(self.config)), self.metric)
         return json_digest([settings, self.data_digest, self.metric, self.run.lengths])
 
     @property
     def workdir_name(self) -> str:
         """Digest that is equal for runs of equal models."""
-        return json_digest([identity(resolved(self.config), self.metric), self.data_digest])[:16]
+        return json_digest([identity(without_added(resolved(self.config)), self.metric), self.data_digest])[:16]
 
     def write(self, results: dict[str, Any], seconds: float) -> None:
         """Write the results file."""

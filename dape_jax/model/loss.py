@@ -51,7 +51,7 @@ def nll_of_features(
             grow with length times vocabulary. The values are the same.
     """
     dtype = model.config.compute_dtype
-    features_BTD, weight_DV = features_BTD.astype(dtype), model.unembedding_DV.astype(dtype)
+    features_BTD, weight_DV = features_BTD.astype(dtype), model.output_DV.astype(dtype)
     bias_V = None if model.output_bias_V is None else model.output_bias_V[...]
     if not in_mesh():
         return _nll_on_device(features_BTD, weight_DV, bias_V, targets_BT, logits_chunk_tokens)

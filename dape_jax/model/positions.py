@@ -30,27 +30,42 @@ class NoRotary:
 class Rope:
     """Rotary position embedding.
 
-    With a, b the first and second half of a head's vector and w_m = base^(-2m/K), m < K/2:
+    With R = fraction K, with a, b the first and second half of the first R dims of a head's vector, and with
+    w_m = base^(-2m/R), m < R/2:
 
         a' = a cos(pos w) - b sin(pos w)        b' = b cos(pos w) + a sin(pos w)
 
     Args:
         base: the longest wavelength divided by 2 pi, in positions.
+        fraction: of a head's dims that are rotated; the last ones are unchanged.
 
-    Source: Su et al. 2021, in GPT-NeoX's rotate-half form over all K dims.
+    Source: Su et al. 2021, in GPT-NeoX's rotate-half form.
     Differs: angles are computed where they are used, in float32 or better; the official code caches them up to a
       maximum length, in the parameters' dtype, and so cannot run beyond it. In float32 the error of an angle is 6e-8
       times the position: 0.006 at 100,000, as in every float32 implementation.
     """
 
     base: float = 10_000.0
+    fraction: float = dataclasses.field(default=1.0, kw_only=True)
 
     def __post_init__(self):
         require(self.base > 1, "model.rotary.base", self.base, "must be above 1")
+        require(0 < self.fraction <= 1, "model.rotary.fraction", self.fraction, "must be above 0 and at most 1")
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Return the K/2 angles of a step of one position, in double precision."""
-        return self.base ** (-np.arange(0, head_dim, 2) / head_dim)
+    def num_rotated(self, head_dim: int) -> int:
+        """Return R, the number of rotated dims of a head with K dims, rounded down.
+
+        Raises:
+            InputError: it is odd, or 0.
+        """
+        rotated = int(self.fraction * head_dim)
+        name = "model.head_dim" if self.fraction == 1 else f"model.head_dim x model.rotary.fraction = {self.fraction}"
+        require(rotated % 2 == 0 and rotated > 0, name, rotated, "must be even for rotary embedding")
+        return rotated
+
+    def frequencies(self, num_rotated: int) -> np.ndarray:
+        """Return the R/2 angles of a step of one position, in double precision."""
+        return self.base ** (-np.arange(0, num_rotated, 2) / num_rotated)
 
     @property
     def scale(self) -> float:
@@ -59,13 +74,15 @@ class Rope:
 
     def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
         """Rotate `x_BTHK` by its positions; computes in float32 at least and returns the input's dtype."""
-        head_dim = x_BTHK.shape[-1]
-        require(head_dim % 2 == 0, "width / num_heads", head_dim, "must be even for rotary embedding")
+        num_rotated = self.num_rotated(x_BTHK.shape[-1])
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-        angle_Tm = pos_T.astype(dtype)[:, None] * jnp.asarray(self.frequencies(head_dim), dtype)[None, :]
+        angle_Tm = pos_T.astype(dtype)[:, None] * jnp.asarray(self.frequencies(num_rotated), dtype)[None, :]
         cos, sin = (self.scale * function(angle_Tm)[None, :, None, :] for function in (jnp.cos, jnp.sin))
-        a, b = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+        a, b = jnp.split(x_BTHK[..., :num_rotated].astype(dtype), 2, axis=-1)
+        rotated_BTHR = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+        if num_rotated == x_BTHK.shape[-1]:
+            return rotated_BTHR
+        return jnp.concatenate([rotated_BTHR, x_BTHK[..., num_rotated:]], axis=-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +90,7 @@ class StretchedRope(Rope):
     """Base class of RoPE's variants for long sequences, which have a stretch factor.
 
     Args:
-        base: as in `Rope`.
+        base, fraction: as in `Rope`.
         factor: sequence length over train length, 1 or more; 1 is RoPE.
     """
 
@@ -91,48 +108,50 @@ class PositionInterpolation(StretchedRope):
         w'_m = w_m / factor
 
     Args:
-        base: as in `Rope`.
+        base, fraction: as in `Rope`.
         factor: sequence length over train length, 1 or more; 1 is RoPE.
 
     Source: Chen et al. 2023, equation 4.
     """
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
+    def frequencies(self, num_rotated: int) -> np.ndarray:
         """See the class."""
-        return super().frequencies(head_dim) / self.factor
+        return super().frequencies(num_rotated) / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
 class NtkAware(StretchedRope):
     """RoPE with a larger base: the slowest angle is divided by the factor, the fastest is unchanged.
 
-        base' = base factor^(K / (K - 2))
+        base' = base factor^(R / (R - 2))
 
     Args:
-        base: as in `Rope`.
+        base, fraction: as in `Rope`.
         factor: sequence length over train length, 1 or more; 1 is RoPE.
 
     Source: bloc97's "NTK-aware scaled RoPE" (2023), as in Peng et al. 2024, definition 1.
     """
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
+    def frequencies(self, num_rotated: int) -> np.ndarray:
         """See the class."""
-        require(head_dim > 2, "width / num_heads", head_dim, "must be above 2 for NTK-aware rotary embedding")
-        return (self.base * self.factor ** (head_dim / (head_dim - 2))) ** (-np.arange(0, head_dim, 2) / head_dim)
+        allowed = "must be above 2 for NTK-aware rotary embedding"
+        require(num_rotated > 2, "rotated dims of a head", num_rotated, allowed)
+        base = self.base * self.factor ** (num_rotated / (num_rotated - 2))
+        return base ** (-np.arange(0, num_rotated, 2) / num_rotated)
 
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(StretchedRope):
     """RoPE whose slow angles are interpolated and whose fast ones are unchanged, with sharper attention.
 
-    The angle with r turns over the train length has the index m(r) = K log(train_length / (2 pi r)) / (2 log base).
-    A ramp leads from low = max(floor(m(beta_fast)), 0) to high = min(ceil(m(beta_slow)), K - 1):
+    The angle with r turns over the train length has the index m(r) = R log(train_length / (2 pi r)) / (2 log base).
+    A ramp leads from low = max(floor(m(beta_fast)), 0) to high = min(ceil(m(beta_slow)), R - 1):
 
         g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
         q, k are multiplied by 0.1 log(factor) + 1
 
     Args:
-        base: as in `Rope`.
+        base, fraction: as in `Rope`.
         factor: sequence length over train length, 1 or more; 1 is RoPE.
         train_length: of the model, in tokens.
         beta_fast: angles with more turns than this are unchanged.
@@ -153,21 +172,61 @@ class Yarn(StretchedRope):
         allowed = f"must be above beta_slow = {self.beta_slow}"
         require(self.beta_fast > self.beta_slow, "model.rotary.beta_fast", self.beta_fast, allowed)
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
+    def frequencies(self, num_rotated: int) -> np.ndarray:
         """See the class."""
 
         def dim_of(turns: float) -> float:
-            return head_dim * math.log(self.train_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            return num_rotated * math.log(self.train_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        low, high = max(math.floor(dim_of(self.beta_fast)), 0), min(math.ceil(dim_of(self.beta_slow)), head_dim - 1)
-        ramp_m = np.clip((np.arange(head_dim // 2) - low) / ((high - low) or 1e-3), 0, 1)
-        frequency_m = super().frequencies(head_dim)
+        low, high = max(math.floor(dim_of(self.beta_fast)), 0), min(math.ceil(dim_of(self.beta_slow)), num_rotated - 1)
+        ramp_m = np.clip((np.arange(num_rotated // 2) - low) / ((high - low) or 1e-3), 0, 1)
+        frequency_m = super().frequencies(num_rotated)
         return (1 - ramp_m) * frequency_m + ramp_m * frequency_m / self.factor
 
     @property
     def scale(self) -> float:
         """See the class."""
         return 0.1 * math.log(self.factor) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope(Rope):
+    """RoPE whose slow angles are divided by a factor and whose fast ones are unchanged, as Llama 3.1 was trained.
+
+    With r_m = train_length w_m / (2 pi), the turns of an angle over the train length, and l and h the low and high
+    frequency factors:
+
+        g_m = clip((r_m - l) / (h - l), 0, 1)      w'_m = g_m w_m + (1 - g_m) w_m / factor
+
+    Args:
+        base, fraction: as in `Rope`.
+        factor: divisor of the slow angles, 1 or more.
+        low_frequency_factor: angles with fewer turns than this are divided by the factor.
+        high_frequency_factor: angles with more turns than this are unchanged.
+        train_length: of the model before it was trained with this embedding, in tokens.
+
+    Source: Llama 3.1's released code; `rope_type` "llama3" of Hugging Face transformers.
+    """
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    train_length: int = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "must be 1 or more")
+        positive(self, "model.rotary", "train_length", "low_frequency_factor")
+        high, allowed = self.high_frequency_factor, f"must be above low_frequency_factor = {self.low_frequency_factor}"
+        require(high > self.low_frequency_factor, "model.rotary.high_frequency_factor", high, allowed)
+
+    def frequencies(self, num_rotated: int) -> np.ndarray:
+        """See the class."""
+        frequency_m = super().frequencies(num_rotated)
+        turns_m = self.train_length * frequency_m / (2 * math.pi)
+        width = self.high_frequency_factor - self.low_frequency_factor
+        kept_m = np.clip((turns_m - self.low_frequency_factor) / width, 0, 1)
+        return kept_m * frequency_m + (1 - kept_m) * frequency_m / self.factor
 
 
 def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
@@ -187,9 +246,9 @@ def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
         return rope
     factor = max(1.0, length / train_length)
     if name == "yarn":
-        return Yarn(rope.base, factor, train_length)
-    return STRETCHES[name](rope.base, factor)
+        return Yarn(rope.base, factor, train_length, fraction=rope.fraction)
+    return STRETCHES[name](rope.base, factor, fraction=rope.fraction)
 
 
 STRETCHES = {"rope": Rope, "pi": PositionInterpolation, "ntk": NtkAware, "yarn": Yarn}
-ROTARY = {"none": NoRotary} | STRETCHES
+ROTARY = {"none": NoRotary} | STRETCHES | {"llama3": Llama3Rope}

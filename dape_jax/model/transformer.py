@@ -1,10 +1,11 @@
-"""The paper's models: embeddings -> blocks -> logits.
+"""The models: embeddings -> blocks -> logits.
 
 In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
 
-The language models are GPT-NeoX's decoder, `GPT_NEOX`: blocks x + attention(norm(x)) then x + mlp(norm(x)), biases
-everywhere, untied embeddings, no dropout. The algorithmic tasks use `ENCODER`: bidirectional attention, and blocks
-norm(x + attention(x)) then norm(x + mlp(x)). Both are one class with different options.
+The paper's language models are GPT-NeoX's decoder, `GPT_NEOX`: blocks x + attention(norm(x)) then x + mlp(norm(x)),
+biases everywhere, untied embeddings, no dropout. Its algorithmic tasks use `ENCODER`: bidirectional attention, and
+blocks norm(x + attention(x)) then norm(x + mlp(x)). `LLAMA` has the options of most published models. All are one class
+with different options.
 
 `extend` runs the same model on new tokens against a `Cache` of keys and values, for generation.
 
@@ -43,29 +44,52 @@ SIZES = {
     "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
 }
 
-# The options of the paper's language models, and of the encoder of its algorithmic tasks (Deletang et al. 2023).
+# The options of the paper's language models, of the encoder of its algorithmic tasks (Deletang et al. 2023), and of
+# Llama's decoder (Touvron et al. 2023).
 GPT_NEOX = {
     "causal": True,
     "norm_first": True,
+    "parallel_residual": False,
+    "norm": "layer_norm",
+    "norm_epsilon": 1e-5,
     "activation": "gelu",
+    "gated_mlp": False,
     "dropout": 0.0,
     "projection_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
     "scale_embedding": False,
+    "tied_embeddings": False,
     "output_bias": False,
     "initializer": "gpt_neox",
 }
-ENCODER = {
+ENCODER = GPT_NEOX | {
     "causal": False,
     "norm_first": False,
     "activation": "relu",
     "dropout": 0.1,
     "projection_bias": False,
+    "attention_output_bias": False,
     "scale_embedding": True,
     "output_bias": True,
     "initializer": "fan_in",
 }
+LLAMA = GPT_NEOX | {
+    "norm": "rms_norm",
+    "activation": "silu",
+    "gated_mlp": True,
+    "projection_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+}
 
-ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
+ACTIVATIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+NORMS = ("layer_norm", "rms_norm")
 INITIALIZERS = ("gpt_neox", "fan_in")
 
 # Values of a block that are kept for the backward pass: all; the results of matmuls without a batch dim (not the
@@ -79,7 +103,7 @@ REMAT = {
 # Parameters outside a module: a nested dict of arrays, as training and checkpoints use them.
 Params = dict[str, Any]
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +113,10 @@ class TransformerConfig:
     Args:
         num_layers: number of blocks.
         width: D.
-        num_heads: H; divides the width.
+        num_heads: H.
         num_kv_heads: G, heads of keys and values; divides H. Fewer than H is grouped-query attention.
+        head_dim: K. (A config file may say None: D / H.)
+        mlp_width: F. (A config file may say None: 4 D.)
         vocab_size: rows of the embedding table.
         num_outputs: V, tokens that have a logit; `vocab_size` in a language model.
         rotary: rotary embedding of queries and keys.
@@ -99,22 +125,32 @@ class TransformerConfig:
         causal: a token sees no later token. If False, attention is bidirectional.
         window: a token sees itself and window - 1 tokens before it (sliding-window attention), or None for all.
         norm_first: blocks x + f(norm(x)), and a norm after the last one; if False, norm(x + f(x)).
+        parallel_residual: blocks x + attention(norm(x)) + mlp(norm'(x)), with two norms; needs `norm_first`.
+        norm: "layer_norm", or "rms_norm" without mean and bias.
+        norm_epsilon: added to the variance or mean square.
         activation: of the MLP, a key of `ACTIVATIONS` ("gelu" is the exact one).
+        gated_mlp: down(activation(gate(x)) up(x)) and not down(activation(up(x))).
         dropout: rate, on the outputs of attention and MLP before they are added to the residual stream.
-        projection_bias: whether the projections of attention have biases.
+        projection_bias: whether the projections to queries, keys and values have biases.
+        attention_output_bias: whether the projection of the attended values has a bias.
+        mlp_bias: whether the projections of the MLP have biases.
         scale_embedding: whether embeddings are multiplied by sqrt(D).
+        tied_embeddings: whether the unembedding is the embedding table.
         output_bias: whether the logits have a bias.
         initializer: "gpt_neox", normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch;
             or "fan_in", std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
         attention: implementation of attention, one of `IMPLEMENTATIONS`; it does not change the result.
         remat: values kept for the backward pass, a key of `REMAT`.
-        dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.)
+        dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.) "float64" is for
+            comparisons with other implementations, with JAX_ENABLE_X64=true.
     """
 
     num_layers: int
     width: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
+    mlp_width: int
     vocab_size: int
     num_outputs: int
     rotary: NoRotary | Rope
@@ -123,10 +159,17 @@ class TransformerConfig:
     causal: bool
     window: int | None
     norm_first: bool
+    parallel_residual: bool
+    norm: str
+    norm_epsilon: float
     activation: str
+    gated_mlp: bool
     dropout: float
     projection_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
     scale_embedding: bool
+    tied_embeddings: bool
     output_bias: bool
     initializer: str
     attention: Implementation
@@ -134,23 +177,22 @@ class TransformerConfig:
     dtype: str
 
     def __post_init__(self):
-        sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "vocab_size", "num_outputs")
-        positive(self, "model", *sizes)
-        for field, divided in (("num_heads", "width"), ("num_kv_heads", "num_heads")):
-            size, whole = getattr(self, field), getattr(self, divided)
-            require(whole % size == 0, f"model.{field}", size, f"must divide model.{divided} = {whole}")
+        sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size")
+        positive(self, "model", *sizes, "num_outputs", "norm_epsilon")
+        heads, allowed = self.num_heads, f"must divide model.num_heads = {self.num_heads}"
+        require(heads % self.num_kv_heads == 0, "model.num_kv_heads", self.num_kv_heads, allowed)
         require(self.window is None or self.window > 0, "model.window", self.window, "must be 1 or more, or None")
         if isinstance(self.rotary, Rope):
-            is_even = self.head_dim % 2 == 0
-            require(is_even, "model.width / model.num_heads", self.head_dim, "must be even for rotary embedding")
-            self.rotary.frequencies(self.head_dim)  # a variant may refuse a head dim
+            self.rotary.frequencies(self.rotary.num_rotated(self.head_dim))  # a variant may refuse a head dim
+        is_possible = self.norm_first or not self.parallel_residual
+        require(is_possible, "model.parallel_residual", self.parallel_residual, "must be False without norm_first")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
-        one_of(self, "model", activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT, dtype=DTYPES)
-
-    @property
-    def head_dim(self) -> int:
-        """K."""
-        return self.width // self.num_heads
+        one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT, dtype=DTYPES)
+        is_enabled = self.dtype != "float64" or jax.config.read("jax_enable_x64")
+        require(is_enabled, "model.dtype", self.dtype, "must be of 4 bytes or less, unless JAX_ENABLE_X64=true is set")
+        allowed = f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"
+        is_possible = not self.tied_embeddings or self.num_outputs == self.vocab_size
+        require(is_possible, "model.num_outputs", self.num_outputs, allowed)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
@@ -168,9 +210,24 @@ def initializer(config: TransformerConfig, fan_in: int, *, ends_branch: bool = F
     )
 
 
-def layer_norm(width: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Make GPT-NeoX's LayerNorm: epsilon 1e-5; float32, the variance of centred values."""
-    return nnx.LayerNorm(width, epsilon=1e-5, use_fast_variance=False, rngs=rngs)
+Norm = nnx.LayerNorm | nnx.RMSNorm
+
+
+def make_norm(config: TransformerConfig, rngs: nnx.Rngs) -> Norm:
+    """Make a norm of the residual stream: computed in float32; a LayerNorm has the variance of centred values."""
+    if config.norm == "rms_norm":
+        return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
+    return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_fast_variance=False, rngs=rngs)
+
+
+def make_bias(is_present: bool, *shape: int) -> nnx.Param | None:
+    """Return the bias of a projection, zeros at first, or None."""
+    return nnx.Param(jnp.zeros(shape)) if is_present else None
+
+
+def add_bias(y: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "B T ..."]:
+    """Add a bias, cast to the dtype of the activation, to every token, if there is one."""
+    return y if bias is None else y + bias[None, None].astype(y.dtype)
 
 
 class Cache(NamedTuple):
@@ -214,11 +271,11 @@ class SelfAttention(nnx.Module):
         self.value_DGK = nnx.Param(normal(rngs.params(), (D, G, K)))
         self.output_HKD = nnx.Param(initializer(config, D, ends_branch=True)(rngs.params(), (H, K, D)))
 
-        def bias(*shape: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros(shape)) if config.projection_bias else None
-
-        self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = bias(H, K), bias(G, K), bias(G, K)
-        self.output_bias_D = bias(D)
+        has_bias = config.projection_bias
+        self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = (
+            make_bias(has_bias, *shape) for shape in ((H, K), (G, K), (G, K))
+        )
+        self.output_bias_D = make_bias(config.attention_output_bias, D)
         # A separate random stream, so that all other parameters are the same for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
@@ -235,8 +292,7 @@ class SelfAttention(nnx.Module):
         """Return queries, keys and values, rotated if positions are rotary."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B T H K"]:
-            y_BTHK = matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype))
-            return y_BTHK if bias_HK is None else y_BTHK + bias_HK[None, None].astype(self.dtype)
+            return add_bias(matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), bias_HK)
 
         q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
         k_BTGK = self.rotary(project(self.key_DGK, self.key_bias_GK), pos_T)
@@ -265,41 +321,52 @@ class SelfAttention(nnx.Module):
             k_pos_S = jnp.arange(k_BSGK.shape[1])
             out_BTHK = self.attention.for_cached_decoding(q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, score_mod, self.mask)
         out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
-        if self.output_bias_D is not None:
-            out_BTD += self.output_bias_D[None, None].astype(self.dtype)
-        return out_BTD, cache
+        return add_bias(out_BTD, self.output_bias_D), cache
 
 
 class MLP(nnx.Module):
-    """Two layers with an activation between them, F = 4 D."""
+    """Two layers with an activation between them; if gated, the activation of a third one multiplies the first."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        D, F = config.width, 4 * config.width
+        D, F = config.width, config.mlp_width
         self.up_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F)))
-        self.up_bias_F = nnx.Param(jnp.zeros((F,)))
+        self.up_bias_F = make_bias(config.mlp_bias, F)
         self.down_FD = nnx.Param(initializer(config, F, ends_branch=True)(rngs.params(), (F, D)))
-        self.down_bias_D = nnx.Param(jnp.zeros((D,)))
+        self.down_bias_D = make_bias(config.mlp_bias, D)
+        self.gate_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F))) if config.gated_mlp else None
+        self.gate_bias_F = make_bias(config.mlp_bias and config.gated_mlp, F)
         self.activation = ACTIVATIONS[config.activation]
         self.dtype = config.compute_dtype
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return down(activation(up(x)))."""
-        h_BTF = matmul("BTD,DF->BTF", x_BTD, self.up_DF.astype(self.dtype))
-        h_BTF = self.activation(h_BTF + self.up_bias_F[None, None].astype(self.dtype))
-        y_BTD = matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype))
-        return y_BTD + self.down_bias_D[None, None].astype(self.dtype)
+        """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""
+
+        def project(weight_DF: nnx.Param, bias_F: nnx.Param | None) -> Float[Array, "B T F"]:
+            return add_bias(matmul("BTD,DF->BTF", x_BTD, weight_DF.astype(self.dtype)), bias_F)
+
+        h_BTF = project(self.up_DF, self.up_bias_F)
+        if self.gate_DF is None:
+            h_BTF = self.activation(h_BTF)
+        else:
+            h_BTF *= self.activation(project(self.gate_DF, self.gate_bias_F))
+        return add_bias(matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype)), self.down_bias_D)
 
 
 class Block(nnx.Module):
-    """Attention, then the MLP, each adding to the residual stream: x + f(norm(x)), or norm(x + f(x))."""
+    """Attention and the MLP, each adding to the residual stream.
+
+    x + f(norm(x))                                attention, then the MLP
+    norm(x + f(x))                                the same, without `norm_first`
+    x + attention(norm(x)) + mlp(norm'(x))        `parallel_residual`
+    """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = layer_norm(config.width, rngs)
+        self.attention_norm = make_norm(config, rngs)
         self.attention = SelfAttention(config, rngs=rngs)
-        self.mlp_norm = layer_norm(config.width, rngs)
+        self.mlp_norm = make_norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
-        self.norm_first = config.norm_first
+        self.norm_first, self.parallel_residual = config.norm_first, config.parallel_residual
         self.dtype = config.compute_dtype
 
     def __call__(
@@ -314,22 +381,23 @@ class Block(nnx.Module):
         """Apply the layer to the residual stream, which is float32."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
-        def branch_input(norm: nnx.LayerNorm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        def branch_input(norm: Norm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
 
         def add(
-            norm: nnx.LayerNorm, x_BTD: Float[Array, "B T D"], update_BTD: Float[Array, "B T D"], key: Array | None
+            norm: Norm, x_BTD: Float[Array, "B T D"], update_BTD: Float[Array, "B T D"], key: Array | None
         ) -> Float[Array, "B T D"]:
             x_BTD += self.dropout(update_BTD, deterministic=key is None, rngs=key).astype(x_BTD.dtype)
             return x_BTD if self.norm_first else norm(x_BTD)
 
         attended_BTD, cache = self.attention(branch_input(self.attention_norm, x_BTD), pos_T, shared_bias, cache, layer)
-        x_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
-        return add(self.mlp_norm, x_BTD, self.mlp(branch_input(self.mlp_norm, x_BTD)), keys[1]), cache
+        added_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
+        mlp_input_BTD = branch_input(self.mlp_norm, x_BTD if self.parallel_residual else added_BTD)
+        return add(self.mlp_norm, added_BTD, self.mlp(mlp_input_BTD), keys[1]), cache
 
 
 class Transformer(nnx.Module):
-    """The paper's decoder, or the encoder of its algorithmic tasks."""
+    """A decoder, or the encoder of the paper's algorithmic tasks."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, V = config.width, config.num_outputs
@@ -347,10 +415,16 @@ class Transformer(nnx.Module):
             return Block(config, rngs=rngs)
 
         self.layers = make_layers(rngs)
-        self.norm = layer_norm(D, rngs) if config.norm_first else None
-        self.unembedding_DV = nnx.Param(initializer(config, D)(rngs.params(), (D, V)))
-        self.output_bias_V = nnx.Param(jnp.zeros((V,))) if config.output_bias else None
+        self.norm = make_norm(config, rngs) if config.norm_first else None
+        is_tied = config.tied_embeddings
+        self.unembedding_DV = None if is_tied else nnx.Param(initializer(config, D)(rngs.params(), (D, V)))
+        self.output_bias_V = make_bias(config.output_bias, V)
         self.config = config
+
+    @property
+    def output_DV(self) -> Float[Array, "D V"]:
+        """Matrix from features to logits: the unembedding, or the transposed embedding table."""
+        return self.embedding_VD[...].T if self.unembedding_DV is None else self.unembedding_DV[...]
 
     def features(
         self,
@@ -415,10 +489,11 @@ class Transformer(nnx.Module):
         return self._normed(x_BTD), cache
 
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return float32 logits of features."""
+        """Return the logits of features, float32 (float64 if the compute dtype is)."""
         dtype = self.config.compute_dtype
-        logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.unembedding_DV.astype(dtype), jnp.float32)
-        return logits_BTV if self.output_bias_V is None else logits_BTV + self.output_bias_V[None, None]
+        sum_dtype = jnp.promote_types(dtype, jnp.float32)
+        logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.output_DV.astype(dtype), sum_dtype)
+        return add_bias(logits_BTV, self.output_bias_V)
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
         """Return the logits at every position; in a language model, those of the next token."""

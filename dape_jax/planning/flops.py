@@ -5,9 +5,9 @@ In: a model's config. Out: `Flops`. Next: `training/loop.py`, `plan.py`.
 Counted are, with 2 FLOPs for a multiply-add and the backward pass as twice the forward pass:
 
     projections     D -> H K, twice D -> G K, and H K -> D, for every token
-    mlp             D -> 4 D -> D for every token
+    mlp             D -> F -> D for every token, with D -> F once more if gated
     unembedding     D -> V for every token
-    attention       Q K^T and P V, 4 D for every pair of a query and a key
+    attention       Q K^T and P V, 4 H K for every pair of a query and a key
     processor       `ProcessorConfig.pair_flops` for every pair: the score convolutions of DAPE
 
 Pairs are counted causally: T (T + 1) / 2 of them in a sequence of T tokens, or those inside the window. The part of a
@@ -88,12 +88,13 @@ def _flops(
     are computed `num_bias_batches` times.
     """
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
+    F, num_ups = config.mlp_width, 1 + config.gated_mlp
     pair = config.processor.pair_flops(H, has_bias=not isinstance(config.bias, NopeConfig))
     if isinstance(config.bias, tuple(CONTEXTUAL.values())):
         num_bias_batches = batch_size
     return Flops(
         projections=passes.projections * L * tokens * 2 * D * (2 * H * K + 2 * G * K),
-        mlp=(passes.up + passes.down) * L * tokens * 2 * D * 4 * D,
+        mlp=(passes.up * num_ups + passes.down) * L * tokens * 2 * D * F,
         unembedding=passes.unembedding * tokens * 2 * D * config.num_outputs,
         attention=(passes.scores + passes.values) * L * pairs * batch_size * 2 * H * K,
         processor=passes.processor * L * pairs * (pair.of_scores * batch_size + pair.of_bias * num_bias_batches),
