@@ -296,14 +296,18 @@ def test_any_checkpoint_can_be_evaluated(runs, tmp_path):
 
 @pytest.mark.slow
 def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path):
-    """A row for each way; at the train length all are what was trained, beyond it all are different."""
+    """A row for each way; at the train length all are what was trained, beyond it all are different.
+
+    A model without RoPE beside it has one row.
+    """
     rope = {"name": "rope", "base": 10_000.0}
     changes = {"model__rotary": rope, "model__bias": {"name": "nope"}, "model__processor": {"name": "none"}}
     spec = tiny.spec(root, train__num_steps=2, model__num_layers=1, **changes)
     loop.train(spec, tmp_path / "run")
     ways = ("rope", "yarn")
-    evaluate([tmp_path / "run"], rotary=ways, lengths=(16, 64), output=tmp_path)
-    results = read_runs(tmp_path)
+    evaluate([tmp_path / "run", runs[0]], rotary=ways, lengths=(16, 64), output=tmp_path)
+    *results, other = read_runs(tmp_path)
+    assert (other["name"], other["rotary"]) == (runs[0].name, "rope")
     assert [(run["name"], run["rotary"]) for run in results] == list(zip(["run", "run+yarn"], ways, strict=True))
     at_train_length, beyond = ([run["lengths"][i]["nll_nats"] for run in results] for i in (0, 1))
     assert at_train_length == pytest.approx([at_train_length[0]] * 2, rel=1e-6)
@@ -329,7 +333,10 @@ OPTIONS = {
     "delta lengths": ({"protocol": "delta", "lengths": (8, 16)}, r"evaluation.lengths = \(8, 16\): .*train length, 16"),
     "delta too long": ({"protocol": "delta", "lengths": (16, 10_000)}, "evaluation.lengths = 10000: must be at most"),
     "positions too long": ({"by_position": True, "lengths": (16, 10_000)}, "evaluation.lengths = 10000: .*at most"),
-    "rotary not of the model": ({"rotary": ("rope", "pi")}, r"rotary = .*'pi'.*: must be 'rope', as trained, .*none"),
+    "rotary not of the model": (
+        {"rotary": ("rope", "pi")},
+        r"rotary = .*'pi'.*: must be 'rope', .*: no model .*NoRotary",
+    ),
     "unknown rotary": ({"rotary": ("xpos",)}, r"rotary = \('xpos',\): must be one or more of"),
     "no rotary": ({"rotary": ()}, r"rotary = \(\): must be one or more of"),
     "rotary twice": ({"rotary": ("rope", "rope")}, "rotary = .*each once"),

@@ -145,7 +145,7 @@ def test_a_config_is_saved_resolved(root, whole):
     given["model"] |= {"bias": {"name": "t5"}, "rotary": {"name": "rope"}, "dtype": "auto"}
     model = resolved(RunConfig.from_dict(given))["model"]
     assert model["bias"] == {"name": "t5", "num_buckets": 32, "max_distance": 128}
-    assert model["rotary"] == {"name": "rope", "base": 10_000.0}
+    assert model["rotary"] == {"name": "rope", "base": 10_000.0, "fraction": 1.0}
     assert model["dtype"] == "float32"
 
 
@@ -407,13 +407,15 @@ def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
 
 
 def test_mfu_is_shown_and_a_full_disk_stops_tensorboard_only(root, tmp_path, monkeypatch, caplog, capsys):
-    class Full(metrics.EventsWriter):
+    writer, event = metrics._tensorboard()
+
+    class Full(writer):
         def write_event(self, event):
             if event.step:
                 raise OSError(28, "No space left on device")
             return super().write_event(event)
 
-    monkeypatch.setattr(metrics, "EventsWriter", Full)
+    monkeypatch.setattr(metrics, "_tensorboard", lambda: (Full, event))
     monkeypatch.setattr(metrics, "mfu", lambda flops_per_second, kind, number: 0.5)
     loop.train(small_spec(root), tmp_path / "run")
     assert caplog.text.count("TensorBoard's scalars are no longer written") == 1

@@ -77,7 +77,9 @@ class PerplexityOptions(Options):
         None, "Another corpus whose validation documents are scored, in the form of --config.data.path."
     )
     rotary: tuple[str, ...] = flag(
-        ("rope",), "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn."
+        ("rope",),
+        "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn. Other models are "
+        "evaluated once, as trained.",
     )
     protocol: str = flag(
         "perplexity",
@@ -128,8 +130,9 @@ def evaluate(
     if options.kind == "delta":
         require_same(models, "train.train_length")
     models = [with_protocol(model, options.kind) for model in models]
+    variants = rotary_variants(models, options.rotary)
     for model in models:
-        check_rotary_and_lengths(model, options.rotary)
+        check_lengths(model)
     require_same(models, "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
 
     corpora = [validation_corpus(model, options.data) for model in models]
@@ -140,7 +143,10 @@ def evaluate(
 
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused before the work.
-    programs = [{rotary: compile_lengths(model, rotary, len(windows)) for rotary in options.rotary} for model in models]
+    programs = [
+        {rotary: compile_lengths(model, rotary, len(windows)) for rotary in chosen}
+        for model, chosen in zip(models, variants, strict=True)
+    ]
     results = []
     for model, by_rotary in zip(models, programs, strict=True):
         model, mesh_of_model, params = restore_current(model)
@@ -176,11 +182,21 @@ def with_protocol(model: TrainedModel[RunConfig], kind: str) -> TrainedModel[Run
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def check_rotary_and_lengths(model: TrainedModel[RunConfig], rotary: tuple[str, ...]) -> None:
-    """Raise `InputError` unless the model has these rotary variants, and its mesh divides lengths and scored tokens."""
-    trained_with = model.run.model.rotary
-    allowed = f"must be 'rope', as trained, for {model.workdir}, whose model.rotary is {trained_with}"
-    require(rotary == ("rope",) or type(trained_with) is Rope, "rotary", rotary, allowed)
+def rotary_variants(models: Sequence[TrainedModel[RunConfig]], rotary: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the rotary variants of each model: `rotary` for those with RoPE, and "rope", as trained, for the others.
+
+    Raises:
+        InputError: variants are asked for, and no model has RoPE.
+    """
+    have_rope = [type(model.run.model.rotary) is Rope for model in models]
+    names = [type(model.run.model.rotary).__name__ for model in models]
+    allowed = f"must be 'rope', as trained: no model has RoPE, model.rotary is {', '.join(names)}"
+    require(rotary == ("rope",) or any(have_rope), "rotary", rotary, allowed)
+    return [rotary if has_rope else ("rope",) for has_rope in have_rope]
+
+
+def check_lengths(model: TrainedModel[RunConfig]) -> None:
+    """Raise `InputError` unless the model's mesh divides lengths and scored tokens."""
     mesh, evaluation = make_mesh(model.mesh), model.run.evaluation
     for length in evaluation.lengths:
         check_mesh(mesh, {"T": ("evaluation.lengths", length)})

@@ -4,16 +4,16 @@ import contextlib
 import json
 import logging
 import math
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tqdm import tqdm
 
 from dape_jax.config import RunConfig, TaskRunConfig
@@ -27,6 +27,7 @@ from dape_jax.training.optimizer import make_schedule
 logger = logging.getLogger(__name__)
 
 SKIPPED_FILE = "skipped.jsonl"
+_SESSION_START = 1  # SessionLog.START of TensorBoard's events
 _UPLOAD_SECONDS = 60.0  # between two files of TensorBoard's events in a bucket
 
 
@@ -55,7 +56,7 @@ class MetricLogger:
             except OSError as error:
                 logger.warning("TensorBoard's scalars are not written: %s", describe(error))
             # TensorBoard drops events of steps after `start`, which will be repeated.
-            self._write_event(Event(step=start + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._write_event(step=start + 1, session_log={"status": _SESSION_START})
         self.bar = tqdm(
             total=run.train.num_steps,
             initial=start,
@@ -164,16 +165,15 @@ class MetricLogger:
             logger.warning("%s had lines that cannot be read; they were removed", file)
 
     def _write_scalars(self, group: str, step: int, values: dict[str, float]) -> None:
-        scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
-        self._write_event(Event(step=step, summary=Summary(value=scalars)))
+        scalars = [{"tag": f"{group}/{name}", "simple_value": value} for name, value in values.items()]
+        self._write_event(step=step, summary={"value": scalars})
 
-    def _write_event(self, event: Event) -> None:
+    def _write_event(self, **fields: Any) -> None:
         """Append to TensorBoard's events. If that fails, warn once, and train without them."""
         if self.events is None:
             return
-        event.wall_time = time.time()
         try:
-            self.events.write(event)
+            self.events.write(wall_time=time.time(), **fields)
         except OSError as error:
             logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, describe(error))
             self._close_events()
@@ -183,6 +183,23 @@ class MetricLogger:
             if self.events is not None:
                 self.events.close()
         self.events = None
+
+
+def _tensorboard() -> tuple[Callable[[str, str], Any], Callable[..., Any]]:
+    """Import tensorboardX; return its writer, and its event.
+
+    It imports PyTorch if it can, which takes seconds and is not needed.
+    """
+    is_imported = "torch" in sys.modules
+    if not is_imported:
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # an import of it raises ImportError
+    try:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        if not is_imported:
+            del sys.modules["torch"]
+    return EventsWriter, Event
 
 
 class _Events:
@@ -198,6 +215,7 @@ class _Events:
         Raises:
             OSError: it cannot be written to.
         """
+        self.writer_of, self.event = _tensorboard()
         self.directory, self.num_files = directory, 0
         self.staging = tempfile.TemporaryDirectory() if is_remote(directory) else None
         if not is_remote(directory):
@@ -207,12 +225,12 @@ class _Events:
     def _open(self) -> None:
         # SummaryWriter is not used: its thread dies when the disk is full, and the run then waits for it forever.
         prefix = str(self.directory / "events") if self.staging is None else f"{self.staging.name}/events"
-        self.writer, self.opened_at = EventsWriter(prefix, f".{self.num_files}"), time.monotonic()
+        self.writer, self.opened_at = self.writer_of(prefix, f".{self.num_files}"), time.monotonic()
         self.num_files += 1
 
-    def write(self, event: Event) -> None:
-        """Append an event; see `__init__` for errors."""
-        self.writer.write_event(event)
+    def write(self, **fields: Any) -> None:
+        """Append an event with these fields; see `__init__` for errors."""
+        self.writer.write_event(self.event(**fields))
         self.writer.flush()
         if self.staging is not None and time.monotonic() - self.opened_at > _UPLOAD_SECONDS:
             self._upload()
