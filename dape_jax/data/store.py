@@ -61,7 +61,9 @@ _DIGEST_BYTES = 2**24  # that are hashed at once
 class DataConfig:
     """The text for training and evaluation."""
 
-    path: str  # a prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these
+    # A prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these. None for an imported
+    # model, whose text is not known.
+    path: str | None
     tokenizer: str | None  # "bytes", a tokenizer.json's path or its name; None for that of a prepared corpus
     cache_dir: str  # directory for the stores of raw text, and for copies of corpora in buckets
     validation_fraction: float  # share of raw text's documents for validation
@@ -158,6 +160,9 @@ def load_corpus(config: DataConfig) -> Corpus:
         InputError: no input, no document in one split, a directory that cannot be written to, no tokenizer or another
             one than the prepared corpus's, or a damaged store.
     """
+    allowed = "must be the path of a text: this model was imported, and its own text is not known"
+    require(config.path is not None, "data.path", config.path, allowed)
+    assert config.path is not None
     path = Path(os.path.expanduser(config.path))
     cache = Path(os.path.abspath(os.path.expanduser(config.cache_dir)))
     if corpus.is_remote(config.path) and (found := prepared_stores(config.path)):
@@ -358,6 +363,7 @@ def _build(
     directory: Path,
 ) -> None:
     """Build both splits and rename them to `directory`."""
+    assert config.path is not None
     temporary = directory.with_name(f".tmp-{directory.name}-{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from dape_jax.command_line import flag
 from dape_jax.config import RunConfig
-from dape_jax.data.store import TokenStore
+from dape_jax.data.store import Corpus, TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
@@ -135,7 +135,7 @@ def evaluate(
         check_lengths(model)
     require_same(models, "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
 
-    corpora = [validation_corpus(model, options.data) for model in models]
+    corpora = validation_corpora(models, options.data)
     digests = [corpus.digest for corpus in corpora]
     require(len(set(digests)) == 1, "data", digests, "must be the same text for all; give --data")
     store, evaluation = corpora[0].validation, models[0].run.evaluation
@@ -159,6 +159,17 @@ def evaluate(
 
 
 # ---- what is compared
+
+
+def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> list[Corpus]:
+    """Return the corpus of each model; see `validation_corpus`. Imported models, without one, have that of the first.
+
+    Raises:
+        InputError: a corpus cannot be read, or all models are imported, and `data` is None.
+    """
+    trained = [model.run.data.path for model in models if model.run.data.path is not None]
+    shared = trained[0] if data is None and trained else data
+    return [validation_corpus(model, shared if model.run.data.path is None else data) for model in models]
 
 
 def with_protocol(model: TrainedModel[RunConfig], kind: str) -> TrainedModel[RunConfig]:

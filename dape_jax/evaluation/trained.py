@@ -165,6 +165,8 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
     config = trained.run.data
     if data is not None:
         return load_corpus(dataclasses.replace(config, path=data))
+    is_known = config.path is not None
+    require(is_known, "data.path", None, f"{trained.workdir} was imported, without a text; name one with --data")
     try:
         corpus = load_corpus(config)
     except InputError as error:

@@ -67,13 +67,15 @@ _OF_THE_MACHINE = (
 logger = logging.getLogger(__name__)
 
 
-def _is_no_traceback_of_orbax(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and f"{os.sep}orbax{os.sep}" in record.pathname)
+def _is_new_of_orbax(record: logging.LogRecord) -> bool:
+    is_traceback = bool(record.exc_info) and f"{os.sep}orbax{os.sep}" in record.pathname
+    return not is_traceback and "did not provide metrics" not in record.getMessage()
 
 
-# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well. asyncio
-# logs the other writes and reads that fail with the first one, which nobody awaits.
-logging.getLogger("absl").addFilter(_is_no_traceback_of_orbax)
+# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well; and that a
+# step has no validation loss, which some have not. asyncio logs the other writes and reads that fail with the first
+# one, which nobody awaits.
+logging.getLogger("absl").addFilter(_is_new_of_orbax)
 logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
 
@@ -372,6 +374,20 @@ def save(
         ),
         metrics=metrics,
     )
+
+
+def save_params(workdir: AnyPath, params: Params, config: dict[str, Any]) -> None:
+    """Save parameters as step 0 of a run that was not trained here, and wait until they are written.
+
+    Raises:
+        InputError: they cannot be written.
+    """
+    checked = {"step": 0, "config": config}
+    digests = leaf_digests({"params": params}) | {name: json_digest(value) for name, value in checked.items()}
+    items = {"config": ocp.args.JsonSave(config), "digests": ocp.args.JsonSave(digests)}
+    with open_checkpoints(workdir, 1) as manager:
+        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params), **items))
+        manager.wait_until_finished()
 
 
 # ---- restoring

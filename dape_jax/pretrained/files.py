@@ -1,0 +1,133 @@
+"""Hugging Face directories: `config.json` and the tensors of `*.safetensors`, read one at a time.
+
+In: a directory. Out: a `Source`. Next: `families.py`.
+
+The directory may come from anyone. Only JSON and safetensors are read, which hold no code; files are named by the index
+and must be in the directory, or in the cache of Hugging Face's hub, whose files are links to `../../blobs`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+
+from dape_jax.errors import InputError, require
+from dape_jax.files import parse_json
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_MAX_CONFIG_BYTES = 2**20
+_MAX_INDEX_BYTES = 2**26
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # of the tensors, with their bytes; each value is a float32
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """Description of a tensor, from the header of its file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Checkpoint in a directory; no tensor is in memory."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a tensor in float32.
+
+        Raises:
+            InputError: it is missing, has another shape, or holds NaN or infinity; or the file cannot be read.
+        """
+        field = f"{self.directory}: {name}"
+        if name not in self.tensors:
+            raise InputError(f"{field}: is missing")
+        info = self.tensors[name]
+        require(info.shape == shape, f"{field}: shape", list(info.shape), f"must be {list(shape)} by {CONFIG_FILE}")
+        require(info.dtype in _DTYPES, f"{field}: dtype", info.dtype, f"must be one of {list(_DTYPES)}")
+        with _reading(info.file), safetensors.safe_open(info.file, "numpy") as opened:
+            tensor = np.asarray(opened.get_tensor(name)).astype(np.float32)
+        require(bool(np.isfinite(tensor).all()), field, "NaN or infinity", "must be finite")
+        return tensor
+
+
+def open_source(directory: Path) -> Source:
+    """Read the config and the headers of a checkpoint.
+
+    Raises:
+        InputError: the directory is no checkpoint, or a file is damaged, too large or outside of the directory.
+    """
+    require(directory.is_dir(), "source", str(directory), "must be a directory")
+    config = _read_json(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
+    if (directory / INDEX_FILE).exists():
+        return Source(directory, config, _read_index(directory))
+    if not (directory / WEIGHTS_FILE).exists():
+        found = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        advice = f"; {found[0]} may run code when it is read, convert it to safetensors first" if found else ""
+        raise InputError(f"source = {str(directory)!r}: must have {WEIGHTS_FILE}, or shards and {INDEX_FILE}{advice}")
+    return Source(directory, config, _read_header(_inside(directory, WEIGHTS_FILE)))
+
+
+def _read_index(directory: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of all shards; each must be in the file that the index names."""
+    where = directory / INDEX_FILE
+    index = _read_json(directory, INDEX_FILE, _MAX_INDEX_BYTES)
+    weight_map: Any = index["weight_map"] if "weight_map" in index else None
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    require(is_map, f"{where}: weight_map", type(weight_map).__name__, "must be a JSON object")
+    files: dict[str, dict[str, TensorInfo]] = {}
+    for name, file in weight_map.items():
+        is_name = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
+        require(is_name, f"{where}: {name}", file, "must be the name of a .safetensors file in this directory")
+        if file not in files:
+            files[file] = _read_header(_inside(directory, file))
+        require(name in files[file], f"{where}: {name}", file, "has no such tensor")
+    for file, tensors in files.items():
+        for name in tensors:
+            is_listed = name in weight_map and weight_map[name] == file
+            require(is_listed, f"{directory / file}: {name}", file, f"must be listed in {INDEX_FILE} with this file")
+    return {name: files[file][name] for name, file in weight_map.items()}
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    with _reading(file), safetensors.safe_open(file, "numpy") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # it is no dict
+        return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise `InputError` for an error of the file system or of the safetensors library."""
+    try:
+        yield
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise InputError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+
+
+def _read_json(directory: Path, name: str, max_bytes: int) -> dict[str, Any]:
+    file = _inside(directory, name)
+    with _reading(file), file.open("rb") as opened:
+        content = opened.read(max_bytes + 1)
+    require(len(content) <= max_bytes, str(file), f"more than {max_bytes} bytes", "must be smaller")
+    return parse_json(str(file), content)
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Return a file of the directory, after following links, which must not lead elsewhere."""
+    file, root = directory / name, directory.resolve()
+    target = file.resolve()
+    blobs = root.parent.parent / "blobs"  # in the hub's cache, the directory is MODEL/snapshots/COMMIT
+    is_inside = target.parent == root or (root.parent.name == "snapshots" and target.parent == blobs)
+    require(is_inside, str(file), str(target), "must not be a link to a file outside of the directory")
+    return file

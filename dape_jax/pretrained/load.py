@@ -1,0 +1,242 @@
+"""Import a Hugging Face checkpoint as a run at step 0, which every command takes as it takes a trained one.
+
+    dape-import --source=/models/pythia-410m --workdir=runs/pythia
+
+In: a directory with `config.json` and `*.safetensors`. Out: a run directory. Next: `docs/pretrained.md`.
+
+The run has no training text: its `data.path` is None. Its optimizer and schedule are a recipe to continue with.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+from tqdm import tqdm
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.config import RunConfig, resolved
+from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
+from dape_jax.distributed import require_single_process
+from dape_jax.errors import InputError, require
+from dape_jax.model.transformer import Params, TransformerConfig, flat_params
+from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
+from dape_jax.pretrained.files import Source, open_source
+from dape_jax.sharding import MeshConfig, make_mesh, read_mesh
+from dape_jax.storage import AnyPath, absolute, require_local, to_path
+from dape_jax.training import checkpoint
+from dape_jax.training.step import abstract_params
+
+logger = logging.getLogger(__name__)
+
+
+def import_run(
+    directory: Path,
+    workdir: AnyPath,
+    *,
+    tokenizer: str | None = None,
+    train_length: int | None = None,
+    dtype: str = "auto",
+    mesh: MeshConfig | None = None,
+) -> None:
+    """Make a run at step 0 from a Hugging Face checkpoint.
+
+    Args:
+        directory: with `config.json` and `*.safetensors`.
+        workdir: run directory to create.
+        tokenizer: "bytes" or the path of a tokenizer.json; that of the directory if None.
+        train_length: T, in tokens, that the model was trained on; that of the config if None.
+        dtype: of the matmuls; see `TransformerConfig`.
+        mesh: of the devices; by default the parameters are sharded over all of them, as far as the width is divisible.
+
+    Raises:
+        InputError: the checkpoint is damaged or not supported, or `workdir` holds a run.
+    """
+    source = open_source(directory)
+    family = family_of(source.config)
+    length = family.max_length if train_length is None else train_length
+    require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
+    chosen = _tokenizer_of(directory, tokenizer)
+    require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not hold a run yet")
+    spec = run_spec(family.model | {"dtype": dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
+    run = RunConfig.from_dict(spec)
+    allowed = f"must be at least the tokenizer's {chosen.vocab_size}"
+    require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
+    if mesh is None:
+        mesh = MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
+    devices = make_mesh(mesh)
+    run.check_model_mesh(devices)
+    check_names(source, family.tensors, run.model.num_layers, run.model.tied_embeddings)
+    with jax.set_mesh(devices), checkpoint.run_lock(workdir):
+        params = read_params(source, family.tensors, run.model, devices)
+        save_tokenizer(chosen, workdir)
+        record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
+        checkpoint.write_config(workdir, record)
+        checkpoint.save_params(workdir, params, record)
+
+
+def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
+    if tokenizer is None:
+        file = directory / TOKENIZER_FILE
+        require(file.exists(), "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
+        tokenizer = str(file)
+    return read_tokenizer(tokenizer, "tokenizer", lossy=True)
+
+
+def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the config of an imported run; `configs/continue.py` continues with it."""
+    method = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
+    window = {"window": None} | model
+    return {
+        "model": window | method | {"attention": {"name": "auto"}, "remat": "none"},
+        "data": {
+            "path": None,
+            "tokenizer": tokenizer.name if tokenizer.name == "bytes" else str(tokenizer_file),
+            "cache_dir": "data",
+            "validation_fraction": 0.01,
+            "seed": 0,
+        },
+        "optimizer": {
+            "learning_rate": 1e-4,
+            "warmup_fraction": 0.05,
+            "final_fraction": 0.1,
+            "beta1": 0.9,
+            "beta2": 0.95,
+            "epsilon": 1e-8,
+            "weight_decay": 0.1,
+            "clip_norm": 1.0,
+        },
+        "train": {
+            "seed": 0,
+            "train_length": train_length,
+            "batch_size": 32,
+            "accumulation_steps": 1,
+            "logits_chunk_tokens": 2048,
+            "num_steps": 1000,
+            "eval_interval": 100,
+            "validation_batches": 8,
+            "checkpoint_interval": 500,
+            "max_to_keep": 2,
+            "max_bad_steps": 0,
+        },
+        "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1},
+        "init": {"source": None, "train_only": None},
+        "evaluation": {
+            "lengths": [train_length * factor for factor in (1, 2, 4, 8)],
+            "last_tokens": min(256, train_length),
+            "max_windows": 128,
+            "batch_tokens": 8192,
+            "blockwise_from": 1024,
+            "block_size": 128,
+        },
+    }
+
+
+def check_names(source: Source, tensors: dict[str, Tensor], num_layers: int, is_tied: bool) -> None:
+    """Raise `InputError` for a tensor of the checkpoint that no parameter is made of, or one that is missing."""
+    needed = {tensor.name.format(layer=layer) for tensor in tensors.values() for layer in range(num_layers)}
+    for name in sorted(needed - set(source.tensors)):
+        raise InputError(f"{source.directory}: {name}: is missing")
+    tied = {"lm_head.weight", "embed_out.weight"} if is_tied else set()  # some checkpoints have a copy
+    for name in sorted(set(source.tensors) - needed - tied):
+        require(name.endswith(BUFFERS), f"{source.directory}: {name}", "tensor", "is not supported: no such parameter")
+
+
+def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerConfig, mesh: Mesh) -> Params:
+    """Read a checkpoint's tensors, one at a time, onto the devices.
+
+    Host memory holds one tensor. A parameter of all layers is allocated on the devices, and filled layer by layer.
+
+    Raises:
+        InputError: a tensor is missing, has another shape, or cannot be read.
+    """
+    planned = flat_params(abstract_params(config, mesh))
+    paths = {"/".join(path): path for path in planned}
+    assert paths.keys() == tensors.keys(), sorted(paths.keys() ^ tensors.keys())
+    params: dict[tuple[str, ...], Array] = {}
+    total = sum(config.num_layers if name.startswith("layers/") else 1 for name in tensors)
+    with tqdm(total=total, unit="tensor", desc=source.directory.name, disable=None) as bar:
+        for name, tensor in tensors.items():
+            whole = planned[paths[name]]
+            if not name.startswith("layers/"):
+                params[paths[name]] = _put(_converted(source, tensor, 0, whole.shape), whole.sharding)
+                bar.update()
+                continue
+            stacked, sharding = _zeros(whole.shape, whole.sharding), whole.sharding
+            part = NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+            for layer in range(config.num_layers):
+                value = _put(_converted(source, tensor, layer, whole.shape[1:]), part)
+                stacked = _with_layer(stacked, value, layer)
+                bar.update()
+            params[paths[name]] = stacked
+    return unflatten_dict(params)
+
+
+def _converted(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...]) -> np.ndarray:
+    value = tensor.convert(source.read(tensor.name.format(layer=layer), tensor.shape))
+    assert value.shape == shape, (tensor.name, value.shape, shape)
+    return value
+
+
+def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.ascontiguousarray(value[index]))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, jnp.float32), sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_layer(stacked: Array, value: Array, layer: int) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of the command line."""
+
+    source: str = flag(dataclasses.MISSING, "Directory with config.json and *.safetensors.")
+    workdir: str = flag(dataclasses.MISSING, "Run directory to create.")
+    tokenizer: str | None = flag(None, "'bytes' or the path of a tokenizer.json; that of the source if unset.")
+    train_length: int | None = flag(
+        None, "Tokens of the sequences that the model was trained on; max_position_embeddings of its config if unset."
+    )
+    dtype: str = flag("auto", "Of the matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
+    mesh: str | None = flag(None, "Mesh of the devices, as axis=size,axis=size; parameters sharded over all if unset.")
+
+
+def main(_: list[str]) -> None:
+    """Parse flags and import."""
+    require_single_process()
+    given = from_flags(Flags)
+    require_local(given.source, "--source")
+    workdir = to_path(given.workdir, "--workdir")
+    import_run(
+        Path(given.source),
+        workdir,
+        tokenizer=given.tokenizer,
+        train_length=given.train_length,
+        dtype=given.dtype,
+        mesh=None if given.mesh is None else read_mesh("--mesh", given.mesh),
+    )
+    print(f"run: {workdir}\nevaluate it: python eval.py --workdir={workdir} --data=TEXT --lengths=...")
+
+
+def command() -> None:
+    """Run the command line `dape-import`."""
+    define_flags(Flags)
+    command_line.run(main)
+
+
+if __name__ == "__main__":
+    command()
