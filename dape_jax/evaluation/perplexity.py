@@ -162,14 +162,21 @@ def evaluate(
 
 
 def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> list[Corpus]:
-    """Return the corpus of each model; see `validation_corpus`. Imported models, without one, have that of the first.
+    """Return the corpus of each model; see `validation_corpus`. Imported models have that of the first trained one.
 
     Raises:
         InputError: a corpus cannot be read, or all models are imported, and `data` is None.
     """
-    trained = [model.run.data.path for model in models if model.run.data.path is not None]
-    shared = trained[0] if data is None and trained else data
-    return [validation_corpus(model, shared if model.run.data.path is None else data) for model in models]
+    first = next((model for model in models if model.run.data.path is not None), models[0])
+    corpora = []
+    for model in models:
+        if model.run.data.path is None:  # the text and its split of the other model, in this one's tokens
+            config = dataclasses.replace(first.run.data, tokenizer=model.run.data.tokenizer)
+            model = dataclasses.replace(
+                model, run=dataclasses.replace(model.run, data=config), data_digest=first.data_digest
+            )
+        corpora.append(validation_corpus(model, data))
+    return corpora
 
 
 def with_protocol(model: TrainedModel[RunConfig], kind: str) -> TrainedModel[RunConfig]:

@@ -1,0 +1,575 @@
+"""Import of Hugging Face checkpoints: equal to transformers, and safe with damaged or hostile ones."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import transformers
+from flax import nnx
+
+from dape_jax.config import choose, read_run
+from dape_jax.errors import InputError
+from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
+from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.model.transformer import TransformerConfig, flat_params, model_structure
+from dape_jax.pretrained import load
+from dape_jax.pretrained.families import FAMILIES, family_of
+from dape_jax.pretrained.files import INDEX_FILE, open_source
+from dape_jax.pretrained.load import import_run
+from dape_jax.sharding import MeshConfig, make_mesh
+from dape_jax.tools.generate import Sampling, generate
+from dape_jax.training import checkpoint, loop
+
+torch.set_num_threads(1)
+
+SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"rope_theta": 1000.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 64}
+ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
+TIED = {"tie_word_embeddings": True}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pythia": ("gpt_neox", {}),
+    "neox-sequential": ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0, **TIED}),
+    "neox-no-bias": ("gpt_neox", {"attention_bias": False, "rotary_pct": 0.5, "hidden_act": "gelu_new"}),
+    "llama": ("llama", {}),
+    "llama3": ("llama", {"num_key_value_heads": 2, "rope_parameters": LLAMA3}),
+    "llama-narrow": ("llama", {"head_dim": 6, "num_key_value_heads": 1, "rms_norm_eps": 1e-3, **TIED}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 50.0}}),
+    "mistral": ("mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
+    "mistral-no-window": ("mistral", {"num_key_value_heads": 4, "sliding_window": None, "head_dim": 10}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, **TIED}),
+    "qwen2-window": ("qwen2", {"num_key_value_heads": 4, "sliding_window": 7, **ALL_LAYERS}),
+}
+FAST = {"pythia", "llama3", "mistral", "qwen2"}  # one of each family
+EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+
+
+@functools.cache
+def theirs(name: str) -> Any:
+    """Return a random model of transformers, none of whose parameters is 0, in evaluation mode."""
+    kind, options = MODELS[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | options)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, float(key.endswith("norm.weight")), 0.2)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory) -> Callable[[str], Path]:
+    """Return a function from a model's name to its directory. Read only."""
+    root = tmp_path_factory.mktemp("pretrained")
+
+    @functools.cache
+    def saved(name: str) -> Path:
+        theirs(name).save_pretrained(root / name)
+        return root / name
+
+    return saved
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, directories) -> Callable[[str], Path]:
+    """Return a function from a model's name to the run that it was imported as. Read only."""
+    root = tmp_path_factory.mktemp("imported")
+
+    @functools.cache
+    def imported(name: str) -> Path:
+        import_run(directories(name), root / name, tokenizer="bytes")
+        return root / name
+
+    return imported
+
+
+def ours(workdir: Path, **changes: Any) -> tuple[TransformerConfig, Any]:
+    """Return an imported model, and its parameters on the host."""
+    trained = read_trained(workdir, "newest", {})
+    _, params = restore(trained)
+    return dataclasses.replace(trained.run.model, **changes), jax.device_get(params)
+
+
+def logits(config: TransformerConfig, params: Any, tokens: np.ndarray) -> np.ndarray:
+    graphdef, _ = model_structure(config)
+    return np.asarray(jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))(params, tokens.astype(np.int32)))
+
+
+def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (batch, length))
+
+
+# ---- the same model
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_logits_are_those_of_transformers(name, runs):
+    config, params = ours(runs(name))
+    with torch.no_grad():
+        expected = theirs(name)(torch.tensor(tokens())).logits.numpy()
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(logits(config, params, tokens()), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_float64(name, runs, monkeypatch):
+    """Transformers computes norms, softmax and angles in float32, and is patched to compute them in float64.
+
+    The angles are ours: those of transformers are float32, and are compared in the test above.
+    """
+    model, (config, params) = theirs(name), ours(runs(name))
+    num_rotated = config.rotary.num_rotated(config.head_dim)
+    frequencies = torch.tensor(config.rotary.frequencies(num_rotated))
+    scale = config.rotary.scale
+
+    def angles(self, x, position_ids, *args, **kwargs):
+        half = position_ids[..., None].double() * frequencies
+        both = torch.cat([half, half], dim=-1)
+        return both.cos() * scale, both.sin() * scale
+
+    def norm(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    softmax = torch.nn.functional.softmax
+    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim=dim))
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            monkeypatch.setattr(type(module), "forward", angles)
+        if type(module).__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(type(module), "forward", norm)
+    try:
+        with torch.no_grad():
+            expected = model.double()(torch.tensor(tokens())).logits.numpy()
+    finally:
+        model.float()
+    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
+    with jax.enable_x64(True):
+        found = logits(dataclasses.replace(config, dtype="float64"), params, tokens())
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_loss_and_gradients_are_those_of_transformers(name, runs, directories):
+    """Of every parameter, each in its own layout: the gradient of a tensor is converted as the tensor itself is."""
+    model, (config, params) = theirs(name), ours(runs(name))
+    x = tokens()
+    model.zero_grad()
+    expected_loss = model(torch.tensor(x), labels=torch.tensor(x)).loss
+    expected_loss.backward()
+    gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
+    if MODELS[name][0] == "gpt_neox" and not config.tied_embeddings:  # files have the name of older versions
+        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
+    graphdef, _ = model_structure(config)
+
+    def loss(params):
+        log_probs = jax.nn.log_softmax(nnx.merge(graphdef, params)(jnp.asarray(x[:, :-1], jnp.int32)))
+        return -jnp.take_along_axis(log_probs, x[:, 1:, None], axis=-1).mean()
+
+    found_loss, found = jax.jit(jax.value_and_grad(loss))(params)
+    np.testing.assert_allclose(found_loss, expected_loss.item(), rtol=1e-5)
+    tensors = family_of(open_source(directories(name)).config).tensors
+    flat = {"/".join(path): np.asarray(leaf) for path, leaf in flat_params(found).items()}
+    assert flat.keys() == tensors.keys()
+    for path, tensor in tensors.items():
+        layers = range(config.num_layers) if path.startswith("layers/") else (0,)
+        expected = [tensor.convert(gradients[tensor.name.format(layer=layer)]) for layer in layers]
+        expected = np.stack(expected) if path.startswith("layers/") else expected[0]
+        np.testing.assert_allclose(flat[path], expected, rtol=1e-4, atol=1e-4, err_msg=path)
+    assert max(np.abs(leaf).max() for leaf in flat.values()) > 0.05
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_greedy_generation_is_that_of_transformers(name, runs):
+    trained = read_trained(runs(name), "newest", {})
+    mesh, params = restore(trained)
+    prompts = tokens(4, 9)
+    with torch.no_grad():
+        x = torch.tensor(prompts)
+        options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
+        expected = theirs(name).generate(x, **options)
+    greedy = Sampling(0.0, None, 1.0)
+    steps = generate(trained.run.model, params, mesh, list(prompts), max_new_tokens=20, sampling=greedy)
+    found = np.stack(list(steps), axis=1)
+    np.testing.assert_array_equal(found, expected[:, 9:])
+    assert len(set(found.flat)) > 3
+
+
+def test_dape_from_the_identity_changes_no_bit(runs):
+    config, params = ours(runs("llama3"))
+    with_dape = read_run_with(runs("llama3"), processor=choose("processor", "dape", channels=4, init="identity"))
+    _, abstract = model_structure(with_dape)
+    flat = flat_params(params)
+
+    def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        names = tuple(key.key for key in path)
+        if names in flat:
+            return flat[names]
+        return np.zeros(leaf.shape, leaf.dtype) if "output" in names[-1] else np.full(leaf.shape, 0.3, leaf.dtype)
+
+    extended = jax.tree_util.tree_map_with_path(value, abstract)
+    assert len(flat_params(extended)) > len(flat)
+    expected = logits(config, params, tokens())
+    np.testing.assert_array_equal(logits(with_dape, extended, tokens()), expected)
+    changed = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf + 0.3 if "output_WCH" in path[-1].key else leaf, extended
+    )
+    assert np.abs(logits(with_dape, changed, tokens()) - expected).max() > 1e-2
+
+
+def read_run_with(workdir: Path, **model: Any) -> TransformerConfig:
+    spec = checkpoint.read_config(workdir)["config"]
+    spec["model"] |= {name: dict(value) for name, value in model.items()}
+    return read_run(spec).model
+
+
+# ---- a run like any other
+
+
+def test_an_imported_run_is_continued_and_evaluated_beside_its_continuation(runs, tmp_path, text):
+    """Its weights start a run with another method; both are evaluated on the text of that run, one also with YaRN."""
+    spec = checkpoint.read_config(runs("pythia"))["config"]
+    spec["model"] |= {"rotary": {"name": "none"}, "bias": {"name": "kerple"}}
+    spec["data"] |= {"path": str(text), "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.3}
+    spec["train"] |= {"train_length": 16, "batch_size": 8, "num_steps": 2, "eval_interval": 2, "checkpoint_interval": 2}
+    spec["train"] |= {"validation_batches": 1}
+    spec["init"] = {"source": str(runs("pythia")), "train_only": "bias"}
+    loop.train(spec, tmp_path / "continued")
+    options = PerplexityOptions(lengths=(16, 32), last_tokens=16, max_windows=4, rotary=("rope", "yarn"))
+    evaluate([runs("pythia"), tmp_path / "continued"], options, output=tmp_path / "results")
+    results = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
+    assert [(run["name"], run["rotary"]) for run in results] == [
+        ("pythia", "rope"),
+        ("pythia+yarn", "yarn"),
+        ("continued", "rope"),
+    ]
+    before, after = (flat_params(ours(workdir)[1]) for workdir in (runs("pythia"), tmp_path / "continued"))
+    for path, leaf in before.items():
+        np.testing.assert_array_equal(leaf, after[path])
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("import") / "text"
+    directory.mkdir()
+    for number in range(12):
+        (directory / f"{number}.txt").write_text(f"number {number} is " + "a long text of a few words " * 8)
+    return directory
+
+
+def test_an_imported_run_has_no_text_of_its_own(runs):
+    with pytest.raises(InputError, match=r"data.path = None: .*was imported, without a text; name one with --data"):
+        evaluate([runs("pythia")])
+    spec = checkpoint.read_config(runs("pythia"))["config"]
+    with pytest.raises(InputError, match=r"data.path = None: must be the path of a text"):
+        loop.train(spec, runs("pythia"))
+
+
+def test_a_run_is_not_overwritten(runs, directories):
+    before = sorted(file for file in runs("pythia").rglob("*"))
+    with pytest.raises(InputError, match=r"workdir = .*: must not hold a run yet"):
+        import_run(directories("llama3"), runs("pythia"), tokenizer="bytes")
+    assert sorted(file for file in runs("pythia").rglob("*")) == before
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", pytest.param("mix", marks=pytest.mark.slow)])
+def test_parameters_are_put_where_the_mesh_says(mesh, directories, tmp_path, runs):
+    """On eight devices, in shards; the same bits as on one."""
+    sizes = {"fsdp": MeshConfig(1, 8, 1, 1), "mix": MeshConfig(2, 2, 1, 2)}[mesh]
+    source = open_source(directories("llama3"))
+    config = read_trained(runs("llama3"), "newest", {}).run.model
+    devices = make_mesh(sizes)
+    params = flat_params(load.read_params(source, family_of(source.config).tensors, config, devices))
+    up = params["layers", "mlp", "up_DF"]
+    assert up.sharding.shard_shape(up.shape) == (3, 32 // sizes.fsdp, 24 // sizes.tensor)
+    expected = flat_params(ours(runs("llama3"))[1])
+    chex.assert_trees_all_equal({path: np.asarray(leaf) for path, leaf in params.items()}, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_and_shards_are_read_exactly(dtype, tmp_path):
+    model = type(theirs("llama3"))(theirs("llama3").config).to(dtype)
+    model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
+    assert (tmp_path / "model" / INDEX_FILE).exists()
+    import_run(tmp_path / "model", tmp_path / "run", tokenizer="bytes")
+    _, params = ours(tmp_path / "run")
+    expected = model.model.layers[1].mlp.up_proj.weight.detach().float().numpy().T
+    np.testing.assert_array_equal(params["layers"]["mlp"]["up_DF"][1], expected)
+
+
+def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_path, runs):
+    directory = copied(directories("qwen2"), tmp_path)
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    more |= {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, "f4")}
+    safetensors.numpy.save_file(tensors | more, directory / "model.safetensors")
+    import_run(directory, tmp_path / "run", tokenizer="bytes")
+    chex.assert_trees_all_equal(ours(tmp_path / "run")[1], ours(runs("qwen2"))[1])
+
+
+def test_old_names_of_options_mean_the_same(directories):
+    """Configs of transformers 4, as published ones are."""
+    new = json.loads((directories("llama3") / "config.json").read_text())
+    scaling = dict(new["rope_parameters"])
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    assert family_of(old).model == family_of(new).model
+    new = json.loads((directories("pythia") / "config.json").read_text())
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    assert family_of(old | {"rotary_pct": 0.25, "rotary_emb_base": 10_000}).model == family_of(new).model
+    assert family_of(old | {"rotary_pct": 0.5, "rotary_emb_base": 500}).model["rotary"] == {
+        "name": "rope",
+        "base": 500.0,
+        "fraction": 0.5,
+    }
+
+
+def test_every_family_is_tested():
+    assert {kind for kind, _ in MODELS.values()} == set(FAMILIES)
+    assert {MODELS[name][0] for name in FAST} == set(FAMILIES)
+
+
+# ---- damaged and hostile input
+
+
+def copied(directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "copy"))
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown family": ({"model_type": "bert"}, "model_type = 'bert': must be one of"),
+    "no family": ({"model_type": None}, "model_type = None: must be of type str"),
+    "unknown field": ({"qk_norm": True}, "qk_norm = True: is not supported"),
+    "wrong type": ({"hidden_size": "16"}, "hidden_size = '16': must be of type int"),
+    "boolean size": ({"hidden_size": True}, "hidden_size = True: must be of type int"),
+    "missing size": ({"hidden_size": None}, "hidden_size = None: must be of type int"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers = -1: must be positive"),
+    "huge": ({"num_hidden_layers": 10**12}, "model.num_layers = 1000000000000: must be at most"),
+    "heads": ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads = 4"),
+    "other size": ({"intermediate_size": 25}, r"gate_proj.weight: shape = \[24, 32\]: must be \[25, 32\]"),
+    "activation": ({"hidden_act": "mish"}, "hidden_act = 'mish': must be one of"),
+    "scaling": ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type = 'dynamic': must be one of"),
+    "no factor": ({"rope_parameters": {"rope_type": "linear"}}, "factor = None: must be of type float"),
+    "infinite": ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor = inf"),
+    "yarn": ({"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0: is not supported"),
+    "yarn's scale": ({"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0: must be"),
+    "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.input_layernorm.weight: is missing"),
+    "fewer layers": ({"num_hidden_layers": 2}, r"model.layers.2.\S+ = 'tensor': is not supported"),
+    "vocabulary": ({"vocab_size": 100}, "vocab_size = 100: must be at least the tokenizer's 257"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_configs_that_are_refused(case, directories, tmp_path):
+    changes, message = CONFIGS[case]
+    directory = copied(directories("llama3"), tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    refused(directory, tmp_path, message)
+
+
+def refused(directory: Path, tmp_path: Path, message: str) -> None:
+    """Assert that an import ends with one line, and leaves no run behind."""
+    with pytest.raises(InputError, match=message) as error:
+        import_run(directory, tmp_path / "run", tokenizer="bytes")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def header(file: Path) -> tuple[dict[str, Any], bytes]:
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def write(file: Path, head: Any, body: bytes) -> None:
+    encoded = head if isinstance(head, bytes) else json.dumps(head).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + body)
+
+
+def change_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def damage(directory: Path) -> None:
+        head, body = header(directory / "model.safetensors")
+        change(head)
+        write(directory / "model.safetensors", head, body)
+
+    return damage
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def overlap(head: dict[str, Any]) -> None:
+    names = [name for name in head if name != "__metadata__"]
+    head[names[1]] = head[names[0]]
+
+
+def with_nan(directory: Path) -> None:
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    tensors[NAME][3, 2] = np.nan
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+def without(directory: Path) -> None:
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    del tensors[NAME]
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+def in_another_dtype(directory: Path) -> None:
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    tensors[NAME] = tensors[NAME].astype(np.int8)
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+def resized(size: int) -> Callable[[Path], object]:
+    return lambda directory: os.truncate(directory / "model.safetensors", size)
+
+
+def index(weight_map: Any) -> Callable[[Path], object]:
+    def write_index(directory: Path) -> None:
+        names = [name for name in header(directory / "model.safetensors")[0] if name != "__metadata__"]
+        chosen = weight_map(names) if callable(weight_map) else weight_map
+        (directory / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": chosen}))
+
+    return write_index
+
+
+def linked_elsewhere(directory: Path) -> None:
+    outside = directory.parent / "outside.safetensors"
+    (directory / "model.safetensors").rename(outside)
+    (directory / "model.safetensors").symlink_to(outside)
+
+
+def pickled_only(directory: Path) -> None:
+    torch.save({"x": torch.zeros(1)}, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty file": (resized(0), "model.safetensors: cannot be read"),
+    "cut in its header": (resized(100), "model.safetensors: cannot be read"),
+    "cut in a tensor": (resized(20_000), "model.safetensors: cannot be read"),
+    "overlapping tensors": (change_header(overlap), "model.safetensors: cannot be read"),
+    "offsets beyond the end": (
+        change_header(lambda head: head[NAME].update(data_offsets=[0, 10**15])),
+        "model.safetensors: cannot be read",
+    ),
+    "negative shape": (change_header(lambda head: head[NAME].update(shape=[-24, -32])), "cannot be read"),
+    "other shape": (
+        change_header(lambda head: head[NAME].update(shape=[32, 24])),
+        r"shape = \[32, 24\]: must be",
+    ),
+    "unknown dtype": (change_header(lambda head: head[NAME].update(dtype="Q7")), "model.safetensors: cannot be read"),
+    "header that is too large": (
+        lambda directory: (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}"),
+        "model.safetensors: cannot be read",
+    ),
+    "header that is nested": (
+        lambda directory: write(directory / "model.safetensors", b'{"a":' * 50_000, b""),
+        "model.safetensors: cannot be read",
+    ),
+    "integers": (in_another_dtype, "up_proj.weight: dtype = 'I8': must be one of"),
+    "NaN": (with_nan, "up_proj.weight = 'NaN or infinity': must be finite"),
+    "missing tensor": (without, "up_proj.weight: is missing"),
+    "additional tensor": (
+        lambda directory: safetensors.numpy.save_file(
+            safetensors.numpy.load_file(directory / "model.safetensors") | {"more": np.zeros(1, "f4")},
+            directory / "model.safetensors",
+        ),
+        "more = 'tensor': is not supported",
+    ),
+    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "must have model.safetensors, or"),
+    "pickled weights": (pickled_only, "pytorch_model.bin may run code"),
+    "a link to elsewhere": (linked_elsewhere, "must not be a link to a file outside"),
+    "index of nothing": (index({}), "weight_map = 'dict': must be a JSON object"),
+    "index that is a list": (index([1]), "weight_map = 'list': must be a JSON object"),
+    "index to a parent": (
+        index({NAME: "../x.safetensors"}),
+        "must be the name of a .safetensors file",
+    ),
+    "index to a root": (index({NAME: "/etc/x.safetensors"}), "must be the name of a .safetensors file"),
+    "index to no weights": (index({NAME: "config.json"}), "config.json': must be the name of a .safetensors file"),
+    "index to a number": (index({NAME: 3}), "= 3: must be the name of a .safetensors file"),
+    "index to a missing shard": (index({NAME: "b.safetensors"}), "b.safetensors: cannot be read"),
+    "index that lacks a tensor": (
+        index(lambda names: dict.fromkeys(names[1:], "model.safetensors")),
+        "must be listed in model.safetensors.index.json",
+    ),
+    "index with another tensor": (
+        index(lambda names: dict.fromkeys([*names, "more"], "model.safetensors")),
+        "more = 'model.safetensors': has no such tensor",
+    ),
+    "config that is a list": (lambda directory: (directory / "config.json").write_text("[1]"), "must be a JSON object"),
+    "config that is nested": (
+        lambda directory: (directory / "config.json").write_text('{"a":' * 100_000),
+        "config.json: cannot be read as JSON",
+    ),
+    "config that is large": (
+        lambda directory: (directory / "config.json").write_text(json.dumps({"a": "b" * 2**20})),
+        "config.json = 'more than 1048576 bytes'",
+    ),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_damaged_checkpoints_are_refused_in_one_line(case, directories, tmp_path):
+    damage, message = DAMAGES[case]
+    directory = copied(directories("llama3"), tmp_path)
+    damage(directory)
+    refused(directory, tmp_path, message)
+
+
+def test_the_cache_of_the_hub_is_followed_but_no_further(directories, tmp_path, runs):
+    """Its files are links from snapshots/COMMIT to blobs."""
+    blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(directories("llama3").iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    import_run(snapshot, tmp_path / "run", tokenizer="bytes")
+    chex.assert_trees_all_equal(ours(tmp_path / "run")[1], ours(runs("llama3"))[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": None}, "source = .*: has no tokenizer.json; give --tokenizer"),
+        ({"tokenizer": "no.json"}, "tokenizer = 'no.json': must be"),
+        ({"train_length": 0}, "train_length = 0: must be 1 to 64"),
+        ({"train_length": 65}, "train_length = 65: must be 1 to 64"),
+        ({"dtype": "int8"}, "model.dtype = 'int8': must be one of"),
+        ({"mesh": MeshConfig(1, 1, 1, 8)}, "model.num_heads = 4: must be a multiple of mesh.tensor = 8"),
+    ],
+)
+def test_bad_options_are_named(options, message, directories, tmp_path):
+    with pytest.raises(InputError, match=message):
+        import_run(directories("llama3"), tmp_path / "run", **{"tokenizer": "bytes"} | options)
+    with pytest.raises(InputError, match=r"source = .*: must be a directory"):
+        import_run(tmp_path / "nowhere", tmp_path / "run")
