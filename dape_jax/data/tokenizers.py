@@ -249,6 +249,18 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def byte_tokenizer_json() -> str:
+    """Return the `tokenizer.json` whose ids are those of `Bytes`, for other programs: one token for each byte."""
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={char: byte for byte, char in enumerate(_byte_alphabet())}, merges=[])
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens([END_TOKENS[0]])
+    assert library.token_to_id(END_TOKENS[0]) == Bytes.end_of_document
+    return library.to_str()
+
+
 def check_trained_vocab_size(vocab_size: int) -> None:
     """Raise `InputError` unless a BPE of this size can be trained."""
     allowed = f"257 (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}"

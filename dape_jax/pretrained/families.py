@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from dape_jax.config import check_numbers, read_model
 from dape_jax.errors import InputError, require
-from dape_jax.model.transformer import GPT_NEOX, LLAMA
+from dape_jax.model.transformer import GPT_NEOX, LLAMA, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.files import CONFIG_FILE
 
 # Fields that do not change the logits of one forward pass: names, training, generation, and how PyTorch computes it.
@@ -38,6 +39,10 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
 }
+
+
+# Fields of the `model` section that say how a model is trained or computed here; exported configs lack them.
+NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs")
 
 
 class Fields:
@@ -321,4 +326,23 @@ def _llama_like(fields: Fields, biases: dict[str, bool], window: int | None) -> 
     return Family(model, max_length, tensors)
 
 
-FAMILIES = {"gpt_neox": _gpt_neox, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2}
+def _dape(fields: Fields) -> Family:
+    """A run that was exported: fields and tensors have our names, and layers are single tensors."""
+    model = {field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED}
+    for name in model:
+        require(name in fields.config, f"{CONFIG_FILE}: {name}", None, "is missing")
+        model[name] = fields.config[name]
+        fields.read.add(name)
+    model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
+    computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
+    check_numbers({"model": model})
+    _, params = model_structure(read_model(model | computed))
+    tensors = {}
+    for path, leaf in flat_params(params).items():
+        is_stacked = path[0] == "layers"
+        name = ".".join(("layers", "{layer}", *path[1:]) if is_stacked else path)
+        tensors["/".join(path)] = Tensor(name, leaf.shape[1:] if is_stacked else leaf.shape)
+    return Family(model, fields.take("max_position_embeddings", int), tensors)
+
+
+FAMILIES = {"gpt_neox": _gpt_neox, "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "dape": _dape}

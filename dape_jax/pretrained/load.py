@@ -94,15 +94,14 @@ def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
 
 def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the config of an imported run; `configs/continue.py` continues with it."""
-    method = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
-    window = {"window": None} | model
+    shared = {"window": None, "bias": {"name": "nope"}, "processor": {"name": "none"}}
     return {
-        "model": window | method | {"attention": {"name": "auto"}, "remat": "none"},
+        "model": shared | model | {"attention": {"name": "auto"}, "remat": "none"},
         "data": {
             "path": None,
             "tokenizer": tokenizer.name if tokenizer.name == "bytes" else str(tokenizer_file),
             "cache_dir": "data",
-            "validation_fraction": 0.01,
+            "validation_fraction": 0.05,
             "seed": 0,
         },
         "optimizer": {
@@ -188,7 +187,7 @@ def _converted(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...
 
 
 def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.ascontiguousarray(value[index]))
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.asarray(value[index], order="C"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

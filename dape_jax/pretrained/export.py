@@ -1,0 +1,216 @@
+"""Export a run as a Hugging Face checkpoint, for PyTorch transformers and everything that is built on it.
+
+    dape-export --workdir=runs/dape --output=exported
+
+In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py`, and the tokenizer. Next:
+`modeling_dape.py`, which the checkpoint is loaded with:
+
+    model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+"""
+
+import dataclasses
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jaxtyping import Array
+from tqdm import tqdm
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.config import resolved
+from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, byte_tokenizer_json, saved_tokenizer
+from dape_jax.distributed import require_single_process
+from dape_jax.errors import os_errors, require
+from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore
+from dape_jax.files import sync_directory, write_json
+from dape_jax.model.transformer import Params, flat_params
+from dape_jax.pretrained.families import NOT_EXPORTED
+from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
+from dape_jax.provenance import provenance
+from dape_jax.storage import AnyPath, require_local, to_path
+
+MODELING_FILE = "modeling_dape.py"
+DTYPES = ("float32", "bfloat16", "float16")
+_FILE_BYTES = 5 * 10**9  # of tensors in one file
+logger = logging.getLogger(__name__)
+
+
+def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: str = "float32") -> None:
+    """Write a run's checkpoint as a directory for transformers; it is complete or not there.
+
+    Args:
+        workdir: run directory.
+        output: directory to create.
+        step: "newest", "best" or a number.
+        dtype: of the tensors; they are float32 in a run.
+
+    Raises:
+        InputError: there is no such checkpoint, no decoder, or `output` exists or cannot be written to.
+    """
+    require(dtype in DTYPES, "dtype", dtype, f"must be one of {list(DTYPES)}")
+    require(not output.exists(), "output", str(output), "must not exist yet")
+    trained = read_trained(workdir, step, {})
+    model = trained.run.model
+    require(model.norm_first, "model.norm_first", model.norm_first, "must be True: PyTorch's model is a decoder")
+    tokenizer = saved_tokenizer(workdir)
+    _, params = restore(trained)
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}.partial")
+    with os_errors("output", str(output), "cannot be written to"):
+        try:
+            temporary.mkdir(parents=True)
+            write_tensors(params, temporary, dtype, _FILE_BYTES)
+            write_json(temporary / CONFIG_FILE, hf_config(trained, tokenizer, dtype))
+            write_json(temporary / "generation_config.json", generation_config(trained, tokenizer))
+            write_tokenizer(tokenizer, temporary, trained.run.train.train_length)
+            shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
+            (temporary / "README.md").write_text(model_card(trained))
+            temporary.rename(output)
+            sync_directory(output.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
+    """Return the content of `config.json`: the `model` section of the run, and where transformers finds the classes."""
+    model = {name: value for name, value in resolved(trained.run)["model"].items() if name not in NOT_EXPORTED}
+    return {
+        "model_type": "dape",
+        "architectures": ["DapeForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{Path(MODELING_FILE).stem}.DapeConfig",
+            "AutoModelForCausalLM": f"{Path(MODELING_FILE).stem}.DapeForCausalLM",
+        },
+        **model,
+        "max_position_embeddings": trained.run.train.train_length,
+        "dtype": dtype,
+        "bos_token_id": tokenizer.end_of_document,
+        "eos_token_id": tokenizer.end_of_document,
+        "use_cache": trained.run.model.processor.why_not_cached is None,
+    }
+
+
+def generation_config(trained: TrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the content of `generation_config.json`."""
+    end = tokenizer.end_of_document
+    is_cached = trained.run.model.processor.why_not_cached is None
+    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "use_cache": is_cached}
+
+
+def tensors_of(params: Params) -> Iterator[tuple[str, Array]]:
+    """Yield the name and the array of every tensor: parameters by their path, and each layer of stacked ones.
+
+    layers/mlp/up_DF [L, D, F] becomes layers.0.mlp.up_DF [D, F], layers.1.mlp.up_DF, ..
+    """
+    for path, leaf in flat_params(params).items():
+        if path[0] == "layers":
+            for layer in range(leaf.shape[0]):
+                yield ".".join(("layers", str(layer), *path[1:])), leaf[layer]
+        else:
+            yield ".".join(path), leaf
+
+
+def write_tensors(params: Params, directory: Path, dtype: str, file_bytes: int) -> None:
+    """Write the tensors to one file, or to several and an index. Host memory holds one file's tensors."""
+    itemsize = jnp.dtype(dtype).itemsize
+    sizes = {name: leaf.size * itemsize for name, leaf in _shapes_of(params)}
+    files: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if files[-1] and sum(sizes[other] for other in files[-1]) + size > file_bytes:
+            files.append([])
+        files[-1].append(name)
+    names = [WEIGHTS_FILE]
+    if len(files) > 1:
+        names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+        weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
+        write_json(directory / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
+    stream = tensors_of(params)
+    with tqdm(total=len(sizes), unit="tensor", desc=directory.name, disable=None) as bar:
+        for file, members in zip(names, files, strict=True):
+            held = {}
+            for _ in members:
+                name, leaf = next(stream)
+                held[name] = np.asarray(jax.device_get(leaf), jnp.dtype(dtype), order="C")
+                bar.update()
+            safetensors.numpy.save_file(held, directory / file, metadata={"format": "pt"})
+
+
+def _shapes_of(params: Params) -> list[tuple[str, jax.ShapeDtypeStruct]]:
+    return list(jax.eval_shape(lambda params: dict(tensors_of(params)), params).items())
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, train_length: int) -> None:
+    """Write `tokenizer.json` and its config; that of bytes has one token for each byte."""
+    content = byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content
+    (directory / TOKENIZER_FILE).write_text(content + "\n")
+    parsed = json.loads(content)
+    (end,) = [token["content"] for token in parsed["added_tokens"] if token["id"] == tokenizer.end_of_document]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    config |= {"bos_token": end, "eos_token": end, "pad_token": end, "model_max_length": train_length}
+    write_json(directory / "tokenizer_config.json", config)
+
+
+def model_card(trained: TrainedModel) -> str:
+    """Return the content of `README.md`."""
+    record = provenance("flax", "jax")
+    return f"""---
+library_name: transformers
+tags: [dape]
+---
+
+# {trained.name}
+
+A decoder whose attention scores are processed by DAPE, exported from step {trained.step} of the run `{trained.name}`.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+
+Trained on sequences of {trained.run.train.train_length} tokens of data `{trained.data_digest[:16]}`. Nothing limits
+the length of an input.
+
+```json
+{json.dumps({"model": resolved(trained.run)["model"], **record}, indent=1)}
+```
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of the command line."""
+
+    workdir: str = flag(dataclasses.MISSING, "Run directory.")
+    output: str = flag(dataclasses.MISSING, "Directory to create.")
+    step: str = flag("newest", STEP_HELP)
+    dtype: str = flag("float32", f"Of the tensors: {', '.join(DTYPES)}.")
+
+
+def main(_: list[str]) -> None:
+    """Parse flags and export."""
+    require_single_process()
+    given = from_flags(Flags)
+    require_local(given.output, "--output")
+    export_run(to_path(given.workdir, "--workdir"), Path(given.output), step=given.step, dtype=given.dtype)
+    print(f"exported: {given.output}")
+
+
+def command() -> None:
+    """Run the command line `dape-export`."""
+    define_flags(Flags)
+    command_line.run(main)
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,875 @@
+"""DAPE V2 in PyTorch: attention scores as a feature map, as an operator and as a model of Hugging Face transformers.
+
+This file needs PyTorch and transformers alone, and is copied into every exported checkpoint:
+
+    model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
+
+The operator is `attend`; a bias is a module of `BIASES`, a processor a module of `PROCESSORS`:
+
+    processor = Dape(num_heads=8, has_bias=True, kernel_width=3, channels=32)
+    out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, bias=Kerple(num_heads=8), processor=processor)
+
+Letters in names are dims: B batch, T query rows, S keys, H heads, G heads of keys and values (grouped queries), K head
+dim, D width, F feed-forward width, V vocabulary, C channels of DAPE, W width of its kernels, M hidden width of FIRE, P
+positions of CoPE, N buckets of T5. Parameters have the names and shapes of the package `dape_jax`, which has the same
+functions in JAX. Positions have a batch dim here, of size 1 if they are the same for all sequences.
+
+Source: Zheng et al., "DAPE V2: Process Attention Score as Feature Map for Length Extrapolation", ACL 2025; for the
+biases and rotary embeddings see each class.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+SLOPE = 0.01  # of the LeakyReLU
+BLOCK_BYTES = 2**27  # of the scores of one block of rows
+ACTIVATIONS = {
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+}
+
+
+class DapeConfig(PretrainedConfig):
+    """The `model` section of a run's config, and the length that the model was trained with.
+
+    Fields are those of `dape_jax.model.transformer.TransformerConfig`; `rotary`, `bias` and `processor` are dicts of a
+    name and options.
+    """
+
+    model_type = "dape"
+    attribute_map = {  # noqa: RUF012  # as transformers declares it
+        "hidden_size": "width",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+        "intermediate_size": "mlp_width",
+    }
+
+    def __init__(
+        self,
+        num_layers: int = 2,
+        width: int = 64,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        mlp_width: int | None = None,
+        vocab_size: int = 257,
+        rotary: dict[str, Any] | None = None,
+        bias: dict[str, Any] | None = None,
+        processor: dict[str, Any] | None = None,
+        window: int | None = None,
+        parallel_residual: bool = False,
+        norm: str = "layer_norm",
+        norm_epsilon: float = 1e-5,
+        activation: str = "gelu",
+        gated_mlp: bool = False,
+        projection_bias: bool = True,
+        attention_output_bias: bool = True,
+        mlp_bias: bool = True,
+        scale_embedding: bool = False,
+        tied_embeddings: bool = False,
+        output_bias: bool = False,
+        max_position_embeddings: int = 512,
+        use_cache: bool = True,
+        **more: Any,
+    ):
+        self.num_layers, self.width, self.num_heads, self.vocab_size = num_layers, width, num_heads, vocab_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = width // num_heads if head_dim is None else head_dim
+        self.mlp_width = 4 * width if mlp_width is None else mlp_width
+        self.rotary = {"name": "none"} if rotary is None else rotary
+        self.bias = {"name": "nope"} if bias is None else bias
+        self.processor = {"name": "none"} if processor is None else processor
+        self.window, self.parallel_residual = window, parallel_residual
+        self.norm, self.norm_epsilon = norm, norm_epsilon
+        self.activation, self.gated_mlp = activation, gated_mlp
+        self.projection_bias, self.attention_output_bias = projection_bias, attention_output_bias
+        self.mlp_bias, self.scale_embedding = mlp_bias, scale_embedding
+        self.tied_embeddings, self.output_bias = tied_embeddings, output_bias
+        self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
+        for name, fixed in (("causal", True), ("norm_first", True)):
+            if more.pop(name, fixed) != fixed:
+                raise ValueError(f"{name}: must be {fixed} in a decoder")
+        more["tie_word_embeddings"] = False  # the table is used twice by name: there is no second parameter to tie
+        super().__init__(**more)
+
+
+# ---- rotary embedding
+
+
+def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[float], float]:
+    """Return the angles of a step of one position, in double precision, and the factor of queries and keys.
+
+        w_m = base^(-2m/R), m < R/2, R = fraction K
+
+    "pi" divides all angles by the factor; "ntk" enlarges the base; "yarn" and "llama3" divide the slow ones.
+
+    Args:
+        rotary: {"name": "rope" | "pi" | "ntk" | "yarn" | "llama3", "base": .., "fraction": .., ..}.
+        head_dim: K.
+
+    Source: Su et al. 2021, Chen et al. 2023, bloc97 2023, Peng et al. 2024, Llama 3.1.
+    """
+    name, base, size = rotary["name"], float(rotary["base"]), int(rotary["fraction"] * head_dim)
+    factor = 1.0 if name == "rope" else float(rotary["factor"])
+    if name == "ntk":
+        base *= factor ** (size / (size - 2))
+    frequencies, scale = [base ** (-m / size) for m in range(0, size, 2)], 1.0
+    if name == "pi":
+        frequencies = [w / factor for w in frequencies]
+    elif name == "yarn":
+
+        def dim_of(turns: float) -> float:
+            return size * math.log(rotary["train_length"] / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(math.floor(dim_of(rotary["beta_fast"])), 0)
+        high = min(math.ceil(dim_of(rotary["beta_slow"])), size - 1)
+        ramp = [min(max((m - low) / ((high - low) or 1e-3), 0), 1) for m in range(size // 2)]
+        frequencies = [(1 - g) * w + g * w / factor for g, w in zip(ramp, frequencies, strict=True)]
+        scale = 0.1 * math.log(factor) + 1
+    elif name == "llama3":
+        low, high = rotary["low_frequency_factor"], rotary["high_frequency_factor"]
+        turns = [rotary["train_length"] * w / (2 * math.pi) for w in frequencies]
+        kept = [min(max((r - low) / (high - low), 0), 1) for r in turns]
+        frequencies = [g * w + (1 - g) * w / factor for g, w in zip(kept, frequencies, strict=True)]
+    return frequencies, scale
+
+
+def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
+    """Rotate queries or keys by their positions; with a, b the halves of the first R dims:
+
+    a' = a cos(pos w) - b sin(pos w)        b' = b cos(pos w) + a sin(pos w)
+    """
+    if rotary["name"] == "none":
+        return x_BTHK
+    frequencies, scale = rotary_frequencies(rotary, x_BTHK.shape[-1])
+    dtype = torch.promote_types(x_BTHK.dtype, torch.float32)
+    frequency_m = torch.tensor(frequencies, dtype=dtype, device=x_BTHK.device)
+    angle_BT1m = (pos_BT.to(dtype)[..., None] * frequency_m)[:, :, None]
+    cos, sin = scale * angle_BT1m.cos(), scale * angle_BT1m.sin()
+    size = 2 * len(frequencies)
+    a, b = x_BTHK[..., :size].to(dtype).chunk(2, dim=-1)
+    rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BTHK.dtype)
+    return torch.cat([rotated, x_BTHK[..., size:]], dim=-1)
+
+
+# ---- position biases and contextual encodings: modules with parameters, called with everything that a score may use
+
+
+def distances(q_pos_BT: Tensor, k_pos_BS: Tensor, causal: bool = True) -> Tensor:
+    """Return max(query position - key position, 0), or the absolute difference if attention is not causal."""
+    difference_BTS = q_pos_BT[:, :, None] - k_pos_BS[:, None, :]
+    return difference_BTS.clamp(min=0) if causal else difference_BTS.abs()
+
+
+def _per_head(x_H: Tensor) -> Tensor:
+    return x_H[None, :, None, None]
+
+
+def _clamp(x: Tensor, low: float, high: float | None = None) -> Tensor:
+    """Clamp the value; the gradient is that of the identity."""
+    return x + (x.clamp(low, high) - x).detach()
+
+
+class Bias(nn.Module):
+    """Base class of biases: a term that is added to the scores, and that DAPE reads beside them."""
+
+    def forward(
+        self,
+        q_BTHK: Tensor,
+        k_BSGK: Tensor,
+        scores_BHTS: Tensor,
+        mask_BTS: Tensor,
+        q_pos_BT: Tensor,
+        k_pos_BS: Tensor,
+        causal: bool,
+    ) -> Tensor:
+        """Return the bias [B, H, T, S] in the dtype of the scores; B is 1 if it is the same for all sequences."""
+        raise NotImplementedError
+
+
+class DistanceBias(Bias):
+    """Base class of biases that depend on the distance of query and key alone."""
+
+    def of_distance(self, distance_BTS: Tensor) -> Tensor:
+        """Return the bias [B, H, T, S] at distances, which are 0 or more and of a floating dtype."""
+        raise NotImplementedError
+
+    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+        """See `Bias`."""
+        return self.of_distance(distances(q_pos_BT, k_pos_BS, causal).to(scores_BHTS.dtype))
+
+
+class Alibi(DistanceBias):
+    """ALiBi, -slope_h dist, for any number of heads.
+
+    Source: Press et al. 2022, section 3, and their released code.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int = 0):
+        super().__init__()
+        power = 2 ** math.floor(math.log2(num_heads))
+        slopes = [2.0 ** (-8 * (n + 1) / power) for n in range(power)]
+        between = [2.0 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * power, 2)]
+        self.slopes = (slopes + between)[:num_heads]
+
+    def of_distance(self, distance_BTS: Tensor) -> Tensor:
+        """See the class."""
+        return -_per_head(distance_BTS.new_tensor(self.slopes)) * distance_BTS[:, None]
+
+
+class Kerple(DistanceBias):
+    """Kerple's logarithmic kernel, -p_h log(1 + a_h dist), with p and a clamped to 0.01 or above.
+
+    Source: Chi et al. 2022, equation 4.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int = 0):
+        super().__init__()
+        self.p_H = nn.Parameter(2 * torch.rand(num_heads))
+        self.a_H = nn.Parameter(torch.rand(num_heads))
+
+    def of_distance(self, distance_BTS: Tensor) -> Tensor:
+        """See the class."""
+        p, a = (_per_head(_clamp(x.to(distance_BTS.dtype), 0.01)) for x in (self.p_H, self.a_H))
+        return -p * torch.log1p(a * distance_BTS[:, None])
+
+
+class KerplePower(Kerple):
+    """Kerple's power kernel, -a_h dist^p_h, with a clamped to 0.01 or above and p to 0.01..2.
+
+    Source: Chi et al. 2022, equation 3.
+    """
+
+    def of_distance(self, distance_BTS: Tensor) -> Tensor:
+        """See the class."""
+        a = _per_head(_clamp(self.a_H.to(distance_BTS.dtype), 0.01))
+        p = _per_head(_clamp(self.p_H.to(distance_BTS.dtype), 0.01, 2.0))
+        distance = distance_BTS[:, None]
+        # The gradient of 0^p is 0 and not NaN.
+        return torch.where(distance > 0, -a * torch.where(distance > 0, distance, 1) ** p, 0)
+
+
+class Sandwich(Bias):
+    """Sandwich: sum over m of cos((i - j) 10000^(-2m/d)) / r_h, r_h = 8 (h + 1) / H.
+
+    Source: Chi et al. 2023, section 5.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int = 0, position_dim: int = 128):
+        super().__init__()
+        self.num_heads, self.position_dim = num_heads, position_dim
+
+    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+        """See `Bias`; embeddings are of positions relative to the first query, whose angles are exact."""
+        frequencies = [10_000.0 ** (-m / self.position_dim) for m in range(0, self.position_dim, 2)]
+        first = q_pos_BT[:, :1]
+
+        def embed(pos: Tensor) -> Tensor:
+            angle = (pos - first).to(scores_BHTS.dtype)[..., None] * scores_BHTS.new_tensor(frequencies)
+            return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+        product_BTS = embed(q_pos_BT) @ embed(k_pos_BS).mT
+        ratios = [8 * (h + 1) / self.num_heads for h in range(self.num_heads)]
+        return product_BTS[:, None] / _per_head(scores_BHTS.new_tensor(ratios))
+
+
+class T5(Bias):
+    """T5's bias, sqrt(K) table[bucket(dist), h]; one table serves all layers.
+
+    Source: Raffel et al. 2020, section 2.1, with the official DAPE code's scale.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, num_buckets: int = 32, max_distance: int = 128):
+        super().__init__()
+        self.table_NH = nn.Parameter(nn.init.xavier_normal_(torch.empty(num_buckets, num_heads)))
+        exact = num_buckets // 2
+        steps = num_buckets - exact
+        edges = [exact * (max_distance / exact) ** (m / steps) for m in range(1, steps)]
+        self.first = [math.ceil(round(edge, 9)) for edge in edges]  # distances of the logarithmic buckets
+        self.exact, self.scale = exact, math.sqrt(head_dim)
+
+    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+        """See `Bias`."""
+        distance_BTS = distances(q_pos_BT, k_pos_BS, causal)
+        edges = torch.tensor(self.first, device=distance_BTS.device)
+        large = self.exact + torch.searchsorted(edges, distance_BTS.contiguous(), right=True)
+        bucket_BTS = torch.where(distance_BTS < self.exact, distance_BTS, large)
+        return self.scale * self.table_NH.to(scores_BHTS.dtype)[bucket_BTS].permute(0, 3, 1, 2)
+
+
+class Fire(Bias):
+    """FIRE: an MLP of the log distance, relative to the query's log position.
+
+        z = log(|c dist| + 1) / (log(|c max(q_pos, |threshold|)| + 1) + 1e-6)        MLP(z), 1 -> M -> H
+
+    Source: Li et al. 2024, equation 5.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int = 0,
+        threshold: int = 256,
+        width: int = 32,
+        initial_c: float = 0.1,
+        activation: str = "relu",
+    ):
+        super().__init__()
+
+        def uniform(*shape: int, fan_in: int) -> nn.Parameter:
+            return nn.Parameter((2 * torch.rand(*shape) - 1) * fan_in**-0.5)
+
+        self.c = nn.Parameter(torch.tensor(float(initial_c)))
+        self.threshold_multiplier = nn.Parameter(torch.ones(()))
+        self.hidden_M, self.hidden_bias_M = uniform(width, fan_in=1), uniform(width, fan_in=1)
+        self.output_MH, self.output_bias_H = uniform(width, num_heads, fan_in=width), uniform(num_heads, fan_in=width)
+        self.threshold, self.slope = threshold, {"relu": 0.0, "leaky_relu": SLOPE}[activation]
+
+    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+        """See `Bias`."""
+        dtype = scores_BHTS.dtype
+        c, threshold = self.c.to(dtype), (self.threshold_multiplier * self.threshold).to(dtype).abs()
+        last = q_pos_BT[:, :, None] if causal else torch.maximum(q_pos_BT[:, :, None], k_pos_BS[:, None, :])
+        norm = torch.maximum(last.to(dtype), threshold)
+        distance_BTS = distances(q_pos_BT, k_pos_BS, causal).to(dtype)
+        z_BTS = torch.log1p((c * distance_BTS).abs()) / (torch.log1p((c * norm).abs()) + 1e-6)
+        hidden_BTSM = z_BTS[..., None] * self.hidden_M.to(dtype) + self.hidden_bias_M.to(dtype)
+        hidden_BTSM = functional.leaky_relu(hidden_BTSM, self.slope)
+        return (hidden_BTSM @ self.output_MH.to(dtype) + self.output_bias_H.to(dtype)).permute(0, 3, 1, 2)
+
+
+class Cope(Bias):
+    """CoPE: a key's position is the number of open gates from it to the query, interpolated; causal attention only.
+
+        pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)        q_i . table[pos]
+
+    Source: Golovneva et al. 2024, equations 3 to 5.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, num_positions: int = 64):
+        super().__init__()
+        self.table_KP = nn.Parameter(torch.zeros(head_dim, num_positions))
+
+    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+        """See `Bias`."""
+        if not causal:
+            raise ValueError("bias: CoPE counts earlier keys, for causal attention only")
+        gates_BHTS = torch.where(mask_BTS[:, None], scores_BHTS.sigmoid(), 0)
+        pos_BHTS = gates_BHTS.flip(-1).cumsum(-1).flip(-1)
+        last = self.table_KP.shape[1] - 1
+        pos_BHTS = torch.where(pos_BHTS <= last, pos_BHTS, last)
+        below, above = pos_BHTS.detach().floor(), pos_BHTS.detach().ceil()
+        weight = pos_BHTS - below
+        dtype = scores_BHTS.dtype
+        embedded_BHTP = torch.einsum("BTHK,KP->BHTP", q_BTHK.to(dtype), self.table_KP.to(dtype))
+        at_above, at_below = (embedded_BHTP.gather(-1, index.long()) for index in (above, below))
+        return weight * at_above + (1 - weight) * at_below
+
+
+class TransformerXL(Bias):
+    """Transformer-XL's relative positions.
+
+        (content_h . k_j + (q_i + position_h) . R[i - j]) / sqrt(K)        R[r] = [sin(r w), cos(r w)] relative[:, h]
+
+    Source: Dai et al. 2019, section 3.3, with the official DAPE code's order of sines and cosines.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int):
+        super().__init__()
+        width = num_heads * head_dim
+        self.relative_DHK = nn.Parameter((2 * torch.rand(width, num_heads, head_dim) - 1) * width**-0.5)
+        self.content_HK = nn.Parameter(0.02 * torch.randn(num_heads, head_dim))
+        self.position_HK = nn.Parameter(0.02 * torch.randn(num_heads, head_dim))
+
+    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+        """See `Bias`."""
+        dtype, width = scores_BHTS.dtype, self.relative_DHK.shape[0]
+        frequency_m = scores_BHTS.new_tensor([10_000.0 ** (-m / width) for m in range(0, width, 2)])
+        first = q_pos_BT[:, :1]
+
+        def sin_cos(pos: Tensor) -> tuple[Tensor, Tensor]:
+            angle = (pos - first).to(dtype)[..., None] * frequency_m
+            return angle.sin(), angle.cos()
+
+        repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+        k_BSHK = k_BSGK.repeat_interleave(repeats, dim=2).to(dtype)
+        content_BHS = torch.einsum("HK,BSHK->BHS", self.content_HK.to(dtype), k_BSHK)
+        lifted_BTHD = torch.einsum(
+            "BTHK,DHK->BTHD", q_BTHK.to(dtype) + self.position_HK.to(dtype), self.relative_DHK.to(dtype)
+        )
+        sines, cosines = lifted_BTHD.chunk(2, dim=-1)
+        (q_sin, q_cos), (k_sin, k_cos) = sin_cos(q_pos_BT), sin_cos(k_pos_BS)
+        q_sin, q_cos = q_sin[:, :, None], q_cos[:, :, None]
+        rotated_BTHD = torch.cat([cosines * q_sin - sines * q_cos, sines * q_sin + cosines * q_cos], dim=-1)
+        keys_BSD = torch.cat([k_sin, k_cos], dim=-1).expand(q_BTHK.shape[0], -1, -1)
+        position_BHTS = torch.einsum("BTHD,BSD->BHTS", rotated_BTHD, keys_BSD)
+        return (content_BHS[:, :, None] + position_BHTS) * q_BTHK.shape[-1] ** -0.5
+
+
+BIASES = {
+    "alibi": Alibi,
+    "kerple": Kerple,
+    "kerple_power": KerplePower,
+    "sandwich": Sandwich,
+    "t5": T5,
+    "fire": Fire,
+    "cope": Cope,
+    "transformer_xl": TransformerXL,
+}
+SHARED_BY_LAYERS = ("t5",)
+
+
+def make_bias(spec: dict[str, Any], num_heads: int, head_dim: int) -> Bias | None:
+    """Return the module of {"name": .., options}, or None for "nope"."""
+    options = dict(spec)
+    name = options.pop("name")
+    return None if name == "nope" else BIASES[name](num_heads, head_dim, **options)
+
+
+# ---- processors
+
+
+def key_convolution(x_BITS: Tensor, kernel_WIO: Tensor, pad: tuple[int, int]) -> Tensor:
+    """Convolve along the keys, 1xW, with `pad` zeros on both sides; W - 1 columns fewer than the padded input has."""
+    weight_OI1W = kernel_WIO.permute(2, 1, 0)[:, :, None].to(x_BITS.dtype)
+    return functional.conv2d(functional.pad(x_BITS, pad), weight_OI1W)
+
+
+class Dape(nn.Module):
+    """DAPE V2 (DAPE V1 at W = 1): scores plus a small convolution of them, over heads and neighbouring keys.
+
+        A + B + Conv2(LeakyReLU(Conv1([tril(A); tril(B)])))        Conv1: 2H -> C, Conv2: C -> H, both 1xW
+
+    Args:
+        num_heads: H.
+        has_bias: whether there will be a bias B.
+        kernel_width: W.
+        channels: C.
+        alignment: "centered" (W odd) or "causal".
+        edge: "prefix": keys that are not there yet count as zero scores; or "listing", as in the paper's listing.
+        residual: add B outside of the convolution as well.
+        leak: omit tril, so that a centered kernel reads the future.
+        inputs: of Conv1: "both", "scores" or "bias".
+        init: "uniform"; or "identity", where Conv2 starts at 0.
+
+    Source: the paper's equations 3 to 5 and its listing in appendix L; see `dape_jax.model.processors.dape`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        has_bias: bool,
+        kernel_width: int = 3,
+        channels: int = 32,
+        alignment: str = "centered",
+        edge: str = "prefix",
+        residual: bool = True,
+        leak: bool = False,
+        inputs: str = "both",
+        init: str = "uniform",
+    ):
+        super().__init__()
+        if alignment == "centered" and kernel_width % 2 == 0:
+            raise ValueError(f"kernel_width = {kernel_width}: must be odd for a centered kernel")
+        if inputs == "bias" and not has_bias:
+            raise ValueError("inputs = 'bias': must be 'scores' or 'both' without a bias")
+        reads_scores, reads_bias = inputs != "bias", has_bias and inputs != "scores"
+        fan_in, fan_hidden = (reads_scores + reads_bias) * num_heads * kernel_width, channels * kernel_width
+
+        def uniform(*shape: int, fan_in: int) -> nn.Parameter:
+            return nn.Parameter((2 * torch.rand(*shape) - 1) * fan_in**-0.5)
+
+        shape = (kernel_width, num_heads, channels)
+        self.scores_WHC = uniform(*shape, fan_in=fan_in) if reads_scores else None
+        self.bias_WHC = uniform(*shape, fan_in=fan_in) if reads_bias else None
+        self.hidden_bias_C = uniform(channels, fan_in=fan_in)
+        self.output_WCH = uniform(kernel_width, channels, num_heads, fan_in=fan_hidden)
+        self.output_bias_H = uniform(num_heads, fan_in=fan_hidden)
+        if init == "identity":
+            nn.init.zeros_(self.output_WCH)
+            nn.init.zeros_(self.output_bias_H)
+        self.width, self.is_causal, self.edge, self.residual, self.leak = (
+            kernel_width,
+            alignment == "causal",
+            edge,
+            residual,
+            leak,
+        )
+
+    @property
+    def paddings(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Zeros (left, right) of the inputs of both convolutions."""
+        if self.is_causal:
+            return (self.width - 1, 0), (self.width - 1, 0)
+        half = self.width // 2
+        return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[self.edge]
+
+    @property
+    def right_halo(self) -> int:
+        """Keys to the right of the last visible one that a row depends on."""
+        half = 0 if self.is_causal else self.width // 2
+        return 2 * half if self.leak else half if self.edge == "listing" else 0
+
+    @property
+    def why_not_cached(self) -> str | None:
+        """Reason why appending keys changes earlier rows, or None."""
+        return f"edge={self.edge!r}, leak={self.leak}: appended keys change earlier rows" if self.right_halo else None
+
+    def forward(
+        self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor | None = None
+    ) -> Tensor:
+        """Return the processed scores; where the mask is False they may be anything finite.
+
+        Args:
+            scores_BHTS: A.
+            bias_BHTS: B, or None.
+            mask_BTS: True where the query sees the key.
+            is_key_BS: False for padding to the left of the first key, or None.
+        """
+        first_pad, second_pad = self.paddings
+        hidden_BCTJ = self.hidden_bias_C.to(scores_BHTS.dtype)[None, :, None, None]
+        for x_BHTS, kernel_WHC in ((scores_BHTS, self.scores_WHC), (bias_BHTS, self.bias_WHC)):
+            if x_BHTS is not None and kernel_WHC is not None:
+                visible = x_BHTS if self.leak else torch.where(mask_BTS[:, None], x_BHTS, 0)
+                hidden_BCTJ = hidden_BCTJ + key_convolution(visible, kernel_WHC, first_pad)
+        hidden_BCTJ = functional.leaky_relu(hidden_BCTJ, SLOPE)
+        if is_key_BS is not None:  # hidden features to the left of the first key are zero, as without padding
+            more = hidden_BCTJ.shape[-1] - is_key_BS.shape[-1]
+            is_key_BJ = functional.pad(is_key_BS, (0, more), value=True)
+            hidden_BCTJ = torch.where(is_key_BJ[:, None, None], hidden_BCTJ, 0)
+        update_BHTS = key_convolution(hidden_BCTJ, self.output_WCH, second_pad)
+        update_BHTS = update_BHTS + _per_head(self.output_bias_H.to(scores_BHTS.dtype))
+        base = scores_BHTS + bias_BHTS if self.residual and bias_BHTS is not None else scores_BHTS
+        return base + update_BHTS
+
+
+PROCESSORS = {"none": None, "dape": Dape}
+
+
+def make_processor(spec: dict[str, Any], num_heads: int, has_bias: bool) -> Dape | None:
+    """Return the module of {"name": .., options}, or None for "none"."""
+    options = dict(spec)
+    kind = PROCESSORS[options.pop("name")]
+    return None if kind is None else kind(num_heads, has_bias, **options)
+
+
+# ---- attention
+
+
+def attend(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    q_pos_BT: Tensor | None = None,
+    k_pos_BS: Tensor | None = None,
+    *,
+    bias: Bias | None = None,
+    processor: Dape | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    block_size: int | None = None,
+) -> Tensor:
+    """Attend query rows to keys: softmax(processor(Q K^T / sqrt(K), bias, mask)) V.
+
+    Rows are attended in blocks, each computed again in the backward pass, so that memory grows with block_size x S.
+
+    Args:
+        q_BTHK: queries, rotated already if positions are rotary.
+        k_BSGK: keys of G heads, a divisor of H.
+        v_BSGK: values.
+        q_pos_BT: positions of the queries, [B, T], [1, T] or [T]; the last T of the keys' if None.
+        k_pos_BS: positions of the keys, increasing; 0..S-1 if None. Padding, on the left, has negative positions.
+        bias: position bias or contextual encoding, or None.
+        processor: of the scores; None for scores + bias.
+        causal: a query sees no key after it.
+        window: a query sees keys at a distance below this, or None for all.
+        block_size: rows in a block; None for as many as `BLOCK_BYTES` allows, one block if that is all.
+
+    Returns:
+        The attended values [B, T, H, K] in the dtype of `v_BSGK`. Scores and softmax are float32, or float64.
+    """
+    (batch, num_rows, heads, _), num_keys = q_BTHK.shape, k_BSGK.shape[1]
+    k_pos_BS = torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS
+    k_pos_BS = k_pos_BS[None] if k_pos_BS.ndim == 1 else k_pos_BS
+    is_self_attention = q_pos_BT is None
+    q_pos_BT = k_pos_BS[:, num_keys - num_rows :] if q_pos_BT is None else q_pos_BT
+    q_pos_BT = q_pos_BT[None] if q_pos_BT.ndim == 1 else q_pos_BT
+    if block_size is None:
+        block_size = max(16, BLOCK_BYTES // (4 * batch * heads * num_keys))
+    options = {"bias": bias, "processor": processor, "causal": causal, "window": window}
+    if block_size >= num_rows:
+        return _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, **options)
+
+    def of_block(start: int) -> Tensor:
+        stop, last = min(start + block_size, num_rows), num_keys
+        if causal and is_self_attention:  # later keys are invisible to these rows
+            halo = 0 if processor is None else processor.right_halo
+            last = min(num_keys, num_keys - num_rows + stop + halo)
+        rows = slice(start, stop)
+        args = q_BTHK[:, rows], k_BSGK[:, :last], v_BSGK[:, :last], q_pos_BT[:, rows], k_pos_BS[:, :last]
+        if not torch.is_grad_enabled():
+            return _attend_rows(*args, **options)
+        return checkpoint(_attend_rows, *args, use_reentrant=False, **options)
+
+    return torch.cat([of_block(start) for start in range(0, num_rows, block_size)], dim=1)
+
+
+def _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, *, bias, processor, causal, window) -> Tensor:
+    """Return `attend` of all rows at once."""
+    dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+    (batch, num_rows, heads, head_dim), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
+    distance_BTS = q_pos_BT[:, :, None] - k_pos_BS[:, None, :]
+    is_key_BS = k_pos_BS >= 0
+    mask_BTS = is_key_BS[:, None, :].expand(-1, num_rows, -1)
+    if causal:
+        mask_BTS = mask_BTS & (distance_BTS >= 0)
+    if window is not None:
+        mask_BTS = mask_BTS & (distance_BTS.abs() < window)
+    q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
+    scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
+    scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
+    bias_BHTS = None
+    if bias is not None:
+        bias_BHTS = bias(q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal)
+    if processor is not None:
+        is_padded = not torch.compiler.is_compiling() and not bool(is_key_BS.all())
+        scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS if is_padded else None)
+    elif bias_BHTS is not None:
+        scores_BHTS = scores_BHTS + bias_BHTS
+    scores_BHTS = scores_BHTS.masked_fill(~mask_BTS[:, None], -0.7 * torch.finfo(dtype).max)
+    probs_BGRTS = scores_BHTS.softmax(-1).to(v_BSGK.dtype).reshape(scores_BGRTS.shape)
+    out_BGRTK = probs_BGRTS @ v_BSGK.movedim(2, 1)[:, :, None]
+    return out_BGRTK.reshape(batch, heads, num_rows, head_dim).movedim(1, 2)
+
+
+# ---- the model
+
+
+def project(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return an einsum of an activation, cast to the dtype of the weight, and a weight; plus a bias, if given."""
+    y = torch.einsum(equation, x.to(weight.dtype), weight)
+    return y if bias is None else y + bias
+
+
+class Norm(nn.Module):
+    """LayerNorm, or a norm by the root mean square without mean and bias; of the residual stream, in its dtype."""
+
+    def __init__(self, config: DapeConfig):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(config.width))
+        self.bias = nn.Parameter(torch.zeros(config.width)) if config.norm == "layer_norm" else None
+        self.epsilon = config.norm_epsilon
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the normalised residual stream."""
+        scale = self.scale.to(x_BTD.dtype)
+        if self.bias is None:
+            return x_BTD * torch.rsqrt(x_BTD.square().mean(-1, keepdim=True) + self.epsilon) * scale
+        return functional.layer_norm(x_BTD, x_BTD.shape[-1:], scale, self.bias.to(x_BTD.dtype), self.epsilon)
+
+
+def _normal(std: float, *shape: int) -> nn.Parameter:
+    return nn.Parameter(std * torch.randn(*shape))
+
+
+def _zeros(is_present: bool, *shape: int) -> nn.Parameter | None:
+    return nn.Parameter(torch.zeros(*shape)) if is_present else None
+
+
+class SelfAttention(nn.Module):
+    """Projections around `attend`."""
+
+    def __init__(self, config: DapeConfig, layer: int):
+        super().__init__()
+        D, H, G, K = config.width, config.num_heads, config.num_kv_heads, config.head_dim
+        std, has_bias = math.sqrt(2 / (5 * D)), config.projection_bias
+        self.query_DHK, self.key_DGK, self.value_DGK = (_normal(std, D, heads, K) for heads in (H, G, G))
+        self.output_HKD = _normal(2 / (config.num_layers * math.sqrt(D)), H, K, D)
+        self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = (_zeros(has_bias, n, K) for n in (H, G, G))
+        self.output_bias_D = _zeros(config.attention_output_bias, D)
+        is_shared = config.bias["name"] in SHARED_BY_LAYERS
+        self.bias = None if is_shared else make_bias(config.bias, H, K)
+        self.processor = make_processor(config.processor, H, is_shared or self.bias is not None)
+        self.rotary, self.window, self.layer = config.rotary, config.window, layer
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        q_pos_BT: Tensor,
+        k_pos_BS: Tensor,
+        is_aligned: bool,
+        shared_bias: Bias | None,
+        cache: Cache | None,
+    ) -> Tensor:
+        """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended."""
+        q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
+        k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
+        v_BSGK = project("BTD,DHK->BTHK", x_BTD, self.value_DGK, self.value_bias_GK)
+        q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
+        if cache is not None:  # which has heads before positions
+            k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
+            k_BSGK, v_BSGK = k_BGSK.movedim(1, 2), v_BGSK.movedim(1, 2)
+        out_BTHK = attend(
+            q_BTHK,
+            k_BSGK,
+            v_BSGK,
+            None if is_aligned else q_pos_BT,
+            k_pos_BS,
+            bias=shared_bias if self.bias is None else self.bias,
+            processor=self.processor,
+            window=self.window,
+        )
+        return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
+
+
+class MLP(nn.Module):
+    """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""
+
+    def __init__(self, config: DapeConfig):
+        super().__init__()
+        D, F, std = config.width, config.mlp_width, math.sqrt(2 / (5 * config.width))
+        self.up_DF, self.up_bias_F = _normal(std, D, F), _zeros(config.mlp_bias, F)
+        self.gate_DF = _normal(std, D, F) if config.gated_mlp else None
+        self.gate_bias_F = _zeros(config.mlp_bias and config.gated_mlp, F)
+        self.down_FD = _normal(2 / (config.num_layers * math.sqrt(D)), F, D)
+        self.down_bias_D = _zeros(config.mlp_bias, D)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """See the class."""
+        h_BTF = project("BTD,DF->BTF", x_BTD, self.up_DF, self.up_bias_F)
+        if self.gate_DF is None:
+            h_BTF = self.activation(h_BTF)
+        else:
+            h_BTF = self.activation(project("BTD,DF->BTF", x_BTD, self.gate_DF, self.gate_bias_F)) * h_BTF
+        return project("BTF,FD->BTD", h_BTF, self.down_FD, self.down_bias_D)
+
+
+class Block(nn.Module):
+    """Return x + attention(norm(x)), plus the MLP of its norm, or of the norm of x if residuals are parallel."""
+
+    def __init__(self, config: DapeConfig, layer: int):
+        super().__init__()
+        self.attention_norm, self.attention = Norm(config), SelfAttention(config, layer)
+        self.mlp_norm, self.mlp = Norm(config), MLP(config)
+        self.parallel_residual = config.parallel_residual
+
+    def forward(self, x_BTD: Tensor, *args: Any) -> Tensor:
+        """Apply the layer to the residual stream; see `SelfAttention` for the arguments."""
+        added_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), *args).to(x_BTD.dtype)
+        mlp_input_BTD = x_BTD if self.parallel_residual else added_BTD
+        return added_BTD + self.mlp(self.mlp_norm(mlp_input_BTD)).to(x_BTD.dtype)
+
+
+class DapeForCausalLM(PreTrainedModel, GenerationMixin):
+    """Decoder with DAPE: the model of `dape_jax.model.transformer` for language modelling."""
+
+    config_class = DapeConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Block"]  # noqa: RUF012  # as transformers declares it
+
+    def __init__(self, config: DapeConfig):
+        super().__init__(config)
+        D, V, std = config.width, config.vocab_size, math.sqrt(2 / (5 * config.width))
+        self.embedding_VD = _normal(std, V, D)
+        is_shared = config.bias["name"] in SHARED_BY_LAYERS
+        self.shared_bias = make_bias(config.bias, config.num_heads, config.head_dim) if is_shared else None
+        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
+        self.norm = Norm(config)
+        self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
+        self.output_bias_V = _zeros(config.output_bias, V)
+        processor = make_processor(config.processor, config.num_heads, config.bias["name"] != "nope")
+        self.why_not_cached = None if processor is None else processor.why_not_cached
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Leave the initial values of the modules' constructors."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **unused: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return logits [B, T, V] in float32, and the mean loss of next tokens if there are labels.
+
+        Args:
+            input_ids: tokens [B, T] after those of the cache.
+            attention_mask: 0 for padding, to the left or to the right, [B, tokens of the cache + T].
+            past_key_values: keys and values of the tokens so far.
+            labels: tokens [B, T] to predict, which are shifted here; -100 is not scored.
+            use_cache: return the cache; by default as the config says, and not in training.
+            logits_to_keep: compute the logits of this many last tokens, or of all if 0.
+            unused: arguments of other models; positions follow from the attention mask.
+        """
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        reason = self.why_not_cached
+        if reason and (use_cache or past_key_values is not None):
+            if past_key_values is not None or labels is None:
+                raise ValueError(f"use_cache = True: must be False: {reason}")
+            use_cache = False
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        num_rows = input_ids.shape[1]
+        q_pos_BT, k_pos_BS = positions(attention_mask, num_past, num_rows, input_ids.device)
+        if attention_mask is not None and reason and not bool(attention_mask.all()):
+            raise ValueError(f"attention_mask: must be all ones: {reason}")
+
+        x_BTD = self.embedding_VD[input_ids]
+        x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
+        if self.config.scale_embedding:
+            x_BTD = x_BTD * math.sqrt(self.config.width)
+        is_aligned = attention_mask is None
+        for block in self.layers:
+            args = x_BTD, q_pos_BT, k_pos_BS, is_aligned, self.shared_bias, past_key_values
+            if self.gradient_checkpointing and self.training:
+                x_BTD = checkpoint(block, *args, use_reentrant=False)
+            else:
+                x_BTD = block(*args)
+        x_BTD = self.norm(x_BTD[:, -logits_to_keep:] if logits_to_keep else x_BTD)
+        output_DV = self.embedding_VD.T if self.unembedding_DV is None else self.unembedding_DV
+        logits_BTV = project("BTD,DV->BTV", x_BTD, output_DV).to(x_BTD.dtype)
+        if self.output_bias_V is not None:
+            logits_BTV = logits_BTV + self.output_bias_V.to(logits_BTV.dtype)
+        loss = None
+        if labels is not None:
+            loss = functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits_BTV, past_key_values=past_key_values if use_cache else None
+        )
+
+
+def positions(
+    attention_mask: Tensor | None, num_past: int, num_rows: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the positions of the new tokens and of all: a token's number among those that are not padding.
+
+    mask        0 0 1 1 1 1
+    positions  -2 -1 0 1 2 3        padding on the left is negative: no query sees it
+    """
+    num_keys = num_past + num_rows
+    if attention_mask is None:
+        pos_BS = torch.arange(num_keys, device=device)[None]
+    else:
+        num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)  # padding before the first token
+        pos_BS = torch.arange(num_keys, device=device)[None] - num_left
+    return pos_BS[:, num_past:], pos_BS

@@ -1,0 +1,280 @@
+"""Export: transformers gives the logits, tokens and log-likelihoods that the run gives; and back, bit by bit."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+import tiny
+import torch
+import transformers
+from test_command_lines import run as run_command
+from test_import import logits, ours
+
+from dape_jax.config import read_run, resolved
+from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
+from dape_jax.errors import InputError
+from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.model.transformer import ENCODER, Params, model_structure
+from dape_jax.pretrained import export, load
+from dape_jax.pretrained.files import INDEX_FILE
+from dape_jax.sharding import make_mesh, parameter_shardings
+from dape_jax.storage import to_path
+from dape_jax.tools.generate import Sampling, generate
+from dape_jax.training import checkpoint
+
+torch.set_num_threads(1)
+
+DAPE = {"processor": {"name": "dape", "kernel_width": 3, "channels": 4}}
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: options | DAPE for name, options in tiny.ARCHITECTURES.items()},
+    "t5": {"bias": {"name": "t5"}} | DAPE,
+    "fire": {"bias": {"name": "fire", "threshold": 6}} | DAPE,
+    "cope": {"bias": {"name": "cope", "num_positions": 4}, "window": 6} | DAPE,
+    "transformer_xl": {"bias": {"name": "transformer_xl"}, "num_kv_heads": 1} | DAPE,
+    "alibi": {"bias": {"name": "alibi"}, "processor": {"name": "none"}},
+    "causal": {"processor": {"name": "dape", "kernel_width": 4, "channels": 3, "alignment": "causal"}},
+    "listing": {"processor": {"name": "dape", "kernel_width": 3, "channels": 3, "edge": "listing"}},
+}
+FAST = {"pythia", "llama", "t5", "fire", "listing"}
+EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path_factory, monkeypatch) -> None:
+    """Keep copies of the model's code, which transformers makes, out of the home directory."""
+    directory = str(tmp_path_factory.getbasetemp() / "modules")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", directory)
+    monkeypatch.syspath_prepend(directory)
+
+
+def random_params(model: Any) -> Params:
+    draw = np.random.default_rng(0)
+
+    def random(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        is_scale = path[-1].key in ("scale", "p_H", "a_H")
+        numbers = draw.normal(0, 0.2, leaf.shape)
+        return (np.exp(numbers) if is_scale else numbers).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(random, model_structure(model)[1])
+
+
+def make_run(workdir: Path, tokenizer: Any = None, **model: Any) -> Path:
+    """Write a run with random parameters at step 0."""
+    spec = copy.deepcopy(tiny.SPEC)
+    spec["data"] |= {"path": "text", "cache_dir": "cache"}
+    spec["model"] |= {"num_heads": 4} | model
+    run = read_run(spec)
+    mesh = make_mesh(run.mesh)
+    params = random_params(run.model)
+    params = jax.device_put(params, parameter_shardings(params, mesh))
+    record = {"config": resolved(run), "data_digest": "digest"}
+    workdir.mkdir(parents=True)
+    save_tokenizer(Bytes() if tokenizer is None else tokenizer, workdir)
+    checkpoint.write_config(workdir, record)
+    checkpoint.save_params(workdir, params, record)
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def exported(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
+    """Return a function from a model's name to its run and the directory that it was exported to. Read only."""
+    root, made = tmp_path_factory.mktemp("exported"), {}
+
+    def make(name: str) -> tuple[Path, Path]:
+        if name not in made:
+            workdir = make_run(root / "runs" / name, **MODELS[name])
+            export.export_run(workdir, root / name)
+            made[name] = workdir, root / name
+        return made[name]
+
+    return make
+
+
+def load_model(directory: Path, **options: Any) -> Any:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, trust_remote_code=True, output_loading_info=True, **options
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
+def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 257, (batch, length))
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_logits_are_those_of_the_run(name, exported):
+    workdir, directory = exported(name)
+    with torch.no_grad():
+        found = load_model(directory)(torch.tensor(tokens()), use_cache=False).logits.numpy()
+    expected = logits(*ours(workdir), tokens())
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [param for param in EVERY_MODEL if param.values[0] != "listing"])
+def test_greedy_generation_is_that_of_the_run(name, exported):
+    """With transformers' cache, of prompts of different lengths that are padded to the left."""
+    workdir, directory = exported(name)
+    trained = read_trained(workdir, "newest", {})
+    mesh, params = restore(trained)
+    prompts = [tokens()[0, :9], tokens()[1, :4]]
+    steps = generate(trained.run.model, params, mesh, prompts, max_new_tokens=12, sampling=Sampling(0.0, None, 1.0))
+    expected = np.stack(list(steps), axis=1)
+    model = load_model(directory)
+    model.generation_config.eos_token_id = None
+    padded, mask = torch.zeros((2, 9), dtype=torch.long), torch.zeros((2, 9), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        padded[row, 9 - len(prompt) :], mask[row, 9 - len(prompt) :] = torch.tensor(prompt), 1
+    found = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    np.testing.assert_array_equal(found[:, 9:], expected)
+    assert len(set(expected.flat)) > 2
+    alone = model.generate(padded[:1], max_new_tokens=12, do_sample=False, use_cache=False)
+    np.testing.assert_array_equal(alone[:, 9:], expected[:1])
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_export_and_import_give_the_same_bits(name, exported, tmp_path):
+    workdir, directory = exported(name)
+    load.import_run(directory, tmp_path / "back")
+    (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
+    chex.assert_trees_all_equal(params, expected)
+    for field in ("rotary", "bias", "processor", "window", "head_dim", "mlp_width", "norm", "tied_embeddings"):
+        assert getattr(config, field) == getattr(expected_config, field)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
+    workdir, _ = exported("llama")
+    monkeypatch.setattr(export, "_FILE_BYTES", 4000)
+    export.export_run(workdir, tmp_path / "small", dtype=dtype)
+    index = json.loads((tmp_path / "small" / INDEX_FILE).read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    model = load_model(tmp_path / "small")
+    assert model.embedding_VD.dtype == getattr(torch, dtype)
+    _, params = ours(workdir)
+    expected = torch.tensor(params["layers"]["mlp"]["up_DF"][1]).to(getattr(torch, dtype))
+    assert torch.equal(model.layers[1].mlp.up_DF.detach(), expected)
+    with torch.no_grad():
+        found = model(torch.tensor(tokens())).logits
+    np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), atol=0.2)
+    assert np.abs(found.numpy() - logits(*ours(workdir), tokens())).max() > 1e-4
+
+
+def test_training_in_pytorch(exported):
+    """The loss is the mean over next tokens; gradients are the same with gradient checkpointing."""
+    _, directory = exported("pythia")
+    x = torch.tensor(tokens())
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = load_model(directory).train()
+        if is_checkpointed:
+            model.gradient_checkpointing = True
+        out = model(x, labels=x)
+        expected = -torch.log_softmax(out.logits[:, :-1], -1).gather(-1, x[:, 1:, None]).mean()
+        torch.testing.assert_close(out.loss, expected)
+        out.loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
+    assert all(
+        gradient is not None and gradient.abs().max() > 0 for gradient in gradients[0].values() if gradient.ndim > 1
+    )
+
+
+def test_tokenizers_give_the_same_ids(exported, tmp_path):
+    """Of bytes, and of a BPE; transformers adds no token."""
+    texts = ["plain text, and more", "\x00\x7f ünïcödé 日本\n\n  x", "<|endoftext|>"]
+    of_bytes = transformers.AutoTokenizer.from_pretrained(exported("llama")[1])
+    for text in texts[:2]:
+        ids = of_bytes(text)["input_ids"]
+        assert ids == list(text.encode())
+        assert of_bytes.decode(ids) == text
+    assert (of_bytes.eos_token_id, len(of_bytes)) == (256, 257)
+    bpe = train_bpe(["a text of a few words " * 30, "some other words"], 300)
+    workdir = make_run(tmp_path / "run", bpe, vocab_size=bpe.vocab_size, num_outputs=bpe.vocab_size)
+    export.export_run(workdir, tmp_path / "exported")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    for text in texts[:2]:
+        assert theirs(text)["input_ids"] == bpe.encode(text.encode()).tolist()
+    assert theirs.eos_token_id == bpe.end_of_document
+
+
+def test_what_cannot_be_cached_is_refused(exported):
+    """Rows of the paper's listing change when a token is appended."""
+    model = load_model(exported("listing")[1])
+    x = torch.tensor(tokens())
+    with pytest.raises(ValueError, match="use_cache = True: must be False: edge='listing'"):
+        model(x, use_cache=True)
+    with pytest.raises(ValueError, match="attention_mask: must be all ones"):
+        model(x, attention_mask=torch.zeros_like(x))
+    model.generation_config.eos_token_id = None
+    assert model.generate(x, max_new_tokens=3, do_sample=False).shape == (2, 23)
+
+
+def test_bad_input_is_named(exported, tmp_path, monkeypatch):
+    workdir, directory = exported("llama")
+    with pytest.raises(InputError, match=r"output = .*: must not exist yet"):
+        export.export_run(workdir, directory)
+    with pytest.raises(InputError, match="dtype = 'int8': must be one of"):
+        export.export_run(workdir, tmp_path / "out", dtype="int8")
+    with pytest.raises(InputError, match=r"step = '7': must be one of"):
+        export.export_run(workdir, tmp_path / "out", step="7")
+    with pytest.raises(InputError, match=r"must be a directory written by train.py"):
+        export.export_run(tmp_path / "nowhere", tmp_path / "out")
+    post_norm = make_run(tmp_path / "post", **{**ENCODER, "causal": True})
+    with pytest.raises(InputError, match=r"model.norm_first = False: must be True"):
+        export.export_run(post_norm, tmp_path / "out")
+    monkeypatch.setattr(export, "write_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(InputError, match=r"output = .*: cannot be written to: .*No space left"):
+        export.export_run(workdir, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["post"]
+
+
+@pytest.mark.slow
+def test_the_command_lines(exported, tmp_path):
+    """Export, import and evaluate, each by its command."""
+    workdir, _ = exported("llama")
+    command = run_command("-m", "dape_jax.pretrained.export", f"--workdir={workdir}", f"--output={tmp_path}/out")
+    assert command.returncode == 0, command.stderr
+    assert command.stdout == f"exported: {tmp_path}/out\n"
+    again = run_command("-m", "dape_jax.pretrained.export", f"--workdir={workdir}", f"--output={tmp_path}/out")
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    command = run_command("-m", "dape_jax.pretrained.load", f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
+    assert command.returncode == 0, command.stderr
+    assert f"run: {tmp_path}/run\n" in command.stdout
+    (tmp_path / "text").mkdir()
+    for number in range(150):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} is one of many numbers " * 4)
+    flags = [f"--workdir={tmp_path}/run", f"--data={tmp_path}/text", "--lengths=16,32", "--max_windows=2"]
+    command = run_command("eval.py", *flags, "--last_tokens=8", f"--output={tmp_path}/results")
+    assert command.returncode == 0, command.stderr
+    bad = run_command("-m", "dape_jax.pretrained.load", f"--source={tmp_path}/text", f"--workdir={tmp_path}/other")
+    assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
+    assert "config.json: cannot be read" in bad.stderr
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_same_log_likelihoods(exported):
+    """Its hf backend on the exported directory, and our adapter on the run."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from dape_jax.tools.lm_eval import DapeLM
+
+    workdir, directory = exported("llama")
+    pairs = [("a context of words ", "and its end"), ("", "alone"), ("short", " x"), ("y " * 12, "z" * 9)]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    rolling = [Instance("loglikelihood_rolling", {}, ("a text of forty characters, or even more",), 0)]
+    adapter = DapeLM(to_path(str(workdir), "workdir"), max_length=64)
+    theirs = HFLM(str(directory), trust_remote_code=True, device="cpu", dtype="float32", max_length=64, batch_size=2)
+    for method, given in (("loglikelihood", requests), ("loglikelihood_rolling", rolling)):
+        expected, found = (getattr(model, method)(given) for model in (adapter, theirs))
+        for ours_of, theirs_of in zip(expected, found, strict=True):
+            np.testing.assert_allclose(theirs_of, ours_of, atol=1e-4)
