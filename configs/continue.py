@@ -5,7 +5,8 @@ r"""Start from the weights of another run: more steps, other data or another met
         --config.train.num_steps=5000 --workdir=runs/rope-to-dape
     python eval.py --workdir=runs/rope,runs/rope-to-dape
 
-Argument: source=WORKDIR or source=WORKDIR@STEP (a step's number, newest or best), which is required, then any of
+Argument: source=WORKDIR or source=WORKDIR@STEP (a step's number, newest or best), or the same in the flag
+--config.init.source; one of the two is required. Then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
@@ -23,6 +24,7 @@ with processor=dape if the source has no processor. Removing or replacing the ro
 loss at first. This project has not run this recipe at the paper's scale.
 """
 
+import sys
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -35,13 +37,22 @@ from dape_jax.training.checkpoint import read_config_file
 common = read_module(Path(__file__).with_name("common.py"))
 
 METHOD = ("rotary", "bias", "processor")
+SOURCE_FLAG = "--config.init.source="
+
+
+def source_of_flag() -> str:
+    """Return the source that the command line gives by its flag, or "": flags are applied after `get_config`."""
+    given = [flag.removeprefix(SOURCE_FLAG) for flag in sys.argv if flag.startswith(SOURCE_FLAG)]
+    return given[-1] if given else ""
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see above."""
     more = dict.fromkeys(METHOD, "")  # "": the source's
     choice = common.parse_argument(argument, source="", train_only="", **common.METHOD_ARGUMENTS | more)
-    require(bool(choice["source"]), "config argument", argument, "must have source=WORKDIR")
+    choice["source"] = choice["source"] or source_of_flag()
+    allowed = "must have source=WORKDIR; or give --config.init.source=WORKDIR"
+    require(bool(choice["source"]), "config argument", argument, allowed)
     directory, _ = InitConfig(choice["source"], None).source_and_step
     with os_errors("config argument", f"source={choice['source']}", "must be a directory written by train.py"):
         run = read_run(read_config_file(to_path(directory, "source"))["config"])
