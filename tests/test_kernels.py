@@ -185,9 +185,11 @@ MORE = {
     "row-stride-8": Case("t5", row_stride=8, length=168, width=5),
     "row-stride-and-window": Case(row_stride=4, length=160, window=30, alignment="causal", width=3),
     "four-phases-window": dataclasses.replace(CASES["alibi-causal4"], phases=4),
-    "four-phases": Case(heads=12, groups=12, channels=20, length=530, phases=4),
-    "four-phases-causal7": Case("t5", width=7, alignment="causal", heads=5, groups=5, length=560, window=90, phases=4),
-    "four-phases-row-stride-2": Case(batch=2, row_stride=2, length=540, phases=4),
+    # Tiles of four phases have 508 columns: for two of them few rows are enough, since the interpreter is slow.
+    "four-phases": Case(heads=5, groups=5, channels=20, length=530, row_stride=5, phases=4),
+    "four-phases-causal7": Case("t5", width=7, alignment="causal", length=560, window=90, row_stride=7, phases=4),
+    "four-phases-every-row": Case(heads=2, groups=1, channels=3, length=514, phases=4),
+    "four-phases-row-stride-16": Case(batch=2, row_stride=16, length=544, phases=4),
 }
 
 
@@ -333,10 +335,10 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
         pytest.param(
             dataclasses.replace(CASES["kerple3"], row_stride=4), 38, id="every-fourth-of-two", marks=pytest.mark.slow
         ),
-        pytest.param(CASES["kerple3"], 150, id="all", marks=pytest.mark.slow),
+        pytest.param(Case(heads=2, groups=1, length=136), 136, id="all", marks=pytest.mark.slow),
         pytest.param(CASES["kerple3"], 20, id="first", marks=pytest.mark.slow),  # rows end before the keys
-        pytest.param(Case(length=530, phases=4), 530, id="four-phases", marks=pytest.mark.slow),
-        pytest.param(PLAIN["plain"], 150, id="plain", marks=pytest.mark.slow),
+        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases", marks=pytest.mark.slow),
+        pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, id="plain", marks=pytest.mark.slow),
     ],
 )
 def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
@@ -621,7 +623,7 @@ class OnMesh:
         return unstripe(attend_on_mesh(self.attention, q, k, v, stripe(q_pos, 0), *score_mod_and_mask), 1)
 
 
-STRIPED = Case(heads=4, groups=2, batch=4, length=80)
+STRIPED = Case(heads=4, groups=2, batch=4, length=72)
 
 
 @pytest.mark.slow
@@ -671,11 +673,10 @@ def compile_for(
 @pytest.mark.slow
 def test_memory_on_a_tpu_is_linear_in_length(libtpu):
     """Without the kernel, XLA needs 7.3 GiB and 54 GB of traffic at 2048, and does not fit at 8192."""
-    rows = {length: compile_for(libtpu, "v5e:2x2", "125m", length) for length in (2048, 8192, 32_768)}
+    rows = {length: compile_for(libtpu, "v5e:2x2", "125m", length) for length in (2048, 32_768)}
     memory = {length: row["temporary_mib"] for length, row in rows.items()}
     assert memory[2048] < 50
-    assert memory[8192] < 256
-    assert memory[32_768] < 1.2 * 4 * memory[8192]
+    assert memory[32_768] < 1.2 * 16 * 50
     assert compile_for(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
     naive_ms = 1e3 * 54e9 / chip_of("TPU v5e").hbm_bytes_per_second
     assert rows[2048]["kernels_ms"] + rows[2048]["other_ms"] < naive_ms / 10
@@ -686,17 +687,17 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "model", "processor"),
+    ("topology", "model", "processor", "direction"),
     [
-        ("v4:2x2x1", "350m", "dape"),
-        ("v5e:2x2", "2.7b", "dape"),
-        ("v5p:2x2x1", "6.7b", "dape"),
-        ("v6e:2x2", "125m", "dape"),
-        ("v6e:2x2", "125m", "plain"),
+        ("v4:2x2x1", "350m", "dape", "backward"),
+        ("v5e:2x2", "2.7b", "dape", "backward"),
+        ("v5p:2x2x1", "6.7b", "dape", "forward"),  # the backward pass takes minutes: `results/tpu/chips-6.7b-8192`
+        ("v6e:2x2", "125m", "dape", "backward"),
+        ("v6e:2x2", "125m", "plain", "backward"),
     ],
 )
-def test_the_kernels_compile_for_other_chips_and_sizes(libtpu, topology, model, processor):
-    row = compile_for(libtpu, topology, model, 2048, processor=processor)
+def test_the_kernels_compile_for_other_chips_and_sizes(libtpu, topology, model, processor, direction):
+    row = compile_for(libtpu, topology, model, 2048, direction, processor)
     assert row["kernels_ms"] > 0
     assert row["other_ms"] > 0
 
