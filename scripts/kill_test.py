@@ -294,12 +294,17 @@ def command(directory: Path, workdir: AnyPath, num_steps: int) -> list[str]:
 
 
 def read(workdir: AnyPath, step: int) -> dict[str, Any]:
-    """Return the state, data position and digests of a checkpoint."""
-    arrays = {name: ocp.args.StandardRestore() for name in ("params", "opt_state", "health")}
-    jsons = {name: ocp.args.JsonRestore() for name in ("data", "digests")}
+    """Return the state, data position and digests of a checkpoint, which several processes may have saved."""
+    directory = absolute(workdir) / "checkpoints" / str(step)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        args = ocp.args.Composite(**arrays, **jsons)
-        return dict(reader.restore(absolute(workdir) / "checkpoints" / str(step), args=args).items())
+        jsons = {name: ocp.args.JsonRestore() for name in ("data", "digests")}
+        found = dict(reader.restore(directory, args=ocp.args.Composite(**jsons)).items())
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        for name in ("params", "opt_state", "health"):
+            tree = reader.metadata(directory / name).item_metadata.tree
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            found[name] = reader.restore(directory / name, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    return found
 
 
 def compare(whole: dict[str, Any], killed: dict[str, Any]) -> int:
