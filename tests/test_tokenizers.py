@@ -247,23 +247,7 @@ def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
 
 
 def sentencepiece_bpe() -> library.Tokenizer:
-    """A file in the form of Llama 1's and 2's: spaces are "▁", one is put before a text, other characters are bytes."""
-    bpe = library.Tokenizer(library.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    replace = library.normalizers.Replace(" ", "▁")
-    bpe.normalizer = library.normalizers.Sequence([library.normalizers.Prepend("▁"), replace])
-    bpe.pre_tokenizer = library.pre_tokenizers.Split("▁", "merged_with_next")  # in training only
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    options = {"special_tokens": ["<unk>", "<s>", "</s>", *bytes_], "limit_alphabet": 50, "show_progress": False}
-    bpe.train_from_iterator(TEXTS, library.trainers.BpeTrainer(vocab_size=420, **options))
-    content = json.loads(bpe.to_str())
-    parts = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ]
-    parts += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-    content |= {"pre_tokenizer": None, "decoder": {"type": "Sequence", "decoders": parts}}
-    return library.Tokenizer.from_str(json.dumps(content | {"added_tokens": content["added_tokens"][:3]}))
+    return library.Tokenizer.from_str(json.dumps(tiny.sentencepiece_bpe(TEXTS)))
 
 
 def unigram() -> library.Tokenizer:
