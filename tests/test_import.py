@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import shutil
 import struct
@@ -16,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiny
 import torch
 import transformers
 from flax import nnx
 
 from dape_jax.config import choose, read_run
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, printable
 from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import TransformerConfig, flat_params, model_structure
@@ -30,7 +32,7 @@ from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, open_source
 from dape_jax.pretrained.load import import_run
 from dape_jax.sharding import MeshConfig, make_mesh
-from dape_jax.tools.generate import Sampling, generate
+from dape_jax.tools.generate import Sampling, complete, generate
 from dape_jax.training import checkpoint, loop
 
 torch.set_num_threads(1)
@@ -281,12 +283,15 @@ def text(tmp_path_factory) -> Path:
     return directory
 
 
-def test_an_imported_run_has_no_text_of_its_own(runs):
+def test_an_imported_run_has_no_text_of_its_own(runs, text, tmp_path):
     with pytest.raises(InputError, match=r"data.path = None: .*was imported, without a text; name one with --data"):
         evaluate([runs("pythia")])
     spec = checkpoint.read_config(runs("pythia"))["config"]
-    with pytest.raises(InputError, match=r"data.path = None: must be the path of a text"):
+    spec["data"] |= {"path": str(text), "cache_dir": str(tmp_path)}
+    with pytest.raises(InputError, match=r"workdir = .*: holds an imported model, which is not trained in place"):
         loop.train(spec, runs("pythia"))
+    with pytest.raises(InputError, match=r"data.path = None: must be the path of a text"):
+        loop.train(spec | {"data": spec["data"] | {"path": None}}, tmp_path / "run")
 
 
 def test_a_run_is_not_overwritten(runs, directories):
@@ -294,6 +299,65 @@ def test_a_run_is_not_overwritten(runs, directories):
     with pytest.raises(InputError, match=r"workdir = .*: must not hold a run yet"):
         import_run(directories("llama3"), runs("pythia"), tokenizer="bytes")
     assert sorted(file for file in runs("pythia").rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp_path, capsys, caplog):
+    """Imported, continued on raw text that its tokens change, evaluated, and asked to write on."""
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"vocab_size": 448, **TIED}))
+    torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+    torch.nn.init.zeros_(model.model.embed_tokens.weight[420:])  # ids of no token, which the tools never draw
+    model.eval().save_pretrained(tmp_path / "llama")
+    texts = [file.read_text() for file in sorted(text.iterdir())]
+    content = tiny.sentencepiece_bpe(texts)
+    (tmp_path / "llama" / "tokenizer.json").write_text(json.dumps(content))
+    import_run(tmp_path / "llama", tmp_path / "run")
+    words = Path(shutil.copytree(text, tmp_path / "text"))
+    (words / "lossy.txt").write_text("one ▁ of twelve and a few words more " * 8)
+
+    spec = checkpoint.read_config(tmp_path / "run")["config"]
+    assert spec["data"]["tokenizer"] == str(tmp_path / "run" / "tokenizer.json")
+    spec["data"] |= {"path": str(words), "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.3}
+    spec["train"] |= {"train_length": 16, "batch_size": 8, "num_steps": 2, "eval_interval": 2, "checkpoint_interval": 2}
+    spec["train"] |= {"validation_batches": 1}
+    spec["init"] = {"source": str(tmp_path / "run"), "train_only": None}
+    loop.train(spec, tmp_path / "continued")
+    assert "1 of 13 documents are not the text of their tokens" in caplog.text
+    options = PerplexityOptions(lengths=(16,), last_tokens=16, max_windows=4, data=str(words))
+    evaluate([tmp_path / "run", tmp_path / "continued"], options, output=tmp_path / "results")
+    results = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
+    assert [run["name"] for run in results] == ["run", "continued"]
+
+    upstream = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "llama" / "tokenizer.json"))
+    prompt = "number 3 is a long"
+    capsys.readouterr()
+    (completion,) = complete(tmp_path / "run", [prompt.encode()], max_new_tokens=12, sampling=Sampling(0.0))
+    shown = capsys.readouterr().out
+    x = torch.tensor([upstream.encode(prompt, add_special_tokens=False)])
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(x)}
+    with torch.no_grad():
+        expected = upstream.decode(model.generate(x, **options)[0], skip_special_tokens=False)
+    assert prompt + completion == expected
+    assert shown == printable(expected + "\n", keep="\n\t")
+
+
+@pytest.mark.slow
+def test_log_likelihoods_of_the_harness_are_those_of_transformers(runs):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from dape_jax.tools.lm_eval import DapeLM
+
+    model = DapeLM(runs("llama3"), max_length=48)
+    context, continuation = "a text of words", " and what comes after it"
+    request = Instance("loglikelihood", {}, (context, continuation), 0)
+    ((found, _),) = model.loglikelihood([request], disable_tqdm=True)
+    ids = torch.tensor([list((context + continuation).encode())])
+    with torch.no_grad():
+        log_probs = theirs("llama3")(ids).logits.log_softmax(-1)[0, :-1]
+    expected = log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(context) - 1 :].sum()
+    assert found == pytest.approx(expected.item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("mix", marks=pytest.mark.slow)])
@@ -348,6 +412,40 @@ def test_old_names_of_options_mean_the_same(directories):
     }
 
 
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2"])
+def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
+    """Such as Mistral's window and its number of key/value heads. Null, and what is off, asks for nothing."""
+    sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32}
+    sizes |= {"intermediate_size": 24}
+    whole = transformers.AutoConfig.for_model(kind, **sizes).to_dict()
+    short = {"model_type": kind, **sizes}
+    assert set(whole) - set(short)
+    harmless = {"quantization_config": None, "rope_scaling": None, "rope_interleaved": False, "pruned_heads": {}}
+    expected = family_of(whole)
+    for found in (family_of(short), family_of(short | harmless)):
+        assert (found.model, found.max_length) == (expected.model, expected.max_length)
+        assert found.tensors.keys() == expected.tensors.keys()
+
+
+PART_WINDOW = {"layer_types": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types = .*: must be full_attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "layer_types = .*: must be full_attention for all layers, or sl"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types = "),
+        ({"layer_types": [[[]]] * 3}, "layer_types = "),
+        (PART_WINDOW, "max_window_layers = 1: must be 0"),
+    ],
+)
+def test_windows_in_some_layers_are_refused(changes, message, directories):
+    config = json.loads((directories("qwen2") / "config.json").read_text())
+    with pytest.raises(InputError, match=message):
+        family_of(config | changes)
+
+
 def test_every_family_is_tested():
     others = {"dape"}  # in test_export.py
     assert {kind for kind, _ in MODELS.values()} == set(FAMILIES) - others
@@ -378,9 +476,26 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor = inf"),
     "yarn": ({"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0: is not supported"),
     "yarn's scale": ({"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0: must be"),
-    "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.input_layernorm.weight: is missing"),
+    "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: is missing"),
     "fewer layers": ({"num_hidden_layers": 2}, r"model.layers.2.\S+ = 'tensor': is not supported"),
     "vocabulary": ({"vocab_size": 100}, "vocab_size = 100: must be at least the tokenizer's 257"),
+    "most layers": ({"num_hidden_layers": 10_000}, r"model.layers.3.\S+: is missing"),
+    "much wider": ({"hidden_size": 2**20}, r"shape = \[260, 32\]: must be \[260, 1048576\]"),
+    "huge float": ({"rms_norm_eps": 10**400}, r"rms_norm_eps = 10+\.\.: must be finite"),
+    "NaN": ({"rms_norm_eps": math.nan}, "config.json: "),
+    "field of two lines": ({"a\nb": 1}, r"a\\nb = 1: is not supported"),
+    "long field": ({"a" * 10_000: "b" * 10_000}, r"a\.\. = 'b+\.\.: is not supported"),
+    "nested field": (
+        {"a": functools.reduce(lambda inner, _: [inner], range(400), [])},
+        r"a = \[\[.*: is not",
+    ),
+    "both forms of scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be missing if there is rope_"),
+    "part of a head": (
+        {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor = 0.5: ",
+    ),
+    "rotation of pairs": ({"rope_interleaved": True}, "rope_interleaved = True: is not supported"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = .*: is not supported"),
 }
 
 
@@ -393,11 +508,12 @@ def test_configs_that_are_refused(case, directories, tmp_path):
     refused(directory, tmp_path, message)
 
 
-def refused(directory: Path, tmp_path: Path, message: str) -> None:
-    """Assert that an import ends with one line, and leaves no run behind."""
+def refused(directory: Path, tmp_path: Path, message: str, tokenizer: str | None = "bytes") -> None:
+    """Assert that an import ends with one short line, and leaves no run behind."""
     with pytest.raises(InputError, match=message) as error:
-        import_run(directory, tmp_path / "run", tokenizer="bytes")
+        import_run(directory, tmp_path / "run", tokenizer=tokenizer)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -445,6 +561,28 @@ def in_another_dtype(directory: Path) -> None:
     tensors = safetensors.numpy.load_file(directory / "model.safetensors")
     tensors[NAME] = tensors[NAME].astype(np.int8)
     safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+def another_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Return a damage that puts something else in the place of a file."""
+
+    def replace(directory: Path) -> None:
+        (directory / name).unlink(missing_ok=True)
+        make(directory / name)
+
+    return replace
+
+
+def twice_in_the_header(directory: Path) -> None:
+    head, body = header(directory / "model.safetensors")
+    again = json.dumps({NAME: head[NAME] | {"data_offsets": [0, 24 * 32 * 4]}})
+    write(directory / "model.safetensors", (json.dumps(head)[:-1] + "," + again[1:]).encode(), body)
+
+
+def shard_linked_elsewhere(directory: Path) -> None:
+    index(lambda names: dict.fromkeys(names, "model-1.safetensors"))(directory)
+    (directory / "model.safetensors").rename(directory.parent / "outside.safetensors")
+    (directory / "model-1.safetensors").symlink_to(directory.parent / "outside.safetensors")
 
 
 def resized(size: int) -> Callable[[Path], object]:
@@ -534,6 +672,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda directory: (directory / "config.json").write_text(json.dumps({"a": "b" * 2**20})),
         "config.json = 'more than 1048576 bytes'",
     ),
+    "two shards with one tensor": (
+        lambda directory: (
+            shutil.copy(directory / "model.safetensors", directory / "b.safetensors"),
+            index(lambda names: dict.fromkeys(names, "model.safetensors") | {names[0]: "b.safetensors"})(directory),
+        ),
+        "must be listed in model.safetensors.index.json with this file",
+    ),
+    "a tensor twice in the header": (twice_in_the_header, "model.safetensors: cannot be read"),
+    "a shard linked to elsewhere": (shard_linked_elsewhere, "must not be a link to a file outside"),
+    "links in a circle": (
+        another_file("config.json", lambda file: file.symlink_to(file)),
+        "config.json: cannot be read|must not be a link|Symlink loop",
+    ),
+    "a pipe for weights": (another_file("model.safetensors", os.mkfifo), "must be a regular file"),
+    "a pipe for a config": (another_file("config.json", os.mkfifo), "must be a regular file"),
+    "a pipe for a tokenizer": (another_file("tokenizer.json", os.mkfifo), "must be a regular file"),
+    "a directory for weights": (another_file("model.safetensors", Path.mkdir), "must be a regular file"),
+    "a tokenizer linked to elsewhere": (
+        another_file("tokenizer.json", lambda file: file.symlink_to("/etc/hostname")),
+        "tokenizer.json = '/etc/hostname': must not be a link to a file outside",
+    ),
+    "index with a NUL": (index({NAME: "a\0.safetensors"}), "cannot be read: embedded null"),
+    "index with half a character": (index({NAME: "\ud800.safetensors"}), "cannot be read: "),
+    "index with a long name": (index({NAME: "a" * 100_000 + ".safetensors"}), r"a\.\.: cannot be read: .*too long"),
+    "index with a name of two lines": (index({"a\nb" * 1000: 3}), r"a\\nb.*\.\. = 3: must be the name"),
     "no config": (lambda directory: (directory / "config.json").unlink(), "config.json: cannot be read"),
 }
 
@@ -543,7 +706,7 @@ def test_damaged_checkpoints_are_refused_in_one_line(case, directories, tmp_path
     damage, message = DAMAGES[case]
     directory = copied(directories("llama3"), tmp_path)
     damage(directory)
-    refused(directory, tmp_path, message)
+    refused(directory, tmp_path, message, None if "tokenizer" in case else "bytes")
 
 
 def test_the_cache_of_the_hub_is_followed_but_no_further(directories, tmp_path, runs):

@@ -352,7 +352,8 @@ def test_no_step_is_taken_after_the_last_stop(texts, data):
             taken.append(token_B)
             yield token_B
 
-    assert generate_until_stop(steps(), len(texts), Bytes(), stops) == [cut(text, stops) for text in texts]
+    prompts = [np.zeros(0, int)] * len(texts)
+    assert generate_until_stop(steps(), prompts, Bytes(), stops) == [cut(text, stops) for text in texts]
     assert len(taken) == needed
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from dape_jax.data import tokenizers
 from dape_jax.data.prepare.command import PrepareConfig, prepare, summary
+from dape_jax.data.store import DataConfig, load_corpus
 from dape_jax.data.tokenizers import (
     END_TOKENS,
     TOKENIZER_FILE,
@@ -242,6 +243,144 @@ def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
         assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
 
 
+# models other than byte-level BPE
+
+
+def sentencepiece_bpe() -> library.Tokenizer:
+    return library.Tokenizer.from_str(json.dumps(tiny.sentencepiece_bpe(TEXTS)))
+
+
+def unigram() -> library.Tokenizer:
+    """A file in the form of T5's: compatible characters and runs of spaces are one."""
+    made = library.Tokenizer(library.models.Unigram())
+    spaces = library.normalizers.Replace(library.Regex(" {2,}"), " ")
+    made.normalizer = library.normalizers.Sequence([library.normalizers.NFKC(), spaces])
+    made.pre_tokenizer, made.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    options = {"special_tokens": ["<pad>", "</s>", "<unk>"], "unk_token": "<unk>", "show_progress": False}
+    made.train_from_iterator(TEXTS, library.trainers.UnigramTrainer(vocab_size=200, **options))
+    return made
+
+
+def wordpiece() -> library.Tokenizer:
+    """A file in the form of BERT's: lower case, and a space between all words."""
+    made = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    made.normalizer, made.decoder = library.normalizers.BertNormalizer(), library.decoders.WordPiece()
+    made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    options = {"special_tokens": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "show_progress": False}
+    made.train_from_iterator(TEXTS, library.trainers.WordPieceTrainer(vocab_size=200, **options))
+    return made
+
+
+def word_level() -> library.Tokenizer:
+    """Whole words, without a decoder."""
+    made = library.Tokenizer(library.models.WordLevel(unk_token="[UNK]"))
+    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    options = {"special_tokens": ["[UNK]", "<eos>"], "show_progress": False}
+    made.train_from_iterator(TEXTS, library.trainers.WordLevelTrainer(vocab_size=200, **options))
+    return made
+
+
+@pytest.fixture(scope="module", params=[sentencepiece_bpe, unigram, wordpiece, word_level])
+def upstream(request) -> library.Tokenizer:
+    return request.param()
+
+
+@pytest.fixture(scope="module")
+def other(upstream, tmp_path_factory) -> Tokenizer:
+    """The same tokenizer as `upstream`, read by this package; it is lossy."""
+    return read_tokenizer(write(tmp_path_factory.mktemp("other"), json.loads(upstream.to_str())), lossy=True)
+
+
+# Without special tokens, which Unigram has among its pieces: a text with one would end its document, and is refused.
+plain_texts = st.lists(
+    st.one_of(st.text(), st.sampled_from([*TEXTS, "\ufffd", "é", "日", "\n", "  ", " the", "▁", "don't"])), max_size=6
+).map("".join)
+
+
+@quick
+@given(text=plain_texts)
+def test_other_models_give_the_ids_and_the_text_of_the_library(upstream, other, text):
+    ids = other.encode(text.encode())
+    assert ids.tolist() == upstream.encode(text, add_special_tokens=False).ids
+    expected = upstream.decode(ids.tolist(), skip_special_tokens=False)
+    assert other.decode(np.append(ids, other.end_of_document).astype(np.int64)).decode() == expected
+    stream = TextStream(other)
+    shown = "".join(stream.feed(ids[i : i + 1]) for i in range(ids.size)) + stream.feed(ids[:0], last=True)
+    assert shown == expected
+
+
+def test_a_continuation_keeps_the_space_before_it(tmp_path):
+    """Of sentencepiece's "▁the", which without its context is "the"."""
+    tokenizer = read_tokenizer(write(tmp_path, json.loads(sentencepiece_bpe().to_str())), lossy=True)
+    whole, prompt = tokenizer.encode(b"The scores of a text"), tokenizer.encode(b"The scores")
+    assert whole[: prompt.size].tolist() == prompt.tolist()
+    assert tokenizer.decode(whole[prompt.size :]) == b"of a text"
+    assert TextStream(tokenizer, after=prompt).feed(whole[prompt.size :], last=True) == " of a text"
+    ids = tokenizer.encode("a 𝔸".encode())
+    stream = TextStream(tokenizer, after=ids[:1])
+    assert [stream.feed(ids[i : i + 1]) for i in range(1, ids.size)] == [" ", "", "", "", "𝔸"]
+    half = TextStream(tokenizer, after=ids[:1])
+    assert [half.feed(ids[1:4]), half.feed(ids[:0], last=True)] == ["", " \ufffd\ufffd"]
+
+
+@quick
+@given(words=st.lists(st.sampled_from(["the", "scores", "12", "é", "日本", "rows,"]), min_size=1, max_size=40))
+def test_other_models_encode_long_texts_in_pieces(other, words):
+    sentence = " ".join(words)
+    whole = other.encode(sentence.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_PIECE_CHARS", 15)
+        assert other._cut is not None
+        pieces = list(tokenizers._pieces(sentence, 15, other._cut))
+        assert len(pieces) > 1 or len(sentence) < 40
+        assert np.array_equal(other.encode(sentence.encode()), whole)
+
+
+def test_a_text_is_not_cut_where_that_would_change_it(tmp_path):
+    """A model that merges across words, or sees the end of a text."""
+    content = json.loads(sentencepiece_bpe().to_str())
+    content["normalizer"]["normalizers"].append({"type": "Replace", "pattern": {"Regex": "$"}, "content": "!"})
+    tokenizer = read_tokenizer(write(tmp_path, content), lossy=True)
+    assert tokenizer._cut is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizers, "_PIECE_CHARS", 5)
+        ids = library.Tokenizer.from_str(tokenizer.content).encode("the scores of a text", add_special_tokens=False).ids
+        assert tokenizer.encode(b"the scores of a text").tolist() == ids
+
+
+def test_other_models_are_saved_and_named(other, tmp_path):
+    save_tokenizer(other, tmp_path)
+    for again in (saved_tokenizer(tmp_path), pickle.loads(pickle.dumps(other))):
+        assert (again.name, again.vocab_size, again.end_of_document) == (
+            other.name,
+            other.vocab_size,
+            other.end_of_document,
+        )
+        assert again.loss == other.loss is not None
+    DataConfig("text", other.name, "cache", 0.5, 0)
+    with pytest.raises(InputError, match=r"data\.tokenizer = .*: must be None"):
+        DataConfig("text", f"other-{other.name.partition('-')[2]}", "cache", 0.5, 0)
+
+
+def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):
+    """Raw text of a model that exists already is accepted with a warning."""
+    file = write(tmp_path, json.loads(sentencepiece_bpe().to_str()))
+    documents = tmp_path / "text"
+    documents.mkdir()
+    for number in range(12):
+        (documents / f"{number}.txt").write_text(f"document {number}" + (" ▁ " if number % 4 == 0 else " of words é"))
+    config = DataConfig(str(documents), file, str(tmp_path / "cache"), 0.5, 0)
+    with pytest.raises(InputError, match="loses text, which only `prepare --lossy` accepts"):
+        load_corpus(config)
+    for _ in range(2):  # built, and then found
+        caplog.clear()
+        loaded = load_corpus(config, lossy=True)
+        assert "3 of 12 documents are not the text of their tokens: the tokenizer bpe-" in caplog.text
+    store = loaded.train
+    texts = [store.tokenizer.decode(store.document(i)).decode() for i in range(store.num_documents)]
+    assert all(text.startswith("document ") for text in texts)
+
+
 # training
 
 
@@ -391,6 +530,7 @@ def test_a_workdir_with_another_tokenizer_is_refused_before_the_run_begins(tmp_p
 
 # loss and refusals
 
+METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 LOSSY = {
     "NFC": {"normalizer": {"type": "NFC"}},
     "forms": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "NFC"}]}},
@@ -399,6 +539,7 @@ LOSSY = {
     "split": {"pre_tokenizer": {"type": "Whitespace"}},
     "no byte level": {"pre_tokenizer": None},
     "prefix": {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
+    "decoder": {"decoder": METASPACE},
 }
 
 
@@ -446,13 +587,11 @@ def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 REFUSED = {
     "no model": (changed("model", to=None), "the tokenizers library refuses it"),
     "WordPiece": (changed("model", "type", to="WordPiece"), "the tokenizers library refuses it"),
-    "WordLevel": (changed("model", to=WORD_LEVEL), "model.type must be 'BPE'"),
-    "no decoder": (changed("decoder", to=None), "decoder.type must be 'ByteLevel'"),
-    "Metaspace": (changed("decoder", to=METASPACE), "decoder.type must be 'ByteLevel'"),
+    "end elsewhere": (changed("model", to=WORD_LEVEL), r"id = 0: the tokenizers library makes it 2"),
+    "no decoder": (changed("decoder", to=None), "decoder must be present"),
     "dropout": (changed("model", "dropout", to=0.1), "model.dropout must be null"),
     "vocabulary of words": (changed("model", "vocab", to=["a"]), "the tokenizers library refuses it"),
     "id is text": (changed("model", "vocab", "a", to="1"), "the tokenizers library refuses it"),

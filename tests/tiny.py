@@ -2,11 +2,14 @@
 
 import copy
 import dataclasses
+import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import tokenizers
 
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.model.transformer import GPT_NEOX, LLAMA
@@ -100,13 +103,32 @@ def spec(root: Path, **changes: Any) -> dict[str, Any]:
     return result
 
 
+def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:
+    """Return a tokenizer.json in the form of Llama 1's and 2's.
+
+    Spaces are "▁", one is put before a text, and characters outside of the alphabet are bytes.
+    """
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    replace = tokenizers.normalizers.Replace(" ", "▁")
+    bpe.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("▁"), replace])
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Split("▁", "merged_with_next")  # in training only
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    options = {"special_tokens": ["<unk>", "<s>", "</s>", *bytes_], "limit_alphabet": 50, "show_progress": False}
+    bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=420, **options))
+    content = json.loads(bpe.to_str())
+    parts: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}]
+    parts += [{"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+    content |= {"pre_tokenizer": None, "decoder": {"type": "Sequence", "decoders": parts}}
+    return content | {"added_tokens": content["added_tokens"][:3]}
+
+
 def changed_corpus(directory: Path) -> Callable[[DataConfig], Corpus]:
     """Return a `load_corpus` that reads the text as if a file had been added to it; `directory` holds the copy."""
 
-    def load_changed(config: DataConfig) -> Corpus:
+    def load_changed(config: DataConfig, lossy: bool = False) -> Corpus:
         text = directory / "text"
         shutil.copytree(config.path, text)
         (text / "new.txt").write_text("new text " * 50)
-        return load_corpus(dataclasses.replace(config, path=str(text)))
+        return load_corpus(dataclasses.replace(config, path=str(text)), lossy)
 
     return load_changed

@@ -38,6 +38,7 @@ from dape_jax.data.prepare.build import (
     Sidecar,
     build_corpus,
     progress,
+    read_record,
     token_dtype,
 )
 from dape_jax.data.prepare.records import Selection
@@ -49,9 +50,9 @@ from dape_jax.storage import errors, require_local
 logger = logging.getLogger(__name__)
 
 _TOKENIZERS = (
-    "must be None (that of a prepared corpus), 'bytes', the path of a tokenizer.json or its name bpe-<16 hex digits>"
+    "must be None (that of a prepared corpus), 'bytes', the path of a tokenizer.json or its name, bpe-<16 hex digits>"
 )
-_NAME = "bpe-[0-9a-f]{16}"
+_NAME = "(bpe|unigram|wordpiece|wordlevel)-[0-9a-f]{16}"
 _MAX_LENGTH = 2**30  # of a document of raw text, in bytes
 _CHUNK = 2**20  # offsets that are checked at once
 _DIGEST_BYTES = 2**24  # that are hashed at once
@@ -150,11 +151,16 @@ class Corpus:
         return hashlib.sha256(f"{self.train.digest} {self.validation.digest}".encode()).hexdigest()
 
 
-def load_corpus(config: DataConfig) -> Corpus:
+def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
     """Return the token stores of a corpus: a prepared one, or one of raw text.
 
     The stores of raw text are built once, then reused without reading the text while its files stay the same. Raw text
     is read as by `prepare` with default options, except that a document may have a GiB.
+
+    Args:
+        config: the text.
+        lossy: accept a tokenizer that loses raw text, and log a warning with the number of documents that it changes:
+            for a model that exists already, whose tokenizer is no choice.
 
     Raises:
         InputError: no input, no document in one split, a directory that cannot be written to, no tokenizer or another
@@ -179,7 +185,7 @@ def load_corpus(config: DataConfig) -> Corpus:
         raise InputError(
             f"data.tokenizer = None: raw text (data.path = {config.path!r}) needs 'bytes' or a tokenizer.json"
         )
-    tokenizer = read_tokenizer(config.tokenizer)
+    tokenizer = read_tokenizer(config.tokenizer, lossy=lossy)
     files = corpus.unique_files(corpus.find_files(config.path))
     selection = Selection("text", (), 1, _MAX_LENGTH, config.validation_fraction)
     # Paths count because archives unpack with equal times: two corpora could agree in everything else.
@@ -192,6 +198,12 @@ def load_corpus(config: DataConfig) -> Corpus:
         loaded = open_corpus(directory, fingerprint)
     except InputError as error:
         raise InputError(f"{error}; delete {directory} to build it again") from error
+    if tokenizer.loss is not None:
+        record = read_record(directory / RECORD_FILE)
+        logger.warning(
+            "%s: %d of %d documents are not the text of their tokens: the tokenizer %s is lossy",
+            *(config.path, record.num_lossy, record.num_documents.total(), tokenizer.name),
+        )
     return loaded
 
 

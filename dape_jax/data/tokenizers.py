@@ -4,12 +4,14 @@ In: a document's bytes (`corpus`). Out: an array of ids below `vocab_size`. Next
 `end_of_document` to every document and writes the ids to disk.
 
 A tokenizer is lossless, decode(encode(text)) == text, so that perplexities per byte can be compared and generated text
-is what the model was trained on; a `tokenizer.json` that loses text must be asked for (`prepare --lossy`). A store or a
-run's workdir has the `tokenizer.json` that its tokens were made with; without one, they are bytes.
+is what the model was trained on; a `tokenizer.json` that loses text must be asked for (`prepare --lossy`), or be that
+of a pretrained model. A store or a run's workdir has the `tokenizer.json` that its tokens were made with; without one,
+they are bytes.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -28,7 +30,8 @@ from dape_jax.storage import AnyPath, errors, exists, is_remote, to_path
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # the first that a file has ends its documents
+# The first of these that a file has ends its documents.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 
 _MAX_FILE_BYTES = 64 * 2**20  # the largest published files have about 30 MiB
 _MAX_TRAINED_VOCAB_SIZE = 2**20  # the trainer allocates memory for all of it at once
@@ -43,6 +46,7 @@ class Bytes:
     vocab_size = 257  # one more than the largest id
     end_of_document = 256  # follows the last token of a document; no text is encoded to it
     loss = None  # an example of text that does not come back from its ids
+    decodes_tokens_alone = True  # decode(a + b) == decode(a) + decode(b)
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
         """Return the ids of a text, without `end_of_document`; a view, not a copy."""
@@ -58,8 +62,11 @@ class Bytes:
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes()
 
 
-class Bpe:
-    """A byte-level BPE from a Hugging Face `tokenizer.json`, such as GPT-2's or GPT-NeoX-20B's.
+class HfTokenizer:
+    """The tokenizer of a Hugging Face `tokenizer.json`.
+
+    Tokens of a byte-level BPE, such as GPT-2's or Llama 3's, are bytes. Those of other models (BPE, Unigram, WordPiece,
+    WordLevel) are decoded by the library: a token's text may then depend on the tokens before it.
 
     The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It pickles as `content`. Messages
     name the file as `where`.
@@ -88,9 +95,9 @@ class Bpe:
         self._library.no_truncation()
         self._library.no_padding()
         model, vocab = self._library.model, self._library.get_vocab(with_added_tokens=False)
-        check(isinstance(model, tokenizers.models.BPE), "model.type", "'BPE'")
-        check(not model.dropout, "model.dropout", "null: it is random")
-        check(isinstance(self._library.decoder, tokenizers.decoders.ByteLevel), "decoder.type", "'ByteLevel'")
+        check(not getattr(model, "dropout", None), "model.dropout", "null: it is random")
+        is_of_words = isinstance(model, tokenizers.models.WordLevel)  # without a decoder, tokens are joined by spaces
+        check(self._library.decoder is not None or is_of_words, "decoder", "present")
         check(len(set(vocab.values())) == len(vocab), "model.vocab", "without two tokens of one id")
         check(max(vocab.values(), default=0) < 2**31, "model.vocab", "of ids from 0 to 2**31 - 1")
         added = self._library.get_added_tokens_decoder()
@@ -105,18 +112,22 @@ class Bpe:
         end = min(ends, key=END_TOKENS.index)
         check(added[ends[end]].special, f"added token {end!r}", "special: text must not end a document")
 
-        byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
-        self._text_of = {}
-        for token, id in vocab.items():
-            # A token that is not spelt in the byte alphabet is, as for the library, its own text.
-            is_spelt = all(char in byte_of for char in token)
-            self._text_of[id] = bytes(byte_of[char] for char in token) if is_spelt else token.encode()
-        self._text_of |= {id: token.content.encode() for id, token in added.items()}
-        self._text_of[ends[end]] = b""
-
-        self.name = f"bpe-{digest[:16]}"
-        self.vocab_size = max(self._text_of) + 1
+        self.name = f"{type(model).__name__.lower()}-{digest[:16]}"
+        self.vocab_size = max([*vocab.values(), *added]) + 1
         self.end_of_document = ends[end]
+        is_bpe = isinstance(model, tokenizers.models.BPE)
+        self.decodes_tokens_alone = is_bpe and isinstance(self._library.decoder, tokenizers.decoders.ByteLevel)
+        self._bytes_of: dict[int, bytes] = {}  # of each token, if tokens are decoded alone
+        if self.decodes_tokens_alone:
+            byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+            for token, id in vocab.items():
+                # A token that is not spelt in the byte alphabet is, as for the library, its own text.
+                is_spelt = all(char in byte_of for char in token)
+                self._bytes_of[id] = bytes(byte_of[char] for char in token) if is_spelt else token.encode()
+            self._bytes_of |= {id: token.content.encode() for id, token in added.items()}
+            self._bytes_of[ends[end]] = b""
+        with _library_errors(f"{where}: the tokenizers library cannot use it"):
+            self._cut = "anywhere" if self.decodes_tokens_alone else self._find_cut()
         self.loss: str | None = None
         for probe in _probes([token.content for token in added.values()]):
             try:
@@ -138,24 +149,25 @@ class Bpe:
                 f"text = {text[error.start : error.start + 20]!r}, from byte {error.start} on: not UTF-8, which the "
                 f"tokenizer {self.name} needs; the tokenizer {Bytes.name!r} takes any"
             ) from error
-        return np.concatenate([self._encode_piece(piece) for piece in _pieces(string, _PIECE_CHARS)])
+        return np.concatenate([self._encode_piece(piece) for piece in _pieces(string, _PIECE_CHARS, self._cut)])
 
     def _encode_piece(self, piece: str) -> UInt[np.ndarray, "tokens"]:
         with _library_errors(f"text = {piece[:20]!r}: cannot be encoded by the tokenizer {self.name}"):
-            ids = self._library.encode(piece, add_special_tokens=False).ids
-        text, back = piece.encode(), b"".join(map(self._text_of.__getitem__, ids))
-        is_ended = self.end_of_document in ids
-        if is_ended or (back != text and self.loss is None):
-            differing = (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b)
-            start = next(differing, min(len(text), len(back)))
-            raise InputError(
-                f"text = {text[start : start + 40]!r}: the tokenizer {self.name} would make "
-                f"{'the end of a document' if is_ended else repr(back[start : start + 40])} of it"
-            )
-        return np.array(ids, np.uint32)
+            ids = np.array(self._library.encode(piece, add_special_tokens=False).ids, np.uint32)
+        text, is_ended = piece.encode(), bool(np.any(ids == self.end_of_document))
+        if is_ended or self.loss is None:
+            back = self.decode(ids)
+            if is_ended or back != text:
+                differing = (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b)
+                start = next(differing, min(len(text), len(back)))
+                raise InputError(
+                    f"text = {text[start : start + 40]!r}: the tokenizer {self.name} would make "
+                    f"{'the end of a document' if is_ended else repr(back[start : start + 40])} of it"
+                )
+        return ids
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
-        """Return the text of the ids; a token may be a part of a character.
+        """Return the text of the ids; a token of a byte-level BPE may be a part of a character.
 
         Ids below `vocab_size` that the file gives to no token have no text: a model can draw them.
 
@@ -163,13 +175,29 @@ class Bpe:
             InputError: an id outside the vocabulary.
         """
         _check_ids(self, ids)
-        return b"".join(self._text_of.get(id, b"") for id in ids.tolist())
+        if self.decodes_tokens_alone:
+            return b"".join(self._bytes_of.get(id, b"") for id in ids.tolist())
+        shown = ids[ids != self.end_of_document].tolist()
+        with _library_errors(f"ids = {shown[:5]}..: cannot be decoded by the tokenizer {self.name}"):
+            return self._library.decode(shown, skip_special_tokens=False).encode()
+
+    def _find_cut(self) -> str | None:
+        """Return how `_pieces` may cut a long text so that the ids stay the same, or None if it may not."""
+
+        def ids(text: str) -> list[int]:
+            return self._library.encode(text, add_special_tokens=False).ids
+
+        text = "The 1st cut of a long text is where a word ends and 20 others begin, in all of them"
+        for cut in ("before", "at"):
+            if ids(text) == [id for piece in _pieces(text, 12, cut) for id in ids(piece)]:
+                return cut
+        return None
 
     def __reduce__(self):
-        return Bpe, (self.content,)
+        return HfTokenizer, (self.content,)
 
 
-Tokenizer = Bytes | Bpe
+Tokenizer = Bytes | HfTokenizer
 
 
 def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False) -> Tokenizer:
@@ -211,7 +239,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
     if exists(file):
         found = saved_tokenizer(directory).name
         require(found == tokenizer.name, str(file), found, f"is in the way of the tokenizer {tokenizer.name}")
-    elif isinstance(tokenizer, Bpe):
+    elif isinstance(tokenizer, HfTokenizer):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             write_atomically(file, tokenizer.content.encode() + b"\n")
@@ -242,7 +270,7 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     library.train_from_iterator(
         (piece for document in documents for piece in _pieces(document, _TRAINING_PIECE_CHARS)), trainer
     )
-    tokenizer = Bpe(library.to_str())
+    tokenizer = HfTokenizer(library.to_str())
     assert tokenizer.loss is None
     if tokenizer.vocab_size < vocab_size:
         logger.warning("the documents give a vocabulary of %d: nothing is left to merge", tokenizer.vocab_size)
@@ -295,23 +323,33 @@ def _library_errors(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {str(error)[:200]!r}") from error  # it may quote a text or a file
 
 
-def _pieces(text: str, size: int) -> Iterator[str]:
+def _pieces(text: str, size: int, cut: str | None = "anywhere") -> Iterator[str]:
     """Yield a long text in pieces, which are encoded one by one to bound the library's memory.
 
     Cuts are after a letter or a digit and before white space, where GPT-2 and similar tokenizers cut as well, so the
-    ids are those of the whole text. Only a piece of `size` characters without such a place is cut at its end.
+    ids are those of the whole text. Without such a place, a piece is longer than `size` characters.
+
+        cut = "before"     "one two"  ->  "one", " two"
+        cut = "anywhere"   the same, but a piece of `size` characters without such a place is cut at its end
+        cut = "at"         "one two"  ->  "one", "two", at single spaces: for a tokenizer that puts one before a text
+        cut = None         the text is not cut
     """
     start = 0
-    while len(text) - start > size:
+    while cut is not None and len(text) - start > size:
         end = start + size
-        cuts = (i for i in range(end, start, -1) if text[i] in " \t\r\n" and text[i - 1].isalnum())
-        cut = next(cuts, end)
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
+        nearest = itertools.chain(range(end, start, -1), () if cut == "anywhere" else range(end + 1, len(text)))
+        if cut == "at":
+            places = (i for i in nearest if text[i] == " " and text[i - 1].isalnum() and text[i + 1 : i + 2].isalnum())
+        else:
+            places = (i for i in nearest if text[i] in " \t\r\n" and text[i - 1].isalnum())
+        place = next(places, end if cut == "anywhere" else len(text))
+        yield text[start:place]
+        start = place + (cut == "at")
+    if start < len(text) or not text:
+        yield text[start:]
 
 
-def _read(file: AnyPath, where: str) -> Bpe:
+def _read(file: AnyPath, where: str) -> HfTokenizer:
     try:
         with errors(), file.open("rb") as opened:
             data = opened.read(_MAX_FILE_BYTES + 1)
@@ -319,13 +357,13 @@ def _read(file: AnyPath, where: str) -> Bpe:
         raise InputError(f"{where}: cannot be read: {error}") from error
     if len(data) > _MAX_FILE_BYTES:
         raise InputError(f"{where}: more than {_MAX_FILE_BYTES} bytes, so it is no {TOKENIZER_FILE}")
-    return Bpe(data, where)
+    return HfTokenizer(data, where)
 
 
 def _probes(added_tokens: list[str]) -> Iterator[str]:
-    """Yield texts that show most losses at load; `Bpe.encode` checks every document."""
+    """Yield texts that show most losses at load; `HfTokenizer.encode` checks every document."""
     yield "  Leading and trailing white space \r\n\t\u3000 "
-    yield "e\u0301 I don't , we 've ! \ufb01 \uff21 ##x </w> <0x0A>"
+    yield "e\u0301 I don't , we 've ! \ufb01 \uff21 ##x </w> <0x0A> \u2581"
     for token in added_tokens:
         yield f"{token} a{token}{token}  {token} \n{token}"
     yield "".join(map(chr, range(128)))

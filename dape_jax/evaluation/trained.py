@@ -164,11 +164,11 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
     """
     config = trained.run.data
     if data is not None:
-        return load_corpus(dataclasses.replace(config, path=data))
+        return load_corpus(dataclasses.replace(config, path=data), lossy=True)
     is_known = config.path is not None
     require(is_known, "data.path", None, f"{trained.workdir} was imported, without a text; name one with --data")
     try:
-        corpus = load_corpus(config)
+        corpus = load_corpus(config, lossy=True)
     except InputError as error:
         raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
     allowed = (

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from dape_jax.config import check_numbers, read_model
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError
 from dape_jax.model.transformer import GPT_NEOX, LLAMA, TransformerConfig, flat_params, model_structure
-from dape_jax.pretrained.files import CONFIG_FILE
+from dape_jax.pretrained.files import CONFIG_FILE, short
 
 # Fields that do not change the logits of one forward pass: names, training, generation, and how PyTorch computes it.
 IGNORED = (
@@ -26,7 +26,16 @@ IGNORED = (
     *("attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "pretraining_tp"),
     *("max_window_layers", "gradient_checkpointing", "_flash_attn_2_enabled", "torchscript", "is_decoder"),
     *("chunk_size_feed_forward", "tokenizer_class", "prefix", "use_bfloat16", "name_or_path", "unsloth_version"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob", "is_llama_config", "transformers.js_config"),
 )
+# Fields that may have this value alone: that of our models, and of those of transformers without the field.
+ONLY = {
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "tie_encoder_decoder": False,
+    "add_cross_attention": False,
+    "pruned_heads": {},
+}
 # Buffers that older versions of transformers saved with the parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 ACTIVATIONS = {
@@ -41,6 +50,8 @@ ACTIVATIONS = {
 }
 
 
+_LARGEST_FLOAT = 1e300
+
 # Fields of the `model` section that say how a model is trained or computed here; exported configs lack them.
 NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs")
 
@@ -51,31 +62,46 @@ class Fields:
     def __init__(self, config: dict[str, Any], where: str = CONFIG_FILE):
         self.config, self.where, self.read = config, where, set[str]()
 
+    def check(self, condition: bool, name: str, allowed: str) -> None:
+        """Raise `InputError` for a field unless the condition holds. The message is short, whatever the field holds."""
+        if not condition:
+            value = self.config[name] if name in self.config else None
+            try:
+                shown = repr(value)
+            except RecursionError:
+                shown = f"a nested {type(value).__name__}"
+            raise InputError(f"{self.where}: {short(name)} = {short(shown)}: {allowed}")
+
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Return a field, or the default if it is missing or null. Without a default it must be there.
 
         Raises:
-            InputError: it is missing, or of another type.
+            InputError: it is missing, of another type, or no finite number.
         """
         self.read.add(name)
         value = self.config[name] if name in self.config else None
         if value is None:
-            require(default is not None, f"{self.where}: {name}", None, f"must be of type {kind.__name__}")
+            self.check(default is not None, name, f"must be of type {kind.__name__}")
             return default
         is_right = type(value) is kind or (kind is float and type(value) is int)
-        require(is_right, f"{self.where}: {name}", value, f"must be of type {kind.__name__}")
+        self.check(is_right, name, f"must be of type {kind.__name__}")
+        if kind is float:
+            self.check(abs(value) < _LARGEST_FLOAT, name, "must be finite")  # also an integer of a thousand digits
+            return float(value)
         return value
 
-    def optional(self, name: str, kind: type) -> Any:
-        """Return a field, or None if it is missing or null."""
+    def optional(self, name: str, kind: type, missing: Any = None) -> Any:
+        """Return a field, None if it is null, or `missing`."""
         self.read.add(name)
-        return None if name not in self.config or self.config[name] is None else self.take(name, kind)
+        if name not in self.config:
+            return missing
+        return None if self.config[name] is None else self.take(name, kind)
 
     def refuse_others(self) -> None:
-        """Raise `InputError` for the first field that is neither read nor ignored."""
+        """Raise `InputError` for the first field that is neither read nor ignored; null asks for nothing."""
         for name, value in self.config.items():
-            is_known = name in self.read or name in IGNORED
-            require(is_known, f"{self.where}: {name}", value, "is not supported: no such option in our models")
+            is_known = value is None or name in self.read or name in IGNORED or (name in ONLY and value == ONLY[name])
+            self.check(is_known, name, "is not supported: no such option in our models")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +142,7 @@ def family_of(config: dict[str, Any]) -> Family:
     """
     fields = Fields(config)
     name = fields.take("model_type", str)
-    require(name in FAMILIES, f"{CONFIG_FILE}: model_type", name, f"must be one of {list(FAMILIES)}")
+    fields.check(name in FAMILIES, "model_type", f"must be one of {list(FAMILIES)}")
     family = FAMILIES[name](fields)
     fields.refuse_others()
     return family
@@ -127,55 +153,62 @@ def _sizes(fields: Fields) -> dict[str, Any]:
     names |= {"mlp_width": "intermediate_size", "vocab_size": "vocab_size"}
     sizes = {ours: fields.take(theirs, int) for ours, theirs in names.items()}
     for ours, size in sizes.items():
-        require(size > 0, f"{CONFIG_FILE}: {names[ours]}", size, "must be positive")
+        fields.check(size > 0, names[ours], "must be positive")
     is_tied = fields.take("tie_word_embeddings", bool, False)
     return sizes | {"num_outputs": sizes["vocab_size"], "tied_embeddings": is_tied}
 
 
 def _activation(fields: Fields, default: str) -> str:
     name = fields.take("hidden_act", str, default)
-    require(name in ACTIVATIONS, f"{CONFIG_FILE}: hidden_act", name, f"must be one of {list(ACTIVATIONS)}")
+    fields.check(name in ACTIVATIONS, "hidden_act", f"must be one of {list(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def _rotary(fields: Fields, max_length: int, fraction: float = 1.0) -> dict[str, Any]:
-    """Return our `rotary` section for `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5."""
+def _rotary(fields: Fields, max_length: int, fraction: float | None = None) -> dict[str, Any]:
+    """Return our `rotary` section for `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
+
+    `fraction` is the default of the family; None if its models rotate all dims, whatever the config says.
+    """
     base = fields.take("rope_theta", float, 10_000.0)
     old, new = fields.optional("rope_scaling", dict), fields.optional("rope_parameters", dict)
+    fields.check(old is None or new is None, "rope_scaling", "must be missing if there is rope_parameters")
     where = f"{CONFIG_FILE}: {'rope_scaling' if new is None else 'rope_parameters'}"
     scaling = Fields((old or {}) if new is None else new, where)
     base = scaling.take("rope_theta", float, base)
-    fraction = scaling.take("partial_rotary_factor", float, fraction)
+    given = scaling.take("partial_rotary_factor", float, 1.0 if fraction is None else fraction)
+    scaling.check(fraction is not None or given == 1, "partial_rotary_factor", "must be 1 in this family")
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
-    shared = {"base": float(base), "fraction": float(fraction)}
+    shared = {"base": base, "fraction": given}
     if kind == "default":
         rotary = dict(name="rope", **shared)
     elif kind == "linear":
-        rotary = dict(name="pi", factor=float(scaling.take("factor", float)), **shared)
+        rotary = dict(name="pi", factor=scaling.take("factor", float), **shared)
     elif kind == "llama3":
         names = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
-        factors = {ours: float(scaling.take(theirs, float)) for ours, theirs in names.items()}
-        factors |= {"factor": float(scaling.take("factor", float))}
+        factors = {ours: scaling.take(theirs, float) for ours, theirs in names.items()}
+        factors |= {"factor": scaling.take("factor", float)}
         length = scaling.take("original_max_position_embeddings", int)
         rotary = dict(name="llama3", train_length=length, **factors, **shared)
     elif kind == "yarn":
         rotary = _yarn(scaling, max_length, shared)
     else:
-        raise InputError(f"{where}: rope_type = {kind!r}: must be one of ['default', 'linear', 'llama3', 'yarn']")
+        name = "rope_type" if "rope_type" in scaling.config else "type"
+        scaling.check(False, name, "must be one of ['default', 'linear', 'llama3', 'yarn']")
+        raise AssertionError
     scaling.refuse_others()
     return rotary
 
 
 def _yarn(scaling: Fields, max_length: int, shared: dict[str, float]) -> dict[str, Any]:
     """Return our `yarn`, if the options are those of its paper, from which it takes the attention's scale."""
-    factor = float(scaling.take("factor", float))
-    require(factor >= 1, f"{scaling.where}: factor", factor, "must be 1 or more")
+    factor = scaling.take("factor", float)
+    scaling.check(factor >= 1, "factor", "must be 1 or more")
     scale = scaling.take("attention_factor", float, 0.1 * math.log(factor) + 1)
     is_papers = math.isclose(scale, 0.1 * math.log(factor) + 1, rel_tol=1e-6)
-    require(is_papers, f"{scaling.where}: attention_factor", scale, "must be 0.1 log(factor) + 1, or missing")
-    require(scaling.take("truncate", bool, True), f"{scaling.where}: truncate", False, "must be true, or missing")
+    scaling.check(is_papers, "attention_factor", "must be 0.1 log(factor) + 1, or missing")
+    scaling.check(scaling.take("truncate", bool, True), "truncate", "must be true, or missing")
     length = scaling.take("original_max_position_embeddings", int, max_length)
-    fast, slow = float(scaling.take("beta_fast", float, 32.0)), float(scaling.take("beta_slow", float, 1.0))
+    fast, slow = scaling.take("beta_fast", float, 32.0), scaling.take("beta_slow", float, 1.0)
     return dict(name="yarn", factor=factor, train_length=length, beta_fast=fast, beta_slow=slow, **shared)
 
 
@@ -187,13 +220,15 @@ def _gpt_neox(fields: Fields) -> Family:
     """GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
     sizes = _sizes(fields)
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
-    require(D % H == 0, f"{CONFIG_FILE}: num_attention_heads", H, f"must divide hidden_size = {D}")
+    fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
     K, has_bias = D // H, fields.take("attention_bias", bool, True)
     max_length = fields.take("max_position_embeddings", int, 2048)
     # The old names of rope_theta and partial_rotary_factor.
     old_base, fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
-    if "rope_theta" not in fields.config:
-        fields.config = fields.config | {"rope_theta": old_base}
+    base = fields.take("rope_theta", float, old_base)
+    is_one = base == old_base or "rotary_emb_base" not in fields.config
+    fields.check(is_one, "rotary_emb_base", f"must be rope_theta = {base}, or missing")
+    fields.config = fields.config | {"rope_theta": base}
     model = (
         GPT_NEOX
         | sizes
@@ -201,7 +236,7 @@ def _gpt_neox(fields: Fields) -> Family:
             "num_kv_heads": H,
             "head_dim": K,
             "parallel_residual": fields.take("use_parallel_residual", bool, True),
-            "norm_epsilon": float(fields.take("layer_norm_eps", float, 1e-5)),
+            "norm_epsilon": fields.take("layer_norm_eps", float, 1e-5),
             "activation": _activation(fields, "gelu"),
             "projection_bias": has_bias,
             "attention_output_bias": has_bias,
@@ -250,37 +285,50 @@ def _llama(fields: Fields) -> Family:
     """Llama 1 to 3, and Mistral, which adds a sliding window."""
     has_bias = fields.take("attention_bias", bool, False)
     biases = {"projection_bias": has_bias, "attention_output_bias": has_bias}
-    return _llama_like(fields, biases | {"mlp_bias": fields.take("mlp_bias", bool, False)}, None)
+    biases |= {"mlp_bias": fields.take("mlp_bias", bool, False)}
+    return _llama_like(fields, biases, num_kv_heads=None, max_length=2048)
 
 
 def _mistral(fields: Fields) -> Family:
-    return _llama_like(fields, {}, fields.optional("sliding_window", int))
+    """Mistral, whose window is 4,096 tokens if the config does not say."""
+    window = fields.optional("sliding_window", int, missing=4096)
+    return _llama_like(fields, {}, num_kv_heads=8, max_length=131_072, window=window)
 
 
 def _qwen2(fields: Fields) -> Family:
     """Qwen2: biases of queries, keys and values; a window in all layers or in none."""
-    window, num_layers = fields.optional("sliding_window", int), fields.take("num_hidden_layers", int)
-    uses_window = fields.take("use_sliding_window", bool, False)
+    window, num_layers = fields.optional("sliding_window", int, missing=4096), fields.take("num_hidden_layers", int)
+    if not fields.take("use_sliding_window", bool, False):
+        window = None
+    first = fields.take("max_window_layers", int, 28)  # layers before this one attend to everything
     types = fields.optional("layer_types", list)
     if types is None:
-        first = fields.take("max_window_layers", int, 28)  # layers before this one attend to everything
-        num_full = min(first, num_layers) if uses_window else num_layers
-        types = ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
-    kinds = {str(kind) for kind in types}
-    is_uniform = kinds in ({"full_attention"}, {"sliding_attention"}) and len(types) == num_layers
-    require(is_uniform, f"{CONFIG_FILE}: layer_types", types, "must be all full_attention or all sliding_attention")
-    return _llama_like(fields, {"projection_bias": True}, window if kinds == {"sliding_attention"} else None)
+        is_uniform, is_window = window is None or not 0 < first < num_layers, window is not None and first <= 0
+        fields.check(is_uniform, "max_window_layers", f"must be 0, or at least num_hidden_layers = {num_layers}")
+    else:
+        is_window = all(kind == "sliding_attention" for kind in types)
+        is_uniform = len(types) == num_layers and (
+            window is not None if is_window else all(kind == "full_attention" for kind in types)
+        )
+        allowed = "must be full_attention for all layers, or sliding_attention for all and use_sliding_window"
+        fields.check(is_uniform, "layer_types", allowed)
+    window = window if is_window else None
+    return _llama_like(fields, {"projection_bias": True}, num_kv_heads=32, max_length=32_768, window=window)
 
 
-def _llama_like(fields: Fields, biases: dict[str, bool], window: int | None) -> Family:
+def _llama_like(
+    fields: Fields, biases: dict[str, bool], *, num_kv_heads: int | None, max_length: int, window: int | None = None
+) -> Family:
+    """Return a model with Llama's layers; the numbers are the family's defaults."""
     sizes = _sizes(fields)
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
-    G, K = fields.take("num_key_value_heads", int, H), fields.optional("head_dim", int)
+    G, K = fields.optional("num_key_value_heads", int, missing=num_kv_heads), fields.optional("head_dim", int)
+    G = H if G is None else G
     if K is None:
-        require(D % H == 0, f"{CONFIG_FILE}: num_attention_heads", H, f"must divide hidden_size = {D}")
+        fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
         K = D // H
-    require(G > 0 and H % G == 0, f"{CONFIG_FILE}: num_key_value_heads", G, f"must divide num_attention_heads = {H}")
-    max_length = fields.take("max_position_embeddings", int, 2048)
+    fields.check(G > 0 and H % G == 0, "num_key_value_heads", f"must divide num_attention_heads = {H}")
+    max_length = fields.take("max_position_embeddings", int, max_length)
     model = (
         LLAMA
         | sizes
@@ -288,7 +336,7 @@ def _llama_like(fields: Fields, biases: dict[str, bool], window: int | None) -> 
         | {
             "num_kv_heads": G,
             "head_dim": K,
-            "norm_epsilon": float(fields.take("rms_norm_eps", float, 1e-6)),
+            "norm_epsilon": fields.take("rms_norm_eps", float, 1e-6),
             "activation": _activation(fields, "silu"),
             "window": window,
             "rotary": _rotary(fields, max_length),
@@ -330,7 +378,7 @@ def _dape(fields: Fields) -> Family:
     """A run that was exported: fields and tensors have our names, and layers are single tensors."""
     model = {field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED}
     for name in model:
-        require(name in fields.config, f"{CONFIG_FILE}: {name}", None, "is missing")
+        fields.check(name in fields.config, name, "is missing")
         model[name] = fields.config[name]
         fields.read.add(name)
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}

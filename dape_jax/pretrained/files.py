@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import safetensors
 
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, printable, require
 from dape_jax.files import parse_json
 
 CONFIG_FILE = "config.json"
@@ -24,7 +24,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _MAX_CONFIG_BYTES = 2**20
 _MAX_INDEX_BYTES = 2**26
-_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}  # of the tensors, with their bytes; each value is a float32
+_SHOWN_CHARS = 200
+_DTYPES = ("F32", "F16", "BF16")  # of the tensors; each value is a float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +45,27 @@ class Source:
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
-    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a tensor in float32.
-
-        Raises:
-            InputError: it is missing, has another shape, or holds NaN or infinity; or the file cannot be read.
-        """
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise `InputError` if a tensor is missing, or has another shape or a dtype that is not supported."""
         field = f"{self.directory}: {name}"
         if name not in self.tensors:
             raise InputError(f"{field}: is missing")
         info = self.tensors[name]
         require(info.shape == shape, f"{field}: shape", list(info.shape), f"must be {list(shape)} by {CONFIG_FILE}")
         require(info.dtype in _DTYPES, f"{field}: dtype", info.dtype, f"must be one of {list(_DTYPES)}")
-        with _reading(info.file), safetensors.safe_open(info.file, "numpy") as opened:
-            tensor = np.asarray(opened.get_tensor(name)).astype(np.float32)
-        require(bool(np.isfinite(tensor).all()), field, "NaN or infinity", "must be finite")
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor in float32.
+
+        Raises:
+            InputError: it holds NaN or infinity, or the file cannot be read.
+        """
+        file = self.tensors[name].file
+        with _reading(file), safetensors.safe_open(file, "numpy") as opened:
+            tensor = np.asarray(opened.get_tensor(name)).astype(np.float32, copy=False)
+        # Of both, because `isfinite` would allocate an array. The minimum is NaN if one value is.
+        is_finite = bool(np.isfinite(tensor.min()) and np.isfinite(tensor.max()))
+        require(is_finite, f"{self.directory}: {name}", "NaN or infinity", "must be finite")
         return tensor
 
 
@@ -76,7 +83,7 @@ def open_source(directory: Path) -> Source:
         found = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         advice = f"; {found[0]} may run code when it is read, convert it to safetensors first" if found else ""
         raise InputError(f"source = {str(directory)!r}: must have {WEIGHTS_FILE}, or shards and {INDEX_FILE}{advice}")
-    return Source(directory, config, _read_header(_inside(directory, WEIGHTS_FILE)))
+    return Source(directory, config, _read_header(inside(directory, WEIGHTS_FILE)))
 
 
 def _read_index(directory: Path) -> dict[str, TensorInfo]:
@@ -89,14 +96,15 @@ def _read_index(directory: Path) -> dict[str, TensorInfo]:
     files: dict[str, dict[str, TensorInfo]] = {}
     for name, file in weight_map.items():
         is_name = isinstance(file, str) and file.endswith(".safetensors") and Path(file).name == file
-        require(is_name, f"{where}: {name}", file, "must be the name of a .safetensors file in this directory")
+        field, shown = f"{where}: {short(name)}", file if not isinstance(file, str) else short(file)
+        require(is_name, field, shown, "must be the name of a .safetensors file in this directory")
         if file not in files:
-            files[file] = _read_header(_inside(directory, file))
-        require(name in files[file], f"{where}: {name}", file, "has no such tensor")
+            files[file] = _read_header(inside(directory, file))
+        require(name in files[file], field, shown, "has no such tensor")
     for file, tensors in files.items():
         for name in tensors:
-            is_listed = name in weight_map and weight_map[name] == file
-            require(is_listed, f"{directory / file}: {name}", file, f"must be listed in {INDEX_FILE} with this file")
+            is_listed, allowed = name in weight_map and weight_map[name] == file, f"must be listed in {INDEX_FILE}"
+            require(is_listed, f"{directory / file}: {short(name)}", file, f"{allowed} with this file")
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
@@ -106,28 +114,40 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
+def short(text: str) -> str:
+    """Return the beginning of a text from a checkpoint, for a message of one line."""
+    return printable(text[:_SHOWN_CHARS]) + (".." if len(text) > _SHOWN_CHARS else "")
+
+
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[None]:
     """Raise `InputError` for an error of the file system or of the safetensors library."""
     try:
         yield
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise InputError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # RuntimeError: links in a circle
+        raise InputError(f"{short(str(file))}: cannot be read: {short(str(error))}") from error
 
 
 def _read_json(directory: Path, name: str, max_bytes: int) -> dict[str, Any]:
-    file = _inside(directory, name)
+    file = inside(directory, name)
     with _reading(file), file.open("rb") as opened:
         content = opened.read(max_bytes + 1)
     require(len(content) <= max_bytes, str(file), f"more than {max_bytes} bytes", "must be smaller")
     return parse_json(str(file), content)
 
 
-def _inside(directory: Path, name: str) -> Path:
-    """Return a file of the directory, after following links, which must not lead elsewhere."""
+def inside(directory: Path, name: str) -> Path:
+    """Return a file of the directory, which is no link to a file elsewhere, and no pipe or device.
+
+    Raises:
+        InputError: it is; or its name is none.
+    """
     file, root = directory / name, directory.resolve()
-    target = file.resolve()
+    with _reading(file):
+        target = file.resolve()
+        is_file = target.is_file() or not target.exists()
     blobs = root.parent.parent / "blobs"  # in the hub's cache, the directory is MODEL/snapshots/COMMIT
     is_inside = target.parent == root or (root.parent.name == "snapshots" and target.parent == blobs)
     require(is_inside, str(file), str(target), "must not be a link to a file outside of the directory")
+    require(is_file, "source", str(file), "must be a regular file")
     return file

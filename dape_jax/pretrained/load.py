@@ -27,10 +27,10 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig, resolved
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.distributed import require_single_process
-from dape_jax.errors import InputError, require
+from dape_jax.errors import require
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
-from dape_jax.pretrained.files import Source, open_source
+from dape_jax.pretrained.files import Source, inside, open_source, short
 from dape_jax.sharding import MeshConfig, make_mesh, read_mesh
 from dape_jax.storage import AnyPath, absolute, require_local, to_path
 from dape_jax.training import checkpoint
@@ -73,10 +73,11 @@ def import_run(
     require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
     if mesh is None:
         mesh = MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
+    check_tensors(source, family.tensors, run.model.num_layers, run.model.tied_embeddings)
     devices = make_mesh(mesh)
     run.check_model_mesh(devices)
-    check_names(source, family.tensors, run.model.num_layers, run.model.tied_embeddings)
     with jax.set_mesh(devices), checkpoint.run_lock(workdir):
+        checkpoint.require_space(workdir, abstract_params(run.model, devices))
         params = read_params(source, family.tensors, run.model, devices)
         save_tokenizer(chosen, workdir)
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
@@ -86,7 +87,7 @@ def import_run(
 
 def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
     if tokenizer is None:
-        file = directory / TOKENIZER_FILE
+        file = inside(directory, TOKENIZER_FILE)
         require(file.exists(), "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
         tokenizer = str(file)
     return read_tokenizer(tokenizer, "tokenizer", lossy=True)
@@ -140,14 +141,26 @@ def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, 
     }
 
 
-def check_names(source: Source, tensors: dict[str, Tensor], num_layers: int, is_tied: bool) -> None:
-    """Raise `InputError` for a tensor of the checkpoint that no parameter is made of, or one that is missing."""
-    needed = {tensor.name.format(layer=layer) for tensor in tensors.values() for layer in range(num_layers)}
-    for name in sorted(needed - set(source.tensors)):
-        raise InputError(f"{source.directory}: {name}: is missing")
+def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, is_tied: bool) -> None:
+    """Compare names, shapes and dtypes of all tensors with those of the config; nothing is allocated yet.
+
+    Raises:
+        InputError: a tensor is missing or differs, or no parameter is made of it.
+    """
+    needed = set()
+    for layer in range(num_layers):
+        for tensor in tensors.values():
+            name = tensor.name.format(layer=layer)
+            source.check(name, tensor.shape)
+            needed.add(name)
     tied = {"lm_head.weight", "embed_out.weight"} if is_tied else set()  # some checkpoints have a copy
     for name in sorted(set(source.tensors) - needed - tied):
-        require(name.endswith(BUFFERS), f"{source.directory}: {name}", "tensor", "is not supported: no such parameter")
+        require(
+            name.endswith(BUFFERS),
+            f"{source.directory}: {short(name)}",
+            "tensor",
+            "is not supported: no such parameter",
+        )
 
 
 def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerConfig, mesh: Mesh) -> Params:
@@ -156,7 +169,7 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
     Host memory holds one tensor. A parameter of all layers is allocated on the devices, and filled layer by layer.
 
     Raises:
-        InputError: a tensor is missing, has another shape, or cannot be read.
+        InputError: a tensor holds NaN or infinity, or cannot be read.
     """
     planned = flat_params(abstract_params(config, mesh))
     paths = {"/".join(path): path for path in planned}
@@ -181,7 +194,7 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
 
 
 def _converted(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...]) -> np.ndarray:
-    value = tensor.convert(source.read(tensor.name.format(layer=layer), tensor.shape))
+    value = tensor.convert(source.read(tensor.name.format(layer=layer)))
     assert value.shape == shape, (tensor.name, value.shape, shape)
     return value
 

@@ -252,15 +252,38 @@ def generate(
 
 
 class TextStream:
-    """Incremental decoder: bytes that begin a character wait for the bytes that complete it."""
+    """Incremental decoder: bytes that begin a character wait for the bytes that complete it.
 
-    def __init__(self, tokenizer: Tokenizer):
+    The text of a token may depend on the tokens before it: sentencepiece's "▁a" is "a" where a text begins, and " a"
+    elsewhere. New tokens are therefore decoded together with those before them, and only the text that they add is
+    returned.
+
+    Args:
+        tokenizer: that decodes.
+        after: tokens before the first ones; their text is not returned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Integer[np.ndarray, "_"] | None = None):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._before = np.zeros(0, np.int64) if after is None else after  # newest tokens that are shown
+        self._waiting = np.zeros(0, np.int64)  # tokens after them, which end within a character
 
     def feed(self, ids: Integer[np.ndarray, "_"], *, last: bool = False) -> str:
         """Return the characters that these ids complete; with `last`, also a replacement sign for incomplete bytes."""
-        return self._decoder.decode(self._tokenizer.decode(ids), final=last)
+        if self._tokenizer.decodes_tokens_alone:
+            return self._decoder.decode(self._tokenizer.decode(ids), final=last)
+        self._waiting = np.concatenate([self._waiting, ids])
+        if not self._waiting.size:
+            return ""
+        before, both = (
+            self._tokenizer.decode(part).decode()
+            for part in (self._before, np.concatenate([self._before, self._waiting]))
+        )
+        if both.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return ""
+        self._before, self._waiting = self._waiting, self._waiting[:0]
+        return both[len(before) :]
 
 
 def show(output: str) -> None:
@@ -330,7 +353,10 @@ def complete(
     first_s = times[1] - times[0]
     print(f"{num_tokens:,} tokens: the first after {first_s:.1f} s, then {rate:,.1f} tokens/s", file=sys.stderr)
 
-    completions = [tokenizer.decode(sequence).decode("utf-8", "replace") for sequence in sequences]
+    completions = [
+        TextStream(tokenizer, after=prompt).feed(sequence, last=True)
+        for prompt, sequence in zip(ids, sequences, strict=True)
+    ]
     if not is_single:
         for number, (prompt, sequence) in enumerate(zip(ids, sequences, strict=True), 1):
             whole = TextStream(tokenizer).feed(np.concatenate([prompt, sequence]), last=True)

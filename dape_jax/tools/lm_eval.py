@@ -154,15 +154,18 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
 
 
 def generate_until_stop(
-    steps: Iterable[Integer[np.ndarray, "B"]], num_sequences: int, tokenizer: Tokenizer, until: Sequence[str]
+    steps: Iterable[Integer[np.ndarray, "B"]],
+    prompts: Sequence[Integer[np.ndarray, "_"]],
+    tokenizer: Tokenizer,
+    until: Sequence[str],
 ) -> list[str]:
-    """Consume steps of `generate` until each of the first `num_sequences` sequences has ended or produced a stop.
+    """Consume steps of `generate` until the sequence of each prompt has ended or produced a stop.
 
     Stops are compared with the decoded string, so they may begin and end inside tokens.
     """
-    streams = [TextStream(tokenizer) for _ in range(num_sequences)]
-    outputs = [""] * num_sequences
-    unfinished = set(range(num_sequences))
+    streams = [TextStream(tokenizer, after=prompt) for prompt in prompts]
+    outputs = [""] * len(prompts)
+    unfinished = set(range(len(prompts)))
     for token_B in steps:
         for row in list(unfinished):
             outputs[row] += streams[row].feed(token_B[row : row + 1])
@@ -351,7 +354,7 @@ class DapeLM(TemplateLM):
                         end_token=self.eot_token_id,
                     )
                     steps = itertools.islice(steps, options.max_gen_toks)
-                    outputs = generate_until_stop(steps, num_real, self._tokenizer, options.until)
+                    outputs = generate_until_stop(steps, batch[:num_real], self._tokenizer, options.until)
                     for row, output in zip(rows, outputs, strict=False):
                         answers[indices[row]] = output
                         self.cache_hook.add_partial("generate_until", requests[indices[row]].args, output)

@@ -156,8 +156,8 @@ def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> No
     require(is_record, "workdir", str(workdir), f"{source} was not written by train.py")
 
 
-def require_space(workdir: AnyPath, state: TrainState) -> None:
-    """Raise `InputError` unless the file system has space for a checkpoint of this state.
+def require_space(workdir: AnyPath, state: TrainState | Params) -> None:
+    """Raise `InputError` unless the file system has space for a checkpoint of this state, which may be abstract.
 
     Files of unfinished saves and deletions count as free: they are removed before the next save. A bucket has space.
     """

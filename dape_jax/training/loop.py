@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same, texts_of_all
-from dape_jax.errors import InputError, StoppedError
+from dape_jax.errors import InputError, StoppedError, require
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.storage import AnyPath
@@ -43,7 +43,8 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     2. It holds the same config and a checkpoint: resume bit-exactly from the newest one that is intact. Damaged ones
        are moved aside with a warning; if all are damaged, refuse.
     3. It holds the same config and no checkpoint: the run died before its first; start again, as in 1.
-    4. It holds another config: refuse and print the differences. Fields in `config.RESUMABLE_FIELDS` may differ.
+    4. It holds another config: refuse and print the differences. Fields in `config.RESUMABLE_FIELDS` may differ. It
+       holds an imported model: refuse.
     5. It holds a checkpoint of the last step: return.
 
     Raises:
@@ -62,6 +63,8 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     require_same_config(config)
     saved = checkpoint.read_config(workdir)
     if saved is not None:
+        allowed = "holds an imported model, which is not trained in place; name it in init.source of another run"
+        require("imported" not in saved, "workdir", str(workdir), allowed)
         refuse_other_config(workdir, saved["config"], config)
     # Build and trace the model, so that a method's own checks run before anything is written.
     graphdef, abstract = model_structure(run.model)

@@ -41,7 +41,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         validation = task_batches.validation_batches(run.data, longest=train.train_length, **sizes)
         data_digest, tokenizer = digest(run.data), None
     else:
-        corpus = process_zero_first(lambda: load_verified(run.data))
+        corpus = process_zero_first(lambda: load_verified(run.data, lossy=run.init.source is not None))
         vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
         allowed = f"must be at least the tokenizer's {vocab_size}"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
@@ -54,9 +54,9 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     return Source(batches, mine, data_digest, tokenizer)
 
 
-def load_verified(config: DataConfig) -> Corpus:
-    """Return the corpus, after process 0 has compared all its bytes with their digest."""
-    corpus = load_corpus(config)
+def load_verified(config: DataConfig, lossy: bool) -> Corpus:
+    """Return the corpus, after process 0 has compared all its bytes with their digest; see `load_corpus`."""
+    corpus = load_corpus(config, lossy)
     if jax.process_index() == 0:
         corpus.train.verify()
         corpus.validation.verify()
