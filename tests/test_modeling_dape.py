@@ -245,7 +245,7 @@ def test_every_method_is_in_both():
     [
         (lambda: theirs.Dape(2, True, kernel_width=2), "kernel_width = 2: must be odd"),
         (lambda: theirs.Dape(2, False, inputs="bias"), "inputs = 'bias'"),
-        (lambda: theirs.DapeConfig(causal=False), "causal: must be True"),
+        (lambda: theirs.DapeConfig(causal=False), "causal = False: must be True"),
     ],
 )
 def test_what_is_not_possible_is_named(make, message):
