@@ -10,6 +10,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+import safetensors.torch
 import tiny
 import torch
 import transformers
@@ -20,7 +21,7 @@ from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained, restore
-from dape_jax.model.transformer import ENCODER, Params, model_structure
+from dape_jax.model.transformer import ENCODER, Params, flat_params, model_structure
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
 from dape_jax.sharding import make_mesh, parameter_shardings
@@ -151,20 +152,64 @@ def test_export_and_import_give_the_same_bits(name, exported, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
-    workdir, _ = exported("llama")
+    """Norms, biases of positions and processors stay in float32, in the files and in the model of any dtype."""
+    workdir, directory = exported("llama")
     monkeypatch.setattr(export, "_FILE_BYTES", 4000)
     export.export_run(workdir, tmp_path / "small", dtype=dtype)
-    index = json.loads((tmp_path / "small" / INDEX_FILE).read_text())
-    assert len(set(index["weight_map"].values())) > 2
-    model = load_model(tmp_path / "small")
-    assert model.embedding_VD.dtype == getattr(torch, dtype)
+    weight_map = json.loads((tmp_path / "small" / INDEX_FILE).read_text())["weight_map"]
+    files = {file: safetensors.torch.load_file(tmp_path / "small" / file) for file in sorted(set(weight_map.values()))}
+    assert len(files) > 2
+    assert {name: file for file, tensors in files.items() for name in tensors} == weight_map
+    assert all(sum(x.nbytes for x in tensors.values()) <= 4000 for tensors in files.values() if len(tensors) > 1)
+    kind = getattr(torch, dtype)
+    model, converted = load_model(tmp_path / "small"), load_model(directory, dtype=kind).state_dict()
     _, params = ours(workdir)
-    expected = torch.tensor(params["layers"]["mlp"]["up_DF"][1]).to(getattr(torch, dtype))
-    assert torch.equal(model.layers[1].mlp.up_DF.detach(), expected)
+    flat = {".".join(path): leaf for path, leaf in flat_params(params).items()}
+    for name, tensor in model.state_dict().items():
+        layer, path = (int(name.split(".")[1]), name.split(".")[2:]) if name.startswith("layers.") else (None, [name])
+        whole = flat[name] if layer is None else flat[".".join(["layers", *path])][layer]
+        is_small = any(part in name for part in ("norm", ".bias.", "processor"))
+        assert tensor.dtype == (torch.float32 if is_small else kind)
+        assert torch.equal(tensor, torch.tensor(whole).to(tensor.dtype))
+        assert torch.equal(tensor, files[weight_map[name]][name])
+        assert torch.equal(tensor, converted[name])
     with torch.no_grad():
         found = model(torch.tensor(tokens())).logits
     np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), atol=0.2)
     assert np.abs(found.numpy() - logits(*ours(workdir), tokens())).max() > 1e-4
+    load.import_run(tmp_path / "small", tmp_path / "back")
+    chex.assert_trees_all_close(ours(tmp_path / "back")[1], params, atol=0.01)
+
+
+def test_many_layers_in_several_files(tmp_path, monkeypatch):
+    """More than ten, whose names are not in alphabetical order."""
+    workdir = make_run(tmp_path / "run", num_layers=12)
+    monkeypatch.setattr(export, "_FILE_BYTES", 30_000)
+    export.export_run(workdir, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 5
+    load.import_run(tmp_path / "out", tmp_path / "back")
+    chex.assert_trees_all_equal(ours(tmp_path / "back")[1], ours(workdir)[1])
+    with torch.no_grad():
+        found = load_model(tmp_path / "out")(torch.tensor(tokens())).logits.numpy()
+    np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "fire"])
+def test_what_pytorch_saves_is_imported(name, exported, tmp_path):
+    """A model that was loaded, changed and saved by transformers, with its code."""
+    workdir, directory = exported(name)
+    model = load_model(directory)
+    with torch.no_grad():
+        model.layers[1].mlp.up_DF += 1
+    model.save_pretrained(tmp_path / "saved")
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved").state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
+    load.import_run(tmp_path / "saved", tmp_path / "back")
+    (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
+    expected["layers"]["mlp"]["up_DF"] = expected["layers"]["mlp"]["up_DF"] + np.array([0, 1], "f4")[:, None, None]
+    chex.assert_trees_all_equal(params, expected)
+    assert config.bias == expected_config.bias
 
 
 def test_training_in_pytorch(exported):
