@@ -233,6 +233,106 @@ def test_training_in_pytorch(exported):
     )
 
 
+def test_a_layer_that_is_computed_again_does_not_append_to_a_cache(exported):
+    model, x = load_model(exported("llama")[1]).train(), torch.tensor(tokens())
+    expected = model(x, labels=x).loss
+    model.activation_checkpointing_enable()
+    out = model(x, labels=x, use_cache=True)
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+
+
+def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
+    """As `Trainer` asks of models that take any argument: it then does not divide by the number of batches."""
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    labels = x.clone()
+    labels[0, :13] = -100
+    with torch.no_grad():
+        expected = model(x, labels=labels).loss
+        num_items = (labels[:, 1:] != -100).sum()
+        parts = [model(x[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=num_items).loss for i in range(2)]
+        means = [model(x[i : i + 1], labels=labels[i : i + 1]).loss for i in range(2)]
+    torch.testing.assert_close(sum(parts), expected)
+    assert abs(sum(means) / 2 - expected) > 1e-3
+
+
+@pytest.mark.slow
+def test_trainer_with_accumulation(exported, tmp_path):
+    """Two batches of 2 make the step that one batch of 4 makes."""
+    x, trained = tokens(4), []
+    data = [{"input_ids": row, "labels": row} for row in x.tolist()]
+    for batch, steps in ((4, 1), (2, 2)):
+        model = load_model(exported("llama")[1])
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
+        options |= {"max_steps": 1, "learning_rate": 1e-1, "optim": "sgd", "report_to": "none", "save_strategy": "no"}
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, lr_scheduler_type="constant", **options)
+        transformers.Trainer(model, args, train_dataset=data).train()
+        trained.append(model.state_dict())
+    before = load_model(exported("llama")[1]).state_dict()
+    assert max((value - before[name]).abs().max() for name, value in trained[0].items()) > 1e-3
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_generation_with_beams_samples_and_hidden_states(exported):
+    model = load_model(exported("pythia")[1])
+    model.generation_config.eos_token_id = None
+    x = torch.tensor(tokens())
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}):
+        found = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            found.append(model.generate(x, max_new_tokens=6, use_cache=use_cache, **options))
+        assert torch.equal(*found)
+    out = model.generate(
+        x, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True, output_logits=True
+    )
+    last = out.hidden_states[0][-1]
+    assert (len(out.hidden_states[0]), last.shape) == (3, (2, 20, 16))
+    torch.testing.assert_close(out.logits[0], last[:, -1] @ model.unembedding_DV)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_ids": torch.zeros(2, 20)}, "position_ids: must be None"),
+        ({"output_attentions": True}, "output_attentions: must be None"),
+        ({"attention_mask": torch.ones(2, 19)}, r"shape of attention_mask = \(2, 19\): must be \(2, 20\)"),
+        ({"attention_mask": torch.ones(2, 1, 20, 20)}, "shape of attention_mask"),
+        ({"attention_mask": torch.tensor([[1] * 5 + [0] * 5 + [1] * 10] * 2)}, "must have no zeros between ones"),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(options, message, exported):
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    with pytest.raises(ValueError, match=message):
+        model(x, **options)
+    model(x, token_type_ids=torch.zeros_like(x), head_mask=None, output_attentions=False)
+
+
+def test_padding(exported):
+    """To the left and to the right; tokens after padding on the right are refused, also those after a cache."""
+    model, x = load_model(exported("pythia")[1]), torch.tensor(tokens())
+    mask = torch.ones_like(x)
+    mask[0, :4], mask[1, 15:] = 0, 0
+    with torch.no_grad():
+        found = model(x, attention_mask=mask)
+        for row, part in ((0, slice(4, 20)), (1, slice(0, 15))):
+            expected = model(x[row : row + 1, part]).logits[0]
+            torch.testing.assert_close(found.logits[row, part], expected, rtol=1e-5, atol=1e-5)
+        more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        with pytest.raises(ValueError, match="attention_mask: must have no zeros between ones; pad to the left"):
+            model(x[:, :1], attention_mask=more, past_key_values=found.past_key_values)
+    with pytest.raises(ValueError, match="past_key_values = 'StaticCache': must be a DynamicCache"):
+        model.generate(x, max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_tuple_is_returned_on_request(exported):
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    logits, *_ = model(x, return_dict=False)
+    torch.testing.assert_close(logits, model(x).logits)
+
+
 def test_tokenizers_give_the_same_ids(exported, tmp_path):
     """Of bytes, and of a BPE; transformers adds no token."""
     texts = ["plain text, and more", "\x00\x7f ünïcödé 日本\n\n  x", "<|endoftext|>"]
