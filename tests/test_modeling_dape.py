@@ -13,7 +13,7 @@ from flax import nnx
 from helpers import ALL_BIASES, ALL_PROCESSORS, SMALL_BIAS, make_bias, make_processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import build, files, load, longest_of_each_method, name
+from test_golden import FLOAT32_FACTOR, build, files, load, longest_of_each_method, name
 
 from dape_jax.config import CHOICES
 from dape_jax.model.attention import Dense
@@ -126,7 +126,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize("file", GOLDEN)
 def test_golden(file, float64):
-    """Outputs and the gradients of queries, keys and values, in float64 to 1e-10."""
+    """Outputs and the gradients of queries, keys and values in float64 to 1e-10; outputs in float32."""
     data, meta = load(file)
     params = {x.removeprefix("param."): jnp.asarray(value) for x, value in data.items() if x.startswith("param.")}
     ours = build(params, meta)
@@ -159,6 +159,15 @@ def test_golden(file, float64):
     for x, tensor in (("q", q), ("k", k), ("v", v)):
         scale = max(1.0, float(np.abs(data[f"grad.{x}"]).max()))
         np.testing.assert_allclose(tensor.grad.numpy(), data[f"grad.{x}"], rtol=0, atol=1e-10 * scale)
+    for module in (bias, processor):
+        if module is not None:
+            module.float()
+    with torch.no_grad():
+        rotated = [theirs.rotate(x.float(), pos, rope) for x in heads_last[:2]]
+        out = theirs.attend(*rotated, heads_last[2].float(), bias=bias, processor=processor).movedim(2, 1)
+    assert out.dtype == torch.float32
+    error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
+    np.testing.assert_allclose(out.numpy(), data["out"], rtol=0, atol=error)
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 SLOPE = 0.01  # of the LeakyReLU
 BLOCK_BYTES = 2**27  # of the scores of one block of rows
+KEY_SIZES = 8  # blocks of rows read 1/8, 2/8, .. of the keys of causal attention
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
@@ -675,8 +676,14 @@ def attend(
         stop, keys, rows = min(start + block_size, num_rows), slice(0, num_keys), slice(start, start + block_size)
         if causal and is_self_attention:  # these rows see no other keys
             left, right = (0, 0) if processor is None else processor.halo
-            first = 0 if window is None else max(0, num_keys - num_rows + start - window + 1 - left)
-            keys = slice(first, min(num_keys, num_keys - num_rows + stop + right))
+            first, last = 0, num_keys - num_rows + stop + right
+            if window is None:  # few sizes: memory of one size is used again
+                last = -(-last * KEY_SIZES // num_keys) * num_keys // KEY_SIZES
+            else:
+                size = left + window - 1 + block_size + right
+                first = max(0, last - size)
+                last = first + size
+            keys = slice(first, min(num_keys, last))
         args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT[:, rows], k_pos_BS[:, keys]
         if not torch.is_grad_enabled():
             return _attend_rows(*args, **options)
