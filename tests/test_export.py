@@ -10,6 +10,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+import safetensors.torch
 import tiny
 import torch
 import transformers
@@ -20,7 +21,7 @@ from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained, restore
-from dape_jax.model.transformer import ENCODER, Params, model_structure
+from dape_jax.model.transformer import ENCODER, Params, flat_params, model_structure
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
 from dape_jax.sharding import make_mesh, parameter_shardings
@@ -151,20 +152,64 @@ def test_export_and_import_give_the_same_bits(name, exported, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
-    workdir, _ = exported("llama")
+    """Norms, biases of positions and processors stay in float32, in the files and in the model of any dtype."""
+    workdir, directory = exported("llama")
     monkeypatch.setattr(export, "_FILE_BYTES", 4000)
     export.export_run(workdir, tmp_path / "small", dtype=dtype)
-    index = json.loads((tmp_path / "small" / INDEX_FILE).read_text())
-    assert len(set(index["weight_map"].values())) > 2
-    model = load_model(tmp_path / "small")
-    assert model.embedding_VD.dtype == getattr(torch, dtype)
+    weight_map = json.loads((tmp_path / "small" / INDEX_FILE).read_text())["weight_map"]
+    files = {file: safetensors.torch.load_file(tmp_path / "small" / file) for file in sorted(set(weight_map.values()))}
+    assert len(files) > 2
+    assert {name: file for file, tensors in files.items() for name in tensors} == weight_map
+    assert all(sum(x.nbytes for x in tensors.values()) <= 4000 for tensors in files.values() if len(tensors) > 1)
+    kind = getattr(torch, dtype)
+    model, converted = load_model(tmp_path / "small"), load_model(directory, dtype=kind).state_dict()
     _, params = ours(workdir)
-    expected = torch.tensor(params["layers"]["mlp"]["up_DF"][1]).to(getattr(torch, dtype))
-    assert torch.equal(model.layers[1].mlp.up_DF.detach(), expected)
+    flat = {".".join(path): leaf for path, leaf in flat_params(params).items()}
+    for name, tensor in model.state_dict().items():
+        layer, path = (int(name.split(".")[1]), name.split(".")[2:]) if name.startswith("layers.") else (None, [name])
+        whole = flat[name] if layer is None else flat[".".join(["layers", *path])][layer]
+        is_small = any(part in name for part in ("norm", ".bias.", "processor"))
+        assert tensor.dtype == (torch.float32 if is_small else kind)
+        assert torch.equal(tensor, torch.tensor(whole).to(tensor.dtype))
+        assert torch.equal(tensor, files[weight_map[name]][name])
+        assert torch.equal(tensor, converted[name])
     with torch.no_grad():
         found = model(torch.tensor(tokens())).logits
     np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), atol=0.2)
     assert np.abs(found.numpy() - logits(*ours(workdir), tokens())).max() > 1e-4
+    load.import_run(tmp_path / "small", tmp_path / "back")
+    chex.assert_trees_all_close(ours(tmp_path / "back")[1], params, atol=0.01)
+
+
+def test_many_layers_in_several_files(tmp_path, monkeypatch):
+    """More than ten, whose names are not in alphabetical order."""
+    workdir = make_run(tmp_path / "run", num_layers=12)
+    monkeypatch.setattr(export, "_FILE_BYTES", 30_000)
+    export.export_run(workdir, tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 5
+    load.import_run(tmp_path / "out", tmp_path / "back")
+    chex.assert_trees_all_equal(ours(tmp_path / "back")[1], ours(workdir)[1])
+    with torch.no_grad():
+        found = load_model(tmp_path / "out")(torch.tensor(tokens())).logits.numpy()
+    np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "fire"])
+def test_what_pytorch_saves_is_imported(name, exported, tmp_path):
+    """A model that was loaded, changed and saved by transformers, with its code."""
+    workdir, directory = exported(name)
+    model = load_model(directory)
+    with torch.no_grad():
+        model.layers[1].mlp.up_DF += 1
+    model.save_pretrained(tmp_path / "saved")
+    transformers.AutoTokenizer.from_pretrained(directory).save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved").state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
+    load.import_run(tmp_path / "saved", tmp_path / "back")
+    (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
+    expected["layers"]["mlp"]["up_DF"] = expected["layers"]["mlp"]["up_DF"] + np.array([0, 1], "f4")[:, None, None]
+    chex.assert_trees_all_equal(params, expected)
+    assert config.bias == expected_config.bias
 
 
 def test_training_in_pytorch(exported):
@@ -186,6 +231,106 @@ def test_training_in_pytorch(exported):
     assert all(
         gradient is not None and gradient.abs().max() > 0 for gradient in gradients[0].values() if gradient.ndim > 1
     )
+
+
+def test_a_layer_that_is_computed_again_does_not_append_to_a_cache(exported):
+    model, x = load_model(exported("llama")[1]).train(), torch.tensor(tokens())
+    expected = model(x, labels=x).loss
+    model.activation_checkpointing_enable()
+    out = model(x, labels=x, use_cache=True)
+    assert out.past_key_values is None
+    torch.testing.assert_close(out.loss, expected)
+    out.loss.backward()
+
+
+def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
+    """As `Trainer` asks of models that take any argument: it then does not divide by the number of batches."""
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    labels = x.clone()
+    labels[0, :13] = -100
+    with torch.no_grad():
+        expected = model(x, labels=labels).loss
+        num_items = (labels[:, 1:] != -100).sum()
+        parts = [model(x[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=num_items).loss for i in range(2)]
+        means = [model(x[i : i + 1], labels=labels[i : i + 1]).loss for i in range(2)]
+    torch.testing.assert_close(sum(parts), expected)
+    assert abs(sum(means) / 2 - expected) > 1e-3
+
+
+@pytest.mark.slow
+def test_trainer_with_accumulation(exported, tmp_path):
+    """Two batches of 2 make the step that one batch of 4 makes."""
+    x, trained = tokens(4), []
+    data = [{"input_ids": row, "labels": row} for row in x.tolist()]
+    for batch, steps in ((4, 1), (2, 2)):
+        model = load_model(exported("llama")[1])
+        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
+        options |= {"max_steps": 1, "learning_rate": 1e-1, "optim": "sgd", "report_to": "none", "save_strategy": "no"}
+        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, lr_scheduler_type="constant", **options)
+        transformers.Trainer(model, args, train_dataset=data).train()
+        trained.append(model.state_dict())
+    before = load_model(exported("llama")[1]).state_dict()
+    assert max((value - before[name]).abs().max() for name, value in trained[0].items()) > 1e-3
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_generation_with_beams_samples_and_hidden_states(exported):
+    model = load_model(exported("pythia")[1])
+    model.generation_config.eos_token_id = None
+    x = torch.tensor(tokens())
+    for options in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}):
+        found = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            found.append(model.generate(x, max_new_tokens=6, use_cache=use_cache, **options))
+        assert torch.equal(*found)
+    out = model.generate(
+        x, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True, output_logits=True
+    )
+    last = out.hidden_states[0][-1]
+    assert (len(out.hidden_states[0]), last.shape) == (3, (2, 20, 16))
+    torch.testing.assert_close(out.logits[0], last[:, -1] @ model.unembedding_DV)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_ids": torch.zeros(2, 20)}, "position_ids: must be None"),
+        ({"output_attentions": True}, "output_attentions: must be None"),
+        ({"attention_mask": torch.ones(2, 19)}, r"shape of attention_mask = \(2, 19\): must be \(2, 20\)"),
+        ({"attention_mask": torch.ones(2, 1, 20, 20)}, "shape of attention_mask"),
+        ({"attention_mask": torch.tensor([[1] * 5 + [0] * 5 + [1] * 10] * 2)}, "must have no zeros between ones"),
+    ],
+)
+def test_arguments_that_would_be_ignored_are_refused(options, message, exported):
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    with pytest.raises(ValueError, match=message):
+        model(x, **options)
+    model(x, token_type_ids=torch.zeros_like(x), head_mask=None, output_attentions=False)
+
+
+def test_padding(exported):
+    """To the left and to the right; tokens after padding on the right are refused, also those after a cache."""
+    model, x = load_model(exported("pythia")[1]), torch.tensor(tokens())
+    mask = torch.ones_like(x)
+    mask[0, :4], mask[1, 15:] = 0, 0
+    with torch.no_grad():
+        found = model(x, attention_mask=mask)
+        for row, part in ((0, slice(4, 20)), (1, slice(0, 15))):
+            expected = model(x[row : row + 1, part]).logits[0]
+            torch.testing.assert_close(found.logits[row, part], expected, rtol=1e-5, atol=1e-5)
+        more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        with pytest.raises(ValueError, match="attention_mask: must have no zeros between ones; pad to the left"):
+            model(x[:, :1], attention_mask=more, past_key_values=found.past_key_values)
+    with pytest.raises(ValueError, match="past_key_values = 'StaticCache': must be a DynamicCache"):
+        model.generate(x, max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_tuple_is_returned_on_request(exported):
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    logits, *_ = model(x, return_dict=False)
+    torch.testing.assert_close(logits, model(x).logits)
 
 
 def test_tokenizers_give_the_same_ids(exported, tmp_path):

@@ -13,7 +13,7 @@ from flax import nnx
 from helpers import ALL_BIASES, ALL_PROCESSORS, SMALL_BIAS, make_bias, make_processor
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import build, files, load, longest_of_each_method, name
+from test_golden import FLOAT32_FACTOR, build, files, load, longest_of_each_method, name
 
 from dape_jax.config import CHOICES
 from dape_jax.model.attention import Dense
@@ -126,7 +126,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize("file", GOLDEN)
 def test_golden(file, float64):
-    """Outputs and the gradients of queries, keys and values, in float64 to 1e-10."""
+    """Outputs and the gradients of queries, keys and values in float64 to 1e-10; outputs in float32."""
     data, meta = load(file)
     params = {x.removeprefix("param."): jnp.asarray(value) for x, value in data.items() if x.startswith("param.")}
     ours = build(params, meta)
@@ -159,6 +159,15 @@ def test_golden(file, float64):
     for x, tensor in (("q", q), ("k", k), ("v", v)):
         scale = max(1.0, float(np.abs(data[f"grad.{x}"]).max()))
         np.testing.assert_allclose(tensor.grad.numpy(), data[f"grad.{x}"], rtol=0, atol=1e-10 * scale)
+    for module in (bias, processor):
+        if module is not None:
+            module.float()
+    with torch.no_grad():
+        rotated = [theirs.rotate(x.float(), pos, rope) for x in heads_last[:2]]
+        out = theirs.attend(*rotated, heads_last[2].float(), bias=bias, processor=processor).movedim(2, 1)
+    assert out.dtype == torch.float32
+    error = FLOAT32_FACTOR * meta["max_abs_diff_f32_vs_f64"]["out"]
+    np.testing.assert_allclose(out.numpy(), data["out"], rtol=0, atol=error)
 
 
 @functools.cache
@@ -193,6 +202,91 @@ def test_blocks_rows_and_padding_change_nothing(length, rows, heads, width, bloc
         torch.testing.assert_close(padded, expected, rtol=1e-11, atol=1e-11)
 
 
+LEAKING = {
+    "leak": DapeConfig(kernel_width=3, channels=3, leak=True),
+    "causal_leak": DapeConfig(kernel_width=3, channels=3, leak=True, alignment="causal"),
+    "listing": DapeConfig(kernel_width=5, channels=3, edge="listing"),
+}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("bias", "processor"),
+    [
+        *((bias, "dape5") for bias in ALL_BIASES),
+        *(("fire", processor) for processor in (*ALL_PROCESSORS, *LEAKING) if processor != "dape5"),
+    ],
+)
+def test_rows_of_every_method_are_the_same_alone_in_blocks_and_padded(bias, processor, window):
+    """The last rows alone, as from a cache; in blocks; and after padding, a different amount for each sequence."""
+    torch.manual_seed(0)
+    module = theirs.make_bias({"name": bias} | SMALL_BIAS.get(bias, {}), 4, 6)
+    config = (ALL_PROCESSORS | LEAKING)[processor]
+    spec = {"name": "dape", **vars(config)} if isinstance(config, DapeConfig) else {"name": "none"}
+    made = theirs.make_processor(spec | {"init": "uniform"} if "kernel_width" in spec else spec, 4, bias != "nope")
+    for part in (module, made):
+        for parameter in () if part is None else part.double().parameters():
+            torch.nn.init.uniform_(parameter, 0.1, 1.0) if parameter.ndim < 2 else torch.nn.init.normal_(parameter)
+    options = {"bias": module, "processor": made, "window": window}
+    q, k, v = (torch.randn(2, 17, heads, 6, dtype=torch.float64) for heads in (4, 2, 2))
+    with torch.no_grad():
+        expected = theirs.attend(q, k, v, **options)
+        assert expected.std() > 0.1
+        alone = theirs.attend(q[:, -3:], k, v, **options)
+        torch.testing.assert_close(alone, expected[:, -3:], rtol=1e-11, atol=1e-11)
+        for block_size in (1, 4, 16):
+            found = theirs.attend(q, k, v, block_size=block_size, **options)
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+        num_left = torch.tensor([[3], [8]])
+        junk = [torch.randn(2, 17 + 8, *x.shape[2:], dtype=torch.float64) for x in (q, k, v)]
+        rows = [slice(int(n), int(n) + 17) for n in num_left]
+        for row, part in enumerate(rows):
+            for x, values in zip(junk, (q, k, v), strict=True):
+                x[row, part] = values[row]
+        # The first sequence is padded on the right too, where no processor that reads the future may see it.
+        last = 17 + 8 if made is None or made.why_not_cached is None else None
+        for row in range(2) if last else (1,):
+            one = [x[row : row + 1] for x in junk]
+            pos = (torch.arange(17 + 8) - num_left[row])[None]
+            padded = theirs.attend(*one, k_pos_BS=pos, block_size=7, **options)[0, rows[row]]
+            torch.testing.assert_close(padded, expected[row], rtol=1e-10, atol=1e-10)
+        if last:
+            padded = theirs.attend(*junk, k_pos_BS=torch.arange(17 + 8)[None] - num_left, **options)
+            for row, part in enumerate(rows):
+                torch.testing.assert_close(padded[row, part], expected[row], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_the_convolution_of_accelerators_is_that_of_cpus(width, monkeypatch):
+    """By matmuls, since cuDNN would round float32; values and gradients."""
+    torch.manual_seed(0)
+    x, kernel = torch.randn(2, 3, 4, 9, dtype=torch.float64), torch.randn(width, 3, 5, dtype=torch.float64)
+    results = []
+    for convolve in (lambda x, kernel: theirs.key_convolution(x, kernel, (0, 0)), theirs.convolution_by_taps):
+        inputs = [tensor.clone().requires_grad_() for tensor in (x, kernel)]
+        y = convolve(*inputs)
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    monkeypatch.delattr(torch.nn.functional, "conv2d")
+    assert theirs.key_convolution(x.to("meta"), kernel.to("meta"), (1, 2)).shape == (2, 5, 4, 9 + 3 - width + 1)
+
+
+def test_autocast_does_not_round_scores():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 40, 4, 16)
+    options = {"bias": theirs.Alibi(4), "processor": theirs.Dape(4, True, channels=3)}
+    gradients = []
+    for is_on in (False, True):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            assert (inputs[0] @ inputs[1].mT).dtype == (torch.bfloat16 if is_on else torch.float32)
+            out = theirs.attend(*inputs, block_size=9, **options)
+        gradients.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("rotary", [*(n for n in ROTARY if n != "none"), "fraction"])
 def test_rotary_embeddings_are_those_of_jax(rotary, float64):
     rope = {"name": "rope", "base": 100.0, "fraction": 1.0}
@@ -214,7 +308,10 @@ def test_rotary_embeddings_are_those_of_jax(rotary, float64):
 
 
 def test_memory_of_long_inputs_is_linear():
-    """8,192 keys with 1 head: all scores would take 256 MiB in float32, those of a block of 64 rows 2 MiB."""
+    """8,192 keys with 1 head: all scores would take 256 MiB in float32, those of a block of 64 rows 2 MiB.
+
+    With a window of 30, rows of a block read 64 + 29 keys and the convolution's one more.
+    """
     torch.manual_seed(0)
     bias, processor = theirs.Kerple(1), theirs.Dape(1, True, channels=1)
     q, k, v = torch.randn(3, 1, 8192, 1, 4)
@@ -230,9 +327,18 @@ def test_memory_of_long_inputs_is_linear():
         out = theirs.attend(q, k, v, bias=bias, processor=processor, block_size=64)
     assert out.shape == (1, 8192, 1, 4)
     assert max(sizes) <= 65 * 8192 * 2
+    sizes.clear()
+    with torch.no_grad(), Largest():
+        theirs.attend(q, k, v, bias=bias, processor=processor, block_size=64, window=30)
+    assert max(sizes) == 8192 * 4  # the result
     with torch.no_grad():
         first = theirs.attend(q[:, :256], k[:, :256], v[:, :256], bias=bias, processor=processor)
     torch.testing.assert_close(out[:, :256], first)
+
+
+def attend_random(num_rows: int = 5, key_heads: int = 4, **options: Any) -> torch.Tensor:
+    q, k = torch.randn(1, num_rows, 4, 8), torch.randn(1, 5, key_heads, 8)
+    return theirs.attend(q, k, k, **options)
 
 
 def test_every_method_is_in_both():
@@ -245,7 +351,17 @@ def test_every_method_is_in_both():
     [
         (lambda: theirs.Dape(2, True, kernel_width=2), "kernel_width = 2: must be odd"),
         (lambda: theirs.Dape(2, False, inputs="bias"), "inputs = 'bias'"),
-        (lambda: theirs.DapeConfig(causal=False), "causal: must be True"),
+        (lambda: theirs.Dape(2, True, edge="left"), "edge = 'left': must be one of"),
+        (lambda: theirs.DapeConfig(norm="batch"), "norm = 'batch': must be one of"),
+        (lambda: theirs.DapeConfig(bias={"name": "alibis"}), "bias = 'alibis': must be one of"),
+        (lambda: theirs.DapeConfig(num_heads=6, num_kv_heads=4), "num_kv_heads = 4: must divide 6"),
+        (lambda: attend_random(processor=theirs.Dape(4, True)), "bias: none is given, .* made with has_bias=True"),
+        (lambda: attend_random(bias=theirs.Alibi(4), processor=theirs.Dape(4, False)), "bias: one is given"),
+        (lambda: attend_random(key_heads=3), "heads of k = 3: must divide the 4 heads of q"),
+        (lambda: attend_random(num_rows=6), "q_pos_BT = None: must be given for more rows than keys"),
+        (lambda: attend_random(window=0), "window = 0: must be 1 or more"),
+        (lambda: attend_random(block_size=0), "block_size = 0: must be 1 or more"),
+        (lambda: theirs.DapeConfig(causal=False), "causal = False: must be True"),
     ],
 )
 def test_what_is_not_possible_is_named(make, message):

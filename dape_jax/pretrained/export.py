@@ -12,16 +12,16 @@ In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py`, an
 import dataclasses
 import json
 import logging
+import math
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -33,14 +33,14 @@ from dape_jax.distributed import require_single_process
 from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore
 from dape_jax.files import sync_directory, write_json
-from dape_jax.model.transformer import Params, flat_params
+from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED
 from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from dape_jax.provenance import provenance
 from dape_jax.storage import AnyPath, require_local, to_path
 
 MODELING_FILE = "modeling_dape.py"
-DTYPES = ("float32", "bfloat16", "float16")
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_BYTES = 5 * 10**9  # of tensors in one file
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: s
     Raises:
         InputError: there is no such checkpoint, no decoder, or `output` exists or cannot be written to.
     """
-    require(dtype in DTYPES, "dtype", dtype, f"must be one of {list(DTYPES)}")
+    require(dtype in SAFETENSORS_DTYPES, "dtype", dtype, f"must be one of {list(SAFETENSORS_DTYPES)}")
     require(not output.exists(), "output", str(output), "must not exist yet")
     trained = read_trained(workdir, step, {})
     model = trained.run.model
@@ -71,7 +71,7 @@ def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: s
             write_tensors(params, temporary, dtype, _FILE_BYTES)
             write_json(temporary / CONFIG_FILE, hf_config(trained, tokenizer, dtype))
             write_json(temporary / "generation_config.json", generation_config(trained, tokenizer))
-            write_tokenizer(tokenizer, temporary, trained.run.train.train_length)
+            write_tokenizer(tokenizer, temporary)
             shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
             (temporary / "README.md").write_text(model_card(trained))
             temporary.rename(output)
@@ -106,56 +106,112 @@ def generation_config(trained: TrainedModel, tokenizer: Tokenizer) -> dict[str, 
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "use_cache": is_cached}
 
 
-def tensors_of(params: Params) -> Iterator[tuple[str, Array]]:
-    """Yield the name and the array of every tensor: parameters by their path, and each layer of stacked ones.
+class Tensor(NamedTuple):
+    """A tensor of the checkpoint: a parameter, or one layer of a stacked one.
 
-    layers/mlp/up_DF [L, D, F] becomes layers.0.mlp.up_DF [D, F], layers.1.mlp.up_DF, ..
+    Args:
+        parameter: array of the run.
+        layer: index of the first dim of `parameter`, or None for all of it.
+        dtype: in the file.
     """
+
+    parameter: Array
+    layer: int | None
+    dtype: jnp.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+        return self.parameter.shape if self.layer is None else self.parameter.shape[1:]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self) -> np.ndarray:
+        """Return the values."""
+        value = self.parameter if self.layer is None else self.parameter[self.layer]
+        return np.asarray(jax.device_get(value), self.dtype, order="C")
+
+
+def tensors_of(params: Params, dtype: str) -> dict[str, Tensor]:
+    """Return every tensor by its name: parameters by their path, and each layer of stacked ones.
+
+        layers/mlp/up_DF [L, D, F] becomes layers.0.mlp.up_DF [D, F], layers.1.mlp.up_DF, ..
+
+    Norms, biases of positions and processors are float32 whatever the dtype, as PyTorch's model has them.
+    """
+    tensors = {}
     for path, leaf in flat_params(params).items():
+        is_small = parameter_kind(path) is not None or any("norm" in part for part in path)
+        kind = jnp.dtype(jnp.float32 if is_small else dtype)
         if path[0] == "layers":
             for layer in range(leaf.shape[0]):
-                yield ".".join(("layers", str(layer), *path[1:])), leaf[layer]
+                tensors[".".join(("layers", str(layer), *path[1:]))] = Tensor(leaf, layer, kind)
         else:
-            yield ".".join(path), leaf
+            tensors[".".join(path)] = Tensor(leaf, None, kind)
+    return tensors
 
 
 def write_tensors(params: Params, directory: Path, dtype: str, file_bytes: int) -> None:
-    """Write the tensors to one file, or to several and an index. Host memory holds one file's tensors."""
-    itemsize = jnp.dtype(dtype).itemsize
-    sizes = {name: leaf.size * itemsize for name, leaf in _shapes_of(params)}
-    files: list[list[str]] = [[]]
-    for name, size in sizes.items():
-        if files[-1] and sum(sizes[other] for other in files[-1]) + size > file_bytes:
-            files.append([])
-        files[-1].append(name)
+    """Write the tensors to one file, or to several of at most `file_bytes` (or one tensor) and an index."""
+    tensors = tensors_of(params, dtype)
+    files: list[dict[str, Tensor]] = [{}]
+    for name, tensor in tensors.items():
+        if files[-1] and sum(other.num_bytes for other in files[-1].values()) + tensor.num_bytes > file_bytes:
+            files.append({})
+        files[-1][name] = tensor
     names = [WEIGHTS_FILE]
     if len(files) > 1:
         names = [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
         weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
-        write_json(directory / INDEX_FILE, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    stream = tensors_of(params)
-    with tqdm(total=len(sizes), unit="tensor", desc=directory.name, disable=None) as bar:
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    with tqdm(total=len(tensors), unit="tensor", desc=directory.name, disable=None) as bar:
         for file, members in zip(names, files, strict=True):
-            held = {}
-            for _ in members:
-                name, leaf = next(stream)
-                held[name] = np.asarray(jax.device_get(leaf), jnp.dtype(dtype), order="C")
+            for _ in write_file(directory / file, members):
                 bar.update()
-            safetensors.numpy.save_file(held, directory / file, metadata={"format": "pt"})
 
 
-def _shapes_of(params: Params) -> list[tuple[str, jax.ShapeDtypeStruct]]:
-    return list(jax.eval_shape(lambda params: dict(tensors_of(params)), params).items())
+def write_file(file: Path, tensors: dict[str, Tensor]) -> Iterator[str]:
+    """Write a safetensors file, and yield the name of each tensor that is written. Memory holds one tensor.
+
+    The library would need all tensors of the file at once. Larger dtypes come first, so that all are aligned.
+
+    Source: https://github.com/huggingface/safetensors, "Format".
+    """
+    ordered = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in ordered:
+        tensor = tensors[name]
+        stop = start + tensor.num_bytes
+        kind = SAFETENSORS_DTYPES[tensor.dtype.name]
+        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            opened.write(tensors[name].read().reshape(-1).view(np.uint8).data)
+            yield name
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path, train_length: int) -> None:
-    """Write `tokenizer.json` and its config; that of bytes has one token for each byte."""
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write `tokenizer.json` and its config, without a maximum length; that of bytes has one token for each byte."""
     content = byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content
     (directory / TOKENIZER_FILE).write_text(content + "\n")
     parsed = json.loads(content)
     (end,) = [token["content"] for token in parsed["added_tokens"] if token["id"] == tokenizer.end_of_document]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config |= {"bos_token": end, "eos_token": end, "pad_token": end, "model_max_length": train_length}
+    config |= {
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
     write_json(directory / "tokenizer_config.json", config)
 
 
@@ -194,7 +250,7 @@ class Flags:
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     output: str = flag(dataclasses.MISSING, "Directory to create.")
     step: str = flag("newest", STEP_HELP)
-    dtype: str = flag("float32", f"Of the tensors: {', '.join(DTYPES)}.")
+    dtype: str = flag("float32", f"Of the tensors: {', '.join(SAFETENSORS_DTYPES)}.")
 
 
 def main(_: list[str]) -> None:

@@ -381,6 +381,10 @@ def _dape(fields: Fields) -> Family:
         fields.check(name in fields.config, name, "is missing")
         model[name] = fields.config[name]
         fields.read.add(name)
+    tied = fields.take("tie_word_embeddings", bool, False)  # transformers writes it: another field says it here
+    require(
+        not tied, f"{CONFIG_FILE}: tie_word_embeddings", tied, "must be False; tied_embeddings is this model's field"
+    )
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
     check_numbers({"model": model})

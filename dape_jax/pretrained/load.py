@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Int
 from tqdm import tqdm
 
 from dape_jax import command_line
@@ -209,7 +209,7 @@ def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _with_layer(stacked: Array, value: Array, layer: int) -> Array:
+def _with_layer(stacked: Array, value: Array, layer: Int[Array, ""] | int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0)
 
 

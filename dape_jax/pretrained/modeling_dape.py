@@ -18,7 +18,9 @@ Source: Zheng et al., "DAPE V2: Process Attention Score as Feature Map for Lengt
 biases and rotary embeddings see each class.
 """
 
+import contextlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -31,12 +33,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 SLOPE = 0.01  # of the LeakyReLU
 BLOCK_BYTES = 2**27  # of the scores of one block of rows
+KEY_SIZES = 8  # blocks of rows read 1/8, 2/8, .. of the keys of causal attention
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
     "silu": functional.silu,
 }
+
+
+NORMS = ("layer_norm", "rms_norm")
+ROTARY = ("none", "rope", "pi", "ntk", "yarn", "llama3")
+
+
+def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} = {value!r}: {allowed}")
 
 
 class DapeConfig(PretrainedConfig):
@@ -67,7 +79,9 @@ class DapeConfig(PretrainedConfig):
         rotary: dict[str, Any] | None = None,
         bias: dict[str, Any] | None = None,
         processor: dict[str, Any] | None = None,
+        causal: bool = True,
         window: int | None = None,
+        norm_first: bool = True,
         parallel_residual: bool = False,
         norm: str = "layer_norm",
         norm_epsilon: float = 1e-5,
@@ -90,16 +104,26 @@ class DapeConfig(PretrainedConfig):
         self.rotary = {"name": "none"} if rotary is None else rotary
         self.bias = {"name": "nope"} if bias is None else bias
         self.processor = {"name": "none"} if processor is None else processor
-        self.window, self.parallel_residual = window, parallel_residual
+        self.causal, self.window = causal, window
+        self.norm_first, self.parallel_residual = norm_first, parallel_residual
         self.norm, self.norm_epsilon = norm, norm_epsilon
         self.activation, self.gated_mlp = activation, gated_mlp
         self.projection_bias, self.attention_output_bias = projection_bias, attention_output_bias
         self.mlp_bias, self.scale_embedding = mlp_bias, scale_embedding
         self.tied_embeddings, self.output_bias = tied_embeddings, output_bias
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
-        for name, fixed in (("causal", True), ("norm_first", True)):
-            if more.pop(name, fixed) != fixed:
-                raise ValueError(f"{name}: must be {fixed} in a decoder")
+        choices: dict[str, tuple[Any, Iterable[Any]]] = {
+            "norm": (norm, NORMS),
+            "activation": (activation, ACTIVATIONS),
+            "rotary": (self.rotary.get("name"), ROTARY),
+            "bias": (self.bias.get("name"), ["nope", *BIASES]),
+            "processor": (self.processor.get("name"), PROCESSORS),
+        }
+        for name, (value, allowed) in choices.items():
+            _require(value in list(allowed), name, value, f"must be one of {list(allowed)}")
+        for name, value in (("causal", causal), ("norm_first", norm_first)):
+            _require(value is True, name, value, "must be True in a decoder")
+        _require(num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, f"must divide {num_heads}")
         more["tie_word_embeddings"] = False  # the table is used twice by name: there is no second parameter to tie
         super().__init__(**more)
 
@@ -441,9 +465,25 @@ def make_bias(spec: dict[str, Any], num_heads: int, head_dim: int) -> Bias | Non
 
 
 def key_convolution(x_BITS: Tensor, kernel_WIO: Tensor, pad: tuple[int, int]) -> Tensor:
-    """Convolve along the keys, 1xW, with `pad` zeros on both sides; W - 1 columns fewer than the padded input has."""
-    weight_OI1W = kernel_WIO.permute(2, 1, 0)[:, :, None].to(x_BITS.dtype)
-    return functional.conv2d(functional.pad(x_BITS, pad), weight_OI1W)
+    """Convolve along the keys, 1xW, with `pad` zeros on both sides; W - 1 columns fewer than the padded input has.
+
+    Outside of a CPU as a matmul for every tap, whose results are shifted and added: cuDNN's convolutions round float32
+    to 10 bits unless told otherwise, and a far bias of DAPE is so large that the scores beside it would be lost.
+    """
+    padded_BITJ, kernel_WIO = functional.pad(x_BITS, pad), kernel_WIO.to(x_BITS.dtype)
+    if x_BITS.device.type == "cpu":
+        return functional.conv2d(padded_BITJ, kernel_WIO.permute(2, 1, 0)[:, :, None])
+    return convolution_by_taps(padded_BITJ, kernel_WIO)
+
+
+def convolution_by_taps(padded_BITJ: Tensor, kernel_WIO: Tensor) -> Tensor:
+    """Return y[.., j] = sum over w of kernel[w] x[.., j + w], by matmuls."""
+    width, num_columns = kernel_WIO.shape[0], padded_BITJ.shape[-1] - kernel_WIO.shape[0] + 1
+    taps_WBOTJ = torch.einsum("BITJ,WIO->WBOTJ", padded_BITJ, kernel_WIO)
+    y_BOTJ = taps_WBOTJ[0, ..., :num_columns]
+    for w in range(1, width):
+        y_BOTJ = y_BOTJ + taps_WBOTJ[w, ..., w : w + num_columns]
+    return y_BOTJ
 
 
 class Dape(nn.Module):
@@ -480,10 +520,16 @@ class Dape(nn.Module):
         init: str = "uniform",
     ):
         super().__init__()
-        if alignment == "centered" and kernel_width % 2 == 0:
-            raise ValueError(f"kernel_width = {kernel_width}: must be odd for a centered kernel")
-        if inputs == "bias" and not has_bias:
-            raise ValueError("inputs = 'bias': must be 'scores' or 'both' without a bias")
+        for name, value, allowed in (
+            ("alignment", alignment, ("centered", "causal")),
+            ("edge", edge, ("prefix", "listing")),
+            ("inputs", inputs, ("both", "scores", "bias")),
+            ("init", init, ("uniform", "identity")),
+        ):
+            _require(value in allowed, name, value, f"must be one of {allowed}")
+        is_possible = kernel_width % 2 == 1 or alignment == "causal"
+        _require(is_possible, "kernel_width", kernel_width, "must be odd for a centered kernel")
+        _require(inputs != "bias" or has_bias, "inputs", inputs, "must be 'scores' or 'both' without a bias")
         reads_scores, reads_bias = inputs != "bias", has_bias and inputs != "scores"
         fan_in, fan_hidden = (reads_scores + reads_bias) * num_heads * kernel_width, channels * kernel_width
 
@@ -499,13 +545,8 @@ class Dape(nn.Module):
         if init == "identity":
             nn.init.zeros_(self.output_WCH)
             nn.init.zeros_(self.output_bias_H)
-        self.width, self.is_causal, self.edge, self.residual, self.leak = (
-            kernel_width,
-            alignment == "causal",
-            edge,
-            residual,
-            leak,
-        )
+        self.width, self.is_causal, self.edge = kernel_width, alignment == "causal", edge
+        self.residual, self.leak, self.has_bias = residual, leak, has_bias
 
     @property
     def paddings(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -516,15 +557,19 @@ class Dape(nn.Module):
         return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[self.edge]
 
     @property
-    def right_halo(self) -> int:
-        """Keys to the right of the last visible one that a row depends on."""
-        half = 0 if self.is_causal else self.width // 2
-        return 2 * half if self.leak else half if self.edge == "listing" else 0
+    def halo(self) -> tuple[int, int]:
+        """Keys that a row depends on to the left of the first visible one, and to the right of the last."""
+        if self.is_causal:
+            return (2 if self.leak else 1) * (self.width - 1), 0
+        half = self.width // 2
+        if self.leak:
+            return 2 * half, 2 * half
+        return half, half if self.edge == "listing" else 0
 
     @property
     def why_not_cached(self) -> str | None:
         """Reason why appending keys changes earlier rows, or None."""
-        return f"edge={self.edge!r}, leak={self.leak}: appended keys change earlier rows" if self.right_halo else None
+        return f"edge={self.edge!r}, leak={self.leak}: appended keys change earlier rows" if self.halo[1] else None
 
     def forward(
         self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor | None = None
@@ -535,13 +580,19 @@ class Dape(nn.Module):
             scores_BHTS: A.
             bias_BHTS: B, or None.
             mask_BTS: True where the query sees the key.
-            is_key_BS: False for padding to the left of the first key, or None.
+            is_key_BS: False for padding to the left of the first key, or None if there is none.
         """
+        if self.has_bias != (bias_BHTS is not None):
+            given = "none is given" if self.has_bias else "one is given"
+            raise ValueError(f"bias: {given}, and the processor was made with has_bias={self.has_bias}")
         first_pad, second_pad = self.paddings
         hidden_BCTJ = self.hidden_bias_C.to(scores_BHTS.dtype)[None, :, None, None]
         for x_BHTS, kernel_WHC in ((scores_BHTS, self.scores_WHC), (bias_BHTS, self.bias_WHC)):
             if x_BHTS is not None and kernel_WHC is not None:
-                visible = x_BHTS if self.leak else torch.where(mask_BTS[:, None], x_BHTS, 0)
+                if not self.leak:
+                    visible = torch.where(mask_BTS[:, None], x_BHTS, 0)
+                else:
+                    visible = x_BHTS if is_key_BS is None else torch.where(is_key_BS[:, None, None], x_BHTS, 0)
                 hidden_BCTJ = hidden_BCTJ + key_convolution(visible, kernel_WHC, first_pad)
         hidden_BCTJ = functional.leaky_relu(hidden_BCTJ, SLOPE)
         if is_key_BS is not None:  # hidden features to the left of the first key are zero, as without padding
@@ -589,7 +640,8 @@ def attend(
         k_BSGK: keys of G heads, a divisor of H.
         v_BSGK: values.
         q_pos_BT: positions of the queries, [B, T], [1, T] or [T]; the last T of the keys' if None.
-        k_pos_BS: positions of the keys, increasing; 0..S-1 if None. Padding, on the left, has negative positions.
+        k_pos_BS: positions of the keys, increasing by 1 or more; 0..S-1 if None. Padding, on the left, has negative
+            positions.
         bias: position bias or contextual encoding, or None.
         processor: of the scores; None for scores + bias.
         causal: a query sees no key after it.
@@ -597,35 +649,68 @@ def attend(
         block_size: rows in a block; None for as many as `BLOCK_BYTES` allows, one block if that is all.
 
     Returns:
-        The attended values [B, T, H, K] in the dtype of `v_BSGK`. Scores and softmax are float32, or float64.
+        The attended values [B, T, H, K] in the dtype of `v_BSGK`. Scores and softmax are float32 (under autocast too),
+        or float64.
+
+    Raises:
+        ValueError: H is no multiple of G, there are more queries than keys, or a number is not positive.
     """
-    (batch, num_rows, heads, _), num_keys = q_BTHK.shape, k_BSGK.shape[1]
+    (batch, num_rows, heads, _), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
+    _require(heads % groups == 0, "heads of k", groups, f"must divide the {heads} heads of q")
+    for name, value in (("window", window), ("block_size", block_size)):
+        _require(value is None or value > 0, name, value, "must be 1 or more, or None")
+    may_be_padded = k_pos_BS is not None
     k_pos_BS = torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS
     k_pos_BS = k_pos_BS[None] if k_pos_BS.ndim == 1 else k_pos_BS
     is_self_attention = q_pos_BT is None
+    _require(not is_self_attention or num_rows <= num_keys, "q_pos_BT", None, "must be given for more rows than keys")
     q_pos_BT = k_pos_BS[:, num_keys - num_rows :] if q_pos_BT is None else q_pos_BT
     q_pos_BT = q_pos_BT[None] if q_pos_BT.ndim == 1 else q_pos_BT
     if block_size is None:
-        block_size = max(16, BLOCK_BYTES // (4 * batch * heads * num_keys))
-    options = {"bias": bias, "processor": processor, "causal": causal, "window": window}
+        block_size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys))
+    options = {"bias": bias, "processor": processor, "causal": causal, "window": window, "may_be_padded": may_be_padded}
     if block_size >= num_rows:
         return _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, **options)
 
     def of_block(start: int) -> Tensor:
-        stop, last = min(start + block_size, num_rows), num_keys
-        if causal and is_self_attention:  # later keys are invisible to these rows
-            halo = 0 if processor is None else processor.right_halo
-            last = min(num_keys, num_keys - num_rows + stop + halo)
-        rows = slice(start, stop)
-        args = q_BTHK[:, rows], k_BSGK[:, :last], v_BSGK[:, :last], q_pos_BT[:, rows], k_pos_BS[:, :last]
+        stop, keys, rows = min(start + block_size, num_rows), slice(0, num_keys), slice(start, start + block_size)
+        if causal and is_self_attention:  # these rows see no other keys
+            left, right = (0, 0) if processor is None else processor.halo
+            first, last = 0, num_keys - num_rows + stop + right
+            if window is None:  # few sizes: memory of one size is used again
+                last = -(-last * KEY_SIZES // num_keys) * num_keys // KEY_SIZES
+            else:
+                size = left + window - 1 + block_size + right
+                first = max(0, last - size)
+                last = first + size
+            keys = slice(first, min(num_keys, last))
+        args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT[:, rows], k_pos_BS[:, keys]
         if not torch.is_grad_enabled():
             return _attend_rows(*args, **options)
-        return checkpoint(_attend_rows, *args, use_reentrant=False, **options)
+        return checkpoint(_attend_rows, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     return torch.cat([of_block(start) for start in range(0, num_rows, block_size)], dim=1)
 
 
-def _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, *, bias, processor, causal, window) -> Tensor:
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Turn autocast off, which would compute scores in 16 bits whatever the dtype of queries and keys."""
+    is_available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if is_available else contextlib.nullcontext()
+
+
+def _attend_rows(
+    q_BTHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    q_pos_BT: Tensor,
+    k_pos_BS: Tensor,
+    *,
+    bias: Bias | None,
+    processor: Dape | None,
+    causal: bool,
+    window: int | None,
+    may_be_padded: bool,
+) -> Tensor:
     """Return `attend` of all rows at once."""
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
     (batch, num_rows, heads, head_dim), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
@@ -636,20 +721,20 @@ def _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, *, bias, processor,
         mask_BTS = mask_BTS & (distance_BTS >= 0)
     if window is not None:
         mask_BTS = mask_BTS & (distance_BTS.abs() < window)
-    q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
-    scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
-    scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
-    bias_BHTS = None
-    if bias is not None:
-        bias_BHTS = bias(q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal)
-    if processor is not None:
-        is_padded = not torch.compiler.is_compiling() and not bool(is_key_BS.all())
-        scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS if is_padded else None)
-    elif bias_BHTS is not None:
-        scores_BHTS = scores_BHTS + bias_BHTS
-    scores_BHTS = scores_BHTS.masked_fill(~mask_BTS[:, None], -0.7 * torch.finfo(dtype).max)
-    probs_BGRTS = scores_BHTS.softmax(-1).to(v_BSGK.dtype).reshape(scores_BGRTS.shape)
-    out_BGRTK = probs_BGRTS @ v_BSGK.movedim(2, 1)[:, :, None]
+    with _without_autocast(q_BTHK.device.type):
+        q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
+        scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
+        scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
+        bias_BHTS = None
+        if bias is not None:
+            bias_BHTS = bias(q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal)
+        if processor is not None:
+            scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS if may_be_padded else None)
+        elif bias_BHTS is not None:
+            scores_BHTS = scores_BHTS + bias_BHTS
+        scores_BHTS = scores_BHTS.masked_fill(~mask_BTS[:, None], -0.7 * torch.finfo(dtype).max)
+        probs_BGRTS = scores_BHTS.softmax(-1).to(v_BSGK.dtype).reshape(scores_BGRTS.shape)
+        out_BGRTK = probs_BGRTS @ v_BSGK.movedim(2, 1)[:, :, None]
     return out_BGRTK.reshape(batch, heads, num_rows, head_dim).movedim(1, 2)
 
 
@@ -707,12 +792,19 @@ class SelfAttention(nn.Module):
         self,
         x_BTD: Tensor,
         q_pos_BT: Tensor,
-        k_pos_BS: Tensor,
-        is_aligned: bool,
+        k_pos_BS: Tensor | None,
         shared_bias: Bias | None,
         cache: Cache | None,
     ) -> Tensor:
-        """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended."""
+        """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended.
+
+        Args:
+            x_BTD: normalised residual stream.
+            q_pos_BT: positions, which are the last of `k_pos_BS`.
+            k_pos_BS: positions of the cache and of `x_BTD`, or None if nothing is padding.
+            shared_bias: bias of all layers, or None if this layer has its own or there is none.
+            cache: keys and values of earlier positions, or None.
+        """
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
         v_BSGK = project("BTD,DHK->BTHK", x_BTD, self.value_DGK, self.value_bias_GK)
@@ -724,8 +816,7 @@ class SelfAttention(nn.Module):
             q_BTHK,
             k_BSGK,
             v_BSGK,
-            None if is_aligned else q_pos_BT,
-            k_pos_BS,
+            k_pos_BS=k_pos_BS,
             bias=shared_bias if self.bias is None else self.bias,
             processor=self.processor,
             window=self.window,
@@ -779,6 +870,8 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012  # as transformers declares it
+    # A model in 16 bits has norms, biases and processors in float32, as in `dape_jax`: patterns of tensor names.
+    _keep_in_fp32_modules_strict = ["norm", "attention.bias", "shared_bias", "processor"]  # noqa: RUF012
 
     def __init__(self, config: DapeConfig):
         super().__init__(config)
@@ -798,6 +891,9 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the initial values of the modules' constructors."""
 
+    def enable_input_require_grads(self) -> None:
+        """Do nothing: gradient checkpointing here does not need a gradient of a layer's input."""
+
     def forward(
         self,
         input_ids: Tensor,
@@ -805,9 +901,12 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         logits_to_keep: int = 0,
-        **unused: Any,
-    ) -> CausalLMOutputWithPast:
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return logits [B, T, V] in float32, and the mean loss of next tokens if there are labels.
 
         Args:
@@ -816,60 +915,96 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: keys and values of the tokens so far.
             labels: tokens [B, T] to predict, which are shifted here; -100 is not scored.
             use_cache: return the cache; by default as the config says, and not in training.
+            output_hidden_states: return the residual stream before every layer and, after the norm, the last one.
+            return_dict: return an object and not a tuple; by default as the config says.
             logits_to_keep: compute the logits of this many last tokens, or of all if 0.
-            unused: arguments of other models; positions follow from the attention mask.
+            num_items_in_batch: divisor of the sum of losses, of which several batches make a step; by default the mean.
+            others: arguments of other models, which must be None or False.
+
+        Raises:
+            ValueError: an argument that this model lacks, padding between tokens, or a cache where none is possible.
         """
+        for name, value in others.items():
+            is_absent = value is None or value is False or name in _WITHOUT_EFFECT
+            if not is_absent:
+                raise ValueError(f"{name}: must be None: this model has no such argument")
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = bool(self.config.use_cache) and not self.training
         reason = self.why_not_cached
         if reason and (use_cache or past_key_values is not None):
             if past_key_values is not None or labels is None:
                 raise ValueError(f"use_cache = True: must be False: {reason}")
             use_cache = False
+        is_checkpointed = self.gradient_checkpointing and self.training
+        use_cache = use_cache and not is_checkpointed  # a layer that is computed again would append its keys again
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        kind = type(past_key_values).__name__
+        is_dynamic = not getattr(past_key_values, "is_compileable", False)
+        _require(is_dynamic, "past_key_values", kind, "must be a DynamicCache, which holds no keys of later tokens")
         num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        num_rows = input_ids.shape[1]
-        q_pos_BT, k_pos_BS = positions(attention_mask, num_past, num_rows, input_ids.device)
-        if attention_mask is not None and reason and not bool(attention_mask.all()):
+        num_keys = num_past + input_ids.shape[1]
+        k_pos_BS = None if attention_mask is None else key_positions(attention_mask, input_ids.shape[0], num_keys)
+        if reason and k_pos_BS is not None:
             raise ValueError(f"attention_mask: must be all ones: {reason}")
+        pos_BS = torch.arange(num_keys, device=input_ids.device)[None] if k_pos_BS is None else k_pos_BS
+        q_pos_BT = pos_BS[:, num_past:]
 
         x_BTD = self.embedding_VD[input_ids]
         x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
         if self.config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(self.config.width)
-        is_aligned = attention_mask is None
+        hidden_states = []
         for block in self.layers:
-            args = x_BTD, q_pos_BT, k_pos_BS, is_aligned, self.shared_bias, past_key_values
-            if self.gradient_checkpointing and self.training:
-                x_BTD = checkpoint(block, *args, use_reentrant=False)
-            else:
-                x_BTD = block(*args)
-        x_BTD = self.norm(x_BTD[:, -logits_to_keep:] if logits_to_keep else x_BTD)
+            hidden_states.append(x_BTD)
+            args = x_BTD, q_pos_BT, k_pos_BS, self.shared_bias, past_key_values
+            x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
+            if not output_hidden_states:
+                hidden_states.clear()
+        x_BTD = self.norm(x_BTD if output_hidden_states else x_BTD[:, -logits_to_keep:])  # -0 keeps all
+        hidden_states.append(x_BTD)
         output_DV = self.embedding_VD.T if self.unembedding_DV is None else self.unembedding_DV
-        logits_BTV = project("BTD,DV->BTV", x_BTD, output_DV).to(x_BTD.dtype)
+        logits_BTV = project("BTD,DV->BTV", x_BTD[:, -logits_to_keep:], output_DV).to(x_BTD.dtype)
         if self.output_bias_V is not None:
             logits_BTV = logits_BTV + self.output_bias_V.to(logits_BTV.dtype)
         loss = None
         if labels is not None:
-            loss = functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits_BTV, past_key_values=past_key_values if use_cache else None
+            targets = labels[:, 1:].flatten().to(logits_BTV.device)
+            logits = logits_BTV[:, :-1].flatten(0, 1)
+            if num_items_in_batch is None:
+                loss = functional.cross_entropy(logits, targets)
+            else:
+                loss = functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits_BTV,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
         )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if return_dict else output.to_tuple()
 
 
-def positions(
-    attention_mask: Tensor | None, num_past: int, num_rows: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return the positions of the new tokens and of all: a token's number among those that are not padding.
+# Arguments that tokenizers and trainers pass to every model, and that mean nothing here.
+_WITHOUT_EFFECT = ("cache_position", "token_type_ids")
+
+
+def key_positions(attention_mask: Tensor, batch: int, num_keys: int) -> Tensor | None:
+    """Return the positions of all tokens, or None if none is padding: numbers from the first one that is not padding.
 
     mask        0 0 1 1 1 1
     positions  -2 -1 0 1 2 3        padding on the left is negative: no query sees it
+
+    Raises:
+        ValueError: another shape, or padding between tokens, as when tokens follow padding on the right.
     """
-    num_keys = num_past + num_rows
-    if attention_mask is None:
-        pos_BS = torch.arange(num_keys, device=device)[None]
-    else:
-        num_left = (attention_mask.cumsum(-1) == 0).sum(-1, keepdim=True)  # padding before the first token
-        pos_BS = torch.arange(num_keys, device=device)[None] - num_left
-    return pos_BS[:, num_past:], pos_BS
+    shape = tuple(attention_mask.shape)
+    _require(shape == (batch, num_keys), "shape of attention_mask", shape, f"must be {(batch, num_keys)}")
+    if bool(attention_mask.all()):
+        return None
+    is_token_BS = attention_mask.bool()
+    num_ends = (is_token_BS[:, :-1] & ~is_token_BS[:, 1:]).sum(-1) + is_token_BS[:, -1]
+    if bool((num_ends > 1).any()):
+        raise ValueError("attention_mask: must have no zeros between ones; pad to the left to generate")
+    num_left_B1 = (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
+    return torch.arange(num_keys, device=attention_mask.device)[None] - num_left_B1
