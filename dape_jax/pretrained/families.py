@@ -382,9 +382,7 @@ def _dape(fields: Fields) -> Family:
         model[name] = fields.config[name]
         fields.read.add(name)
     tied = fields.take("tie_word_embeddings", bool, False)  # transformers writes it: another field says it here
-    require(
-        not tied, f"{CONFIG_FILE}: tie_word_embeddings", tied, "must be False; tied_embeddings is this model's field"
-    )
+    fields.check(not tied, "tie_word_embeddings", "must be False; tied_embeddings is this model's field")
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
     check_numbers({"model": model})
