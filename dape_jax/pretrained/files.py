@@ -55,18 +55,14 @@ class Source:
         require(info.dtype in _DTYPES, f"{field}: dtype", info.dtype, f"must be one of {list(_DTYPES)}")
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor in float32.
+        """Return a tensor, in its own dtype.
 
         Raises:
-            InputError: it holds NaN or infinity, or the file cannot be read.
+            InputError: the file cannot be read.
         """
         file = self.tensors[name].file
         with _reading(file), safetensors.safe_open(file, "numpy") as opened:
-            tensor = np.asarray(opened.get_tensor(name)).astype(np.float32, copy=False)
-        # Of both, because `isfinite` would allocate an array. The minimum is NaN if one value is.
-        is_finite = bool(np.isfinite(tensor.min()) and np.isfinite(tensor.max()))
-        require(is_finite, f"{self.directory}: {name}", "NaN or infinity", "must be finite")
-        return tensor
+            return np.asarray(opened.get_tensor(name))
 
 
 def open_source(directory: Path) -> Source:

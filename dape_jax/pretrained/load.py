@@ -166,7 +166,8 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, i
 def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerConfig, mesh: Mesh) -> Params:
     """Read a checkpoint's tensors, one at a time, onto the devices.
 
-    Host memory holds one tensor. A parameter of all layers is allocated on the devices, and filled layer by layer.
+    Host memory holds one tensor in the dtype of the file, and the part for one device in float32. A parameter of all
+    layers is allocated on the devices, and filled layer by layer.
 
     Raises:
         InputError: a tensor holds NaN or infinity, or cannot be read.
@@ -180,27 +181,31 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
         for name, tensor in tensors.items():
             whole = planned[paths[name]]
             if not name.startswith("layers/"):
-                params[paths[name]] = _put(_converted(source, tensor, 0, whole.shape), whole.sharding)
+                params[paths[name]] = _put(source, tensor, 0, whole.shape, whole.sharding)
                 bar.update()
                 continue
             stacked, sharding = _zeros(whole.shape, whole.sharding), whole.sharding
             part = NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
             for layer in range(config.num_layers):
-                value = _put(_converted(source, tensor, layer, whole.shape[1:]), part)
-                stacked = _with_layer(stacked, value, layer)
+                value = _put(source, tensor, layer, whole.shape[1:], part)
+                stacked = jax.block_until_ready(_with_layer(stacked, value, layer))
                 bar.update()
             params[paths[name]] = stacked
     return unflatten_dict(params)
 
 
-def _converted(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...]) -> np.ndarray:
-    value = tensor.convert(source.read(tensor.name.format(layer=layer)))
-    assert value.shape == shape, (tensor.name, value.shape, shape)
-    return value
-
-
-def _put(value: np.ndarray, sharding: NamedSharding) -> Array:
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.asarray(value[index], order="C"))
+def _put(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
+    """Return a tensor in our layout when it is on its devices: transfers that are queued would hold several tensors."""
+    name = tensor.name.format(layer=layer)
+    value, shards = tensor.convert(source.read(name)), []
+    assert value.shape == shape, (name, value.shape, shape)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        part = np.asarray(value[index], np.float32, order="C")
+        # Of the extremes, because `isfinite` of all would allocate an array. The minimum is NaN if one value is.
+        is_finite = bool(np.isfinite(part.min()) and np.isfinite(part.max()))
+        require(is_finite, f"{source.directory}: {name}", "NaN or infinity", "must be finite")
+        shards.append(jax.block_until_ready(jax.device_put(part, device)))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
