@@ -7,6 +7,8 @@ import math
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -450,6 +452,30 @@ def test_every_family_is_tested():
     others = {"dape"}  # in test_export.py
     assert {kind for kind, _ in MODELS.values()} == set(FAMILIES) - others
     assert {MODELS[name][0] for name in FAST} == set(FAMILIES) - others
+
+
+MEASURE = """
+import json, runpy, sys
+from pathlib import Path
+config, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
+print(json.dumps(runpy.run_path("scripts/import_memory.py")["measure"](config, "BF16", directory)))
+"""
+
+
+@pytest.mark.slow
+def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
+    """Beyond the parameters, which are on simulated devices, and 0.3 GB of compiler and allocator."""
+    config = {"model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 64, "num_attention_heads": 8}
+    config |= {"intermediate_size": 2048, "vocab_size": 50304}
+    command = [sys.executable, "-c", MEASURE, json.dumps(config), str(tmp_path)]
+    root = Path(__file__).parent.parent
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["parameter_bytes"] > 8 * found["largest_tensor_bytes"]  # or a second copy would be within the bound
+    allowed = found["largest_tensor_bytes"] + 300 * 2**20
+    assert found["parameter_bytes"] > 2 * allowed
+    assert 0 < found["peak_read_bytes"] - found["parameter_bytes"] < allowed
 
 
 # ---- damaged and hostile input
