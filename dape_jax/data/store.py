@@ -200,10 +200,11 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
         raise InputError(f"{error}; delete {directory} to build it again") from error
     if tokenizer.loss is not None:
         record = read_record(directory / RECORD_FILE)
-        logger.warning(
-            "%s: %d of %d documents are not the text of their tokens: the tokenizer %s is lossy",
-            *(config.path, record.num_lossy, record.num_documents.total(), tokenizer.name),
-        )
+        if record.num_lossy:
+            logger.warning(
+                "%s: %d of %d documents are not the text of their tokens: the tokenizer %s is lossy",
+                *(config.path, record.num_lossy, record.num_documents.total(), tokenizer.name),
+            )
     return loaded
 
 
