@@ -19,7 +19,6 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 from etils import epath
-from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from test_survival import abstract, save_steps, small_state
 
 from dape_jax import files, storage
@@ -378,7 +377,7 @@ def test_events_and_skipped_steps_are_kept_in_a_bucket(bucket, monkeypatch):
     monkeypatch.setattr(metrics, "_UPLOAD_SECONDS", 0.0)  # every event is a file
     events = metrics._Events(bucket / "tensorboard")
     for step in range(3):
-        events.write(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        events.write(step=step, session_log={"status": metrics._SESSION_START})
     events.close()
     names = sorted(storage.list_directory(bucket / "tensorboard"))
     assert len(names) == 4  # the last one is empty but for its head
