@@ -502,6 +502,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor = inf"),
     "yarn": ({"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0: is not supported"),
     "yarn's scale": ({"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0: must be"),
+    "yarn's slow angles": ({"rope_parameters": YARN | {"beta_slow": 1e-320}}, "model.rotary.beta_slow = 1e-320: must"),
+    "yarn's fast angles": ({"rope_parameters": YARN | {"beta_fast": 1e299}}, r"model.rotary.beta_fast = 1e\+299: must"),
     "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: is missing"),
     "fewer layers": ({"num_hidden_layers": 2}, r"model.layers.2.\S+ = 'tensor': is not supported"),
     "vocabulary": ({"vocab_size": 100}, "vocab_size = 100: must be at least the tokenizer's 257"),
