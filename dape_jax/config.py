@@ -386,10 +386,7 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
 
 
 def _added(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return what configs saved by older versions lack, with the values that have the same meaning.
-
-    The sections and fields that this version has and an older one had not; and of `model`, those of its `rotary`.
-    """
+    """Return the sections and fields that configs of older versions lack, with the values that mean the same."""
     model = spec["model"]
     same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
     fields = {name: GPT_NEOX[name] for name in same}

@@ -13,6 +13,7 @@ and rows inside it (`attention.attend_on_mesh`).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     require(sizes[0] % num_slices == 0, "mesh.data", sizes[0], f"must be a multiple of the {num_slices} slices")
     within, between = (sizes[0] // num_slices, *sizes[1:]), (num_slices, 1, 1, 1)
     return Mesh(mesh_utils.create_hybrid_device_mesh(within, between, devices), AXES, axis_types=types)
+
+
+def mesh_of_all_devices(width: int) -> MeshConfig:
+    """Return a mesh of all devices that shards the parameters as far as they divide the width D."""
+    return MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), width), context=1, tensor=1)
 
 
 def parameter_spec(name: str, ndim: int) -> PartitionSpec:

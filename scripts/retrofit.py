@@ -9,14 +9,12 @@ bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 
 constant learning rate: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are evaluated to
 32 T on the same windows of the same documents, so that differences of two runs have paired intervals over documents.
 
-Each finished part is kept: the same command resumes. Two seeds take some six hours on two CPU cores, most of it for the
-eleven continuations. Results are written to OUTPUT: `retrofit.json` with every perplexity, `retrofit.md` and
-`retrofit.png`.
+Each finished part is kept: the same command resumes. Results are written to OUTPUT: `retrofit.json` with every
+perplexity, `retrofit.md` and `retrofit.png`.
 """
 
 import dataclasses
 import itertools
-import json
 import math
 import subprocess
 import sys
@@ -78,8 +76,9 @@ WAYS: dict[str, list[Stage]] = {
     ],
     # Angles are divided by more and more, and then removed.
     "Kerple + DAPE1x3, RoPE faded": [
-        *((5, f"rotary=pi,bias=kerple,{DAPE},kernel=3", (f"--config.model.rotary.factor={f}",)) for f in (2.0,)),
-        *((5, "", (f"--config.model.rotary.factor={f}",)) for f in (8.0, 64.0)),
+        (5, f"rotary=pi,bias=kerple,{DAPE},kernel=3", ("--config.model.rotary.factor=2.0",)),
+        (5, "", ("--config.model.rotary.factor=8.0",)),
+        (5, "", ("--config.model.rotary.factor=64.0",)),
         (25, "rotary=none", ()),
     ],
 }
@@ -266,8 +265,8 @@ def write_report(study: Study, points: list[dict[str, Any]], output: Path) -> No
     caption = (
         f"Perplexity of the last {TRAIN_LENGTH} bytes by length; trained at {TRAIN_LENGTH} for {study.steps} steps"
     )
-    content = {"points": points, "summary": summary, "ways": {way: stages for way, stages in WAYS.items()}}
-    report.save("retrofit", output, json.loads(json.dumps(content)), caption, rows, figure(summary), print)
+    content = {"points": points, "summary": summary, "ways": WAYS}
+    report.save("retrofit", output, content, caption, rows, figure(summary), print)
 
 
 def difference(points: list[dict[str, Any]], base: list[dict[str, Any]], length: int) -> tuple[float, float, float]:

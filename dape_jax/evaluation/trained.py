@@ -7,11 +7,9 @@ never written here. Next: `programs.py`.
 import contextlib
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-import jax
 from jax.sharding import Mesh
 
 from dape_jax.command_line import flag
@@ -19,7 +17,7 @@ from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.model.transformer import Params
-from dape_jax.sharding import MeshConfig, make_mesh
+from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import AnyPath, absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
@@ -118,7 +116,7 @@ def _read(
     saved["config"]["evaluation"] |= overrides
     run = config.from_dict(saved["config"])
     if mesh is None:
-        mesh = MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
+        mesh = mesh_of_all_devices(run.model.width)
     else:
         run.check_model_mesh(make_mesh(mesh))
     return TrainedModel(workdir, number, run, saved["data_digest"], mesh, step)

@@ -18,7 +18,6 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dape_jax.config import without_added
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.evaluation.report import (
     FIXED_BELOW,
@@ -238,7 +237,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
                 continue
             measured = _measured(run, experiment.metric)
             # Equal for all seeds of a model; otherwise the range of their results would not be one over seeds.
-            config = identity(without_added(run["config"]), experiment.metric)
+            config = identity(run["config"], experiment.metric)
             setting = {key: section | {"seed": 0} for key, section in config.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{file}: must be a run that measures {experiment.metric}: {error!r}") from error

@@ -205,16 +205,20 @@ def train_command(run: Run) -> str:
     return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
-def identity(spec: dict[str, Any], metric: str, prefix: str = "") -> dict[str, Any]:
+def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
     """Return the part of a resolved config that determines a run's results: all of it for times of steps.
 
-    `prefix` is the dotted name of the section that `spec` is, or "" for the whole config.
+    It is equal for configs of different versions that mean the same.
     """
-    return {
-        key: identity(value, metric, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in spec.items()
-        if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
-    }
+
+    def of_section(spec: dict[str, Any], prefix: str) -> dict[str, Any]:
+        return {
+            key: of_section(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+            for key, value in spec.items()
+            if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
+        }
+
+    return of_section(without_added(config), "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,13 +235,13 @@ class PlannedRun:
     @property
     def key(self) -> str:
         """Digest that is equal for runs with equal results."""
-        settings = identity(without_added(resolved(self.config)), self.metric)
+        settings = identity(resolved(self.config), self.metric)
         return json_digest([settings, self.data_digest, self.metric, self.run.lengths])
 
     @property
     def workdir_name(self) -> str:
         """Digest that is equal for runs of equal models."""
-        return json_digest([identity(without_added(resolved(self.config)), self.metric), self.data_digest])[:16]
+        return json_digest([identity(resolved(self.config), self.metric), self.data_digest])[:16]
 
     def write(self, results: dict[str, Any], seconds: float) -> None:
         """Write the results file."""

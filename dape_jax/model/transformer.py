@@ -220,13 +220,13 @@ def make_norm(config: TransformerConfig, rngs: nnx.Rngs) -> Norm:
     return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_fast_variance=False, rngs=rngs)
 
 
-def make_bias(is_present: bool, *shape: int) -> nnx.Param | None:
+def bias_parameter(is_present: bool, *shape: int) -> nnx.Param | None:
     """Return the bias of a projection, zeros at first, or None."""
     return nnx.Param(jnp.zeros(shape)) if is_present else None
 
 
-def add_bias(y: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "B T ..."]:
-    """Add a bias, cast to the dtype of the activation, to every token, if there is one."""
+def with_bias(y: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "B T ..."]:
+    """Return an activation plus a bias, which is cast to its dtype, or unchanged if there is no bias."""
     return y if bias is None else y + bias[None, None].astype(y.dtype)
 
 
@@ -273,9 +273,9 @@ class SelfAttention(nnx.Module):
 
         has_bias = config.projection_bias
         self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = (
-            make_bias(has_bias, *shape) for shape in ((H, K), (G, K), (G, K))
+            bias_parameter(has_bias, *shape) for shape in ((H, K), (G, K), (G, K))
         )
-        self.output_bias_D = make_bias(config.attention_output_bias, D)
+        self.output_bias_D = bias_parameter(config.attention_output_bias, D)
         # A separate random stream, so that all other parameters are the same for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
@@ -292,7 +292,7 @@ class SelfAttention(nnx.Module):
         """Return queries, keys and values, rotated if positions are rotary."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B T H K"]:
-            return add_bias(matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), bias_HK)
+            return with_bias(matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), bias_HK)
 
         q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
         k_BTGK = self.rotary(project(self.key_DGK, self.key_bias_GK), pos_T)
@@ -321,7 +321,7 @@ class SelfAttention(nnx.Module):
             k_pos_S = jnp.arange(k_BSGK.shape[1])
             out_BTHK = self.attention.for_cached_decoding(q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, score_mod, self.mask)
         out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
-        return add_bias(out_BTD, self.output_bias_D), cache
+        return with_bias(out_BTD, self.output_bias_D), cache
 
 
 class MLP(nnx.Module):
@@ -330,11 +330,11 @@ class MLP(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, F = config.width, config.mlp_width
         self.up_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F)))
-        self.up_bias_F = make_bias(config.mlp_bias, F)
+        self.up_bias_F = bias_parameter(config.mlp_bias, F)
         self.down_FD = nnx.Param(initializer(config, F, ends_branch=True)(rngs.params(), (F, D)))
-        self.down_bias_D = make_bias(config.mlp_bias, D)
+        self.down_bias_D = bias_parameter(config.mlp_bias, D)
         self.gate_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F))) if config.gated_mlp else None
-        self.gate_bias_F = make_bias(config.mlp_bias and config.gated_mlp, F)
+        self.gate_bias_F = bias_parameter(config.mlp_bias and config.gated_mlp, F)
         self.activation = ACTIVATIONS[config.activation]
         self.dtype = config.compute_dtype
 
@@ -342,14 +342,14 @@ class MLP(nnx.Module):
         """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""
 
         def project(weight_DF: nnx.Param, bias_F: nnx.Param | None) -> Float[Array, "B T F"]:
-            return add_bias(matmul("BTD,DF->BTF", x_BTD, weight_DF.astype(self.dtype)), bias_F)
+            return with_bias(matmul("BTD,DF->BTF", x_BTD, weight_DF.astype(self.dtype)), bias_F)
 
         h_BTF = project(self.up_DF, self.up_bias_F)
         if self.gate_DF is None:
             h_BTF = self.activation(h_BTF)
         else:
             h_BTF *= self.activation(project(self.gate_DF, self.gate_bias_F))
-        return add_bias(matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype)), self.down_bias_D)
+        return with_bias(matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype)), self.down_bias_D)
 
 
 class Block(nnx.Module):
@@ -418,7 +418,7 @@ class Transformer(nnx.Module):
         self.norm = make_norm(config, rngs) if config.norm_first else None
         is_tied = config.tied_embeddings
         self.unembedding_DV = None if is_tied else nnx.Param(initializer(config, D)(rngs.params(), (D, V)))
-        self.output_bias_V = make_bias(config.output_bias, V)
+        self.output_bias_V = bias_parameter(config.output_bias, V)
         self.config = config
 
     @property
@@ -493,7 +493,7 @@ class Transformer(nnx.Module):
         dtype = self.config.compute_dtype
         sum_dtype = jnp.promote_types(dtype, jnp.float32)
         logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.output_DV.astype(dtype), sum_dtype)
-        return add_bias(logits_BTV, self.output_bias_V)
+        return with_bias(logits_BTV, self.output_bias_V)
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
         """Return the logits at every position; in a language model, those of the next token."""

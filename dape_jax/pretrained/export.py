@@ -11,7 +11,6 @@ In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py`, an
 
 import dataclasses
 import json
-import logging
 import math
 import shutil
 import uuid
@@ -42,7 +41,6 @@ from dape_jax.storage import AnyPath, require_local, to_path
 MODELING_FILE = "modeling_dape.py"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _FILE_BYTES = 5 * 10**9  # of tensors in one file
-logger = logging.getLogger(__name__)
 
 
 def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: str = "float32") -> None:
@@ -69,8 +67,9 @@ def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: s
         try:
             temporary.mkdir(parents=True)
             write_tensors(params, temporary, dtype, _FILE_BYTES)
-            write_json(temporary / CONFIG_FILE, hf_config(trained, tokenizer, dtype))
-            write_json(temporary / "generation_config.json", generation_config(trained, tokenizer))
+            config = hf_config(trained, tokenizer, dtype)
+            write_json(temporary / CONFIG_FILE, config)
+            write_json(temporary / "generation_config.json", generation_config(config))
             write_tokenizer(tokenizer, temporary)
             shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
             (temporary / "README.md").write_text(model_card(trained))
@@ -99,11 +98,10 @@ def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[s
     }
 
 
-def generation_config(trained: TrainedModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the content of `generation_config.json`."""
-    end = tokenizer.end_of_document
-    is_cached = trained.run.model.processor.why_not_cached is None
-    return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "use_cache": is_cached}
+def generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `generation_config.json`, given that of `config.json`."""
+    shared = {name: config[name] for name in ("bos_token_id", "eos_token_id", "use_cache")}
+    return shared | {"pad_token_id": config["eos_token_id"]}
 
 
 class Tensor(NamedTuple):
@@ -140,7 +138,7 @@ def tensors_of(params: Params, dtype: str) -> dict[str, Tensor]:
 
         layers/mlp/up_DF [L, D, F] becomes layers.0.mlp.up_DF [D, F], layers.1.mlp.up_DF, ..
 
-    Norms, biases of positions and processors are float32 whatever the dtype, as PyTorch's model has them.
+    Norms, position biases and processors are float32 for every dtype, as in PyTorch's model.
     """
     tensors = {}
     for path, leaf in flat_params(params).items():

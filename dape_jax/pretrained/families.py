@@ -50,6 +50,7 @@ ACTIVATIONS = {
 }
 
 
+SCALINGS = ("default", "linear", "llama3", "yarn")  # of rotary embeddings
 _LARGEST_FLOAT = 1e300
 
 # Fields of the `model` section that say how a model is trained or computed here; exported configs lack them.
@@ -164,12 +165,12 @@ def _activation(fields: Fields, default: str) -> str:
     return ACTIVATIONS[name]
 
 
-def _rotary(fields: Fields, max_length: int, fraction: float | None = None) -> dict[str, Any]:
+def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: float | None = None) -> dict[str, Any]:
     """Return our `rotary` section for `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
 
-    `fraction` is the default of the family; None if its models rotate all dims, whatever the config says.
+    `base` and `fraction` are the defaults of the family. Without a fraction, its models rotate all dims.
     """
-    base = fields.take("rope_theta", float, 10_000.0)
+    base = fields.take("rope_theta", float, base)
     old, new = fields.optional("rope_scaling", dict), fields.optional("rope_parameters", dict)
     fields.check(old is None or new is None, "rope_scaling", "must be missing if there is rope_parameters")
     where = f"{CONFIG_FILE}: {'rope_scaling' if new is None else 'rope_parameters'}"
@@ -178,6 +179,8 @@ def _rotary(fields: Fields, max_length: int, fraction: float | None = None) -> d
     given = scaling.take("partial_rotary_factor", float, 1.0 if fraction is None else fraction)
     scaling.check(fraction is not None or given == 1, "partial_rotary_factor", "must be 1 in this family")
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
+    name = "rope_type" if "rope_type" in scaling.config else "type"
+    scaling.check(kind in SCALINGS, name, f"must be one of {list(SCALINGS)}")
     shared = {"base": base, "fraction": given}
     if kind == "default":
         rotary = dict(name="rope", **shared)
@@ -189,12 +192,8 @@ def _rotary(fields: Fields, max_length: int, fraction: float | None = None) -> d
         factors |= {"factor": scaling.take("factor", float)}
         length = scaling.take("original_max_position_embeddings", int)
         rotary = dict(name="llama3", train_length=length, **factors, **shared)
-    elif kind == "yarn":
-        rotary = _yarn(scaling, max_length, shared)
     else:
-        name = "rope_type" if "rope_type" in scaling.config else "type"
-        scaling.check(False, name, "must be one of ['default', 'linear', 'llama3', 'yarn']")
-        raise AssertionError
+        rotary = _yarn(scaling, max_length, shared)
     scaling.refuse_others()
     return rotary
 
@@ -228,7 +227,6 @@ def _gpt_neox(fields: Fields) -> Family:
     base = fields.take("rope_theta", float, old_base)
     is_one = base == old_base or "rotary_emb_base" not in fields.config
     fields.check(is_one, "rotary_emb_base", f"must be rope_theta = {base}, or missing")
-    fields.config = fields.config | {"rope_theta": base}
     model = (
         GPT_NEOX
         | sizes
@@ -240,7 +238,7 @@ def _gpt_neox(fields: Fields) -> Family:
             "activation": _activation(fields, "gelu"),
             "projection_bias": has_bias,
             "attention_output_bias": has_bias,
-            "rotary": _rotary(fields, max_length, fraction),
+            "rotary": _rotary(fields, max_length, base, fraction),
         }
     )
     layer, attention = "gpt_neox.layers.{layer}.", "layers/attention/"
@@ -282,7 +280,7 @@ def _gpt_neox(fields: Fields) -> Family:
 
 
 def _llama(fields: Fields) -> Family:
-    """Llama 1 to 3, and Mistral, which adds a sliding window."""
+    """Llama 1 to 3."""
     has_bias = fields.take("attention_bias", bool, False)
     biases = {"projection_bias": has_bias, "attention_output_bias": has_bias}
     biases |= {"mlp_bias": fields.take("mlp_bias", bool, False)}

@@ -133,10 +133,10 @@ def _read_json(directory: Path, name: str, max_bytes: int) -> dict[str, Any]:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """Return a file of the directory, which is no link to a file elsewhere, and no pipe or device.
+    """Return the path of a file of the directory, which may be missing.
 
     Raises:
-        InputError: it is; or its name is none.
+        InputError: the name is not valid, or it is a link to a file elsewhere, a pipe or a device.
     """
     file, root = directory / name, directory.resolve()
     with _reading(file):

@@ -9,8 +9,6 @@ The run has no training text: its `data.path` is None. Its optimizer and schedul
 
 import dataclasses
 import functools
-import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,10 @@ from dape_jax.errors import require
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
 from dape_jax.pretrained.files import Source, inside, open_source, short
-from dape_jax.sharding import MeshConfig, make_mesh, read_mesh
+from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices, read_mesh
 from dape_jax.storage import AnyPath, absolute, require_local, to_path
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
-
-logger = logging.getLogger(__name__)
 
 
 def import_run(
@@ -72,7 +68,7 @@ def import_run(
     allowed = f"must be at least the tokenizer's {chosen.vocab_size}"
     require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
     if mesh is None:
-        mesh = MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), run.model.width), context=1, tensor=1)
+        mesh = mesh_of_all_devices(run.model.width)
     check_tensors(source, family.tensors, run.model.num_layers, run.model.tied_embeddings)
     devices = make_mesh(mesh)
     run.check_model_mesh(devices)

@@ -205,6 +205,10 @@ def _clamp(x: Tensor, low: float, high: float | None = None) -> Tensor:
     return x + (x.clamp(low, high) - x).detach()
 
 
+def _uniform(*shape: int, fan_in: int) -> nn.Parameter:
+    return nn.Parameter((2 * torch.rand(*shape) - 1) * fan_in**-0.5)
+
+
 class Bias(nn.Module):
     """Base class of biases: a term that is added to the scores, and that DAPE reads beside them."""
 
@@ -350,14 +354,10 @@ class Fire(Bias):
         activation: str = "relu",
     ):
         super().__init__()
-
-        def uniform(*shape: int, fan_in: int) -> nn.Parameter:
-            return nn.Parameter((2 * torch.rand(*shape) - 1) * fan_in**-0.5)
-
         self.c = nn.Parameter(torch.tensor(float(initial_c)))
         self.threshold_multiplier = nn.Parameter(torch.ones(()))
-        self.hidden_M, self.hidden_bias_M = uniform(width, fan_in=1), uniform(width, fan_in=1)
-        self.output_MH, self.output_bias_H = uniform(width, num_heads, fan_in=width), uniform(num_heads, fan_in=width)
+        self.hidden_M, self.hidden_bias_M = _uniform(width, fan_in=1), _uniform(width, fan_in=1)
+        self.output_MH, self.output_bias_H = _uniform(width, num_heads, fan_in=width), _uniform(num_heads, fan_in=width)
         self.threshold, self.slope = threshold, {"relu": 0.0, "leaky_relu": SLOPE}[activation]
 
     def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
@@ -412,7 +412,7 @@ class TransformerXL(Bias):
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()
         width = num_heads * head_dim
-        self.relative_DHK = nn.Parameter((2 * torch.rand(width, num_heads, head_dim) - 1) * width**-0.5)
+        self.relative_DHK = _uniform(width, num_heads, head_dim, fan_in=width)
         self.content_HK = nn.Parameter(0.02 * torch.randn(num_heads, head_dim))
         self.position_HK = nn.Parameter(0.02 * torch.randn(num_heads, head_dim))
 
@@ -532,16 +532,12 @@ class Dape(nn.Module):
         _require(inputs != "bias" or has_bias, "inputs", inputs, "must be 'scores' or 'both' without a bias")
         reads_scores, reads_bias = inputs != "bias", has_bias and inputs != "scores"
         fan_in, fan_hidden = (reads_scores + reads_bias) * num_heads * kernel_width, channels * kernel_width
-
-        def uniform(*shape: int, fan_in: int) -> nn.Parameter:
-            return nn.Parameter((2 * torch.rand(*shape) - 1) * fan_in**-0.5)
-
         shape = (kernel_width, num_heads, channels)
-        self.scores_WHC = uniform(*shape, fan_in=fan_in) if reads_scores else None
-        self.bias_WHC = uniform(*shape, fan_in=fan_in) if reads_bias else None
-        self.hidden_bias_C = uniform(channels, fan_in=fan_in)
-        self.output_WCH = uniform(kernel_width, channels, num_heads, fan_in=fan_hidden)
-        self.output_bias_H = uniform(num_heads, fan_in=fan_hidden)
+        self.scores_WHC = _uniform(*shape, fan_in=fan_in) if reads_scores else None
+        self.bias_WHC = _uniform(*shape, fan_in=fan_in) if reads_bias else None
+        self.hidden_bias_C = _uniform(channels, fan_in=fan_in)
+        self.output_WCH = _uniform(kernel_width, channels, num_heads, fan_in=fan_hidden)
+        self.output_bias_H = _uniform(num_heads, fan_in=fan_hidden)
         if init == "identity":
             nn.init.zeros_(self.output_WCH)
             nn.init.zeros_(self.output_bias_H)
@@ -879,11 +875,12 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding_VD = _normal(std, V, D)
         is_shared = config.bias["name"] in SHARED_BY_LAYERS
         self.shared_bias = make_bias(config.bias, config.num_heads, config.head_dim) if is_shared else None
-        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
+        blocks = [Block(config, layer) for layer in range(config.num_layers)]
+        self.layers = nn.ModuleList(blocks)
         self.norm = Norm(config)
         self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
         self.output_bias_V = _zeros(config.output_bias, V)
-        processor = make_processor(config.processor, config.num_heads, config.bias["name"] != "nope")
+        processor = blocks[0].attention.processor
         self.why_not_cached = None if processor is None else processor.why_not_cached
         self.gradient_checkpointing = False
         self.post_init()

@@ -67,15 +67,15 @@ _OF_THE_MACHINE = (
 logger = logging.getLogger(__name__)
 
 
-def _is_new_of_orbax(record: logging.LogRecord) -> bool:
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     is_traceback = bool(record.exc_info) and f"{os.sep}orbax{os.sep}" in record.pathname
     return not is_traceback and "did not provide metrics" not in record.getMessage()
 
 
-# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well; and that a
-# step has no validation loss, which some have not. asyncio logs the other writes and reads that fail with the first
-# one, which nobody awaits.
-logging.getLogger("absl").addFilter(_is_new_of_orbax)
+# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well. It also
+# logs that a step has no validation loss: steps saved at SIGTERM and imported models have none. asyncio logs the other
+# writes and reads that fail with the first one, which nobody awaits.
+logging.getLogger("absl").addFilter(_is_worth_logging)
 logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
 

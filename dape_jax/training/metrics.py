@@ -186,9 +186,9 @@ class MetricLogger:
 
 
 def _tensorboard() -> tuple[Callable[[str, str], Any], Callable[..., Any]]:
-    """Import tensorboardX; return its writer, and its event.
+    """Import tensorboardX; return its writer of events and the class of an event.
 
-    It imports PyTorch if it can, which takes seconds and is not needed.
+    tensorboardX imports PyTorch if it is installed. That takes seconds and is not needed here.
     """
     is_imported = "torch" in sys.modules
     if not is_imported:
