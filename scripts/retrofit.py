@@ -9,11 +9,17 @@ bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 
 constant learning rate: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are evaluated to
 32 T on the same windows of the same documents, so that differences of two runs have paired intervals over documents.
 
-Each finished part is kept: the same command resumes. Results are written to OUTPUT: `retrofit.json` with every
-perplexity, `retrofit.md` and `retrofit.png`.
+Recall is measured on text: the last bytes of a sequence are replaced by a passage of another document, and in half of
+the sequences its first bytes as well. How much lower is the loss of the last passage where the model could have read it
+before? The passage's first bytes are the cue and are not scored.
+
+Each finished part is kept: the same command resumes, and commands for different seeds can run at once. Results are
+written to OUTPUT: `retrofit.*` with perplexities, `pairs.*` with what DAPE adds, `recall.*` with recall and the loss by
+position.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 import subprocess
@@ -24,20 +30,34 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
+from jaxtyping import Int
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 from tqdm import tqdm
 
 from dape_jax import command_line
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Corpus, DataConfig, load_corpus
+from dape_jax.data.store import Corpus, DataConfig, TokenStore, load_corpus
 from dape_jax.data.tokenizers import byte_tokenizer_json
 from dape_jax.evaluation import report
-from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows
-from dape_jax.evaluation.statistics import bootstrap_interval
+from dape_jax.evaluation.perplexity import (
+    ScoredWindow,
+    choose_windows,
+    compile_lengths,
+    score_windows,
+    window_batch,
+)
+from dape_jax.evaluation.programs import Program, run_in_batches
+from dape_jax.evaluation.statistics import bootstrap_interval, positions_result
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.files import read_json, write_json
+from dape_jax.model.positions import STRETCHES
+from dape_jax.model.transformer import Params
 from dape_jax.pretrained.load import import_run
 from dape_jax.provenance import make_results_directory
+from dape_jax.storage import AnyPath
 from dape_jax.training.checkpoint import step_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +65,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = flags.DEFINE_string("data", "data/linux-doc", "Corpus of bytes that `prepare` has written.")
 WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the models.")
 OUTPUT = flags.DEFINE_string("output", "results/retrofit", "Directory of the results.")
-SEEDS = flags.DEFINE_integer("seeds", 2, "Number of seeds.", lower_bound=1)
+SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; repeat it.", lower_bound=0)
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps of the original training; a multiple of 100.", lower_bound=100)
 WAY = flags.DEFINE_multi_string("way", [], "Name of a way to continue, see WAYS; repeat it. All if it is not given.")
 
@@ -54,8 +74,9 @@ SIZES = {"num_hidden_layers": 4, "hidden_size": 320, "num_attention_heads": 5, "
 PEAK, CONTINUED = 1e-3, 5e-4  # learning rates
 PERCENTS = (2, 5, 10, 20, 40)
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-QUICK = (128, 1024, 4096)  # lengths before the last point
-WINDOWS = {False: 32, True: 64}  # by whether it is the last point
+QUICK = (128, 1024, 4096)  # lengths before the last point, and of recall
+WINDOWS = 32
+PASSAGE, CUE = 32, 8  # bytes
 KERPLE = "rotary=none,bias=kerple"
 DAPE = "processor=dape,channels=16"
 
@@ -82,7 +103,19 @@ WAYS: dict[str, list[Stage]] = {
         (25, "rotary=none", ()),
     ],
 }
-STRETCHES = ("rope", "pi", "ntk", "yarn")  # of the original model
+# What DAPE, a bias or another start is compared with.
+PAIRS = {
+    "RoPE + DAPE1x3": "RoPE",
+    "RoPE + Kerple + DAPE1x3": "RoPE",
+    "Kerple": "RoPE",
+    "Kerple + DAPE1x1": "Kerple",
+    "Kerple + DAPE1x3": "Kerple",
+    "ALiBi": "RoPE",
+    "ALiBi + DAPE1x1": "ALiBi",
+    "ALiBi + DAPE1x3": "ALiBi",
+    "Kerple + DAPE1x3, only these": "Kerple + DAPE1x3",
+    "Kerple + DAPE1x3, RoPE faded": "Kerple + DAPE1x3",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +153,18 @@ def main(_: list[str]) -> None:
     output = make_results_directory(Path(OUTPUT.value))
     study = Study(DATA.value, Path(WORKDIR.value), STEPS.value)
     ways = {name: WAYS[name] for name in (WAY.value or WAYS)}
-    for seed in range(SEEDS.value):
+    for seed in SEED.value:
         train_original(study, seed)
         if not step_names(study.imported(seed)):
             import_run(study.original(seed), study.imported(seed))
     points: list[dict[str, Any]] = []
-    for seed in range(SEEDS.value):
+    for seed in SEED.value:
         points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in STRETCHES]
-    for seed, (way, stages) in itertools.product(range(SEEDS.value), ways.items()):
+    for seed, (way, stages) in itertools.product(SEED.value, ways.items()):
         points += continue_way(study, way, stages, seed)
-    write_report(study, points, output)
+    write_perplexity(study, points, output)
+    write_pairs(points, output)
+    write_recall(points, output)
 
 
 # ---- training
@@ -214,16 +249,19 @@ def continue_way(study: Study, way: str, stages: list[Stage], seed: int) -> list
 
 
 def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, step: int, rotary: str) -> dict[str, Any]:
-    """Return the loss of every window by length, in nats per byte of the last 128; it is kept in a file."""
+    """Return losses of every window by length, in nats per byte of the last 128; they are kept in a file.
+
+    The original and the last point of a way also have the loss by position, and recall.
+    """
     file = study.workdir / "scores" / f"{workdir.name}-{step}-{rotary}.json"
     if file.exists():
         return read_json(file)
     is_last = percent in (0, max(PERCENTS))
-    lengths, num_windows = (LENGTHS if is_last else QUICK), WINDOWS[is_last]
-    overrides = {"lengths": lengths, "last_tokens": TRAIN_LENGTH, "max_windows": num_windows, "batch_tokens": 4096}
+    lengths = LENGTHS if is_last else QUICK
+    overrides = {"lengths": lengths, "last_tokens": max(LENGTHS), "max_windows": WINDOWS, "batch_tokens": 4096}
     model = read_trained(workdir, str(step), overrides)
     store = study.corpus(seed).validation
-    windows = choose_windows(store, max(LENGTHS), num_windows)
+    windows = choose_windows(store, max(LENGTHS), WINDOWS)
     programs = compile_lengths(model, rotary, len(windows))
     mesh, params = restore(model)
     nll = score_windows(programs, params, mesh, store, windows, f"{workdir.name} {percent} % {rotary}")
@@ -232,77 +270,207 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
         "seed": seed,
         "percent": percent,
         "documents": [window.document for window in windows],
-        "nll_nats": {str(length): values.mean(axis=1).tolist() for length, values in nll.items()},
-        "positions_nats": nll[max(lengths)].mean(axis=0).tolist(),
+        "nll_nats": {str(length): each[:, -TRAIN_LENGTH:].mean(axis=1).tolist() for length, each in nll.items()},
     }
+    if is_last:
+        documents = np.array(result["documents"])
+        result["positions"] = positions_result(documents, nll[max(LENGTHS)], TRAIN_LENGTH)
+        quick = [program for program in programs if program.length in QUICK]
+        result["recall_nats"] = recall(quick, params, mesh, store, windows)
     file.parent.mkdir(exist_ok=True)
     write_json(file, result)
     jax.clear_caches()
     return result
 
 
+def recall(
+    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[ScoredWindow]
+) -> dict[str, list[float]]:
+    """Return by length how much lower the loss of each passage is where it was at the start as well, in nats."""
+    passages = [store.document(window.document)[-PASSAGE:] for window in (*windows[1:], windows[0])]
+
+    def batch(length: int, is_repeated: bool, rows: Int[np.ndarray, "B"]) -> dict[str, np.ndarray]:
+        text = window_batch(store, windows, length, rows)
+        tokens = np.concatenate([text["inputs"], text["targets"][:, -1:]], axis=1)
+        tokens[:, -PASSAGE:] = [passages[row] for row in rows]
+        if is_repeated:
+            tokens[:, :PASSAGE] = tokens[:, -PASSAGE:]
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    gains = {}
+    with jax.set_mesh(mesh):
+        for program in programs:
+            unseen, seen = (
+                run_in_batches(
+                    functools.partial(program.step, params),
+                    functools.partial(batch, program.length, is_repeated),
+                    num_rows=len(windows),
+                    batch_size=program.batch_size,
+                    mesh=mesh,
+                    progress=lambda _: None,
+                )[:, CUE - PASSAGE :].mean(axis=1)
+                for is_repeated in (False, True)
+            )
+            gains[str(program.length)] = (unseen - seen).tolist()
+    return gains
+
+
 # ---- report
 
+Key = tuple[str, int]  # way and percent
 
-def write_report(study: Study, points: list[dict[str, Any]], output: Path) -> None:
-    """Write perplexities, means over seeds, and paired differences from the model without DAPE."""
-    table: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+def by_seed(points: list[dict[str, Any]]) -> dict[Key, dict[int, dict[str, Any]]]:
+    """Return the points of each way and percent by seed."""
+    table: dict[Key, dict[int, dict[str, Any]]] = {}
     for point in points:
-        table.setdefault((point["way"], point["percent"]), []).append(point)
-    rows = [["continued as", "steps", *map(str, LENGTHS), "vs. unchanged at 4,096"]]
-    summary = []
-    for (way, percent), seeds in table.items():
-        perplexity = {
-            length: math.exp(np.mean([np.mean(point["nll_nats"][str(length)]) for point in seeds]))
-            for length in LENGTHS
-            if str(length) in seeds[0]["nll_nats"]
-        }
-        change = difference(seeds, table[("original, rope", 0)], max(LENGTHS))
-        summary.append({"way": way, "percent": percent, "perplexity": perplexity, "change_at_longest": change})
-        cells = [f"{perplexity[length]:.3f}" if length in perplexity else "" for length in LENGTHS]
-        low, mean, high = (f"{100 * (math.exp(value) - 1):+.1f}" for value in change)
-        rows.append([way, f"{percent} %", *cells, f"{mean} % [{low}, {high}]"])
-    caption = (
-        f"Perplexity of the last {TRAIN_LENGTH} bytes by length; trained at {TRAIN_LENGTH} for {study.steps} steps"
-    )
-    content = {"points": points, "summary": summary, "ways": WAYS}
-    report.save("retrofit", output, content, caption, rows, figure(summary), print)
+        table.setdefault((point["way"], point["percent"]), {})[point["seed"]] = point
+    return table
 
 
-def difference(points: list[dict[str, Any]], base: list[dict[str, Any]], length: int) -> tuple[float, float, float]:
-    """Return low, mean and high of the difference of two losses in nats per byte, paired by seed and window."""
-    by_seed = {point["seed"]: point for point in base}
-    documents, changes = [], []
-    for point in points:
-        ours, theirs = point["nll_nats"][str(length)], by_seed[point["seed"]]["nll_nats"][str(length)]
-        number = min(len(ours), len(theirs))
-        assert point["documents"][:number] == by_seed[point["seed"]]["documents"][:number]
-        documents += point["documents"][:number]
-        changes += (np.array(ours[:number]) - theirs[:number]).tolist()
+def mean_perplexity(seeds: dict[int, dict[str, Any]], length: int) -> float:
+    """Return the perplexity of the mean loss over windows and seeds."""
+    return math.exp(np.mean([np.mean(point["nll_nats"][str(length)]) for point in seeds.values()]))
+
+
+def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], length: int) -> dict[str, Any]:
+    """Return the change of perplexity in per cent, paired by seed and window, and that of each seed.
+
+    The 95 % bootstrap interval is over documents. It does not tell how other seeds would come out.
+    """
+    documents, changes, each = [], [], {}
+    for seed, point in ours.items():
+        assert point["documents"] == base[seed]["documents"]
+        documents += point["documents"]
+        differences = np.subtract(point["nll_nats"][str(length)], base[seed]["nll_nats"][str(length)])
+        changes += differences.tolist()
+        each[seed] = in_percent(float(differences.mean()))
     sums = np.array(changes), np.ones(len(changes))
     low, high = bootstrap_interval(np.array(documents), sums, lambda a, b, axis: a.sum(axis) / b.sum(axis))
-    return float(low), float(np.mean(changes)), float(high)
+    return {"percent": in_percent(np.mean(changes)), "low": in_percent(low), "high": in_percent(high), "seeds": each}
 
 
-def figure(summary: list[dict[str, Any]]) -> Figure:
+def in_percent(difference_nats: float) -> float:
+    """Return the change of a perplexity that a difference of losses is."""
+    return 100 * math.expm1(difference_nats)
+
+
+def cell(value: dict[str, Any]) -> str:
+    """Return a change as a cell of a table."""
+    return f"{value['percent']:+.1f} % [{value['low']:+.1f}, {value['high']:+.1f}]"
+
+
+def write_perplexity(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
+    """Write perplexities by way, steps and length, as means over seeds."""
+    rows = [["continued as", "steps", *map(str, LENGTHS)]]
+    summary = []
+    for (way, percent), seeds in by_seed(points).items():
+        lengths = [length for length in LENGTHS if str(length) in next(iter(seeds.values()))["nll_nats"]]
+        perplexity = {length: mean_perplexity(seeds, length) for length in lengths}
+        summary.append({"way": way, "percent": percent, "seeds": sorted(seeds), "perplexity": perplexity})
+        cells = [f"{perplexity[length]:.2f}" if length in perplexity else "" for length in LENGTHS]
+        rows.append([way, f"{percent} %", *cells])
+    caption = (
+        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, "
+        f"mean of {len(SEED.value)} seeds; trained and continued at {TRAIN_LENGTH} bytes, steps in "
+        f"per cent of {study.steps}."
+    )
+    content = {"points": points, "summary": summary, "ways": WAYS}
+    report.save("retrofit", output, content, caption, rows, steps_figure(summary), print)
+
+
+def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
+    """Write the paired differences of `PAIRS` at all lengths, after the last step."""
+    table, last = by_seed(points), max(PERCENTS)
+    rows = [["after the last step", "against", *map(str, LENGTHS)]]
+    pairs = []
+    for way, base in PAIRS.items():
+        if (way, last) in table and (base, last) in table:
+            changes = {length: change(table[way, last], table[base, last], length) for length in LENGTHS}
+            pairs.append({"way": way, "against": base, "changes": changes})
+            rows.append([way, base, *(cell(changes[length]) for length in LENGTHS)])
+    caption = (
+        f"Change of the perplexity of the last {TRAIN_LENGTH} bytes by length, on the same windows; 95 % bootstrap "
+        "intervals over documents, not over seeds."
+    )
+    report.save("pairs", output, {"pairs": pairs}, caption, rows, None, print)
+
+
+def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
+    """Write the gain from an earlier copy of a passage, and where the loss by position breaks."""
+    rows = [["continued as", "steps", *(f"recall at {length}" for length in QUICK), "breaks at", "last octave"]]
+    table = {key: seeds for key, seeds in by_seed(points).items() if key[1] in (0, max(PERCENTS))}
+    results = []
+    for (way, percent), seeds in table.items():
+        gains = {length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()] for length in QUICK}
+        breaks = [point["positions"]["breaks_at"] for point in seeds.values()]
+        last_octave = [point["positions"]["last_octave_nats"] for point in seeds.values()]
+        values = {"recall_nats": gains, "breaks_at": breaks, "last_octave_nats": last_octave}
+        results.append({"way": way, "percent": percent, "seeds": list(seeds), **values})
+        cells = [f"{np.mean(gains[length]):.2f}" for length in QUICK]
+        places = ", ".join("no" if each is None else f"{each:,}" for each in breaks)
+        rows.append([way, f"{percent} %", *cells, places, f"{np.mean(last_octave):.2f}"])
+    caption = (
+        f"Recall: by how many nats per byte the loss of the last {PASSAGE - CUE} bytes is lower where the same "
+        f"{PASSAGE} bytes were at the start of the sequence as well ({WINDOWS} passages). Position where the loss "
+        f"breaks in windows of {max(LENGTHS):,}, for each seed, and the mean loss of the last half in nats."
+    )
+    report.save("recall", output, {"recall": results}, caption, rows, positions_figure(table), print)
+
+
+def style(way: str) -> dict[str, Any]:
+    """Return the color, marker and line of a way: colors for positions, markers for the processor."""
+    positions, _, rest = way.partition(" + ") if not way.startswith("RoPE + Kerple") else ("RoPE + Kerple", "", way)
+    color = {"RoPE": "tab:gray", "RoPE + Kerple": "tab:purple", "Kerple": "tab:blue", "ALiBi": "tab:orange"}[positions]
+    marker = "^" if "1x3" in rest else "s" if "1x1" in rest else "o"
+    line = "--" if "only these" in rest else ":" if "faded" in rest else "-"
+    return {"color": color, "marker": marker, "linestyle": line, "markersize": 4}
+
+
+def steps_figure(summary: list[dict[str, Any]]) -> Figure:
     """Draw perplexity against steps of continuation, at 1, 8 and 32 times the train length."""
-    drawing = Figure(figsize=(13, 4.5), layout="constrained")
+    drawing = Figure(figsize=(13, 5), layout="constrained")
     panels = drawing.subplots(1, len(QUICK))
     original = {each["way"]: each["perplexity"] for each in summary if each["percent"] == 0}
     for axes, length in zip(panels, QUICK, strict=True):
         for way in WAYS:
-            found = [each for each in summary if each["way"] == way and length in each["perplexity"]]
+            found = [each for each in summary if each["way"] == way]
             if found:
-                axes.plot(
-                    [e["percent"] for e in found], [e["perplexity"][length] for e in found], marker="o", label=way
-                )
-        for name, style in (("original, rope", ":"), ("original, yarn", "--")):
-            axes.axhline(original[name][length], color="gray", linestyle=style, label=name)
-        axes.set(title=f"{length} bytes ({length // TRAIN_LENGTH} T)", xlabel="steps, % of the original", yscale="log")
-    panels[0].set_ylabel("perplexity")
+                perplexities = [each["perplexity"][length] for each in found]
+                axes.plot([each["percent"] for each in found], perplexities, label=way, **style(way))
+        for name, line in (("original, rope", ":"), ("original, yarn", "--")):
+            axes.axhline(original[name][length], color="black", linewidth=1, linestyle=line, label=name)
+        axes.set(title=f"{length:,} bytes ({length // TRAIN_LENGTH} T)", yscale="log")
+        axes.set_xlabel("steps, % of the original")
+        plain_ticks(axes)
+    panels[0].set_ylabel(f"perplexity of the last {TRAIN_LENGTH} bytes")
     handles, labels = panels[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
     return drawing
+
+
+def positions_figure(table: dict[Key, dict[int, dict[str, Any]]]) -> Figure:
+    """Draw the smoothed loss by position, as the mean over seeds."""
+    drawing = Figure(figsize=(8, 6), layout="constrained")
+    axes = drawing.subplots()
+    for (way, percent), seeds in table.items():
+        if percent == 0 and way not in ("original, rope", "original, yarn"):
+            continue
+        bins = [point["positions"]["bins"] for point in seeds.values()]
+        curve = np.mean([[each["smoothed_nats"] for each in of_seed] for of_seed in bins], axis=0)
+        dashes = "--" if way.endswith("yarn") else ":"
+        looks = style(way) | {"markevery": 16} if percent else {"color": "black", "linestyle": dashes}
+        axes.plot([each["last"] for each in bins[0]], curve, label=way, **looks)
+    axes.axvline(TRAIN_LENGTH, color="black", linewidth=0.5)
+    axes.set(xlabel="position", ylabel="loss, nats per byte", xscale="log", xlim=(8, max(LENGTHS)))
+    drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
+    return drawing
+
+
+def plain_ticks(axes: Axes) -> None:
+    """Label a logarithmic axis of losses or perplexities by plain numbers."""
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
 
 
 if __name__ == "__main__":
