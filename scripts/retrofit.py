@@ -66,7 +66,7 @@ DATA = flags.DEFINE_string("data", "data/linux-doc", "Corpus of bytes that `prep
 WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the models.")
 OUTPUT = flags.DEFINE_string("output", "results/retrofit", "Directory of the results.")
 SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; repeat it.", lower_bound=0)
-STEPS = flags.DEFINE_integer("steps", 2000, "Steps of the original training; a multiple of 100.", lower_bound=100)
+STEPS = flags.DEFINE_integer("steps", 1500, "Steps of the original training; a multiple of 100.", lower_bound=100)
 WAY = flags.DEFINE_multi_string("way", [], "Name of a way to continue, see WAYS; repeat it. All if it is not given.")
 
 TRAIN_LENGTH, BATCH_SIZE = 128, 16
