@@ -1,8 +1,7 @@
 """Give length to a trained RoPE model: replace its positions, continue briefly, and measure what that costs.
 
-    python -m dape_jax.data.prepare --input=PATH/_sources --output=data/linux-doc --tokenizer=bytes \
-        --validation_fraction=0.05
-    python scripts/retrofit.py --data=data/linux-doc --workdir=runs/retrofit
+    python scripts/corpora.py --corpus=manuals --output=data/manuals
+    python scripts/retrofit.py --data=data/manuals --workdir=runs/retrofit
 
 A model in the shape of Pythia (parallel residual, RoPE on a quarter of each head, some 5M parameters) is trained on
 bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a
@@ -62,7 +61,7 @@ from dape_jax.training.checkpoint import step_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
-DATA = flags.DEFINE_string("data", "data/linux-doc", "Corpus of bytes that `prepare` has written.")
+DATA = flags.DEFINE_string("data", "data/manuals", "Corpus of bytes that `prepare` has written.")
 WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the models.")
 OUTPUT = flags.DEFINE_string("output", "results/retrofit", "Directory of the results.")
 SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; repeat it.", lower_bound=0)
