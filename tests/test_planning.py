@@ -325,7 +325,7 @@ COMPILED = {
     "fits": True,
     "compile_seconds": 1.0,
     "peak_bytes": 1 << 30,
-    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "results beside them": 0, "program": 1 << 20},
+    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "other results": 0, "program": 1 << 20},
     "work": dataclasses.asdict(hlo.read_work(PROGRAM)),
 }
 
