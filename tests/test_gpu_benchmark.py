@@ -183,7 +183,7 @@ def test_the_summary_has_figures_failures_and_what_is_missing(tmp_path):
     results = gpu.read_results(path)
     text = gpu.summarize(results, "DIR")
     for words in (
-        "fused right 2.0e-03 (q), OTHER BITS IN A SECOND RUN; dense WRONG 2.0e+00 (k)",
+        "fused right 2.0e-03 (q), DIFFERENT BITS IN A SECOND RUN; dense WRONG 2.0e+00 (k)",
         "out of memory",
         "fused                  2.048 (12), error 1.0e-03",
         "350m/kerple/512/1/dense                  min_ms 15, mfu 0.4, 0.750 of dape1x3-kerple, dense",
