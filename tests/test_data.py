@@ -57,7 +57,7 @@ def texts(store: TokenStore) -> list[bytes]:
 
 
 def memory_store(num_tokens: int) -> TokenStore:
-    """A store whose token at position i is i, so that every window says where it came from."""
+    """Return a store whose token at position i is i, so that a window shows its position."""
     sidecar = Sidecar(1, "bytes", 257, "<u2", 1, num_tokens, "0" * 64, "train", "memory", "0" * 64)
     return TokenStore(Path("memory"), sidecar, np.arange(num_tokens, dtype="<u2"), np.array([0, num_tokens], "<i8"))
 
@@ -70,7 +70,7 @@ def made(tmp_path: Path) -> tuple[DataConfig, Corpus]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> tuple[DataConfig, Path]:
-    """A corpus to copy and damage, and the name of its directory."""
+    """Return a corpus to copy and damage, and the name of its directory."""
     root = tmp_path_factory.mktemp("pristine")
     made_config = config(write(root / "text", DOCUMENTS), root / "cache")
     return made_config, load_corpus(made_config).train.directory.parent
@@ -360,7 +360,7 @@ def test_a_missing_file_is_reported_and_not_rebuilt(made: tuple[DataConfig, Corp
     made_config, first = made
     lost = first.validation.directory / name
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    with pytest.raises(InputError, match=r"store\.json.*delete .* to build it again"):
+    with pytest.raises(InputError, match=r"store\.json.*delete .* to rebuild it"):
         load_corpus(made_config)
     assert not lost.exists()
     shutil.rmtree(first.train.directory.parent)
@@ -455,7 +455,10 @@ def test_whoever_builds_first_is_used(tmp_path: Path, monkeypatch):
     ("changes", "field"),
     [
         ({"path": ""}, "data.path = ''"),
-        ({"tokenizer": "gpt2"}, r"data.tokenizer = 'gpt2': must be None .*, 'bytes', the path of a tokenizer\.json"),
+        (
+            {"tokenizer": "gpt2"},
+            r"data.tokenizer = 'gpt2': must be None .*, 'bytes', or the path or name .* of a tokenizer\.json",
+        ),
         ({"cache_dir": ""}, "data.cache_dir = ''"),
         ({"validation_fraction": 0.0}, "data.validation_fraction = 0.0"),
         ({"validation_fraction": 1.0}, "data.validation_fraction = 1.0"),
@@ -531,7 +534,7 @@ def test_pickled_windows_carry_no_tokens(tmp_path: Path):
 
 
 def rows_of(store: TokenStore, length: int, batch: int, steps: int, shard=(0, 1), seed=0, state=None):
-    """The windows that one process reads, by the position of their first token, step by step; and the state after."""
+    """Return the first positions of the windows that one process reads in each step, and the final state."""
     iterator = train_batches(
         store, train_length=length, global_batch_size=batch, seed=seed, shard_index=shard[0], num_shards=shard[1]
     )
@@ -630,10 +633,10 @@ def test_another_batch_size_goes_on_where_the_last_one_stopped(size: tuple[int, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_length": 100}, "train_length = 100: at most 99: memory holds 100 tokens"),
+        ({"train_length": 100}, "train_length = 100: must be at most 99: memory has 100 tokens"),
         ({"train_length": 0}, "train_length = 0"),
         ({"global_batch_size": 0}, "train.batch_size = 0"),
-        ({"global_batch_size": 6, "num_shards": 4}, "train.batch_size = 6: a positive multiple of .* 4"),
+        ({"global_batch_size": 6, "num_shards": 4}, "train.batch_size = 6: must be a positive multiple of .* 4"),
         ({"num_shards": 0}, "num_shards = 0"),
         ({"shard_index": 1}, "shard_index = 1"),
         ({"seed": -1}, "data.seed = -1"),
@@ -673,9 +676,9 @@ def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], bat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 100}, "length = 100: at most 99"),
+        ({"length": 100}, "length = 100: must be at most 99"),
         ({"length": 0}, "length = 0"),
-        ({"batch_size": 10}, "batch_size = 10: 1 to the 9 windows of length 10 in the 100 tokens of memory"),
+        ({"batch_size": 10}, "batch_size = 10: must be 1 to 9, the number of windows of length 10 in memory"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"num_batches": 0}, "num_batches = 0"),
     ],

@@ -1,4 +1,4 @@
-"""What `inspect` says of a corpus is what its stores hold, and a damaged corpus is told in one line."""
+"""`inspect` reports the content of a corpus's stores, and a damaged corpus in one line."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def directory_of(corpus: Corpus) -> Path:
 
 
 def copied(corpus: Corpus, to: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy to damage."""
     for store in (corpus.train, corpus.validation):
         (to / store.sidecar.split).mkdir(parents=True)
         for file in store.directory.iterdir():
@@ -75,7 +75,11 @@ def test_counts_lengths_and_samples_are_the_stores(corpus, capsys):
         text = [tokenizer.decode(tokens) for tokens in documents]
         assert summary["bytes_per_token"] == pytest.approx(sum(map(len, text)) / sizes.sum())
         assert [sample["text"] for sample in summary["samples"]] == [whole.decode()[:200] for whole in text]
-        for said in (f"{len(sizes):,} documents", f"{summary['num_tokens']:,} tokens", f"digest {store.digest}: right"):
+        for said in (
+            f"{len(sizes):,} documents",
+            f"{summary['num_tokens']:,} tokens",
+            f"digest {store.digest}: verified",
+        ):
             assert said in printed
 
 
@@ -163,7 +167,7 @@ def test_no_text_of_a_damaged_corpus_is_shown(corpus, tmp_path, capsys):
     file.write_bytes(data)
     with pytest.raises(InputError, match=r"train/store\.json: digest"):
         inspect_corpus(directory, output=str(tmp_path / "output"))
-    assert ": right" not in capsys.readouterr().out
+    assert ": verified" not in capsys.readouterr().out
     assert not list((tmp_path / "output").iterdir())
 
 
@@ -201,7 +205,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess:
 def test_the_command_line(corpus, tmp_path):
     done = run(directory_of(corpus), "--samples=100", f"--output={tmp_path}/output")
     assert done.returncode == 0, done.stderr
-    assert len(re.findall("digest [0-9a-f]{64}: right", done.stdout)) == 2
+    assert len(re.findall("digest [0-9a-f]{64}: verified", done.stdout)) == 2
     assert r"\u65e5" in done.stdout  # a terminal that is not UTF-8
     assert json.loads((tmp_path / "output" / JSON_FILE).read_text())["source"] == corpus.train.sidecar.source
 

@@ -265,7 +265,7 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     prepared = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.record.skipped == {"binary file": 1}
-    again = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output lies in the input
+    again = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output is in the input
     assert again.was_complete
 
 
@@ -450,7 +450,7 @@ def test_lines_do_not_depend_on_buffers(lines: list[bytes], size: int, compressi
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is looked up in /proc")
 def test_memory_is_bounded(tmp_path: Path):
-    """A line of 256 MB of zeros, rows that share one large value, and training on one long document."""
+    """Test a line of 256 MB of zeros, rows that share one large value, and training on one long document."""
     with open(tmp_path / "a.jsonl.zst", "wb") as file:
         block = zstandard.compress(bytes(2**26))
         for _ in range(4):
@@ -504,7 +504,7 @@ def test_the_number_of_workers_decides_nothing(tmp_path: Path, mixed: Path):
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
-    """Hundreds of corpora would each tell what they leave out."""
+    """Silence the log: hundreds of corpora would each report skipped records."""
     logger = logging.getLogger("dape_jax")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -653,7 +653,7 @@ def test_ctrl_c_and_a_dead_worker_end_it_with_one_line(tmp_path: Path):
     source = write_many(tmp_path)
     for victim, status, message in [
         ("group", 130, "interrupted"),
-        ("worker", 2, "error: workers = 2: one of them died"),
+        ("worker", 2, "error: workers = 2: a worker died"),
     ]:
         running = start(source, tmp_path / victim, "--workers=2", start_new_session=True)
         deadline = time.monotonic() + 100
@@ -679,7 +679,7 @@ class Dying(Bytes):
 @pytest.mark.slow
 def test_a_dead_worker_is_one_line(tmp_path: Path):
     files = corpus.find_files(str(write(tmp_path / "a.jsonl", *LINES)))
-    with pytest.raises(InputError, match="workers = 2: one of them died"):
+    with pytest.raises(InputError, match="workers = 2: a worker died"):
         build._write_shards(tmp_path, files, plain_selection(), Dying(), workers=2, strict=False)
 
 
@@ -721,7 +721,7 @@ def test_the_same_recipe_again_does_nothing(tmp_path: Path):
     assert again.was_complete
     assert (again.corpus.digest, again.record) == (first.corpus.digest, first.record)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
-    assert "was complete" in command.summary(again)
+    assert "already complete" in command.summary(again)
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial"])
@@ -872,8 +872,8 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"train_bpe_bytes": 0}, "train_bpe_bytes = 0"),
         ({"text_field": ""}, "text_field = ''"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
-        ({"where": ("meta.ok=no",)}, "no documents there: 40 filtered"),
-        ({"text_field": "words"}, r"no documents there: 40 bad \(no such field\)"),
+        ({"where": ("meta.ok=no",)}, "no documents found: 40 filtered"),
+        ({"text_field": "words"}, r"no documents found: 40 bad \(no such field\)"),
         ({"min_length": 0}, "min_length = 0"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
         ({"max_length": 2**40}, "max_length = "),
@@ -892,13 +892,13 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
         command.prepare(config(source, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-    # What is wrong in itself leaves nothing that would be in the way of the right command.
+    # A rejected command leaves no files that would make the corrected command fail.
     assert (tmp_path / "out.partial").exists() == ("documents" in message)
 
 
 def test_ids_train_no_tokenizer(tmp_path: Path):
     write_pair(tmp_path / "pair", [[[1, 2]]])
-    with pytest.raises(InputError, match=r"train_bpe = 300: \.bin files hold ids"):
+    with pytest.raises(InputError, match=r"train_bpe = 300: \.bin files contain ids"):
         command.prepare(config(tmp_path / "pair.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
 
 
@@ -971,7 +971,7 @@ malformed_lines = st.lists(
 
 @st.composite
 def mutated(draw, content: bytes) -> bytes:
-    """A few bytes changed, cut out, doubled or put in; mostly what was whole is no more."""
+    """Change, remove, double or insert a few bytes; most results are invalid."""
     data = bytearray(content)
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -1012,7 +1012,7 @@ VALID = {
 
 @st.composite
 def malformed_files(draw) -> dict[str, bytes]:
-    """Files by name: one or two kinds, whole or not, and sometimes a good one beside them."""
+    """Draw files by name: one or two kinds, valid or not, and sometimes also a valid one."""
     files = {}
     for i in range(draw(st.integers(1, 2))):
         suffix = draw(st.sampled_from(sorted(VALID)))
@@ -1076,7 +1076,7 @@ def test_more_malformed_input_ends_in_a_corpus_or_one_line(files: dict[str, byte
 
 @pytest.fixture(scope="module")
 def small_store(tmp_path_factory) -> dict[str, bytes]:
-    """The files of a complete corpus."""
+    """Return the files of a complete corpus."""
     root = tmp_path_factory.mktemp("small")
     source = write(root / "a.jsonl", *LINES[:12])
     command.prepare(config(source, root / "out", tokenizer=None, train_bpe=260))
