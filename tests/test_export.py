@@ -1,4 +1,4 @@
-"""Export: transformers gives the logits, tokens and log-likelihoods that the run gives; and back, bit by bit."""
+"""Export: transformers gives the run's logits, tokens and log-likelihoods; importing it again is bit-exact."""
 
 import copy
 import json
@@ -196,7 +196,7 @@ def test_many_layers_in_several_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "fire"])
 def test_what_pytorch_saves_is_imported(name, exported, tmp_path):
-    """A model that was loaded, changed and saved by transformers, with its code."""
+    """Import a model that transformers has loaded, changed and saved, with its code."""
     workdir, directory = exported(name)
     model = load_model(directory)
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_what_pytorch_saves_is_imported(name, exported, tmp_path):
 
 
 def test_training_in_pytorch(exported):
-    """The loss is the mean over next tokens; gradients are the same with gradient checkpointing."""
+    """Check that the loss is the mean over next tokens, and that gradient checkpointing changes no gradient."""
     _, directory = exported("pythia")
     x = torch.tensor(tokens())
     gradients = []
@@ -334,7 +334,7 @@ def test_a_tuple_is_returned_on_request(exported):
 
 
 def test_tokenizers_give_the_same_ids(exported, tmp_path):
-    """Of bytes, and of a BPE; transformers adds no token."""
+    """Check bytes and a BPE; transformers adds no token."""
     texts = ["plain text, and more", "\x00\x7f ünïcödé 日本\n\n  x", "<|endoftext|>"]
     of_bytes = transformers.AutoTokenizer.from_pretrained(exported("llama")[1])
     for text in texts[:2]:
@@ -407,7 +407,7 @@ def test_the_command_lines(exported, tmp_path):
 
 @pytest.mark.slow
 def test_lm_eval_gives_the_same_log_likelihoods(exported):
-    """Its hf backend on the exported directory, and our adapter on the run."""
+    """Compare lm-eval's hf backend on the exported directory and our adapter on the run."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 

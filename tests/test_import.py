@@ -179,7 +179,7 @@ def test_logits_in_float64(name, runs, monkeypatch):
 
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_loss_and_gradients_are_those_of_transformers(name, runs, directories):
-    """Of every parameter, each in its own layout: the gradient of a tensor is converted as the tensor itself is."""
+    """Compare the gradients of all parameters; a tensor's gradient is converted like the tensor."""
     model, (config, params) = theirs(name), ours(runs(name))
     x = tokens()
     model.zero_grad()
@@ -255,7 +255,7 @@ def read_run_with(workdir: Path, **model: Any) -> TransformerConfig:
 
 
 def test_an_imported_run_is_continued_and_evaluated_beside_its_continuation(runs, tmp_path, text):
-    """Its weights start a run with another method; both are evaluated on the text of that run, one also with YaRN."""
+    """Start a run with another method from its weights; evaluate both on that run's text, one also with YaRN."""
     spec = checkpoint.read_config(runs("pythia"))["config"]
     spec["model"] |= {"rotary": {"name": "none"}, "bias": {"name": "kerple"}}
     spec["data"] |= {"path": str(text), "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.3}
@@ -298,7 +298,7 @@ def test_an_imported_run_has_no_text_of_its_own(runs, text, tmp_path):
 
 def test_a_run_is_not_overwritten(runs, directories):
     before = sorted(file for file in runs("pythia").rglob("*"))
-    with pytest.raises(InputError, match=r"workdir = .*: must not hold a run yet"):
+    with pytest.raises(InputError, match=r"workdir = .*: must not contain a run"):
         import_run(directories("llama3"), runs("pythia"), tokenizer="bytes")
     assert sorted(file for file in runs("pythia").rglob("*")) == before
 
@@ -325,7 +325,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     spec["train"] |= {"validation_batches": 1}
     spec["init"] = {"source": str(tmp_path / "run"), "train_only": None}
     loop.train(spec, tmp_path / "continued")
-    assert "1 of 13 documents are not the text of their tokens" in caplog.text
+    assert "1 of 13 documents cannot be decoded exactly" in caplog.text
     options = PerplexityOptions(lengths=(16,), last_tokens=16, max_windows=4, data=str(words))
     evaluate([tmp_path / "run", tmp_path / "continued"], options, output=tmp_path / "results")
     results = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
@@ -416,7 +416,7 @@ def test_old_names_of_options_mean_the_same(directories):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2"])
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
-    """Such as Mistral's window and its number of key/value heads. Null, and what is off, asks for nothing."""
+    """Check, for example, Mistral's window and number of key/value heads. Null and disabled options are accepted."""
     sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32}
     sizes |= {"intermediate_size": 24}
     whole = transformers.AutoConfig.for_model(kind, **sizes).to_dict()
@@ -738,7 +738,7 @@ def test_damaged_checkpoints_are_refused_in_one_line(case, directories, tmp_path
 
 
 def test_the_cache_of_the_hub_is_followed_but_no_further(directories, tmp_path, runs):
-    """Its files are links from snapshots/COMMIT to blobs."""
+    """Files of the hub's cache are links from snapshots/COMMIT to blobs."""
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The PyTorch operator and model against the golden vectors, and against JAX: the same values and gradients."""
+"""PyTorch operator and model: values and gradients of the golden vectors and of JAX."""
 
 import functools
 import itertools
@@ -55,7 +55,7 @@ def random_params(module: Any, seed: int) -> Any:
 
 
 def operator_cases() -> list:
-    """Every bias with DAPE1x3 and without, and every processor with a bias and without; fast: each bias once."""
+    """Return every bias with and without DAPE1x3, every processor with and without a bias; the quick ones once."""
     biases, processors = list(ALL_BIASES), list(ALL_PROCESSORS)
     chosen = {*itertools.product(biases, ("none", "dape3")), *itertools.product(("kerple", "nope"), processors)}
     chosen -= {("nope", "of_bias")}
@@ -187,7 +187,7 @@ def layer(heads: int, width: int) -> tuple[theirs.Kerple, theirs.Dape]:
     window=st.none() | st.integers(1, 9),
 )
 def test_blocks_rows_and_padding_change_nothing(length, rows, heads, width, block_size, num_left, window):
-    """The last rows alone, as from a cache; rows in blocks; and padding to the left, which holds other numbers."""
+    """Compare the last rows alone, as with a cache; rows in blocks; and padding to the left with other numbers."""
     bias, processor = layer(heads, width)
     options = {"bias": bias, "processor": processor, "window": window}
     torch.manual_seed(length)
@@ -218,7 +218,7 @@ LEAKING = {
     ],
 )
 def test_rows_of_every_method_are_the_same_alone_in_blocks_and_padded(bias, processor, window):
-    """The last rows alone, as from a cache; in blocks; and after padding, a different amount for each sequence."""
+    """Compare the last rows alone, as with a cache; in blocks; and with different padding for each sequence."""
     torch.manual_seed(0)
     module = theirs.make_bias({"name": bias} | SMALL_BIAS.get(bias, {}), 4, 6)
     config = (ALL_PROCESSORS | LEAKING)[processor]
