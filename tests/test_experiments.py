@@ -258,7 +258,7 @@ def test_a_comparison_with_nan_does_not_hold():
     ],
 )
 def test_a_perplexity_that_is_infinite_is_more_than_any_other(of_low: float, of_high: float, holds: bool):
-    """A model that diverged has one; between two of them nothing is shown, whatever the factor."""
+    """Diverged models have infinite perplexity; a comparison of two of them never holds."""
     low, high = Cell("a", 1, 1), Cell("b", 1, 1)
     values = {low: dict.fromkeys((0, 1), of_low), high: dict.fromkeys((0, 1), of_high)}
     for factor in (0.5, 1.0, 2.0):
@@ -706,12 +706,12 @@ def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeyp
     [
         ("fig99", {}, ["experiment", "fig99", "fig2"]),
         ("table6", {"tasks": ("even_pears",)}, ["--tasks", "even_pears", "even_pairs"]),
-        ("table6", {"tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "each once"]),
+        ("table6", {"tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "duplicates"]),
         ("table6", {"data": "stdlib"}, ["--data", "stdlib", "own strings"]),
         ("fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
         ("fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
         ("fig2", {"preset": "paper"}, ["--data", "paper"]),
-        ("fig2", {"seeds": (1, 1)}, ["--seeds", "each once"]),
+        ("fig2", {"seeds": (1, 1)}, ["--seeds", "duplicates"]),
         ("one", {"preset": "tiny", "data": "/nowhere"}, ["data.path", "/nowhere"]),
     ],
 )
