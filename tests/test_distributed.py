@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("localhost:1234", None, None), ["--num_processes, --process_id", "must be given together"]),
-        ((None, 2, 0), ["--coordinator", "must be given together"]),
+        (("localhost:1234", None, None), ["--num_processes, --process_id", "must be set together"]),
+        ((None, 2, 0), ["--coordinator", "must be set together"]),
         (("localhost", 2, 0), ["--coordinator", "'localhost'", "host:port"]),
         (("localhost:http", 2, 0), ["--coordinator", "host:port"]),
         (("localhost:65536", 2, 0), ["--coordinator", "host:port"]),
@@ -274,7 +274,7 @@ def state_of(workdir: Path, spec: dict) -> tuple:
 class Run:
     """`train.py` in some processes that share four devices.
 
-    `last_flags`, `last_directory` and `last_path` are what only the last process has: more flags, another working
+    `last_flags`, `last_directory` and `last_path` apply only to the last process: more flags, another working
     directory, and a directory with Python packages.
     """
 
@@ -503,7 +503,7 @@ def test_a_process_that_no_other_joins_ends_with_one_line():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert re.fullmatch(r"error: processes: after 2 seconds, not all have joined.*\n", done.stderr), done.stderr
+    assert re.fullmatch(r"error: processes: not all have joined after 2 seconds.*\n", done.stderr), done.stderr
 
 
 @pytest.mark.slow
@@ -513,7 +513,7 @@ def test_the_same_error_on_all_processes_names_none(root, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_corpus_on_one_process_ends_all(root, tmp_path):
-    """Its path leads to another corpus on process 1, or to none: each process has its own working directory."""
+    """Relative paths lead to another corpus on process 1, or to none: its working directory differs."""
     here, there = tmp_path / "here", tmp_path / "there"
     for directory, words in ((here, "keys and values "), (there, "queries and keys ")):
         (directory / "text").mkdir(parents=True)
@@ -543,7 +543,7 @@ def test_processes_agree_on_the_steps_before_they_resume(root, tmp_path, one_pro
 
 @pytest.mark.slow
 def test_another_version_on_one_process_ends_all(root, tmp_path):
-    """Of another package: this one's version may stand beside train.py, whose directory is searched first."""
+    """Change another package's version: ours may be next to train.py, whose directory is searched first."""
     metadata = tmp_path / "packages" / "optax-99.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99\n")

@@ -312,7 +312,7 @@ def test_a_damaged_corpus_in_a_bucket_gets_no_name(bucket, tmp_path):
     content[5] ^= 1
     tokens.write_bytes(content)
     upload(local, bucket)
-    with pytest.raises(InputError, match=r"digest = .*the files beside it give"):
+    with pytest.raises(InputError, match=r"digest = .*must be the files' "):
         store.load_corpus(config_of(bucket, tmp_path / "cache"))
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 
@@ -417,7 +417,7 @@ def train_arguments(path: object, workdir: object, cache: Path, num_steps: int =
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
-    """A run in a bucket whose requests fail ends with the bits of a local one; `eval.py` and the tools read it."""
+    """Train in a bucket with failing requests, bitwise equal to a local run; `eval.py` and the tools read it."""
     local = prepared(tmp_path)
     corpus = storage.to_path(f"{scheme}://bucket/{scheme}-corpus", "")
     upload(local, corpus)
