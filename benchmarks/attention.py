@@ -119,7 +119,7 @@ class Settings:
 
     @property
     def processor(self) -> DapeConfig | PlainConfig:
-        """The processor."""
+        """Config of the processor."""
         return DapeConfig(self.kernel_width, self.channels) if self.kernel_width else PlainConfig()
 
 

@@ -1,7 +1,7 @@
 """Run all measurements on one GPU in at most nine minutes; see `docs/gpu.md`.
 
     python -m benchmarks.gpu --output=results/gpu/h100
-    python -m benchmarks.gpu --output=/tmp/gpu --tiny        # the same on a CPU, with tiny sizes
+    python -m benchmarks.gpu --output=runs/gpu --tiny        # the same on a CPU, with tiny sizes
 
 Measured: correctness of every implementation; times and memory of one layer (`dense`, `blockwise`, the fused kernel
 and variants of both, cuDNN's plain attention, PyTorch); complete training steps; a short training run; counters of the

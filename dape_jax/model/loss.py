@@ -39,8 +39,8 @@ def nll_of_features(
 ) -> Float[Array, "B T"]:
     """Return the negative log-likelihood of every target from the model's features, in nats, float32.
 
-    On a mesh, each device computes the logits of its own tokens and, if `tensor` splits the vocabulary, of its own part
-    of the vocabulary. The unembedding is gathered once, and its gradient is summed over devices once.
+    On a mesh, each device computes the logits of its tokens and, if `tensor` splits the vocabulary, of its part of the
+    vocabulary. The unembedding is gathered once, and its gradient is summed over devices once.
 
     Args:
         model: model with the unembedding.
