@@ -35,7 +35,7 @@ ALL_PROCESSORS |= {
 
 @dataclasses.dataclass(frozen=True)
 class Cached:
-    """Attend as generation does: a few rows at a time, against a cache whose unwritten columns hold random numbers."""
+    """Attend as in generation: a few rows at a time, against a cache with random numbers in unwritten columns."""
 
     num_rows: int = 3
     num_unused: int = 3
@@ -66,26 +66,26 @@ LENGTH = 11
 
 
 def is_valid(bias: str, processor: str, *others: str) -> bool:
-    """Return whether a processor has all that it reads: without a bias, one of the bias alone has nothing."""
+    """Return whether a processor has its inputs: a processor that reads only the bias needs one."""
     return not (bias == "nope" and processor == "of_bias")
 
 
 def meetings(case: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> set[tuple]:
-    """Return the values that meet in a case: for each group of axes, their values in it."""
+    """Return the combinations of values in a case: for each group of axes, their values."""
     return {(axes, tuple(case[axis] for axis in axes)) for axes in groups}
 
 
 def covering(
     axes: Sequence[Sequence], groups: Sequence[tuple[int, ...]], seed: int = 0, valid: Callable[..., bool] = is_valid
 ) -> list:
-    """Return a sample of the product of `axes` in which all values of every group of axes meet, if that is valid.
+    """Return a sample of the product of `axes` with all valid combinations of values of every group of axes.
 
-    Greedy: the next case is the first of a shuffled product in which most values meet that have not met yet.
+    Greedy: the next case is the first of a shuffled product with the most combinations that are still missing.
 
     Args:
         axes: values of each axis.
-        groups: for example (0, 1): each value of axis 0 meets each value of axis 1.
-        seed: of the shuffle.
+        groups: for example (0, 1): all combinations of a value of axis 0 and a value of axis 1.
+        seed: seed of the shuffle.
         valid: whether a case of the product is valid.
     """
     product = [case for case in itertools.product(*axes) if valid(*case)]
@@ -100,7 +100,7 @@ def covering(
 
 
 def pairwise(axes: Sequence[Sequence], seed: int = 0, valid: Callable[..., bool] = is_valid) -> list:
-    """Return a sample of the product of `axes` in which every valid pair of values of two axes meets."""
+    """Return a sample of the product of `axes` with every valid pair of values of two axes."""
     return covering(axes, list(itertools.combinations(range(len(axes)), 2)), seed, valid)
 
 
@@ -114,10 +114,11 @@ AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, KINDS)
 
 @functools.cache
 def sample() -> list[tuple[str, str, str, str]]:
-    """Return a sample of the product of `AXES` in which every valid pair of values of two axes meets.
+    """Return a sample of the product of `AXES` with every valid pair of values of two axes.
 
-    Dense attention is cheap to compile: every bias meets every processor there. Another implementation knows nothing of
-    biases and processors: it meets each of them once, in a layer that is in the sample with dense attention too.
+    Dense attention is cheap to compile, so it is tested with every pair of bias and processor. The other
+    implementations do not depend on the bias or processor: each is tested once with every bias and processor, in a
+    layer that is also in the sample with dense attention.
     """
     dense = pairwise((ALL_BIASES, ALL_PROCESSORS, KINDS))
     others = covering(
@@ -129,7 +130,7 @@ def sample() -> list[tuple[str, str, str, str]]:
 
 
 def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
-    """Return the whole product as parameters of a test; all cases outside of `sample` are slow."""
+    """Return the complete product as parameters of a test; cases that are not in `sample` are slow."""
     sample = set(sample)
     return [
         pytest.param(*case, marks=() if case in sample else pytest.mark.slow)

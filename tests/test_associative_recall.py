@@ -1,4 +1,4 @@
-"""Proposition 1 as `docs/associative_recall.md` constructs it: the page's code is run, and every claim is checked."""
+"""Proposition 1, as in `docs/associative_recall.md`: the page's code is run, and every claim is checked."""
 
 import contextlib
 import io
@@ -19,8 +19,8 @@ from dape_jax.model.attention import attend, score
 from dape_jax.model.processors import DapeConfig
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "associative_recall.md"
-HAKUNA, MATATA = 0, 1  # where a test needs no others: words are interchangeable, since their embeddings are
-KERNELS = {  # those that the page says recall, with their alignment
+HAKUNA, MATATA = 0, 1  # used if a test needs no other words: words are interchangeable, because their embeddings are
+KERNELS = {  # kernels that recall according to the page, with their alignment
     "paper": ((-1.0, 1.0), "causal"),
     "shift": ((-1.0, 0.0), "causal"),
     "equation5": ((-1.0, 2.0), "causal"),
@@ -30,7 +30,7 @@ KERNELS = {  # those that the page says recall, with their alignment
 
 @pytest.fixture(scope="module")
 def page():
-    """What the page's code defines, and what it prints."""
+    """Return the names that the page's code defines, and its output."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 1, f"{PAGE}: one block of python is what this file tests, not {len(blocks)}"
     names, printed = {"__name__": "associative_recall"}, io.StringIO()
@@ -56,7 +56,7 @@ def read(page):
 
 
 def draw_text(rng, vocab: int, length: int, times: int, place: str = "random") -> tuple[np.ndarray, int, int]:
-    """Other tokens at random, none "Hakuna", with "Hakuna Matata" `times` times among them, and "Hakuna" at the end."""
+    """Draw a text of random other tokens with "Hakuna Matata" `times` times among them, and "Hakuna" at the end."""
     hakuna, matata = rng.choice(vocab, 2, replace=False)
     others = rng.choice(np.delete(np.arange(vocab), hakuna), length - 1 - 2 * times)
     pieces = [[other] for other in others] + [[hakuna, matata]] * times
@@ -93,7 +93,7 @@ def test_operator_is_the_linear_convolution_of_the_keys(page, name):
 
 
 def test_every_short_text_has_the_shares_of_the_table(read):
-    """All texts of six tokens over four words that end with "Hakuna"; and all kernels recall where they should."""
+    """Check all texts of six tokens over four words that end with "Hakuna", and recall with all kernels."""
     vocab, length, beta = 4, 6, 3.0
     texts_BS = np.array([(*text, HAKUNA) for text in itertools.product(range(vocab), repeat=length - 1)])
     weights_BS = weights(texts_BS, beta)
@@ -162,7 +162,7 @@ def test_hakuna_gives_matata(page, read, vocab, length, times, batch):
 
 @pytest.mark.parametrize(("vocab", "length"), [(3, 8), (3, 4096), (6, 4096), (40, 500)])
 def test_sharpness_of_the_arg_max_is_the_least(read, vocab, length):
-    """The other tokens all the same, or all as different as V - 2 words can be: e^beta must beat the largest count."""
+    """e^beta must exceed the largest count, whether the other tokens are all equal or as different as possible."""
     for kinds in (1, vocab - 2):
         others = 2 + np.arange(length - 3) % kinds
         text = np.concatenate([others[:3], [HAKUNA, MATATA], others[3:], [HAKUNA]])
@@ -192,7 +192,7 @@ def test_minus_identity_on_unit_vectors_is_too_blunt(read):
 
 @pytest.mark.parametrize("beta", [0.5, 3.0, 12.0])
 def test_without_the_convolution_no_better_than_chance(read, beta):
-    """The first "Hakuna" before each of the other tokens in turn: as many right answers, and one multiset."""
+    """Put the first "Hakuna" before each other token in turn: each has another answer, but the multiset is the same."""
     rng = np.random.default_rng(0)
     vocab, num_others, most = 12, 62, 15
     others = np.concatenate([np.full(most, 7), rng.choice(np.delete(np.arange(1, vocab), 6), num_others - most)])
@@ -269,16 +269,16 @@ def test_no_earlier_hakuna_is_not_noticed(read):
 
 
 def test_hakuna_hakuna(read):
-    """The kernel [-1, 1] cannot recall that a token follows itself; the pure shift can."""
+    """Kernel [-1, 1] cannot recall that a token follows itself; the pure shift can."""
     beta, vocab = 9.0, 5
     text = [2, HAKUNA, HAKUNA, 3, 2, HAKUNA, HAKUNA, 4, HAKUNA, HAKUNA, 2, 4, HAKUNA]  # itself 3 times, 3, 4 and 2 once
     assert read([text], vocab, beta, "shift").argmax() == HAKUNA
     share_V = read([text], vocab, beta)[0]
     np.testing.assert_allclose(share_V, [0, 0, 1 / 3, 1 / 3, 1 / 3], rtol=0, atol=1e-3)
-    # It does not stand in the way of "Hakuna Hakuna Matata", nor of a last "Hakuna" after another.
+    # It does not prevent "Hakuna Hakuna Matata", nor a last "Hakuna" after another.
     text = [2, HAKUNA, HAKUNA, MATATA, 2, 3, HAKUNA, HAKUNA]
     assert read([text], vocab, beta).argmax() == MATATA
-    # Alone it leaves what stood in the text before, and the current token's own column at weight 1.
+    # Alone it keeps the earlier columns, and the current token's own column at weight 1.
     share_V = read([[2, 2, 3, HAKUNA, HAKUNA]], vocab, beta)[0]
     np.testing.assert_allclose(share_V, [1 / 4, 0, 2 / 4, 1 / 4, 0], rtol=0, atol=1e-4)
 
@@ -305,7 +305,7 @@ def test_residual_stream_needs_a_louder_head(read):
 
 
 def test_mask_hides_what_the_match_with_itself_points_at(page, read):
-    """Every row has +beta on the next column, which holds its answer; the attention of all rows still ignores it."""
+    """+beta is on the next column of every row, which contains its answer; attention still ignores it."""
     vocab, length, beta = 7, 24, 5.0
     texts_BS = np.random.default_rng(4).integers(0, vocab, (3, length))
     processor = page.linear_processor()

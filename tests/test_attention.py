@@ -92,7 +92,7 @@ def test_runs_read_the_keys_that_their_rows_see(num_runs, halo, row_stride):
 
 
 def test_compile_time_does_not_grow_with_length():
-    """The program of blockwise attention has the same number of instructions at any length."""
+    """Blockwise attention compiles to the same number of instructions at any length."""
 
     def num_instructions(length, block_size=16):
         params, attend = make_layer("kerple", "dape3")

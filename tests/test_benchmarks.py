@@ -113,7 +113,7 @@ def test_torch_computes_the_same(tmp_path):
 @pytest.mark.parametrize("direction", attention.DIRECTIONS)
 @pytest.mark.parametrize("name", ["dense", "blockwise", attention.PLAIN])
 def test_compiled_flops_are_those_of_the_formula(name, direction):
-    """Count all pairs of a query and a key, not only the causal ones; bodies of scans as often as they run."""
+    """Count all pairs of a query and a key, not only the causal ones, and trip counts of scans."""
     length = 64
     settings = attention.Settings(lengths=(length,), channels=4, block_size=8, num_buckets=1)
     case = attention.Case(settings, "125m", length, direction)
@@ -182,7 +182,7 @@ class Device:
 
 @pytest.mark.parametrize(("platform", "expected"), [("gpu", 1e-3 + 1e-2 / 9), ("cpu", 1.1e-2)])
 def test_a_device_is_not_waited_for_after_every_call(monkeypatch, platform, expected):
-    """A sample of one call takes 11 ms here; nine are queued, to take a tenth of a second."""
+    """One call takes 11 ms here; nine are queued, which takes a tenth of a second."""
     device = Device(monkeypatch)
     monkeypatch.setattr(measure, "device_platform", lambda: platform)
     monkeypatch.setattr(measure, "WARMUP_CALLS", 1)

@@ -1,7 +1,7 @@
-"""Which keys a query row depends on, over every bias x processor x implementation.
+"""Causality: the keys that a query row depends on, for every bias x processor x implementation.
 
-Strict causality is bitwise: neither values nor gradients of a row know anything about later tokens, tokens before its
-window, or padding.
+Strict causality is bitwise: values and gradients of a row do not depend on later tokens, tokens before its window, or
+padding.
 """
 
 import itertools
@@ -40,7 +40,7 @@ POS = np.arange(LENGTH, dtype=np.int32)
 
 
 def test_every_pair_of_values_meets():
-    """The sample of the default suite holds every valid pair of values of two axes, and is much smaller than all."""
+    """Check that the default sample has every valid pair of values of two axes, and is far smaller than all."""
     cases = [case.values for case in every_case(AXES, ())]
 
     def pairs(cases):
@@ -198,7 +198,7 @@ def test_columns_that_a_convolution_reads(width, alignment):
 @pytest.mark.parametrize("width", [1, 3, 5, 7])
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
 def test_the_listing_edge_differs_in_the_last_rows_alone(width, implementation):
-    """The paper's listing changes its last W//2 rows when a key is appended; all other rows are those of "prefix"."""
+    """Appending a key changes the last W//2 rows of the paper's listing; all other rows are those of "prefix"."""
     bias = BIASES["alibi"]().build(2, 4, nnx.Rngs(0))
     qkv = make_qkv(13)
     pos, half = jnp.arange(13), width // 2

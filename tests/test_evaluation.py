@@ -1,4 +1,4 @@
-"""Evaluation: the paper's protocol, to the bit the same twice, and what it leaves behind."""
+"""Evaluation: the paper's protocol, bit-exact repetition, and the written files."""
 
 import dataclasses
 import errno
@@ -97,13 +97,13 @@ def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
 
 
 def untrained(spec: dict[str, Any]) -> TrainedModel:
-    """A model that no checkpoint is of."""
+    """Return a model without a checkpoint."""
     run = RunConfig.from_dict(spec)
     return TrainedModel(Path("test"), 0, run, "", run.mesh, "newest")
 
 
 def store_of(lengths: list[int]) -> TokenStore:
-    """A token store in memory: document d is d * 1000 + 0, 1, 2, ..."""
+    """Return a token store in memory, whose document d is d * 1000 + 0, 1, 2, ..."""
     tokens = np.concatenate([d * 1000 + np.arange(n, dtype=np.uint32) for d, n in enumerate(lengths)])
     sidecar = Sidecar(1, "bytes", 257, "<u4", len(lengths), len(tokens), "", "validation", "", "")
     return TokenStore(Path(), sidecar, tokens, np.concatenate([[0], np.cumsum(lengths)]))
@@ -186,8 +186,8 @@ def test_perplexity_is_of_the_sum(rows, tokens_each):
 
 
 def test_training_loss_is_the_evaluators_loss(root):
-    """The same batch, at the train length, through the training step and through the evaluator's."""
-    run = RunConfig.from_dict(tiny.spec(root, train__num_steps=4))  # the programs of the session's run
+    """Compare the training step and the evaluator on the same batch, at the train length."""
+    run = RunConfig.from_dict(tiny.spec(root, train__num_steps=4))  # the programs of the trained run
     mesh = make_mesh(run.mesh)
     corpus = load_corpus(run.data)
     batch = next(train_batches(corpus.train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1))
@@ -203,7 +203,7 @@ def test_training_loss_is_the_evaluators_loss(root):
 
 
 def test_blockwise_beyond_a_threshold_changes_no_result(root):
-    """The evaluator's blockwise lengths give what dense ones give."""
+    """Blockwise and dense lengths of the evaluator give the same results."""
     results, changes = [], {"model__num_layers": 1, "evaluation__lengths": (16, 64)}
     mesh, params = make_mesh_of_all(), None
     for blockwise_from in (1, 10_000):
@@ -221,7 +221,7 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
 
 @pytest.mark.parametrize("mesh", [pytest.param("context=8", marks=pytest.mark.slow), "fsdp=2,context=4"])
 def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
-    """A mesh is how, not what: the same perplexities, to rounding, dense and blockwise."""
+    """Perplexities do not depend on the mesh, up to rounding, dense and blockwise."""
     found, expected = (
         read_runs(evaluate(runs[1:], mesh=m, lengths=(16, 64), output=tmp_path / str(n)).directory)
         for n, m in enumerate((read_mesh("--mesh", mesh), None))
@@ -274,7 +274,7 @@ def test_another_corpus_can_be_scored(runs, root, tmp_path):
 
 
 def test_evaluation_reads_params_alone(runs, tmp_path):
-    """A run whose optimizer state is gone can still be evaluated."""
+    """Evaluate a run without optimizer state."""
     copy = tmp_path / "dape"
     shutil.copytree(runs[1], copy)
     shutil.rmtree(copy / "checkpoints" / "4" / "opt_state")
@@ -286,7 +286,7 @@ def test_evaluation_reads_params_alone(runs, tmp_path):
 
 
 def test_any_checkpoint_can_be_evaluated(runs, tmp_path):
-    """The newest, the best by validation loss, or one by its number."""
+    """Evaluate the newest checkpoint, the best by validation loss, or one by number."""
 
     def step_of(step: str) -> int:
         return read_runs(evaluate(runs[1:], step=step, lengths=(16,), output=tmp_path / step).directory)[0]["step"]
@@ -296,9 +296,9 @@ def test_any_checkpoint_can_be_evaluated(runs, tmp_path):
 
 @pytest.mark.slow
 def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path):
-    """A row for each way; at the train length all are what was trained, beyond it all are different.
+    """Report one row per variant of RoPE, equal at the train length and different beyond.
 
-    A model without RoPE beside it has one row.
+    A model without RoPE in the same report has one row.
     """
     rope = {"name": "rope", "base": 10_000.0}
     changes = {"model__rotary": rope, "model__bias": {"name": "nope"}, "model__processor": {"name": "none"}}
@@ -614,7 +614,7 @@ def test_a_model_that_diverged_is_named_and_does_not_affect_the_others(
 @pytest.mark.parametrize("kind", ["perplexity", "delta"])
 @pytest.mark.parametrize("value", [1.7e308, 1e99, math.inf, math.nan], ids=str)
 def test_figures_leave_out_points_that_cannot_be_drawn(tmp_path, kind, value):
-    """The number is in the table all the same."""
+    """Omitted points are still in the table."""
     common = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
     each = {"length": 16, "perplexity": 3.0, "low": 2.0, "high": 4.0, **common}
     deltas = [{"length": 32, "local": 3.0, "full": 2.0, "delta": 1.0, "low": 0.5, "high": 1.5}]
@@ -717,7 +717,7 @@ def test_a_step_chosen_by_number_that_is_deleted_is_named(runs, tmp_path, monkey
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["config.json", "checkpoints", "checkpoints/4", "checkpoints/4/config", "text"])
 def test_files_that_cannot_be_read_are_one_line(runs, root, tmp_path, monkeypatch, name, number):
-    """Every call of the operating system on a path, and below it, fails, as on a file server that is gone."""
+    """Let all system calls on and below a path fail, as on an unreachable file server."""
     workdir = copy_of(runs[1], tmp_path)
     denied = str(root / "text" if name == "text" else workdir / name)
 
@@ -747,7 +747,7 @@ def test_files_that_cannot_be_read_are_one_line(runs, root, tmp_path, monkeypatc
 
 
 def compiled_at(run: RunConfig, length: int, last_tokens: int, **model):
-    """The scoring step of one sequence for each device; nothing is allocated."""
+    """Compile the scoring step for one sequence per device; nothing is allocated."""
     config = dataclasses.replace(run.model, **model)
     mesh = make_mesh(run.mesh)
     graphdef, abstract = model_structure(model_at(config, length, run.evaluation, "rope", 16))
@@ -762,7 +762,7 @@ def compiled_at(run: RunConfig, length: int, last_tokens: int, **model):
 
 
 def growth(run: RunConfig, length: int, last_tokens: int | None = None) -> float:
-    """By how much predicted memory grows when the length does so fourfold."""
+    """Return the growth of predicted memory when the length is multiplied by four."""
     short, long = (predicted_bytes(compiled_at(run, n, last_tokens or n)) for n in (length, 4 * length))
     return long / short
 

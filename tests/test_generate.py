@@ -1,4 +1,4 @@
-"""Generation: the cache gives what the full forward gives, draws are what they are said to be, input is named."""
+"""Generation: the cache agrees with the full forward, draws have the right distribution, errors name the input."""
 
 import dataclasses
 import errno
@@ -48,7 +48,7 @@ from dape_jax.training.checkpoint import restore_config, restore_params
 
 GREEDY = Sampling(temperature=0.0)
 BIAS_OPTIONS = {
-    # Small enough for the positions of these tests to reach what lies beyond.
+    # Small enough for positions of these tests to exceed them.
     "t5": {"num_buckets": 8, "max_distance": 12},
     "fire": {"threshold": 6},
     "cope": {"num_positions": 6},
@@ -85,7 +85,7 @@ def make_config(bias: str, processor: str, rotary: str = "none", **changes) -> T
 
 
 def random_params(config: TransformerConfig) -> Params:
-    """Random parameters: zeros, as some have in the beginning, could hide a mistake."""
+    """Return random parameters: initial zeros could hide an error."""
     draw = np.random.default_rng(1)
 
     def random(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -119,7 +119,7 @@ def mixed_cases() -> list:
 
 @pytest.mark.parametrize(("bias", "processor", "rotary", "options"), mixed_cases())
 def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, options):
-    """A prompt at once, then token by token, then several at once, then token by token: all logits are the same."""
+    """Extend by a prompt, single tokens, several tokens, and single tokens again: all logits are the same."""
     config = make_config(bias, processor, rotary, **options)
     params = random_params(config)
     tokens_BT = np.random.default_rng(1).integers(0, 11, (2, 18), np.int32)
@@ -185,14 +185,14 @@ def prompt_of(length: int) -> np.ndarray:
 def tokens_of(
     model: tuple[TransformerConfig, Params], prompts: list, num: int, sampling: Sampling, mesh=None, **more
 ) -> np.ndarray:
-    """All tokens of a generation, [prompts, steps]."""
+    """Return all tokens of a generation, [prompts, steps]."""
     mesh = one_device() if mesh is None else mesh
     return np.stack(list(generate(*model, mesh, prompts, max_new_tokens=num, sampling=sampling, **more)), axis=1)
 
 
 @pytest.mark.slow
 def test_each_of_a_ragged_batch_generates_what_it_generates_alone(model):
-    """And what the full forward finds most probable; lengths to either side of a chunk's edge are among them."""
+    """Compare also with the argmax of the full forward; lengths include both sides of a chunk's edge."""
     config, params = model
     prompts = [prompt_of(length) for length in (1, CHUNK, CHUNK + 1, CHUNK + 2, 5)]
     together = tokens_of(model, prompts, 9, GREEDY)
@@ -255,7 +255,7 @@ def test_a_mesh_changes_no_token(model, data):
 
 
 def test_memory_is_linear_in_length_and_the_caches_are_not_copied(model):
-    """Prefill and decode write into the cache that they are given, and what they take besides grows with its length."""
+    """Prefill and decode update their cache in place, and other memory grows linearly with its length."""
     config, mesh, batch = dataclasses.replace(model[0], num_layers=8), one_device(), 2
     _, params = model_structure(config)
 
@@ -307,7 +307,7 @@ def test_a_sequence_ends_at_the_end_token_and_the_stream_with_the_last(model):
 
 
 def test_a_prompt_may_end_with_the_end_token(model):
-    """A new document begins there: the prompt's own end token ends nothing."""
+    """End tokens in a prompt only start a new document."""
     free = tokens_of(model, [np.array([3])], 5, GREEDY)
     assert 3 not in free
     np.testing.assert_array_equal(tokens_of(model, [np.array([3])], 5, GREEDY, end_token=3), free)
@@ -330,7 +330,7 @@ def draw(logits: list[float], sampling: Sampling, num: int = 64) -> np.ndarray:
 
 
 def truncated(logits: list[float], sampling: Sampling, slack: float = 0.0) -> np.ndarray:
-    """The probabilities that a draw should have, in double precision; `slack` is added to top_p."""
+    """Return the expected probabilities of a draw, in double precision; `slack` is added to top_p."""
     scaled = np.asarray(logits, float) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")
     kept = np.zeros(len(scaled), bool)
@@ -494,7 +494,7 @@ def expected_tokens(workdir: Path, prompts: list[bytes], num: int, sampling: Sam
 
 
 def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_path, capsys, monkeypatch):
-    """An empty prompt is the beginning of a document; --output has all of it and is not written over."""
+    """Empty prompts start a document; --output contains everything and is not overwritten."""
     prompts, sampling, file = (
         ["the läng".encode(), b"", b"scores\x1b"],
         Sampling(temperature=1.0),

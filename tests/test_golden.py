@@ -1,9 +1,9 @@
-"""Every method against vectors of the reference implementations.
+"""Golden tests: every method against vectors of the reference implementations.
 
-Float64: all outputs and all gradients to 1e-10. Float32: all outputs within 4 times the error that the reference itself
-makes in float32, which every file records. A file that is put into `tests/golden`, or into the folder
-`$DAPE_GOLDEN_DIR`, is tested without any new code unless it holds a new method. The slow tests run every file in both
-dtypes, dense and blockwise; the others every method, every size and every file of a plain bias.
+Float64: all outputs and all gradients to 1e-10. Float32: all outputs within 4 times the reference's own error in
+float32, which every file records. Files in `tests/golden` or the directory `$DAPE_GOLDEN_DIR` are tested without new
+code, except for new methods. The slow tests run every file in both dtypes, dense and blockwise; the others every
+method, every size and every file of a plain bias.
 """
 
 import collections
@@ -224,7 +224,7 @@ def one_per_width_and_length() -> list:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("file", one_per_width_and_length())
 def test_golden_where_we_differ(file):
-    """Our edge differs from the listing in its last W//2 rows alone; with `leak` we are the listing without tril."""
+    """Edge "prefix" differs from the listing only in the last W//2 rows; `leak` is the listing without tril."""
     data, meta = load(file)
     params, half, T = select(data, "param."), meta["k"] // 2, meta["T"]
 

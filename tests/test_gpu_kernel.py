@@ -161,7 +161,7 @@ def test_equal_to_dense_for_any_sizes(small_tiles, data):
 
 
 def test_every_value_is_written_and_unseen_ones_are_not_read():
-    """The interpreter initialises outputs with NaN. Rows have keys after them and keys before the window."""
+    """Check with NaN in uninitialised outputs; rows have keys after them and before the window."""
     t = gpu.Tiling(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
     rows, keys, taps = 16, 140, t.taps_per_dot * t.padded_heads
     shapes = [(2, rows, 2, 4), (2, keys, 2, 4), *[(taps, 16)] * 2, *[(keys + 1, 16)] * 2, (1, rows, 16), (2, rows, 16)]
@@ -231,7 +231,7 @@ def on_mesh(attention, mesh, dtype=jnp.float32, **options):
 
 
 def test_on_a_mesh():
-    """Gradients are summed over devices. (The interpreter does not support the check of varying axes.)"""
+    """Sum gradients over devices; the interpreter does not support the check of varying axes."""
     two, one = (jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in (2, 1))
     (step, args), (on_one, _) = on_mesh(FUSED, two, check_vma=False), on_mesh(Dense(), one, check_vma=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), step(*args), on_one(*args))

@@ -34,7 +34,7 @@ IDENTITY = DAPE | {"init": "identity"}
 
 
 class StartedError(Exception):
-    """Carries the state with which a run starts."""
+    """Error with the initial state of a run."""
 
 
 def start(monkeypatch, spec: dict[str, Any], workdir: Path) -> TrainState:
@@ -70,7 +70,7 @@ def logits(spec: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def sources(trained_root) -> Path:
-    """Return the directory of the session's runs `none` and `dape`, which have steps 2 and 4. Read only."""
+    """Return the directory of the trained runs `none` and `dape`, which have steps 2 and 4. Read-only."""
     return trained_root / "runs"
 
 
@@ -107,7 +107,7 @@ def planned_state(spec: dict[str, Any]) -> TrainState:
 
 
 def test_a_new_identity_processor_changes_the_logits_by_rounding(trained_root, sources, tmp_path, monkeypatch, caplog):
-    """The program is another one, whose sums the compiler orders differently."""
+    """Check up to rounding: the compiler orders the sums of the new program differently."""
     plain = tiny.spec(trained_root, model__processor={"name": "none"})
     expected = logits(plain, saved_arrays(sources / "none", 4)["params"])
     found = {}

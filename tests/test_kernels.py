@@ -51,7 +51,7 @@ OF_DISTANCE = [name for name in BIASES if name != "fire"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer and its sizes."""
+    """Layer and its sizes."""
 
     bias: str = "kerple"
     width: int = 3
@@ -310,7 +310,7 @@ def test_golden(file, implementation):
     each({"dape": Case(channels=16)}, *KERNELS) + each({"plain": Case("alibi", plain=True)}, "tpu"),
 )
 def test_bfloat16_is_as_accurate_as_dense(case, implementation):
-    """The bias without a processor has no parameters: their gradients would cancel to less than rounding."""
+    """Use a bias without parameters if there is no processor: gradients would cancel to less than rounding."""
     arrays = case.arrays(jnp.bfloat16)
     exact = jax.tree.leaves(in_float64(case, arrays))
 
@@ -495,7 +495,7 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
 
 
 def test_auto_equals_the_implementation_that_it_chooses():
-    """The programs are the same, values and all gradients."""
+    """Compare the programs of values and all gradients."""
     blockwise = attention.BLOCKWISE["cpu"]
     for length, chosen, other in [(20, Dense(), blockwise), (45, blockwise, Dense())]:
         case = Case(length=length)
@@ -648,7 +648,7 @@ CHANGES = [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": 
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
 def test_every_kind_of_operator_can_be_traced_on_a_mesh(changes, implementation, monkeypatch):
-    """All operands of a kernel must vary over the same mesh axes, also those that are constant in some operators."""
+    """Operands of a kernel must all vary over the same mesh axes, even if they are constant in some operators."""
     case = dataclasses.replace(STRIPED, **changes)
     monkeypatch.setattr(attention, "device_platform", lambda: implementation)
     with jax.set_mesh(make_mesh(MeshConfig(1, 2, 2, 2), jax.devices())):

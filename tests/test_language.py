@@ -1,7 +1,7 @@
 """Language of the repository's prose: words and phrases that the project does not use, and first lines of docstrings.
 
-Prose is docstrings, comments and strings of Python files, and the text of Markdown files without blocks of code. Reports
-in results/ are not checked. To allow or forbid a phrase, edit `INSTEAD`.
+Prose is docstrings, comments and strings of Python files, and the text of Markdown files without blocks of code.
+Reports in results/ are not checked. To allow or forbid a phrase, edit `INSTEAD`.
 """
 
 import ast
@@ -145,7 +145,7 @@ def texts_of_python(file: str, source: str) -> list[Text]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
             if len(node.value.split()) > 1:
                 found.append(Text(file, node.lineno, "string", node.value))
-    previous = (0, 0)
+    previous = (-1, -1)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             (line, column), content = token.start, token.string.lstrip("# ")
@@ -184,17 +184,20 @@ def texts() -> tuple[Text, ...]:
 
 
 @functools.cache
-def patterns() -> dict[re.Pattern[str], str]:
-    """Return what to write instead of the matches of each pattern."""
-    phrases = {form: instead for forms, instead in INSTEAD.items() for form in forms}
-    written = {rf"\b{re.escape(form)}\b".replace(r"\ ", r"\s+"): instead for form, instead in phrases.items()}
-    return {re.compile(pattern, re.IGNORECASE): instead for pattern, instead in (written | WORKPLACE).items()}
+def patterns() -> dict[str, list[tuple[re.Pattern[str], str]]]:
+    """Return patterns and what to write instead, by the pattern's first word, or by "" if it has none."""
+    found = {"": [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in WORKPLACE.items()]}
+    for form, instead in ((form, instead) for forms, instead in INSTEAD.items() for form in forms):
+        pattern = rf"\b{re.escape(form)}\b".replace(r"\ ", r"\s+")
+        found.setdefault(form.split()[0], []).append((re.compile(pattern, re.IGNORECASE), instead))
+    return found
 
 
 def faults_of_words(text: Text) -> list[str]:
     """Return a message for each phrase of `INSTEAD` and `WORKPLACE` in a text."""
     faults = []
-    for pattern, instead in patterns().items():
+    words = {"", *re.findall(r"[a-z]+", text.content.lower())}
+    for pattern, instead in (each for word in words & patterns().keys() for each in patterns()[word]):
         for found in pattern.finditer(text.content):
             line = text.line if text.kind == "string" else text.line + text.content.count("\n", 0, found.start())
             faults.append(f"{text.file}:{line}: {' '.join(found[0].split())!r}: write instead: {instead}")

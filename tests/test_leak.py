@@ -1,4 +1,4 @@
-"""The paper's information-leak experiment (section 4.5, figure 6): without tril, rows read the future.
+"""Information leak, the paper's experiment (section 4.5, figure 6): without tril, rows read the future.
 
 A centered kernel reads to its right. Row i sees columns up to i, and without tril the convolutions carry the scores of
 columns i + 1 .. i + 2 (W//2) into them: numbers that depend on the next token, one per head, which training can use.
@@ -157,7 +157,7 @@ def layer(implementation: str, **options) -> Callable[..., jax.Array]:
     ],
 )
 def test_how_far_a_leak_reaches(implementation, kernel_width, alignment, leak, reach):
-    """A change of key j reaches the rows from j - 2 (W//2) on if the kernel is centered and leaks, else from j on.
+    """Changing key j affects rows j - 2 (W//2) and later if the kernel is centered and leaks, else rows j and later.
 
     It changes the score of key j and nothing else of the rows before j; no bit of the other rows may change.
     """

@@ -1,4 +1,4 @@
-"""The harness gets log-likelihoods of the full forward and strings of greedy generation, whatever the batch."""
+"""lm-eval harness: log-likelihoods of the full forward and strings of greedy generation, for any batch."""
 
 import copy
 import dataclasses
@@ -73,7 +73,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def model(trained_run) -> DapeLM:
-    """A model with perturbed parameters, so that the strings that it generates differ."""
+    """Return a model with perturbed parameters, so that the generated strings differ."""
     model = DapeLM(trained_run, max_length=LONGEST)
     run = model.info.run
     run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, blockwise_from=100))
@@ -96,9 +96,9 @@ def requests_of(kind: str, *arguments: tuple) -> list:
 
 
 def log_probs(model: DapeLM, tokens: list[int], length: int = LONGEST) -> np.ndarray:
-    """Of every token but the first, from the full forward: one program, since what comes after them does not matter.
+    """Return log-probabilities of all tokens but the first, from the full forward, in one program for all lengths.
 
-    (It does to some models: `length` is how many tokens there are.)
+    For models in which later tokens matter, `length` is the number of tokens.
     """
     rest = np.random.default_rng(0).integers(0, 256, length - len(tokens) + 1)
     inputs_BT = np.array([[*tokens[:-1], *rest]])
@@ -108,7 +108,7 @@ def log_probs(model: DapeLM, tokens: list[int], length: int = LONGEST) -> np.nda
 
 
 def shortened(model: DapeLM, max_length: int) -> DapeLM:
-    """The same model, its parameters not read again."""
+    """Return the same model with another maximum length, without reading its parameters again."""
     other = copy.copy(model)
     other.max_length = max_length
     return other
@@ -135,7 +135,7 @@ def greedy_ids(model: DapeLM, prompt: list[int], num: int) -> list[int]:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """As the harness cuts what has come up to the first stop: stop by stop."""
+    """Cut a text at the first stop, as the harness does: stop by stop."""
     text = next((text[:end] for end in range(len(text)) if any(stop in text[:end] for stop in stops)), text)
     for stop in stops:
         text = text.split(stop)[0]
@@ -190,7 +190,7 @@ def test_padding_content_changes_nothing(model):
 
 
 def test_greedy_is_what_generation_gives(model, monkeypatch):
-    """Which draws from the tokenizer's ids alone: here fewer than the model has."""
+    """Generation draws only ids of the tokenizer, which here has fewer than the model."""
     monkeypatch.setattr(model, "_tokenizer", type("Fewer", (Bytes,), {"vocab_size": 60})())
     context = ids_of(17)
     greedy = greedy_ids(model, context, 6)
@@ -202,7 +202,7 @@ def test_greedy_is_what_generation_gives(model, monkeypatch):
 
 
 def test_contexts_as_the_harness_has_them(model):
-    """An empty one is the end of a document; spaces at the end of one belong to the continuation."""
+    """Empty contexts are the end of a document; trailing spaces of a context belong to the continuation."""
     pairs = [("", "the text"), ("scores of", " a"), ("scores of ", "a"), ("  ", "rows"), ("ä", "ö")]
     found = [total for total, _ in model.loglikelihood(requests_of("loglikelihood", *pairs), disable_tqdm=True)]
     split = [("", "the text"), ("scores of", " a"), ("scores of", " a"), ("", "  rows"), ("ä", "ö")]
@@ -306,7 +306,7 @@ def test_no_array_of_length_times_vocabulary(model):
 
 
 def greedy_text(model: DapeLM, context: str, num: int) -> str:
-    """What follows, with no stop but the end of the document."""
+    """Return the greedy continuation, which stops only at the end of the document."""
     room = model.max_length - num
     ids = np.array(greedy_ids(model, (list(context.encode()) or [END])[-room:], num))
     ids = ids[: np.flatnonzero(ids == END)[0]] if END in ids else ids

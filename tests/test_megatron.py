@@ -20,7 +20,7 @@ DOCUMENTS: Documents = [[[5, 6, 7]], [[1], [], [2, 3], [40_000]], [], [[]], [[9,
 
 
 def write(prefix: Path, documents: Documents, dtype: str = "uint16") -> Path:
-    """A pair as the official code's builder leaves it."""
+    """Write a pair as the official code's builder does."""
     sequences = [sequence for document in documents for sequence in document]
     sizes = [len(sequence) for sequence in sequences]
     tokens = b"".join(

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def make_run(**changes) -> RunConfig:
-    """The tiny run with dotted changes, . as __; no corpus is needed."""
+    """Return the tiny run with changes of dotted fields, . as __; no corpus is needed."""
     spec = copy.deepcopy(SPEC)
     for name, value in changes.items():
         section, field = name.split("__")
@@ -66,7 +66,7 @@ def test_computed_pairs_include_the_needed_ones(blocks, block, buckets, window, 
 
 @pytest.mark.parametrize(("length", "window"), [(60, None), (200, 70), (2048, None), (2048, 300), (8192, None)])
 def test_computed_pairs_of_the_kernel_are_nearly_those_of_its_tiles(length, window):
-    """The formula leaves out the columns that two tiles compute."""
+    """Compare up to the columns that two tiles compute, which the formula omits."""
     q = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
     sizes = {"width": 3, "pad": 1, "num_channels": 32, "dtype": jnp.dtype(jnp.bfloat16)}
     tiling, _ = tpu.tilings(q, q, **sizes, row_stride=1, window=window, device_kind="TPU v5 lite")
@@ -232,7 +232,7 @@ def test_collectives_count_once_per_run_of_their_loop_and_once_per_channel():
     size = 8 * 128 * 4
     received = {c.kind: (c.count, c.num_bytes) for c in work.collectives}
     assert received == {
-        # Channel 7: both fusions are parts of one. Channel 8: started outside the loop, it runs beside it.
+        # Channel 7: both fusions are parts of one. Channel 8: started outside the loop, it overlaps with it.
         "all-gather": (12 + 1, 12 * size * 3 // 4 + size // 2),
         "reduce-scatter": (12, 12 * size * 3 // 4),
         "all-reduce": (1, 2 * (size + 4) // 2),

@@ -1,4 +1,4 @@
-"""Rotary embedding and its variants, and the biases that no golden vector holds, against their formulas."""
+"""Rotary embedding and its variants, and the biases without golden vectors, against their formulas."""
 
 import functools
 
@@ -87,7 +87,7 @@ def test_a_fraction_of_a_head_is_a_smaller_head_and_the_rest_unchanged(name):
 
 
 def test_llama3_divides_slow_angles_and_keeps_fast_ones():
-    """Its released code, one angle after the other."""
+    """Compare with the released code, one angle at a time."""
     rope = Llama3Rope(500_000.0, 8.0, 1.0, 4.0, 8192)
     expected = []
     for w in Rope(500_000.0).frequencies(128):

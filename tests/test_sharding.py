@@ -1,4 +1,4 @@
-"""Many devices are one device: every mesh axis, alone and mixed, on eight simulated devices."""
+"""Sharding: eight simulated devices equal one device, on every mesh axis, alone and combined."""
 
 import functools
 import itertools
@@ -281,7 +281,7 @@ def scaled(params, factor):
 
 
 def make_step(root, **model):
-    """A state, and the step as a function of it and of a factor that its parameters are multiplied with before."""
+    """Return a state, and the step as a function of it and of a factor that first multiplies its parameters."""
     run = make_run(root, "nope", "none", num_layers=1, attention={"name": "dense"}, **model)
     graphdef, _ = model_structure(run.model)
     state = init_state(run.model, make_optimizer(run.optimizer, 100), 0, ONE)
@@ -301,7 +301,7 @@ def make_step(root, **model):
 
 @pytest.mark.slow
 def test_float16_trains_as_float32_does(root, monkeypatch):
-    """Losses and parameters after three steps; so many steps without an overflow double the scale."""
+    """Compare losses and parameters after three steps, after which the scale doubles if there is no overflow."""
     monkeypatch.setattr("dape_jax.training.step.STEPS_TO_DOUBLE", 3)
     expected_losses, expected = three_steps(make_run(root, "kerple", "dape"), ONE)
     losses, found = three_steps(make_run(root, "kerple", "dape", dtype="float16"), ONE)
@@ -359,7 +359,7 @@ def test_small_gradients_survive_in_float16(root):
 
 
 def test_a_bad_step_changes_nothing_but_the_count(root):
-    """A loss that is NaN or infinite changes neither parameters nor optimizer."""
+    """NaN or infinite losses change neither parameters nor optimizer."""
     state, take = make_step(root)
     for _ in range(2):
         state, metrics = take(state)
@@ -416,7 +416,7 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monk
         (4, "bad", "nan"),
     ]
     assert (tmp_path / "skipped" / "checkpoints" / "6").exists()
-    # Step 5 is taken again by a run that goes on from 4: it is recorded once.
+    # A run that resumes from 4 repeats step 5, which is recorded once.
     assert [json.loads(line)["step"] for line in (tmp_path / "stopped" / "skipped.jsonl").read_text().splitlines()] == [
         3
     ]

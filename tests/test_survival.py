@@ -134,7 +134,7 @@ def test_a_digest_depends_on_every_bit_and_not_on_the_mesh(dtype, place, bit):
 
 
 def test_a_digest_depends_on_the_order_of_the_values():
-    """A plain sum would not change when rows are swapped or values rotated."""
+    """Swap rows and rotate values, which would not change a plain sum."""
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     others = [values[::-1], values.T, np.roll(values, 1), values.reshape(4, 16).repeat(2, 0)[:, ::2], -values]
     digests = [checkpoint.leaf_digests({"a": jnp.asarray(a)})["a"] for a in [values, *others]]
@@ -163,7 +163,7 @@ def test_a_step_is_restored_on_any_mesh(saved, mesh):
 
 
 def test_a_flipped_bit_in_any_file_is_an_error_or_has_no_effect(workdir):
-    """A flip in a JSON item is always detected; elsewhere some bytes are not used to restore any array."""
+    """Flips in JSON items are always detected; in other files some bytes are not used to restore any array."""
     for step in (1, 2):
         shutil.rmtree(workdir / "checkpoints" / str(step))
     target, expected = abstract(small_state(3)), jax.device_get(small_state(3))
@@ -448,7 +448,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, saved):
 
 
 def test_a_lock_that_is_a_symbolic_link_is_refused(tmp_path):
-    """Another user could have put it there, to have a file of ours overwritten."""
+    """Reject the link: another user could have created it so that one of our files is overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "run").mkdir()
@@ -593,7 +593,7 @@ with checkpoint.open_checkpoints(Path(sys.argv[1]), 1) as manager:
 
 
 def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
-    """A limit on the size of files makes the same calls fail as a full disk."""
+    """Simulate a full disk by a limit on the size of files, which makes the same calls fail."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -633,7 +633,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_corrupted_files_are_skipped_or_refused(tmp_path):
-    """A few cases of `scripts/corrupt.py`, whose outcomes are known."""
+    """Run a few cases of `scripts/corrupt.py` with known outcomes."""
     kinds, ways = "--kinds=config.json$|params/_METADATA", "--ways=deleted,random bytes,unreadable"
     run = run_script("scripts/corrupt.py", kinds, ways, f"--output={tmp_path}")
     assert run.returncode == 0, run.stderr[-5000:]

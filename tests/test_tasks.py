@@ -1,4 +1,4 @@
-"""The algorithmic tasks: golden examples, the form and frequencies of samples, and answers by independent methods."""
+"""Algorithmic tasks: golden examples, format and frequencies of samples, and answers by independent methods."""
 
 import itertools
 import json
@@ -196,7 +196,7 @@ def test_samples_of_every_length_are_inputs_and_are_solved(task):
 
 
 def test_is_input_rejects_other_strings():
-    """The check above can fail."""
+    """Check that `is_input` can fail."""
     refused = {
         "modular_arithmetic": ["1+", "+1", "1_2", "12"],
         "stack_manipulation": ["-0", "01-0", "00", "-"],
@@ -320,7 +320,7 @@ def test_answers_at_the_extremes(task, inputs):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_permutation_invariant(task):
-    """The answer is independent of the order of symbols exactly in the tasks that are `permutation_invariant`."""
+    """Answers are independent of the order of symbols if and only if the task is `permutation_invariant`."""
     inputs_BN = draw(task, 3000, 7)
     targets_BM = TASKS[task].solve(inputs_BN)
     answers: dict[bytes, set[bytes]] = {}

@@ -39,7 +39,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
 @pytest.fixture(scope="module")
 def root(trained_root) -> Path:
-    """Return the directory of the session's text."""
+    """Return the directory of the text."""
     return trained_root
 
 
@@ -76,7 +76,7 @@ def first_result(function: Callable) -> Callable:
 
 
 def small_spec(root: Path, **changes: Any) -> dict[str, Any]:
-    """Return the config of the session's run with DAPE, with changes such as train__num_steps=3."""
+    """Return the config of the trained run with DAPE, with changes such as train__num_steps=3."""
     return tiny.spec(root, **({"train__num_steps": 4} | changes))
 
 
@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
 
 @pytest.mark.parametrize("sessions", [[(3.0, 1.0, 9.0, 8.0, 7.0)], [(3.0, 1.0), (9.0,), (8.0, 7.0)]])
 def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
-    """Also if the run is resumed in between. (Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here.)"""
+    """Check also with a resumed run. Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here."""
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
     for losses in sessions:
@@ -280,7 +280,7 @@ def test_gradients_are_clipped_by_their_global_norm(root):
 
 
 def test_training_learns(root, tmp_path):
-    """The loss falls from that of a uniform guess to well below it in twenty steps on repeated words."""
+    """Loss falls from that of chance to well below it in twenty steps on repeated words."""
     spec = small_spec(root, train__num_steps=20, train__eval_interval=20, train__checkpoint_interval=20)
     run = RunConfig.from_dict(spec)
     loop.train(spec, tmp_path / "run")

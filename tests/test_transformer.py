@@ -1,4 +1,4 @@
-"""The model: its invariants end to end, its sizes, its initial values."""
+"""Model: invariants end to end, sizes, and initial values."""
 
 import dataclasses
 import functools
@@ -204,7 +204,7 @@ def test_the_architectures_have_every_option_with_every_value():
     ],
 )
 def test_trained_short_runs_sixteen_times_longer(bias, processor):
-    """Every method takes a gradient step at T and then runs at 16 T: nothing in it holds a length."""
+    """Take a gradient step at T with every method, then run at 16 T: no parameter depends on a length."""
     graphdef, params = random_model(make_config(bias={"name": bias}, processor={"name": processor}))
 
     def loss(params, x):
@@ -326,7 +326,7 @@ def test_parameter_counts_are_those_that_the_docs_give(bias, kernel):
 
 
 def test_every_method_starts_from_the_same_model():
-    """What a bias or a processor draws does not change what the rest of the model draws."""
+    """Random initial values of a bias or processor do not change those of the rest of the model."""
 
     def shared(**changes):
         params = initial_params(**changes)
@@ -343,7 +343,7 @@ def test_every_method_starts_from_the_same_model():
 
 @pytest.mark.parametrize("bias", ["kerple", *(pytest.param(bias, marks=pytest.mark.slow) for bias in ("nope", "cope"))])
 def test_identity_starts_as_its_base_and_trains(bias):
-    """With init="identity" the logits are the base's to the bit; both convolutions move within two steps."""
+    """With init="identity" the logits are bitwise those of the base; both convolutions change within two steps."""
     x = jnp.asarray(tokens(2, 17))
     changes = {"bias": {"name": bias}, "processor": choose("processor", "dape", init="identity")}
     graphdef, _ = model_structure(make_config(**changes))
@@ -397,7 +397,7 @@ def test_grouped_queries_and_windows(changes):
     ids=str,
 )
 def test_extending_a_cache_is_the_whole_forward(attention, window):
-    """Whatever the model's driver, which elsewhere may take its rows for the last of the keys."""
+    """Test all implementations, some of which otherwise assume that their rows are the last of the keys."""
     config, x = make_config(attention=attention, window=window), tokens(2, 19)
     graphdef, params = random_model(config)
     extend = jax.jit(lambda params, *args: nnx.merge(graphdef, params).extend(*args))
