@@ -47,9 +47,8 @@ GO, STOP, READY = "go-{group}", "stop", "ready-{group}"  # files for communicati
 SAMPLES = 5
 DENSE_PAIRS = 2**25  # rows x columns x sequences: `dense` needs tens of GiB for more
 Figures = dict[str, Any]
-Prepare = Callable[
-    [], tuple[Figures, Callable[[], Figures] | None]
-]  # figures, and a function that times the case, or None
+# Returns figures, and a function that times the case, or None.
+Prepare = Callable[[], tuple[Figures, Callable[[], Figures] | None]]
 
 
 DAPE = DapeConfig(kernel_width=3, channels=32)

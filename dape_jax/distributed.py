@@ -44,12 +44,7 @@ _POLL_SECONDS = 0.5  # interval between checks for an error of another process
 _EXIT_SECONDS = 5  # maximum wait for all processes to read an error, before they exit
 _VERSIONS, _ERRORS, _ENDING = "dape_jax/versions", "dape_jax/errors", "dape_jax/ending"  # keys of the store
 
-_LOST_CONNECTION = (
-    "by peer",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "heartbeat",
-)  # parts of error messages of jax's runtime
+_LOST_CONNECTION = ("by peer", "UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat")  # in error messages of jax's runtime
 
 
 @contextlib.contextmanager

@@ -90,9 +90,7 @@ def commit() -> str:
     The suffix -dirty is added if tracked files have changed, except in results/, where a command may write several
     results.
     """
-    if not (
-        ROOT / ".git"
-    ).exists():  # installed as a package: git would describe a repository that contains the environment
+    if not (ROOT / ".git").exists():  # installed: git would describe a repository around the environment
         return "unknown"
     try:
         name = _git("describe", "--always", "--exclude=*").strip()

@@ -21,9 +21,7 @@ FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
-gc.set_threshold(
-    100_000, 20, 20
-)  # tracing makes many objects: with the defaults, a tenth of the time is garbage collection
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects: by default a tenth of the time is collections
 # One compilation cache for all workers, command lines and later runs: its key covers program, options and versions.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))

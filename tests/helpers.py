@@ -41,7 +41,7 @@ class Cached:
     num_unused: int = 3
 
     def __call__(self, q, k, v, q_pos, k_pos, score_mod, mask):
-        attend = jax.jit(Dense().__call__, static_argnames="mask")  # traced once for all steps of one size
+        attend = jax.jit(Dense().__call__, static_argnames="mask")  # traced once for all steps of the same size
         unused = 10_000 + jnp.arange(self.num_unused, dtype=k_pos.dtype)
         batch, length, *kv_shape = k.shape
         cache = [7 * make_qkv(length + self.num_unused, batch, *kv_shape)[0].astype(k.dtype) for _ in range(2)]
@@ -157,7 +157,7 @@ def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, dty
         bias=make_bias(bias, heads, head_dim), processor=make_processor(processor, heads, bias != "nope", dtype)
     )
     graphdef, params = nnx.split(layer, nnx.Param)
-    # Parameters that start at 0 would hide errors in their inputs.
+    # Parameters at 0 would hide errors in their inputs.
     draw = np.random.default_rng(2)
     params = jax.tree.map(
         lambda p: jnp.asarray(p if p.any() else (0.3 * draw.normal(size=p.shape)).astype(p.dtype)),
@@ -191,7 +191,7 @@ def make_weight(out: jax.Array) -> jax.Array:
 def compiled(bias: str, processor: str, implementation: str, kind: str = "full", causal: bool = True) -> Callable:
     """Return `run(qkv, q_pos, k_pos, weight) -> out, (gradients of parameters, gradients of qkv)`, compiled once.
 
-    The gradients are those of (out * weight).sum(): a weight that is 0 except for some rows selects these rows.
+    The gradients are those of (out * weight).sum(): a weight that is 0 except in some rows selects these rows.
     """
     params, attend = make_layer(bias, processor)
     window = KINDS[kind].get("window")

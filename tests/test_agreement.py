@@ -61,7 +61,7 @@ def test_implementations_agree(bias, processor, implementation, kind):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 23])
 def test_implementations_agree_at_any_length(length):
-    """One token, one block, ragged last blocks; grouped heads, and a window longer than one block."""
+    """Test one token, one block, ragged last blocks, grouped heads, and a window longer than one block."""
     params, attend = make_layer("kerple", "dape5", heads=4)
     qkv = make_qkv(length, 1, heads=4, kv_heads=2)
     weight = make_weight(qkv[0])
@@ -112,7 +112,7 @@ ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("
 
 @pytest.mark.parametrize(("bias", "processor", "window"), every_case(ON_MESH, ON_MESH_QUICK))
 def test_rows_over_devices_agree(bias, processor, window):
-    """Rows striped over context and tensor, heads whole: dense on one device, values and all gradients."""
+    """Rows striped over context and tensor equal dense on one device, in values and all gradients."""
     params, attend = make_layer(bias, processor, heads=4)
     qkv = make_qkv(24, heads=4, kv_heads=2)
     weight = make_weight(qkv[0])
@@ -194,7 +194,7 @@ def test_bfloat16_operands_accumulate_in_float32():
     ),
 )
 def test_grouped_heads_are_shared_heads(bias, implementation):
-    """Two key heads for six query heads: the same as each of the two repeated three times, gradients summed."""
+    """Two key heads for six query heads equal the two repeated three times, with gradients summed."""
     params, attend = make_layer(bias, "dape3", heads=6)
     q, k, v = make_qkv(9, heads=6, kv_heads=2)
     weight = make_weight(q)
@@ -253,7 +253,7 @@ def test_blocks_read_the_halo_of_a_row(width, options, window):
 
 
 @pytest.mark.parametrize("bias", ALL_BIASES)
-def test_biases_are_functions_of_positions_alone(bias):
+def test_biases_are_functions_of_positions_only(bias):
     """Biases depend on no length and no offset: a corner of a large bias is the small bias, also far away."""
     layer = ALL_BIASES[bias]().build(2, 4, nnx.Rngs(0))
     if bias in BIASES and layer is not None:

@@ -133,7 +133,7 @@ def dense_maps(
 
 @pytest.mark.parametrize("case", CASES)
 def test_pooled_maps_are_the_definition(root, case):
-    """At a length that is no multiple of a block or of a cell: means of cells, and statistics of all visible pairs."""
+    """Check means of cells and statistics of all visible pairs, at a length that blocks and cells do not divide."""
     config, model, x_BTD = model_and_input(root, case)
     expected, mask_TT, _ = dense_maps(config, model, x_BTD)
 
@@ -289,7 +289,7 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
 
 @pytest.mark.parametrize("name", ["layer-00.png", "attention_maps.json"])
 def test_a_file_that_cannot_be_written_is_one_line(workdir, tmp_path, name):
-    (tmp_path / name).mkdir()  # even root cannot replace it by a file
+    (tmp_path / name).mkdir()  # a directory, which even root cannot replace by a file
     with pytest.raises(InputError, match=rf"^output = .*: cannot be written to: .*{name}'$"):
         attention_maps(workdir, length=16, output=tmp_path)
     assert not (tmp_path / "index.html").exists()
@@ -318,5 +318,5 @@ def test_command_line(workdir, tmp_path):
 
 
 def test_importing_it_defines_no_flags():
-    """They have the names of other command lines' flags."""
+    """Importing must not define flags, which have the names of other command lines' flags."""
     assert "length" not in flags.FLAGS

@@ -298,13 +298,13 @@ def test_a_processor_that_padding_would_change_is_refused(option):
 
 
 def test_dropout_keeps_the_expectation():
-    """Dropout zeroes or scales attention's addition to the residual stream and keeps its mean."""
+    """Dropout zeroes or scales attention's output before the residual stream and keeps its mean."""
     config = dataclasses.replace(encoder("nope", "plain"), norm_first=True, dropout=0.25)
 
     @nnx.jit
     def build():
         block = Block(config, rngs=nnx.Rngs(0))
-        block.mlp.down_FD[...] = jnp.zeros((64, 16))  # no feed-forward output: the block is linear in what is dropped
+        block.mlp.down_FD[...] = jnp.zeros((64, 16))  # no MLP output: linear in the dropped values
         return block
 
     graphdef, params = nnx.split(build(), nnx.Param)
@@ -457,7 +457,7 @@ def test_accuracy_equals_that_of_a_plain_loop(runs, evaluated):
 
 
 def test_only_output_symbols_count(runs, monkeypatch, tmp_path):
-    """Answer 0 everywhere, which is also the target of input symbols and padding: right are the answers that are 0."""
+    """Answer 0 everywhere, also the target of input symbols and padding: only answers of 0 count as right."""
     monkeypatch.setattr(
         accuracy, "run_in_batches", lambda *_, num_rows, **__: np.zeros((num_rows, 1), np.int32), raising=True
     )
@@ -762,7 +762,7 @@ def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-# When one read of a damaged step fails, Orbax never awaits the others, which warn when they are collected: here.
+# If one read of a damaged step fails, Orbax never awaits the others, which warn when they are garbage-collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_is_named(runs, root, tmp_path):
     """Requesting a damaged checkpoint by number is an error."""

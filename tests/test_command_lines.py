@@ -54,7 +54,7 @@ def train_arguments(root: Path, config: str, workdir: Path, *more: str) -> list[
 
 @pytest.mark.slow
 def test_train_twice_then_evaluate(root, tmp_path):
-    """Two methods trained, one of them asked for again, then compared: table, JSON, Markdown and figure."""
+    """Train two methods, one of them twice, and compare them: table, JSON, Markdown and figure."""
     for name, config in (
         ("kerple", "configs/quickstart.py:processor=none"),
         ("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3,vocab=257"),

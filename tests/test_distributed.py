@@ -74,7 +74,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux says who listens")
 @pytest.mark.parametrize(("host", "is_local"), [("localhost", True), ("127.0.0.1", True), ("0.0.0.0", False)])
-def test_a_local_coordinator_listens_on_the_loopback_interface_alone(host, is_local):
+def test_a_local_coordinator_listens_only_on_the_loopback_interface(host, is_local):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -206,7 +206,7 @@ def test_a_program_for_one_process_refuses_several(monkeypatch, name):
 @given(start=st.integers(0, 50), noticed_at=st.integers(0, 60), num_steps=st.integers(1, 60))
 @settings(deadline=None)
 def test_sigterm_at_any_time_stops_a_run_once(start, noticed_at, num_steps):
-    """jax answers True for one number only, one above the last that any process asked about."""
+    """Check with a stop number one above the last queried: jax returns True for one number only."""
     asked = []
 
     def reached(number):
@@ -237,7 +237,7 @@ class StopsAfter3(PreemptionGuard):
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_exactly_and_its_step_is_never_the_best(root, tmp_path, monkeypatch):
-    """Stopped between two validations, with one checkpoint kept: bitwise the uninterrupted run."""
+    """Stop between two validations, keeping one checkpoint: bitwise equal to the uninterrupted run."""
     spec = tiny.spec(root, train__max_to_keep=1, train__num_steps=4, model__num_layers=1)
     spec["model"]["processor"] = {"name": "none"}
     loop.train(spec, tmp_path / "whole")
@@ -400,7 +400,7 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     assert one.wait() == [0], one.texts()
     assert_same_result(tmp_path / "two_one", one_process)
 
-    # If one process cannot decode its part of a step, both skip the step. A damaged config is that of the step.
+    # If one process cannot decode its part of a step, both skip the step.
     workdir = tmp_path / "two_damaged"
     shutil.copytree(tmp_path / "two", workdir)
     (workdir / "config.json").write_text("{")
@@ -423,7 +423,7 @@ def test_two_processes_resume_the_run_of_one_with_context_parallelism(root, tmp_
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_die_together(root, tmp_path):
-    """SIGTERM to one stops both at the same step; kill -9 of one ends the other within half a minute."""
+    """SIGTERM to one process stops both at the same step; SIGKILL of one ends the other within half a minute."""
     workdir = tmp_path / "run"
     endless = (
         "--config.train.num_steps=100000",
@@ -581,5 +581,5 @@ GLOO = (
         (ValueError("closed by peer"), False),
     ],
 )
-def test_a_lost_process_is_told_from_a_bug(error, is_lost):
+def test_a_lost_process_is_distinguished_from_a_bug(error, is_lost):
     assert distributed._is_lost_connection(error) == is_lost

@@ -147,7 +147,7 @@ def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, ma
     windows = choose_windows(store, longest, max_windows)
     room = sum((n - 1) // longest for n in document_lengths)
     assert len(set(windows)) == len(windows) == min(max_windows, room)
-    # No document gives two windows while another that is long enough gives none.
+    # No document has two windows while another, long enough, has none.
     used = np.bincount([w.document for w in windows], minlength=len(document_lengths))
     if used.max() > 1:
         assert all(used[d] for d, n in enumerate(document_lengths) if n > longest)
@@ -171,7 +171,7 @@ def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, ma
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.1, 50)), min_size=1, max_size=30), st.integers(1, 64))
 def test_perplexity_is_of_the_sum(rows, tokens_each):
-    """exp(sum of nll / number of tokens), not a mean of perplexities; the interval holds it."""
+    """Perplexity is exp(sum of nll / number of tokens), not a mean of perplexities; the interval contains it."""
     documents, nlls = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
     result = length_result(7, documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
     assert result["perplexity"] == pytest.approx(math.exp(nlls.sum() / (len(rows) * tokens_each)))
@@ -273,7 +273,7 @@ def test_another_corpus_can_be_scored(runs, root, tmp_path):
     assert digest != load_corpus(data).digest
 
 
-def test_evaluation_reads_params_alone(runs, tmp_path):
+def test_evaluation_reads_params_only(runs, tmp_path):
     """Evaluate a run without optimizer state."""
     copy = tmp_path / "dape"
     shutil.copytree(runs[1], copy)
@@ -373,7 +373,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
 
 
 def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path, monkeypatch):
-    """Uncommitted changes of the source are refused for results/ alone; those of other results do not count."""
+    """Uncommitted changes of the source are rejected only for results/; changes of other results are ignored."""
     clone = tmp_path / "clone"
     results = clone / "results"
     monkeypatch.setattr(provenance, "ROOT", clone)
@@ -424,7 +424,7 @@ def test_a_window_longer_than_any_document_names_the_longest(root):
 
 
 def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tmp_path):
-    """Equation 6, by hand, from what the other protocol gives when the last T_train tokens are scored."""
+    """Compute equation 6 from the other protocol with the last T_train tokens scored."""
     written = evaluate(runs, protocol="delta", output=tmp_path)
     evaluate(runs, last_tokens=16, output=tmp_path)
     deltas, perplexities = read_runs(tmp_path, "delta"), read_runs(tmp_path)
@@ -438,7 +438,7 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tm
             assert delta["local"] == local["perplexity"]
             assert delta["full"] == full["perplexity"]
             assert delta["low"] <= delta["delta"] <= delta["high"]
-            # Paired by documents: a model's easy and hard documents are not taken for noise of the difference.
+            # Paired by documents: variation between easy and hard documents is not noise of the difference.
             assert delta["high"] - delta["low"] < local["high"] - local["low"]
     assert written.figure == tmp_path / "delta.png"
     for table in (written.table, (tmp_path / "delta.md").read_text()):
@@ -455,7 +455,7 @@ def test_delta_is_positive_where_context_helps(rows, saved):
     documents, local = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
     result = delta_result(64, documents, *(np.outer(nll, np.full(16, 1 / 16)) for nll in (local, local - saved)))
     assert result["delta"] == pytest.approx(result["local"] - result["full"])
-    # Every document saves the same nll for every window, so no draw of documents changes the sign.
+    # Every document gains the same nll in every window, so no sample of documents changes the sign.
     assert np.sign(result["delta"]) == np.sign(saved) or result["delta"] == pytest.approx(0)
     if result["low"] is not None and result["high"] is not None:
         assert result["low"] >= 0 or saved < 0
@@ -507,8 +507,8 @@ def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, 
 
 
 @pytest.mark.parametrize("breaks_at", [None, 100, 700])
-def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
-    """Loss that goes up by twice the margin at a position, under noise ten times as large."""
+def test_a_break_is_found_and_noise_is_not_a_break(breaks_at):
+    """Find a loss that rises by twice the margin at a position, with noise ten times as large."""
     nll = np.random.default_rng(0).normal(2.0, 10 * MARGIN_NATS, (64, 1024))
     if breaks_at is not None:
         nll[:, breaks_at - 1 :] += 2 * MARGIN_NATS
@@ -516,7 +516,7 @@ def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
     if breaks_at is None:
         assert found is None
     else:
-        # The smoothed curve is over the margin when half of what it covers is beyond the break.
+        # The smoothed curve exceeds the margin when half of its window is beyond the break.
         assert breaks_at * 2**-SMOOTHED_OCTAVES < found < breaks_at * 2**SMOOTHED_OCTAVES
 
 
@@ -562,7 +562,7 @@ def test_a_perplexity_too_large_for_a_float_is_infinite(local, full):
 
 @pytest.mark.parametrize("first_nan", [None, 40, 200])
 def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
-    """They do not change the smoothed loss of positions before them."""
+    """NaN does not change the smoothed loss of earlier positions."""
     nll = np.random.default_rng(0).normal(2.0, 0.1, (8, 256))
     expected = positions_result(np.arange(8), nll, 64)
     if first_nan is not None:
@@ -770,7 +770,7 @@ def growth(run: RunConfig, length: int, last_tokens: int | None = None) -> float
 def test_predicted_memory_is_linear_in_length(root):
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     assert growth(run, 8192, last_tokens=16) <= 4.3
-    assert growth(run, 8192) <= 4.3  # by position, where every token is scored
+    assert growth(run, 8192) <= 4.3  # by position: every token is scored
     dense = RunConfig.from_dict(tiny.spec(root, model__num_layers=1, evaluation__blockwise_from=10**6))
     assert growth(dense, 1024, last_tokens=16) > 12  # what the figure would be if anything were quadratic
 
@@ -790,17 +790,17 @@ def test_predicted_memory_is_linear_in_length_for_every_method(root, bias, proce
 
 
 def test_no_more_than_a_chunk_of_logits_is_held(root):
-    """By position at a large vocabulary, where [T, V] logits would be most of the memory."""
+    """Check by position at a large vocabulary, where [T, V] logits would take most of the memory."""
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     length, vocab_size = 8192, 20_000
     found = predicted_bytes(compiled_at(run, length, length, vocab_size=vocab_size, num_outputs=vocab_size))
     assert found < length * vocab_size * 4 / 2
     small = predicted_bytes(compiled_at(run, 1024, 1024, vocab_size=vocab_size, num_outputs=vocab_size))
-    assert small > 1024 * vocab_size * 4  # a chunk of them is there, and counted
+    assert small > 1024 * vocab_size * 4  # a chunk of logits is counted
 
 
 def test_unembedding_in_chunks_changes_no_value(root):
-    """Chunks that divide the tokens, and chunks that leave some over."""
+    """Test chunks that divide the number of tokens and chunks that do not."""
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     mesh = make_mesh(run.mesh)
     params = init_params(run.model, 0, mesh)
@@ -814,8 +814,8 @@ def test_unembedding_in_chunks_changes_no_value(root):
             np.testing.assert_allclose(plain[:, -last_tokens:], chunked, rtol=1e-6)
 
 
-def test_what_does_not_fit_is_refused_with_what_does(runs, root, tmp_path, monkeypatch):
-    """Before any weights are read; the length that is named fits, and twice that does not."""
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does(runs, root, tmp_path, monkeypatch):
+    """Reject before weights are read; the named length fits, and twice this length does not."""
     run = RunConfig.from_dict(tiny.spec(root))
     needed = {length: predicted_bytes(compiled_at(run, length, 16)) for length in (16, 32, 64)}
     assert needed[16] < needed[32] < needed[64]
@@ -836,7 +836,7 @@ def test_what_does_not_fit_is_refused_with_what_does(runs, root, tmp_path, monke
 
 
 def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypatch):
-    """As compilers for TPUs do, which know the chip's memory."""
+    """Compilers for TPUs run out of memory because they know the chip's memory."""
     mesh = make_mesh_of_all()
 
     class Step:
@@ -869,8 +869,8 @@ def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypa
         compile_with("RESOURCE_EXHAUSTED")
 
 
-def test_what_was_predicted_is_what_runs(root, caplog):
-    """Scoring compiles nothing more, and a prediction for long lengths is in the log."""
+def test_the_predicted_program_is_the_one_that_runs(root, caplog):
+    """Scoring compiles no other programs, and the prediction for long lengths is logged."""
     model = untrained(tiny.spec(root))
     mesh, store = make_mesh(model.mesh), load_corpus(model.run.data).validation
     params = init_params(model.run.model, 0, mesh)
@@ -879,7 +879,7 @@ def test_what_was_predicted_is_what_runs(root, caplog):
         compiled = compile_lengths(model, "rope", len(windows))
     (said,) = [record.getMessage() for record in caplog.records if record.name == programs.__name__]
     assert said.startswith("test: length 64 is predicted to take 0.00 GiB on each device, where ")
-    score_windows(compiled, params, mesh, store, windows, "test")  # whatever else there is to compile
+    score_windows(compiled, params, mesh, store, windows, "test")  # compiles the remaining functions
     caplog.clear()
     with jax.log_compiles(True):
         score_windows(compiled, params, mesh, store, windows, "test")
@@ -909,7 +909,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("version", GROUPS)
 @pytest.mark.parametrize("place", ["", "a", "a/b"])
-def test_the_hosts_memory_is_what_it_says_and_what_a_control_group_leaves(tmp_path, version, place):
+def test_available_memory_is_limited_by_host_and_control_group(tmp_path, version, place):
     (line, top, limit, usage, cache), MIB = GROUPS[version], 2**20
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:   8192000 kB\nMemAvailable:    4096 kB\nHugePages_Total:   0\n")
@@ -922,7 +922,7 @@ def test_the_hosts_memory_is_what_it_says_and_what_a_control_group_leaves(tmp_pa
         (group / limit).write_text(f"{said}\n")
         assert host_available_bytes(tmp_path) == expected * MIB
     (group / "memory.stat").write_text(f"anon 5\n{cache} {5 * MIB}\n")
-    assert host_available_bytes(tmp_path) == 4 * MIB  # 5 allowed, 1 of them used for good
+    assert host_available_bytes(tmp_path) == 4 * MIB  # 5 allowed, of which 1 is permanently used
     (group / limit).write_text(f"{3 * MIB}\n")
     assert host_available_bytes(tmp_path) == 2 * MIB
 

@@ -49,7 +49,7 @@ def read_meta(file: Path) -> dict:
 
 
 def longest_of_each_method(found: list[Path]) -> set[Path]:
-    """Return the file with most positions of each method, in every folder."""
+    """Return the file with the most positions of each method, in every directory."""
     by_method = {}
     for file in sorted(found, key=lambda file: read_meta(file)["T"]):
         by_method[file.parent, read_meta(file)["name"]] = file
@@ -148,7 +148,7 @@ def heads_last(x):
 
 
 def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
-    """Return the outputs that the file of a module holds; the loss is made of the last."""
+    """Return the outputs in the file of a module; the loss is computed from the last."""
     bias, processor = build(params, meta, **options)
     pos = jnp.arange(meta["T"])
     mask = pos[None, :] <= pos[:, None]
@@ -166,7 +166,7 @@ def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
 
 
 def attention_outputs(inputs: dict, params: dict, meta: dict, attention) -> dict:
-    """Return the outputs that the file of an attention layer holds."""
+    """Return the outputs in the file of an attention layer."""
     bias, processor = build(params, meta)
     pos = jnp.arange(meta["T"])
     q, k, v = (heads_last(inputs[name]) for name in "qkv")

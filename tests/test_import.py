@@ -254,7 +254,7 @@ def read_run_with(workdir: Path, **model: Any) -> TransformerConfig:
 # ---- a run like any other
 
 
-def test_an_imported_run_is_continued_and_evaluated_beside_its_continuation(runs, tmp_path, text):
+def test_an_imported_run_is_continued_and_evaluated_with_its_continuation(runs, tmp_path, text):
     """Start a run with another method from its weights; evaluate both on that run's text, one also with YaRN."""
     spec = checkpoint.read_config(runs("pythia"))["config"]
     spec["model"] |= {"rotary": {"name": "none"}, "bias": {"name": "kerple"}}
@@ -285,7 +285,7 @@ def text(tmp_path_factory) -> Path:
     return directory
 
 
-def test_an_imported_run_has_no_text_of_its_own(runs, text, tmp_path):
+def test_an_imported_run_has_no_text(runs, text, tmp_path):
     with pytest.raises(InputError, match=r"data.path = None: .*was imported, without a text; name one with --data"):
         evaluate([runs("pythia")])
     spec = checkpoint.read_config(runs("pythia"))["config"]
@@ -305,7 +305,7 @@ def test_a_run_is_not_overwritten(runs, directories):
 
 @pytest.mark.slow
 def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp_path, capsys, caplog):
-    """Imported, continued on raw text that its tokens change, evaluated, and asked to write on."""
+    """Import the model, continue it on raw text that its tokens change, evaluate it, and generate."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"vocab_size": 448, **TIED}))
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
@@ -364,7 +364,7 @@ def test_log_likelihoods_of_the_harness_are_those_of_transformers(runs):
 
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("mix", marks=pytest.mark.slow)])
 def test_parameters_are_put_where_the_mesh_says(mesh, directories, tmp_path, runs):
-    """On eight devices, in shards; the same bits as on one."""
+    """Shards on eight devices are bitwise equal to one device."""
     sizes = {"fsdp": MeshConfig(1, 8, 1, 1), "mix": MeshConfig(2, 2, 1, 2)}[mesh]
     source = open_source(directories("llama3"))
     config = read_trained(runs("llama3"), "newest", {}).run.model
@@ -398,7 +398,7 @@ def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_
 
 
 def test_old_names_of_options_mean_the_same(directories):
-    """Configs of transformers 4, as published ones are."""
+    """Read configs of transformers 4, such as published ones."""
     new = json.loads((directories("llama3") / "config.json").read_text())
     scaling = dict(new["rope_parameters"])
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
@@ -464,7 +464,7 @@ print(json.dumps(runpy.run_path("scripts/import_memory.py")["measure"](config, "
 
 @pytest.mark.slow
 def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
-    """Beyond the parameters, which are on simulated devices, and 0.3 GB of compiler and allocator."""
+    """Measure memory beyond the parameters, on simulated devices, and 0.3 GB of compiler and allocator."""
     config = {"model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 64, "num_attention_heads": 8}
     config |= {"intermediate_size": 2048, "vocab_size": 50304}
     command = [sys.executable, "-c", MEASURE, json.dumps(config), str(tmp_path)]
@@ -472,7 +472,7 @@ def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["parameter_bytes"] > 8 * found["largest_tensor_bytes"]  # or a second copy would be within the bound
+    assert found["parameter_bytes"] > 8 * found["largest_tensor_bytes"]  # so that a second copy would be too large
     allowed = found["largest_tensor_bytes"] + 300 * 2**20
     assert found["parameter_bytes"] > 2 * allowed
     assert 0 < found["peak_read_bytes"] - found["parameter_bytes"] < allowed
@@ -537,7 +537,7 @@ def test_configs_that_are_refused(case, directories, tmp_path):
 
 
 def refused(directory: Path, tmp_path: Path, message: str, tokenizer: str | None = "bytes") -> None:
-    """Assert that an import ends with one short line, and leaves no run behind."""
+    """Assert that an import ends with one short line, and without a run directory."""
     with pytest.raises(InputError, match=message) as error:
         import_run(directory, tmp_path / "run", tokenizer=tokenizer)
     assert "\n" not in str(error.value)
@@ -592,7 +592,7 @@ def in_another_dtype(directory: Path) -> None:
 
 
 def another_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Return a damage that puts something else in the place of a file."""
+    """Return a damage that replaces a file."""
 
     def replace(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)

@@ -30,7 +30,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07 \u202eright to left\u2028line\r\n日本語 "
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
 def corpus(request, tmp_path_factory) -> Corpus:
-    """Forty files of words and one that would drive a terminal."""
+    """Return a corpus of forty files of words and one with control sequences."""
     root = tmp_path_factory.mktemp("inspect")
     text = tiny.write_text(root / "text")
     (text / "hostile.txt").write_text(HOSTILE * 20)
@@ -83,7 +83,7 @@ def test_counts_lengths_and_samples_are_the_stores(corpus, capsys):
             assert said in printed
 
 
-def test_a_text_cannot_drive_the_terminal(corpus, capsys):
+def test_control_characters_of_a_text_are_escaped(corpus, capsys):
     inspect_corpus(directory_of(corpus), samples=1000)
     printed = capsys.readouterr().out
     assert r"\x1b[2J" in printed  # the hostile text was shown
@@ -108,7 +108,7 @@ def test_one_store_can_be_inspected_alone(corpus, capsys):
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 2**40)), min_size=1, max_size=30))
 def test_the_histogram_holds_every_length_once(corpus, sizes):
-    """Also where a store is larger than what is held at once, and than what quantiles are taken of."""
+    """Check also with a store larger than a chunk, and larger than the sample for quantiles."""
     num_tokens = sum(sizes) + len(sizes)
     sidecar = dataclasses.replace(corpus.train.sidecar, num_documents=len(sizes), num_tokens=num_tokens)
     tokens = np.broadcast_to(np.uint16(0), num_tokens)
@@ -136,9 +136,9 @@ def test_output_holds_the_same_and_is_never_overwritten(corpus, tmp_path, capsys
         (output / name).unlink()
 
 
-def test_what_was_rejected_is_counted(corpus, tmp_path, capsys):
+def test_rejected_records_are_counted(corpus, tmp_path, capsys):
     directory = copied(corpus, tmp_path / "corpus")
-    assert "rejected" not in inspect_corpus(directory)  # a corpus without a record says nothing of it
+    assert "rejected" not in inspect_corpus(directory)  # a corpus without a record has no such counts
     record = json.loads((directory_of(corpus) / "record.json").read_text())
     record["rejected"] = {"not JSON\x1b": 1200, "no such field": 0}
     (directory / "record.json").write_text(json.dumps(record))

@@ -179,7 +179,7 @@ def test_stable_parameters(name):
     assert jax.tree.map(jnp.shape, params.get("module", {})) == PARAMETERS.get(name, {})
 
 
-def test_page_uses_stable_names_alone():
+def test_page_uses_only_stable_names():
     used = [pair for block in python_blocks(PAGE) for pair in imported(block)]
     assert {module for module, _ in used} == {"dape_jax"}
     assert {name for _, name in used} <= STABLE
@@ -246,7 +246,7 @@ def test_pure_op_is_module_is_attend(page):
     close(by_module, by_function)
     close(out, page.attended_BTHK)
     plain = page.fast_attend(*page.args, bias=page.bias)
-    assert np.abs(out - plain).max() > 1e-2  # there is something to compare
+    assert np.abs(out - plain).max() > 1e-2  # otherwise the comparison would be trivial
 
 
 def test_jit(page):
@@ -319,7 +319,7 @@ def test_models_train_together_as_they_do_alone(page):
         _, params = jax.jit(page.init_model)(keys[e])
         params, _, loss = page.step(params, page.optimizer.init(params), jax.random.key(6))
         close(page.losses_E[e], loss, atol=1e-5)
-        # Adam's first step is the sign of the gradient, so what has none is left to rounding.
+        # Adam's first step is the sign of the gradient, so where it is 0, rounding determines the step.
         stepped, expected = (nnx.to_pure_dict(x) for x in (jax.tree.map(lambda x, e=e: x[e], page.models), params))
         close(stepped["processor"]["scores_WHC"], expected["processor"]["scores_WHC"], atol=1e-4)
 
@@ -416,7 +416,7 @@ def test_own_bias_and_processor(page):
 
 
 def test_derivatives(page, monkeypatch):
-    """Reverse over reverse equals forward over reverse, with the convolution as JAX differentiates it."""
+    """Reverse over reverse equals forward over reverse with JAX's own gradient of the convolution."""
     x_C, ones_C = page.hidden_bias_C, page.ones_C
     for derivative in (
         lambda: jax.jvp(page.loss_of, (x_C,), (ones_C,)),
@@ -495,7 +495,7 @@ class CappedConfig(dape_jax.ProcessorConfig):
     "implementation", [Dense(), Blockwise(block_size=4, num_buckets=3)], ids=["dense", "blockwise"]
 )
 def test_minimal_processor_in_a_model(implementation):
-    """It runs in training, cached decoding and FLOP counting, and changes the logits."""
+    """Minimal processors work in training, cached decoding and FLOP counting, and change the logits."""
     config = read_model(SPEC["model"] | {"vocab_size": 11})
     plain = dataclasses.replace(config, attention=Dense(), processor=PlainConfig())
     config = dataclasses.replace(config, attention=implementation, processor=CappedConfig())
@@ -552,7 +552,7 @@ B, T, H, G, K = 2, 16, 4, 2, 8
         ([(B, H, T, K), (B, H, T, K), (B, H, T, K)], (T, T), ["q_BTHK", "[B, H, T, K]", "[B, T, H, K]", "T = 16"]),
         ([(B, T, H, K), (B, G, T, K), (B, G, T, K)], (T, T), ["k_BSGK", "[B, G, S, K]", "[B, S, G, K]", "S = 16"]),
         ([(B, T, H, K), (B, T, G, K), (B, G, T, K)], (T, T), ["v_BSGK", "[B, G, S, K]", "[B, S, G, K]"]),
-        # As many rows as heads: keys of fewer heads, or of more rows, tell.
+        # As many rows as heads: fewer key heads, or more keys, show the layout.
         ([(B, H, H, K), (B, G, H, K), (B, G, H, K)], (H, H), ["k_BSGK", "[B, G, S, K]"]),
         ([(B, H, H, K), (B, H, T, K), (B, H, T, K)], (H, T), ["k_BSGK", "[B, G, S, K]"]),
         ([(B, H, H, K), (B, H, H, K), (B, H, H, K)], (T, T), ["q_BTHK", "(2, 4, 4, 8)", "T = 16"]),

@@ -69,7 +69,7 @@ def operator_cases() -> list:
 
 @pytest.mark.parametrize(("bias", "processor"), operator_cases())
 def test_values_and_gradients_are_those_of_jax(bias, processor, float64):
-    """In float64, of inputs and parameters, with grouped keys and a window, in one block and in blocks of rows."""
+    """Compare in float64, with grouped keys and a window, in one block and in blocks of rows."""
     H, K, window = 4, 6, 7
     score_mod = ScoreMod(
         random_params(make_bias(bias, H, K), 1),
@@ -126,7 +126,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize("file", GOLDEN)
 def test_golden(file, float64):
-    """Outputs and the gradients of queries, keys and values in float64 to 1e-10; outputs in float32."""
+    """Compare outputs and gradients of queries, keys and values in float64 to 1e-10, and outputs in float32."""
     data, meta = load(file)
     params = {x.removeprefix("param."): jnp.asarray(value) for x, value in data.items() if x.startswith("param.")}
     ours = build(params, meta)
@@ -258,7 +258,7 @@ def test_rows_of_every_method_are_the_same_alone_in_blocks_and_padded(bias, proc
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_the_convolution_of_accelerators_is_that_of_cpus(width, monkeypatch):
-    """By matmuls, since cuDNN would round float32; values and gradients."""
+    """Compare values and gradients of the matmuls, used because cuDNN would round float32."""
     torch.manual_seed(0)
     x, kernel = torch.randn(2, 3, 4, 9, dtype=torch.float64), torch.randn(width, 3, 5, dtype=torch.float64)
     results = []
@@ -308,9 +308,9 @@ def test_rotary_embeddings_are_those_of_jax(rotary, float64):
 
 
 def test_memory_of_long_inputs_is_linear():
-    """8,192 keys with 1 head: all scores would take 256 MiB in float32, those of a block of 64 rows 2 MiB.
+    """With 8,192 keys and 1 head, all scores would take 256 MiB in float32, and a block of 64 rows takes 2 MiB.
 
-    With a window of 30, rows of a block read 64 + 29 keys and the convolution's one more.
+    With a window of 30, the rows of a block read 64 + 29 keys, and one more for the convolution.
     """
     torch.manual_seed(0)
     bias, processor = theirs.Kerple(1), theirs.Dape(1, True, channels=1)
@@ -364,6 +364,6 @@ def test_every_method_is_in_both():
         (lambda: theirs.DapeConfig(causal=False), "causal = False: must be True"),
     ],
 )
-def test_what_is_not_possible_is_named(make, message):
+def test_impossible_options_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

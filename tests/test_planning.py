@@ -104,7 +104,7 @@ def test_every_processor_has_pair_flops(name):
     ],
 )
 def test_the_formula_agrees_with_xla(bias, processor, remat):
-    """One dense layer has no loop, so the compiler's own analysis can count it. It counts elementwise work too."""
+    """Compare one dense layer, which has no loop, with the compiler's own count, which includes elementwise work."""
     run = make_run(
         model__num_layers=1,
         model__width=512,
@@ -242,7 +242,7 @@ def test_collectives_count_once_per_run_of_their_loop_and_once_per_channel():
     assert work.matmul_flops == 12 * 2 * 8 * 128 * 128
 
 
-def test_buffers_are_padded_to_tiles_and_vmem_is_no_traffic():
+def test_buffers_are_padded_to_tiles_and_vmem_is_not_traffic():
     work = hlo.read_work(PROGRAM)
     assert (16 * 128 * 4, "f32[5,12]", "jit(step)/wide") in work.largest  # dim 0 is the minor: 12 x 5 -> 16 x 128
     without = hlo.read_work(PROGRAM.replace("T(8,128)S(1)} copy", "T(8,128)} copy"))
@@ -429,7 +429,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_a_step_is_compiled_for_a_slice_without_having_it(libtpu):
-    """With accumulation, whose sums over chips are in a loop: the compiler has failed on these."""
+    """Compile with accumulation, whose sums over chips are in a loop, on which the compiler has failed."""
     changes = {"model__width": 256, "model__num_heads": 4, "model__dtype": "bfloat16", "model__vocab_size": 512}
     changes |= {"train__train_length": 64, "train__batch_size": 8, "model__num_layers": 3, "model__remat": "full"}
     run = make_run(train__accumulation_steps=2, **changes)

@@ -1,4 +1,4 @@
-"""DAPE in bfloat16 and float16 is right at any length: one row against many keys, compared with float64."""
+"""DAPE in bfloat16 and float16 is accurate at any length: one row against many keys, compared with float64."""
 
 import functools
 from fractions import Fraction
@@ -34,7 +34,7 @@ FAST = [("alibi", "bfloat16", 8192), ("kerple_power", "float16", 2048), ("kerple
 
 @pytest.mark.parametrize(("bias", "dtype", "length"), every_case(AXES, FAST, valid=lambda *_: True))
 def test_scores_are_right_at_any_length(bias, dtype, length):
-    """Among scores that have weight. What float32 cannot resolve, Kerple's power far away, 16 bits need not either."""
+    """Compare scores with weight, except those that float32 cannot resolve either (Kerple's power far away)."""
     rows, params = last_row(bias, length, DAPE)
     expected = exact(rows, params, DAPE)
     in_float32 = largest_error(jax.device_get(process(rows, params, DAPE, "float32")), expected)
@@ -64,7 +64,7 @@ def test_the_formula_as_written_loses_what_dape_keeps():
 @settings(max_examples=60, deadline=None)
 @given(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32) | st.floats(-1e9, 1e9, width=32))
 def test_the_change_of_leaky_relu_is_a_difference(x, center):
-    """Also where no digit of it would be left if the two terms were computed in float32."""
+    """Compare also where all digits would cancel if the two terms were computed in float32."""
 
     def leaky_relu(y: Fraction) -> Fraction:
         return y if y > 0 else Fraction(SLOPE) * y

@@ -504,7 +504,7 @@ def test_side_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("item", ["params", "data"])
 def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, number, item):
-    """It stays where it is, and the older ones are not used instead."""
+    """Unreadable steps are not moved, and older steps are not used instead."""
     handler = {"params": ocp.StandardCheckpointHandler, "data": ocp.JsonCheckpointHandler}[item]
 
     def restore(*_args, **_options):
@@ -519,7 +519,7 @@ def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, nu
 
 @pytest.mark.parametrize("name", ["config", "config/metadata", "metrics/metrics", "params"])
 def test_a_file_without_permission_is_not_damage(workdir, monkeypatch, name):
-    """Orbax says that it is missing. Root may read everything, so the system's answer is simulated."""
+    """Orbax reports it as missing. Root may read everything, so the system's answer is simulated."""
     denied = workdir / "checkpoints" / "3" / name
     shutil.move(denied, workdir / "elsewhere")
     denied.mkdir()  # there, but of the wrong kind: reading it fails
@@ -613,7 +613,7 @@ def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_ten_kills_end_with_the_same_bits(tmp_path):
-    """SIGKILL and SIGTERM during start-up, steps, validations and saves; see `scripts/kill_test.py`."""
+    """Send SIGKILL and SIGTERM during start-up, steps, validations and saves; see `scripts/kill_test.py`."""
     command = [sys.executable, "scripts/kill_test.py", "--kills=10", "--seed=1", f"--output={tmp_path}"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
@@ -650,7 +650,7 @@ def test_corrupted_files_are_skipped_or_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 def test_a_full_disk_loses_nothing(tmp_path):
-    """Three sizes of `scripts/full_disk.py`; the last is enough but for one block or so."""
+    """Run three sizes of `scripts/full_disk.py`; the last is about one block too small."""
     run = run_script("scripts/full_disk.py", "--count=3", f"--output={tmp_path}")
     if "mount" in run.stderr and "CalledProcessError" in run.stderr:
         pytest.skip("this machine's root cannot mount a file system")

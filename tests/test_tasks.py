@@ -140,7 +140,7 @@ def test_golden_che_sampler(folder, task):
 
 
 def test_unknown_is_the_first_digit_from_a_uniform_index():
-    """In (1+2), indices 4, 0 and 1 lead to the first digit, 2 and 3 to the second."""
+    """In (1+2), indices 4, 0 and 1 select the first digit, 2 and 3 the second."""
     num = 20_000
     inputs_BN = draw("solve_equation", num, 7)
     share_2 = (inputs_BN[:, 1:4:2] == CHARACTERS["solve_equation"].index("x")).mean(axis=0)
@@ -312,7 +312,7 @@ def check_answers(task: str, inputs_BN: np.ndarray) -> None:
     ],
 )
 def test_answers_at_the_extremes(task, inputs):
-    """Rare cases in random inputs: long carries, products that are never 0, empty stacks, roots of squares."""
+    """Test rare cases of random inputs: long carries, products other than 0, empty stacks, roots of squares."""
     for string in inputs:
         assert len(string) >= 495
         check_answers(task, symbols(task, string))

@@ -1,4 +1,4 @@
-"""Check tokenizers: no text is lost, none ends a document, and a file is accepted unchanged or refused."""
+"""Check tokenizers: no text is lost or ends a document, and a file is accepted unchanged or rejected."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ SPACES = [" " * n for n in range(24, 1, -1)]
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
-# Texts that hold special tokens, cut characters, runs of spaces and what normal forms would change.
+# Texts with special tokens, cut characters, runs of spaces, and characters that normalisation would change.
 texts = st.lists(
     st.one_of(
         st.text(),
@@ -151,7 +151,7 @@ def tokenizer(form, tmp_path_factory) -> Tokenizer:
     return read_tokenizer(write(tmp_path_factory.mktemp(form), FORMS[form]))
 
 
-# what is encoded comes back
+# lossless encoding
 
 
 @quick
@@ -166,8 +166,8 @@ def test_text_is_lossless_and_never_ends_a_document(tokenizer, text):
 
 @quick
 @given(text=texts)
-def test_text_comes_back_token_by_token(tokenizer, text):
-    """Also where a character is cut: generation shows it when its last byte has come."""
+def test_text_is_decoded_token_by_token(tokenizer, text):
+    """Decode also split characters: generation shows a character after its last byte."""
     ids = tokenizer.encode(text.encode())
     stream = TextStream(tokenizer)
     shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
@@ -178,7 +178,7 @@ def test_text_comes_back_token_by_token(tokenizer, text):
 
 def test_a_character_of_several_tokens_waits_for_its_last_byte(tokenizer):
     ids = tokenizer.encode("x𝔸y".encode())
-    assert ids.size > 3  # the tokenizer has cut it, or this shows nothing
+    assert ids.size > 3  # otherwise the tokenizer has not split it, and the test is trivial
     stream = TextStream(tokenizer)
     shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
     assert [text for text in shown if text] == ["x", "𝔸", "y"]
@@ -187,7 +187,7 @@ def test_a_character_of_several_tokens_waits_for_its_last_byte(tokenizer):
 @quick
 @given(text=st.lists(st.sampled_from([*TEXTS, *SPACES, "a", "é", "日", "\n", "\t", " the", "!!", "'s"])).map("".join))
 def test_ids_are_those_of_the_library(form, tokenizer, text):
-    """Without special tokens in the text, they are upstream's ids."""
+    """Without special tokens in the text, ids equal upstream's."""
     upstream = library.Tokenizer.from_str(json.dumps(FORMS[form]))
     assert tokenizer.encode(text.encode()).tolist() == upstream.encode(text, add_special_tokens=False).ids
 
@@ -233,7 +233,7 @@ def test_bytes_that_are_not_utf8_are_refused(tokenizer, text):
 @quick
 @given(text=texts, words=st.lists(st.sampled_from(["the", "scores", "12", "é", "日本"]), min_size=1, max_size=40))
 def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
-    """Words give the ids of the whole text, and what has no place to cut is lossless all the same."""
+    """Words give the ids of the whole text, and a text without a position to cut is also lossless."""
     sentence = " ".join(words).encode()
     whole = tokenizer.encode(sentence)
     with pytest.MonkeyPatch.context() as patch:
@@ -291,7 +291,7 @@ def other(upstream, tmp_path_factory) -> Tokenizer:
     return read_tokenizer(write(tmp_path_factory.mktemp("other"), json.loads(upstream.to_str())), lossy=True)
 
 
-# Without special tokens, which Unigram has among its pieces: a text with one would end its document, and is refused.
+# Without special tokens, which are pieces of Unigram: a text with one would end its document, and is rejected.
 plain_texts = st.lists(
     st.one_of(st.text(), st.sampled_from([*TEXTS, "\ufffd", "é", "日", "\n", "  ", " the", "▁", "don't"])), max_size=6
 ).map("".join)
@@ -363,7 +363,7 @@ def test_other_models_are_saved_and_named(other, tmp_path):
 
 
 def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):
-    """Raw text of a model that exists already is accepted with a warning."""
+    """Raw text of an existing model is accepted with a warning."""
     file = write(tmp_path, json.loads(sentencepiece_bpe().to_str()))
     documents = tmp_path / "text"
     documents.mkdir()
@@ -399,19 +399,19 @@ def test_training_gives_the_size_that_was_asked_for(vocab_size):
     assert {tokenizer.decode(np.array([id])) for id in range(1, 257)} == {bytes([byte]) for byte in range(256)}
 
 
-def test_texts_with_too_little_to_merge_are_told(caplog):
+def test_texts_with_too_little_to_merge_give_a_warning(caplog):
     tokenizer = train_bpe(["abc"], 1000)
     assert tokenizer.vocab_size == 259  # the bytes, the end, ab and abc
     assert "259" in caplog.text
 
 
-def test_training_makes_no_noise(capfd):
+def test_training_prints_nothing(capfd):
     train_bpe(TEXTS, 300)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("vocab_size", [-1, 0, 256, 2**20 + 1, 10**15])
-def test_a_vocabulary_without_room_for_the_bytes_or_too_large_is_refused(vocab_size):
+def test_a_vocabulary_too_small_for_the_bytes_or_too_large_is_refused(vocab_size):
     with pytest.raises(InputError, match=rf"train_bpe = {vocab_size}: 257 .* to 1048576"):
         train_bpe(TEXTS, vocab_size)
 
@@ -633,7 +633,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, case):
     "data",
     [b"", b"[]", b"null", b"7", b"{", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}', b"9" * 10_000, b'{"model": NaN}'],
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, data):
+def test_other_files_are_refused(tmp_path, data):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(data)
     with pytest.raises(InputError, match=r"data.tokenizer = .*tokenizer.json") as refused:
@@ -650,7 +650,7 @@ def test_a_file_too_large_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["", "gpt2", "/nowhere/tokenizer.json", "a\0b", "x" * 10_000])
-def test_a_name_that_is_no_file_is_refused(spec):
+def test_a_missing_file_is_refused(spec):
     with pytest.raises(InputError, match=r"data.tokenizer = .*: must be 'bytes', or the path of"):
         read_tokenizer(spec)
 
@@ -668,7 +668,7 @@ def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
     tokenizer = read_tokenizer(write(tmp_path, content))
     with pytest.raises(InputError, match=rf"cannot be encoded by the tokenizer {tokenizer.name}: .*retry-limit"):
         tokenizer.encode(b"a" * 40 + b"!")
-    capfd.readouterr()  # where it panicked, in the library's own words
+    capfd.readouterr()  # the library's message about the panic
     assert tokenizer.decode(tokenizer.encode(b"another text")) == b"another text"
 
 
@@ -687,7 +687,7 @@ def places(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int,
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), value=json_values, delete=st.booleans())
-def test_a_damaged_file_is_whole_or_refused(tmp_path_factory, data, value, delete):
+def test_a_damaged_file_is_valid_or_refused(tmp_path_factory, data, value, delete):
     content = copy.deepcopy(FORMS[data.draw(st.sampled_from(sorted(FORMS)))])
     *outer, last = data.draw(st.sampled_from(places(content)[1:]))
     place: Any = content
@@ -702,7 +702,7 @@ def test_a_damaged_file_is_whole_or_refused(tmp_path_factory, data, value, delet
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), junk=st.binary(max_size=4))
-def test_a_cut_file_is_whole_or_refused(tmp_path_factory, data, junk):
+def test_a_truncated_file_is_valid_or_refused(tmp_path_factory, data, junk):
     written = json.dumps(FORMS["gpt2"]).encode()
     begin = data.draw(st.integers(0, len(written)))
     end = data.draw(st.integers(begin, min(len(written), begin + 4)) | st.just(len(written)))
