@@ -17,7 +17,7 @@ Output: a table, JSON and a figure in OUTPUT, with the platform's name. The colu
 
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
     min ms        minimum time of a call over `--repeats` samples (see `measure.py`); the JSON has all of them
-    / dense ..    time and peak memory relative to dense; likewise to torch eager, torch.compile, plain jax
+    / dense ..    time and peak memory relative to dense; also to torch eager, torch.compile, plain jax
     peak MiB      memory of a call; see `measure.py`
     GFLOP/s       `layer_work` over the minimum: the FLOPs that the layer needs, for every implementation
     roofline      minimum time of `layer_work` on the chip over the measured one; for bfloat16, chips of `hardware.py`

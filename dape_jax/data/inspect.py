@@ -41,7 +41,7 @@ _BAR_CHARS = 50  # width of the longest bar
 class InspectConfig:
     """Options of `inspect_corpus`; each field is a flag."""
 
-    samples: int = flag(3, "Number of documents of each store to print the beginning of.")
+    samples: int = flag(3, "Number of documents per store whose beginning is printed.")
     seed: int = flag(0, "Seed of the random choice of documents.")
     output: str | None = flag(None, f"Directory for {JSON_FILE} and {FIGURE_FILE}; not written if unset.")
 

@@ -329,7 +329,7 @@ class Auto(Implementation):
         else:
             why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
             if why is None and platform not in FUSED_ON and not isinstance(score_mod.processor, Plain):
-                why = f"the kernel for the platform {platform!r} must be asked for by name"
+                why = f"the kernel for the platform {platform!r} must be selected by name"
             implementation = Fused() if why is None else blockwise
         _log_choice(f"{implementation}" + (f": {why}" if why else ""))
         return implementation

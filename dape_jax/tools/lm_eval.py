@@ -205,7 +205,7 @@ class DapeLM(TemplateLM):
             batch_size: rows per batch, rounded up to a multiple of the devices; None or "auto" for as many as fit into
                 the run's `evaluation.batch_tokens`.
             max_batch_size: ignored; the harness passes it to every model.
-            device: ignored, likewise: JAX uses all devices of its platform.
+            device: also ignored: JAX uses all devices of its platform.
 
         Raises:
             InputError: a missing checkpoint or a bad number, before any parameter is read.
