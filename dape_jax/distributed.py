@@ -152,7 +152,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> None:
             process_id,
             cluster_detection_method="deactivate",
             coordinator_bind_address=coordinator if _is_loopback(host) else None,  # None: all interfaces
-            initialization_timeout=2 * JOIN_SECONDS,  # never: see `_join_timeout`
+            initialization_timeout=2 * JOIN_SECONDS,  # never reached: see `_join_timeout`
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
@@ -280,7 +280,7 @@ def _require_same_versions() -> None:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    is_of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)  # its ValueErrors
+    is_of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)  # Gloo raises ValueErrors
     return is_of_runtime and any(words in str(error) for words in _LOST_CONNECTION)
 
 

@@ -104,7 +104,7 @@ def list_directory(directory: AnyPath) -> list[str]:
 
 
 def exists(file: AnyPath) -> bool:
-    """Return whether a file exists; a broken symbolic link exists.
+    """Return whether a file exists; True for a broken symbolic link.
 
     Raises:
         OSError: the file system cannot be read.
@@ -201,7 +201,7 @@ def _s3_store(url: str) -> dict[str, Any]:
 
 
 class _ChangedError(Exception):
-    """Object whose version has changed since it was read."""
+    """Error: the version of an object has changed since it was read."""
 
 
 @contextlib.contextmanager
@@ -326,7 +326,7 @@ class _Lease:
             with errors():
                 self.version = self.put(content)
         except OSError as error:
-            # A write whose answer was late was retried: it may have changed the object itself.
+            # A write with a late answer is retried: its first attempt may have changed the object.
             version = self.seen()
             if version and self.system.cat_file(self.path) == content:
                 self.version = version

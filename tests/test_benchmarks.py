@@ -59,7 +59,7 @@ def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_
         assert row["time_ratios"]["dense"] == row["min_ms"] / rows[0]["min_ms"]
         assert row["memory_ratios"]["dense"] == row["peak_mib"] / rows[0]["peak_mib"]
     fused, torch = content["left_out"]
-    assert fused.startswith("fused is left out")
+    assert fused.startswith("fused is skipped")
     assert "torch is skipped: PyTorch is not installed" in torch
     errors, table = capsys.readouterr().err, (tmp_path / "cpu.txt").read_text()
     assert all(line in errors and line in table for line in (fused, torch))

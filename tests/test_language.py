@@ -38,7 +38,6 @@ INSTEAD = {
     ("in the company of",): "with",
     ("hence",): "so, therefore",
     ("thereof", "therein", "whereby", "wherein", "hereby", "hitherto", "heretofore"): "name the thing",
-    ("upon",): "on",
     ("shall",): "must, will",
     ("whoever", "whatsoever"): "the process that, any",
     ("by dint of", "by virtue of"): "because of, with",
