@@ -58,7 +58,7 @@ GROUPS = {
 }
 PREPARING_SHARE = 0.45  # share of the time in which the groups compile
 TRAIN_S, COUNTERS_S, SANITIZER_S = 60, 50, 40
-GRACE_S = 20  # for compilations in progress when their time is over
+GRACE_S = 20  # extra time for compilations in progress
 TRAIN_STEPS = 150
 LOG_BYTES = 2**20  # bytes kept of the end of each log
 METRICS = (

@@ -385,7 +385,7 @@ def attend_on_mesh(
     here each device first reduces it to the gradient of the parameters.
 
     Args:
-        implementation: of attention on each device.
+        implementation: implementation of attention on each device.
         q_BTHK: queries, in the order of `stripe`.
         k_BTGK: keys, in the same order.
         v_BTGK: values, in the same order.

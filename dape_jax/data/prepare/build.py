@@ -72,7 +72,7 @@ class Sidecar:
     format_version: int
     tokenizer: str  # name of the tokenizer: "bytes", or a hash of tokenizer.json
     vocab_size: int
-    dtype: str  # of tokens.bin, as numpy writes it: "<u2"
+    dtype: str  # dtype of tokens.bin in numpy's notation: "<u2"
     num_documents: int
     num_tokens: int
     digest: str  # sha256 of tokens.bin and then the numbers of offsets.npy

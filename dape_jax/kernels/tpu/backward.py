@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
     dout_columns: Any
     lse: Heads
     matrices: Matrices
-    transposed: Matrices  # of the transposed convolutions
+    transposed: Matrices  # matrices of the transposed convolutions
     left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
     dq: Any  # zeros, donated to the output of the same name

@@ -86,7 +86,7 @@ PHASES = (4, 2, 1)  # phases of a tile; not more than all keys need
 
 # VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
 VMEM_BYTES = hardware.VMEM_BYTES | {"cpu": 100 * MIB}
-COMPILER_SHARE = 0.2  # of VMEM, left to the compiler for temporary values
+COMPILER_SHARE = 0.2  # share of VMEM reserved for the compiler's temporary values
 BLOCKS = (128, 64, 32)  # rows of a block; not more than all rows need
 
 
@@ -117,7 +117,7 @@ class Tiling:
     block_rows: int
     phases: int  # p
     backward: bool  # the backward pass has a wider halo
-    dtype: jnp.dtype  # of the convolutions' operands
+    dtype: jnp.dtype  # dtype of the convolutions' operands
     vmem_limit_bytes: int
     interpret: Any  # see `kernels.attend_fused`
 
@@ -412,13 +412,13 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
 
     Blocks that the pipeline copies are double-buffered.
     """
-    heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # of one phase
+    heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # bytes of one phase
     rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
     columns = t.column_shape[0] * round_up(t.head_dim, SUBLANES) * LANES
     tile = t.num_groups * t.phases * LANES * round_up(t.head_dim, SUBLANES)
     slab = t.phases * t.table_lines * t.slab_columns * 4
     sheared = t.slots * t.table_lines * LANES * 4
-    hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # of one phase, two groups
+    hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # one phase, two groups
     left = t.pad * (t.padded_channels + 2 * t.head_lines) * LANES * 4
     rolled_left = LEFT_BUFFERS * GROUP_ROWS * left
     if t.backward:
