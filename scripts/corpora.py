@@ -74,14 +74,14 @@ def sha256(content: bytes) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A package, and where its text is.
+    """Package with text.
 
     Attributes:
-        package: its name.
+        package: name of the package.
         manager: "apt" or "pip".
-        pattern: glob of the files in it.
-        licence: of the text.
-        unlike: parts of paths that are left out.
+        pattern: glob of the text files in the package.
+        licence: licence of the text.
+        unlike: files whose path contains one of these are skipped.
     """
 
     package: str
@@ -136,7 +136,7 @@ class _MainText(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
         self.parts: list[str] = []
-        self.depth = 0  # of elements in the main one; 0 outside of it
+        self.depth = 0  # of elements in the main one; 0 outside
         self.skipped: list[int] = []  # depths of elements that are left out
         self.verbatim: list[int] = []  # depths of <pre>
 
