@@ -638,6 +638,23 @@ def test_tables_have_no_number_with_hundreds_of_digits():
 # ---- files that cannot be written or read
 
 
+def test_a_text_that_differs_from_its_digest_is_refused(runs, tmp_path):
+    """Whole windows could have changed: no result is given."""
+    texts, output = tmp_path / "texts", tmp_path / "output"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(f"text {number} of this test, " * 9)
+    evaluate(runs[:1], lengths=(16,), output=output, data=str(texts))
+    data = dataclasses.replace(trained.read_trained(runs[0], "newest", {}).run.data, path=str(texts))
+    file = load_corpus(data).validation.directory / "tokens.bin"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError, match="digest = "):
+        evaluate(runs[:1], lengths=(16,), output=tmp_path / "other", data=str(texts))
+    assert not list((tmp_path / "other").glob("*"))
+
+
 def test_the_table_is_shown_before_a_full_disk_is_named(runs, tmp_path, monkeypatch):
     shown = []
 

@@ -327,6 +327,20 @@ def test_an_older_damaged_step_is_moved_too_and_is_never_the_best(workdir, caplo
         assert list(manager.all_steps()) == [1, 3]
 
 
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"", b"[1]"], ids=["deep", "no text", "empty", "a list"])
+def test_damaged_metadata_of_orbax_are_moved_and_the_step_is_kept(workdir, caplog, content):
+    file = workdir / "checkpoints" / "3" / "_CHECKPOINT_METADATA"
+    assert json.loads(file.read_bytes())["commit_timestamp_nsecs"]
+    file.write_bytes(content)
+    (step, *_) = checkpoint.restore_newest(workdir, abstract(small_state(0)))
+    assert step == 3
+    assert (workdir / "damaged" / "3_CHECKPOINT_METADATA").read_bytes() == content
+    assert "metadata of step 3 are damaged" in caplog.text
+    with checkpoint.open_checkpoints(workdir, 3) as manager:
+        assert sorted(manager.all_steps()) == [1, 2, 3]
+    assert checkpoint.restore_newest(workdir, abstract(small_state(0)))[0] == 3
+
+
 def test_if_all_steps_are_damaged_nothing_is_started_or_moved(workdir):
     for step in (1, 2, 3):
         lose_file(workdir / "checkpoints" / str(step))

@@ -123,8 +123,8 @@ def evaluate(
         show: called with the table, before anything is written.
 
     Raises:
-        InputError: bad input, or a length that does not fit into memory, before any parameters are read; later, a
-            checkpoint that cannot be read, or a directory that cannot be written to.
+        InputError: bad input, a text that differs from its digest, or a length that does not fit into memory, before
+            any parameters are read; later, a checkpoint that cannot be read, or a directory that cannot be written to.
     """
     models = read_models(read_trained, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.kind == "delta":
@@ -139,6 +139,7 @@ def evaluate(
     digests = [corpus.digest for corpus in corpora]
     require(len(set(digests)) == 1, "data", digests, "must be the same text for all; give --data")
     store, evaluation = corpora[0].validation, models[0].run.evaluation
+    store.verify()
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
     directory = make_results_directory(output or report.common_directory(workdirs))

@@ -33,7 +33,15 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from dape_jax.config import upgraded
 from dape_jax.distributed import first_fault, process_zero_only, require_same
 from dape_jax.errors import InputError, describe, require
-from dape_jax.files import exclusive_lock, json_digest, read_bytes, read_json, write_json
+from dape_jax.files import (
+    exclusive_lock,
+    json_digest,
+    parse_json,
+    read_bytes,
+    read_json,
+    write_atomically,
+    write_json,
+)
 from dape_jax.model.transformer import Params
 from dape_jax.storage import (
     AnyPath,
@@ -51,6 +59,7 @@ from dape_jax.training.step import TrainState
 CONFIG_FILE = "config.json"
 LOCK_FILE = "run.lock"
 _DELETED = "deleted"  # directory next to the steps, for steps that are being deleted; not in a bucket, see `_Manager`
+_METADATA = "_CHECKPOINT_METADATA"  # written by Orbax to each step
 _COMPLETE = "commit_success.txt"  # Orbax writes it last to a step in a bucket, where nothing can be renamed
 # Errors of a machine, its network or its permissions, which say nothing about the checkpoint.
 _OF_THE_MACHINE = (
@@ -427,16 +436,41 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
 
     def move_damaged() -> None:
         for name, fault in faults.items():
-            damaged = workdir / "damaged"
             with errors():
-                damaged.mkdir(exist_ok=True)  # which does nothing in a bucket
-                free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-                target = damaged / next(each for each in free if each not in list_directory(damaged))
+                target = _free_name(workdir, name)
                 move_directory(_directory(workdir) / name, target)
             logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
+        for name in names:
+            if name not in faults:
+                _move_unreadable_metadata(workdir, name)
 
     process_zero_only(move_damaged)
     return found
+
+
+def _free_name(workdir: AnyPath, name: str) -> AnyPath:
+    """Return a path in `damaged/` that does not exist, named after `name`."""
+    damaged = workdir / "damaged"
+    damaged.mkdir(exist_ok=True)  # which does nothing in a bucket
+    free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return damaged / next(each for each in free if each not in list_directory(damaged))
+
+
+def _move_unreadable_metadata(workdir: AnyPath, name: str) -> None:
+    """Move Orbax's metadata of a step to `damaged/` if it is not JSON.
+
+    It contains times only. Orbax does without it, but raises an error for JSON that is nested too deeply.
+    """
+    file = _directory(workdir) / name / _METADATA
+    with contextlib.suppress(OSError), errors():  # Orbax does without a file that cannot be read, too
+        content = read_bytes(file)
+        try:
+            parse_json(str(file), content)
+        except InputError as error:
+            target = _free_name(workdir, f"{name}{_METADATA}")
+            write_atomically(target, content)
+            file.unlink()
+            logger.warning("metadata of step %s are damaged and moved to %s: %s", name, target, error)
 
 
 def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[str, Any]]:
