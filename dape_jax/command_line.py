@@ -98,6 +98,8 @@ def _parse(arguments: list[str]) -> list[str]:
         if "as a ConfigDict" in text:
             message = f"{text.split(':')[0]}: has fields; set those, or choose by name in the config file's argument"
         raise InputError(message) from error
+    except BrokenPipeError:  # `--help | head`
+        raise
     except OSError as error:
         raise _unreadable(error) from error
     except AttributeError as error:  # raised by a config without this field
