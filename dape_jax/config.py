@@ -166,7 +166,7 @@ class BaseRunConfig:
 
     @classmethod
     def from_dict(cls: type[Self], spec: dict[str, Any]) -> Self:
-        """Return the checked config of a config file's dict.
+        """Return the checked config of a config file's dict. None for `train.checkpoint_interval` is `eval_interval`.
 
         Raises:
             InputError: a section or field is unknown, missing or out of range.
@@ -174,6 +174,9 @@ class BaseRunConfig:
         _check_fields(cls, "config", spec)
         for name, section in spec.items():
             require(isinstance(section, dict), f"config.{name}", section, "must be a section with fields")
+        train = spec["train"]
+        if "checkpoint_interval" in train and "eval_interval" in train and train["checkpoint_interval"] is None:
+            spec = spec | {"train": train | {"checkpoint_interval": train["eval_interval"]}}
         kinds, others = typing.get_type_hints(cls), [name for name in spec if name != "model"]
         model, *sections = check_all(
             lambda: _read_model_of(spec),

@@ -31,7 +31,7 @@ from dape_jax.config import (
     resolved,
     without_added,
 )
-from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.data.store import DataConfig, follow_corpus, load_corpus
 from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
@@ -176,7 +176,7 @@ def config_of(run: Run) -> dict[str, Any]:
     config = read_module(CONFIGS / run.recipe).get_config(run.argument)
     config.lock()  # an override of a field that is not there is an error
     config.update_from_flattened_dict(run.overrides)
-    return config.to_dict()
+    return follow_corpus(config.to_dict())
 
 
 def train_command(run: Run) -> str:

@@ -58,7 +58,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     else:
         corpus = process_zero_first(lambda: load_verified(run.data, lossy=run.init.source is not None))
         vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
-        allowed = f"must be at least the tokenizer's {vocab_size}"
+        allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None takes that"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
         batches = corpus_batches.train_batches(
             corpus.train, train_length=train.train_length, seed=run.data.seed, **shard
