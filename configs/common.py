@@ -64,6 +64,8 @@ def train(**fields: Any) -> dict[str, Any]:
         checkpoint_interval=config_dict.placeholder(int),  # None: as eval_interval
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
+        wandb=config_dict.placeholder(str),  # None: metrics go to TensorBoard's files alone
+        profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
     return shared | fields
 

@@ -45,6 +45,7 @@ def run(
 
     def quietly(arguments: list[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)
+        absl_logging.get_absl_handler().setFormatter(_PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
         logging.getLogger("dape_jax").setLevel(logging.INFO)
         if len(arguments) > 1 + len(positional):
             accepted = f"{' '.join(positional)} and flags" if positional else "a flag"
@@ -83,6 +84,18 @@ def run(
     except OSError as error:
         print(f"error: {printable(describe(error))}", file=sys.stderr)
         sys.exit(1)
+
+
+class _PlainFormatter(logging.Formatter):
+    """Format a line of a log: its time, "warning" or worse if it is that, and its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = super().format(record)
+        if record.levelno < logging.WARNING:
+            return line
+        clock, _, message = line.partition(" ")
+        return f"{clock} {record.levelname.lower()}: {message}"
 
 
 def _print_unraisable(unraisable: Any) -> None:

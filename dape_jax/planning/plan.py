@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
-from tqdm import tqdm
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.corpus import STDLIB
@@ -35,6 +34,7 @@ from dape_jax.planning.compile import (
     slice_devices,
 )
 from dape_jax.planning.flops import executed_flops, forward_flops, model_flops
+from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
 from dape_jax.training.optimizer import make_optimizer
@@ -309,7 +309,7 @@ def plan_run(
         meshes, remats = [mesh], (run.model.remat,)
     libtpu = find_libtpu()
     plans: list[Plan] = []
-    with tqdm(total=len(meshes) + (eval_length is not None), unit="mesh", desc=hardware.name) as bar:
+    with Progress(total=len(meshes) + (eval_length is not None), unit="mesh", desc=hardware.name) as bar:
 
         def add(request: Request) -> Plan:
             bar.set_postfix_str(f"{request.mesh.asked()} remat={request.run.model.remat} {request.program}")

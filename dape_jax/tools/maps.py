@@ -32,7 +32,6 @@ from jaxtyping import Array, Bool, Float, Int
 from matplotlib import colormaps
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import saved_tokenizer
@@ -46,6 +45,7 @@ from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Block, SelfAttention, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.storage import AnyPath, exists
 
@@ -89,7 +89,7 @@ def attention_maps(
     cell_size = -(-length // MAX_CELLS)
     layers = []
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
-    for layer in tqdm(range(config.num_layers), unit="layer", desc=name):
+    for layer in Progress(range(config.num_layers), unit="layer", desc=name):
         x_BTD, cells, stats = jax.device_get(maps_of_layer(params, x_BTD, layer))
         if not np.isfinite(x_BTD).all():
             raise InputError(f"workdir = {str(workdir)!r}: the model has diverged: layer {layer} is not finite")
