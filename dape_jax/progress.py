@@ -33,5 +33,5 @@ class Progress(tqdm):
             return bool(super().display(msg, pos))
         if msg is None and self.n not in (self.initial, self.logged):
             self.logged = self.n
-            logger.info("%s", self)
+            logger.info("%s", str(self))  # as it is now: a handler may format it later
         return True

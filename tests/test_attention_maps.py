@@ -18,6 +18,7 @@ from test_command_lines import run
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import load_corpus
+from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
@@ -320,3 +321,29 @@ def test_command_line(workdir, tmp_path):
 def test_importing_it_defines_no_flags():
     """They have the names of other command lines' flags."""
     assert "length" not in flags.FLAGS
+
+
+def test_short_inputs_have_their_tokens_on_the_axes():
+    text = b"a $b\n\xff"
+    names = module.token_names(Bytes(), np.frombuffer(text, np.uint8).astype(np.int32))
+    assert names == ["a", "\u00b7", r"\$", "b", r"\n", r"\xff"]
+    cells = {"scores": np.zeros((2, 6, 6)), "probs": np.full((2, 6, 6), 0.5)}
+    named, plain = (module.draw(cells, 6, "title", given) for given in (names, None))
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (named.axes[0], plain.axes[0])]
+    assert labels[0] == names
+    assert labels[1] != names
+
+
+def test_many_heads_have_thumbnails_that_lead_to_the_figures():
+    cells = {"scores": np.zeros((9, 4, 4)), "probs": np.full((9, 4, 4), 0.5)}
+    small, large = module.draw_small(cells, "title"), module.draw(cells, 4, "title")
+    assert len([axes for axes in small.axes if axes.images]) == 18
+    assert np.prod(small.get_size_inches()) < np.prod(large.get_size_inches()) / 4
+    content = {"run": "r", "step": 1, "length": 4, "command": "c", "model": {}, "text": {}}
+    layers = [
+        {"figure": "layer-00.png", "small_figure": "layer-00-small.png"},
+        {"figure": "layer-01.png", "small_figure": None},
+    ]
+    page = module.index_page(content | {"layers": layers})
+    assert '<a href="layer-00.png"><img src="layer-00-small.png"' in page
+    assert '<p><img src="layer-01.png"' in page

@@ -73,7 +73,7 @@ def test_train_twice_then_evaluate(root, tmp_path):
         ("fire", 8, 3),
     ]
     assert sorted(file.name for file in tmp_path.glob("lengths.*")) == [
-        f"lengths.{e}" for e in ("json", "md", "png", "txt")
+        f"lengths.{e}" for e in ("csv", "json", "md", "pdf", "png", "txt")
     ]
     assert list((tmp_path / "kerple" / "tensorboard").iterdir())
 
@@ -239,6 +239,48 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_name(tmp_path):
         for line, message in zip(sorted(lines), sorted(messages), strict=True):
             assert line.startswith(f"error: {message}")
     assert not (tmp_path / "run").exists()
+
+
+ELSEWHERE = "abfs://x/y"
+DATA = "--config.data.path"
+SCHEMES = [
+    ["train.py", "--config=configs/quickstart.py", f"--workdir={ELSEWHERE}"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"--config.data.cache_dir={ELSEWHERE}"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"{DATA}={ELSEWHERE}"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"{DATA}=abfss2://x/y"],  # fsspec has none
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"--config.data.tokenizer={ELSEWHERE}/a.json"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"--config.init.source={ELSEWHERE}"],
+    ["train.py", f"--config=configs/continue.py:source={ELSEWHERE}", "--workdir=run"],
+    ["eval.py", f"--workdir={ELSEWHERE}"],
+    ["eval.py", "--workdir=run", f"--output={ELSEWHERE}"],
+    ["dape_jax.data.prepare", f"--input={ELSEWHERE}", "--output=corpus", "--tokenizer=bytes"],
+    ["dape_jax.data.prepare", "--input=text", f"--output={ELSEWHERE}", "--tokenizer=bytes"],
+    ["dape_jax.data.inspect", ELSEWHERE],
+    ["dape_jax.experiments", "report", f"--results={ELSEWHERE}"],
+    ["dape_jax.experiments", "run", "fig2", f"--workdirs={ELSEWHERE}"],
+    ["dape_jax.planning", "--config=configs/paper.py:125m", "--topology=v5e:2x2", f"--output={ELSEWHERE}"],
+    ["dape_jax.tools.attention_maps", f"--workdir={ELSEWHERE}", "--length=8"],
+    ["dape_jax.tools.attention_maps", "--workdir=run", "--length=8", f"--text={ELSEWHERE}"],
+    ["dape_jax.tools.attention_maps", "--workdir=run", "--length=8", f"--output={ELSEWHERE}"],
+    ["dape_jax.tools.generate", f"--workdir={ELSEWHERE}", "--prompt=a"],
+    ["dape_jax.tools.generate", "--workdir=run", "--prompt=a", f"--output={ELSEWHERE}"],
+    ["dape_jax.tools.generate", "--workdir=run", f"--prompt_file={ELSEWHERE}"],
+    ["dape_jax.pretrained.export", f"--workdir={ELSEWHERE}", "--output=exported"],
+    ["dape_jax.pretrained.export", "--workdir=run", f"--output={ELSEWHERE}"],
+    ["dape_jax.pretrained.load", f"--source={ELSEWHERE}", "--workdir=run"],
+    ["dape_jax.pretrained.load", "--source=there", f"--workdir={ELSEWHERE}"],
+]
+
+
+def test_a_scheme_that_is_not_supported_is_refused_by_every_program(tmp_path):
+    """Where it would otherwise name a local folder `abfs:`."""
+    for (status, _, stderr), command in zip(run_all(SCHEMES, tmp_path / "scratch"), SCHEMES, strict=True):
+        assert status == 2, (command, stderr)
+        line = stderr.splitlines()[-1]
+        assert line.startswith("error: "), (command, stderr)
+        assert "abfs" in line, (command, stderr)
+        assert "Traceback" not in stderr
+    assert not [file for file in ROOT.iterdir() if file.name in ("abfs:", "run", "corpus", "exported")]
 
 
 def test_none_on_a_command_line_is_none(tmp_path):

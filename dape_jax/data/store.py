@@ -348,7 +348,12 @@ def _copy(url: str, target: Path) -> None:
 @contextlib.contextmanager
 def _reading(url: str) -> Iterator[None]:
     with os_errors("data.path", url, "cannot be read"), errors():
-        yield
+        try:
+            yield
+        except InputError:
+            raise
+        except (ImportError, ValueError) as error:  # a package is missing, or fsspec does not know the scheme
+            raise InputError(f"data.path = {url!r}: cannot be read: {' '.join(str(error).split())}") from error
 
 
 def open_store(directory: Path) -> TokenStore:

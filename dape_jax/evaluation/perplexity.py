@@ -96,7 +96,9 @@ def evaluate(
 
     corpora = validation_corpora(models, options.data)
     digests = [corpus.digest for corpus in corpora]
-    require(len(set(digests)) == 1, "data", digests, "must be the same text for all; give --data")
+    texts = {model.name: _text_of(model, corpus, options.data) for model, corpus in zip(models, corpora, strict=True)}
+    allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
+    require(len(set(digests)) == 1, "data", texts, allowed)
     store, evaluation = corpora[0].validation, models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
@@ -118,6 +120,10 @@ def evaluate(
 
 
 # ---- what is compared
+
+
+def _text_of(model: TrainedModel[RunConfig], corpus: Corpus, data: str | None) -> str:
+    return f"{data or model.run.data.path} as {corpus.validation.sidecar.tokenizer}"
 
 
 def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> list[Corpus]:

@@ -10,6 +10,7 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
+from dape_jax.storage import require_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Settings:
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name}", value, "must be positive")
         require(self.output != "", "--output", self.output, "must be a directory")
+        require_local(self.output or "", "--output")
 
 
 def main(_: list[str]) -> None:

@@ -206,9 +206,17 @@ def require_same_config(config: dict[str, Any]) -> None:
 def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
     if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
+        place = str(workdir)
+        advice = ""
+        if any(line.startswith("train.num_steps:") for line in lines):
+            advice = (
+                ". The learning rate falls to its last value over train.num_steps, so a run is not extended: train on "
+                f"from its weights in another directory, --config=configs/continue.py:source={place} "
+                "--config.train.num_steps=N"
+            )
         raise InputError(
-            f"workdir = {str(workdir)!r}: holds a run with another config; choose another directory, or use the config "
-            "of that run. " + "; ".join(lines)
+            f"workdir = {place!r}: holds a run with another config; choose another directory, or use the config "
+            f"of that run. {'; '.join(lines)}{advice}"
         )
 
 

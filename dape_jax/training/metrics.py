@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ _SESSION_START = 1  # SessionLog.START of TensorBoard's events
 _UPLOAD_SECONDS = 60.0  # between two files of TensorBoard's events in a bucket
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Destination of a run's scalars. An `OSError` of any method ends its use, and not the run."""
 
