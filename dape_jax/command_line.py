@@ -126,7 +126,8 @@ def _parse(arguments: list[str]) -> list[str]:
         text = "; ".join(str(error).splitlines())
         text = re.sub(r"flag --(\w+)=None: Flag --\1 must have a value other than None\.", r"--\1: must be given", text)
         _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # raised in a config file, after its traceback
-        raise InputError(*(_wrong_flags(arguments) if message == text else []) or [message]) from error
+        messages = _wrong_flags(arguments) if message == text else []
+        raise InputError(*(messages or [message])) from error
     except BrokenPipeError:  # `--help | head`
         raise
     except OSError as error:
@@ -163,7 +164,7 @@ def _wrong_flags(arguments: list[str]) -> list[str]:
         if argument == "--":
             break
         name, equals, value = argument.lstrip("-").partition("=")
-        if not (argument.startswith("-") and name):
+        if not argument.startswith("-") or not name or name[0].isdigit():  # -1 is a value
             continue
         if name == "config" and equals:
             config = defined["config"].parser.parse(value)
@@ -172,7 +173,7 @@ def _wrong_flags(arguments: list[str]) -> list[str]:
         elif name not in defined and name.removeprefix("no") not in defined and not name.startswith("config."):
             advice = did_you_mean(name, defined).replace("mean ", "mean --")
             messages.append(f"{argument}: no such flag{advice or '; see --help'}")
-        elif equals:
+        elif equals and not _is_set_to_none(argument):
             try:
                 _parser_of(name, config).parse(value)
             except ValueError as error:

@@ -178,6 +178,7 @@ SEVERAL = [
             "--config.num_steps=8",
             "--config.model.window=wide",
             "--config.optimizer.beta1=low",
+            "--config.data.seed=None",
             "--config.model.bias=alibi",
             "--workdri=there",
         ],
