@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Progress(tqdm):
-    """A `tqdm` that logs lines if standard error is not a terminal: a bar would fill a log file with its redraws.
+    """Progress bar on a terminal, log lines elsewhere: a bar would fill a log file with its redraws.
 
     A line is logged each minute, and when the work ends, unless `leave` is False.
     """

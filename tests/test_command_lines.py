@@ -274,7 +274,7 @@ SCHEMES = [
 
 
 def test_a_scheme_that_is_not_supported_is_refused_by_every_program(tmp_path):
-    """Where it would otherwise name a local folder `abfs:`."""
+    """Otherwise it would name a local folder `abfs:`."""
     for (status, _, stderr), command in zip(run_all(SCHEMES, tmp_path / "scratch"), SCHEMES, strict=True):
         assert status == 2, (command, stderr)
         line = stderr.splitlines()[-1]
@@ -285,7 +285,7 @@ def test_a_scheme_that_is_not_supported_is_refused_by_every_program(tmp_path):
 
 
 def test_none_on_a_command_line_is_none(tmp_path):
-    """Of an optional flag, and of a field whose recipe has another value or none."""
+    """Set an optional flag, and fields whose recipe has another value or none."""
     program = tmp_path / "program.py"
     program.write_text(SETTINGS)
     results = run_all([[str(program), "--workdir=d", "--count=None", "--names=None"]], tmp_path / "scratch")

@@ -804,7 +804,7 @@ def test_recipes_work_on_the_command_line_of_another_directory(tmp_path: Path):
 
 
 def test_a_single_published_number_is_drawn_with_its_name():
-    """A line through one point would be invisible; a curve has no name beside it."""
+    """Draw a marker, because a line through one point would be invisible; a curve has no name next to it."""
     axes = Figure().subplots()
     alone = report.Series("cope", "125m", "", 512, {0: {1024: 20.5}})
     curve = report.Series("kerple", "125m", "", 512, {0: {512: 19.0, 1024: 21.0}})

@@ -180,7 +180,7 @@ def test_stable_parameters(name):
 
 
 def test_names_that_are_not_there():
-    """A name outside of the interface is an `AttributeError`, a submodule is found, and `import *` gives all names."""
+    """Refuse a name outside the interface, find a submodule, and give all names to `import *`."""
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
         _ = dape_jax.atend  # pyright: ignore[reportAttributeAccessIssue]
     assert importlib.import_module("dape_jax.command_line") is dape_jax.command_line

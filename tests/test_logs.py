@@ -1,4 +1,4 @@
-"""What a training run tells: its log, TensorBoard's events, Weights & Biases and a trace."""
+"""Test the output of a training run: its log, TensorBoard's events, Weights & Biases and a trace."""
 
 import io
 import logging
@@ -33,7 +33,7 @@ def events_of(directory: Path) -> list:
 
 
 class FakeWandb(types.ModuleType):
-    """The three functions of wandb that are used; records their arguments."""
+    """Replace the three functions of wandb that are used, and record their arguments."""
 
     def __init__(self):
         super().__init__("wandb")

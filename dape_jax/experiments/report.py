@@ -513,7 +513,7 @@ def plot(group: Group) -> Figure:
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
-    """Plot the mean over seeds and their range; a single number is a marker with its name beside it."""
+    """Plot the mean over seeds and their range; a single number is a marker with its name next to it."""
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None

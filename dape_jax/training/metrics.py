@@ -223,7 +223,7 @@ def require_wandb(project: str | None) -> None:
 
 
 class _Wandb:
-    """A run in Weights & Biases, named after the workdir. A run that resumes there continues."""
+    """Run in Weights & Biases, named after the workdir. The same workdir continues the same run."""
 
     name = "Weights & Biases"
 

@@ -1,4 +1,4 @@
-"""A trace of a few training steps on request: `--config.train.profile_steps=10,15`. Next: `loop.py`."""
+"""Trace of a few training steps on request: `--config.train.profile_steps=10,15`. Next: `loop.py`."""
 
 import logging
 from collections.abc import Iterator
