@@ -10,7 +10,6 @@ import math
 import os
 import shutil
 import subprocess
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from test_command_lines import run as run_command
 from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Sidecar, TokenStore, load_corpus
+from dape_jax.data.store import Corpus, Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation import perplexity, programs, report, trained
 from dape_jax.evaluation.options import PerplexityOptions
@@ -473,18 +472,22 @@ def test_delta_is_positive_where_context_helps(rows, saved):
 
 
 def test_runs_on_different_corpora_are_named_with_their_texts(runs, tmp_path, monkeypatch):
-    corpora = {"none": "0" * 64, "dape": "1" * 64}
+    found = {}
 
-    def other_corpora(models: list[TrainedModel], data: str | None) -> list[Any]:
-        sidecar = types.SimpleNamespace(tokenizer="bytes")
-        store = types.SimpleNamespace(sidecar=sidecar)
-        return [types.SimpleNamespace(digest=corpora[model.name], validation=store) for model in models]
+    def other_corpora(models: list[TrainedModel], data: str | None) -> list[Corpus]:
+        (corpus, *_) = originals(models, data)
+        sidecar = dataclasses.replace(corpus.train.sidecar, digest="1" * 64)
+        other = dataclasses.replace(corpus, train=dataclasses.replace(corpus.train, sidecar=sidecar))
+        found["digests"] = [corpus.digest, other.digest]
+        return [corpus, other]
 
+    originals = perplexity.validation_corpora
     monkeypatch.setattr(perplexity, "validation_corpora", other_corpora)
     with pytest.raises(InputError, match=r"data = \{'none': '.*text.* as bytes', 'dape': '.*'\}: must be") as error:
         evaluate(runs, output=tmp_path)
     assert "--data=TEXT" in str(error.value)
-    assert not any(digest[:8] in str(error.value) for digest in corpora.values())
+    assert len(set(found["digests"])) == 2
+    assert not any(digest[:8] in str(error.value) for digest in found["digests"])
 
 
 def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, monkeypatch):
