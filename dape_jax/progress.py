@@ -27,10 +27,10 @@ class Progress(tqdm):
             options |= {"file": io.StringIO()}  # for the line breaks that tqdm writes by itself
         super().__init__(*args, **options)
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         """Draw the bar, or log a line if there is progress since the last one."""
         if self.is_terminal:
-            return bool(super().display(msg, pos))
+            return super().display(msg, pos)
         if msg is None and self.n not in (self.initial, self.logged):
             self.logged = self.n
             logger.info("%s", str(self))  # as it is now: a handler may format it later
