@@ -309,7 +309,7 @@ def test_command_line(workdir, tmp_path):
     assert done.returncode == 0, done.stderr
     page = tmp_path / "out" / "index.html"
     assert done.stdout.splitlines()[-1] == f"page: {page}"
-    assert "2/2" in done.stderr
+    assert "2 of 2 layers" in done.stderr
     content = check_page(page, 100)
     assert "--length=100" in content["command"]
     assert content["text"]["source"] == f"{tmp_path}/text"
