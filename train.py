@@ -8,10 +8,8 @@ from ml_collections import config_flags
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.distributed import distributed_runtime
 from dape_jax.errors import InputError, require
 from dape_jax.storage import to_path
-from dape_jax.training.loop import train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
 
@@ -37,6 +35,9 @@ flags.mark_flag_as_required("config")
 
 def main(_: list[str]) -> None:
     """Initialise the distributed runtime, train."""
+    from dape_jax.distributed import distributed_runtime  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.training.loop import train
+
     with distributed_runtime(*(flags.FLAGS[name].value for name in RUNTIME_FLAGS)):
         settings = command_line.from_flags(Settings)
         train(command_line.config_of(CONFIG), to_path(settings.workdir, "--workdir"))
@@ -44,6 +45,8 @@ def main(_: list[str]) -> None:
 
 def tell_other_processes(arguments: list[str], error: InputError) -> None:
     """End all processes with an error in the flags or the config file of this one; return if it runs alone."""
+    from dape_jax.distributed import distributed_runtime
+
     values = flags.FlagValues()
     for name in RUNTIME_FLAGS:
         values[name] = flags.FLAGS[name]

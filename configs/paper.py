@@ -23,7 +23,8 @@ perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; 
 project has not trained at this scale.
 
 The vocabulary is GPT-NeoX's, padded as in the official code (vocab=50304; vocab=257 for a corpus prepared as bytes,
-with perplexities per byte, which are not comparable with the paper's). The tokenizer is that of the prepared corpus.
+with perplexities per byte, which are not comparable with the paper's). The tokenizer is that of the prepared corpus,
+and so is the vocabulary with --config.model.vocab_size=None.
 
 Differs: bfloat16 instead of float16 (--config.model.dtype=float16 has a dynamic loss scale); the right edge of the
 convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of 2.7b
@@ -34,7 +35,7 @@ Several devices: `docs/running.md`; memory on TPU slices: `docs/planning.md`.
 
 from pathlib import Path
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from dape_jax.config import choose, read_module
 from dape_jax.errors import require
@@ -72,7 +73,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
     )
     config.data = common.text(
         path="",  # --config.data.path is required
-        tokenizer=config_dict.placeholder(str),  # None: that of the prepared corpus
         validation_fraction=0.01,
         seed=seed,
     )
@@ -85,7 +85,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_steps=choice["num_steps"],
         eval_interval=500,
         validation_batches=8,
-        checkpoint_interval=1000,
     )
     config.mesh = common.mesh()
     config.init = common.init()

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -61,6 +62,8 @@ def to_path(text: str, field: str) -> AnyPath:
         return Path(text.removeprefix("file://"))
     scheme, separator, rest = text.partition("://")
     if not separator:
+        allowed = "must be a local path, gs://bucket/path or s3://bucket/path, with two slashes"
+        require(re.match(r"[a-z][a-z0-9]+:/", text) is None, field, text, allowed)
         return Path(text)
     require(scheme in _PACKAGES, field, text, "must be a local path, gs://bucket/path or s3://bucket/path")
     require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")

@@ -18,13 +18,14 @@ from test_command_lines import run
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import load_corpus
+from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.transformer import Block, Transformer, TransformerConfig, model_structure
-from dape_jax.tools import attention_maps as module
-from dape_jax.tools.attention_maps import attention_maps, layer_maps
+from dape_jax.tools import maps as module
+from dape_jax.tools.maps import attention_maps, layer_maps
 
 MODULE = ("-m", "dape_jax.tools.attention_maps")
 LENGTH = 77
@@ -308,7 +309,7 @@ def test_command_line(workdir, tmp_path):
     assert done.returncode == 0, done.stderr
     page = tmp_path / "out" / "index.html"
     assert done.stdout.splitlines()[-1] == f"page: {page}"
-    assert "2/2" in done.stderr
+    assert "2 of 2 layers" in done.stderr
     content = check_page(page, 100)
     assert "--length=100" in content["command"]
     assert content["text"]["source"] == f"{tmp_path}/text"
@@ -320,3 +321,29 @@ def test_command_line(workdir, tmp_path):
 def test_importing_it_defines_no_flags():
     """Importing must not define flags, which have the names of other command lines' flags."""
     assert "length" not in flags.FLAGS
+
+
+def test_short_inputs_have_their_tokens_on_the_axes():
+    text = b"a $b\n\xff"
+    names = module.token_names(Bytes(), np.frombuffer(text, np.uint8).astype(np.int32))
+    assert names == ["a", "\u00b7", r"\$", "b", r"\n", r"\xff"]
+    cells = {"scores": np.zeros((2, 6, 6)), "probs": np.full((2, 6, 6), 0.5)}
+    named, plain = (module.draw(cells, 6, "title", given) for given in (names, None))
+    labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (named.axes[0], plain.axes[0])]
+    assert labels[0] == names
+    assert labels[1] != names
+
+
+def test_many_heads_have_thumbnails_that_lead_to_the_figures():
+    cells = {"scores": np.zeros((9, 4, 4)), "probs": np.full((9, 4, 4), 0.5)}
+    small, large = module.draw_small(cells, "title"), module.draw(cells, 4, "title")
+    assert len([axes for axes in small.axes if axes.images]) == 18
+    assert np.prod(small.get_size_inches()) < np.prod(large.get_size_inches()) / 4
+    content = {"run": "r", "step": 1, "length": 4, "command": "c", "model": {}, "text": {}}
+    layers = [
+        {"figure": "layer-00.png", "small_figure": "layer-00-small.png"},
+        {"figure": "layer-01.png", "small_figure": None},
+    ]
+    page = module.index_page(content | {"layers": layers})
+    assert '<a href="layer-00.png"><img src="layer-00-small.png"' in page
+    assert '<p><img src="layer-01.png"' in page

@@ -33,7 +33,6 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation import accuracy, report
 from dape_jax.evaluation.accuracy import (
     Tapes,
-    TaskOptions,
     caption,
     cells,
     columns,
@@ -42,6 +41,7 @@ from dape_jax.evaluation.accuracy import (
     plot,
     task_result,
 )
+from dape_jax.evaluation.options import TaskOptions
 from dape_jax.evaluation.programs import padded_batches
 from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.trained import TrainedModel, are_algorithmic, read_trained, read_trained_on_task, restore
@@ -743,9 +743,14 @@ def test_an_output_that_cannot_be_written_is_named(runs, root, tmp_path):
     ("section", "field", "value", "words"),
     [
         ("evaluation", "lengths", (2, 6), r"evaluation.lengths = .*give --lengths"),
-        ("evaluation", "num_sequences", 4, r"evaluation.num_sequences = \[11, 4\]: .*give --num_sequences"),
+        (
+            "evaluation",
+            "num_sequences",
+            4,
+            r"evaluation.num_sequences = \{'.*/dape': 11, '.*': 4\}: .*give --num_sequences",
+        ),
         ("evaluation", "dropout", True, r"evaluation.dropout = .*give --dropout"),
-        ("train", "train_length", 6, r"train.train_length = \[5, 6\]: must be the same for all"),
+        ("train", "train_length", 6, r"train.train_length = \{'.*/dape': 5, '.*': 6\}: must be the same for all"),
     ],
 )
 def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypatch, section, field, value, words):

@@ -1,5 +1,6 @@
 """Evaluation: the paper's protocol, bit-exact repetition, and the written files."""
 
+import csv
 import dataclasses
 import errno
 import io
@@ -27,11 +28,11 @@ from test_command_lines import run as run_command
 from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Sidecar, TokenStore, load_corpus
+from dape_jax.data.store import Corpus, Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation import perplexity, programs, report, trained
+from dape_jax.evaluation.options import PerplexityOptions
 from dape_jax.evaluation.perplexity import (
-    PerplexityOptions,
     choose_windows,
     compile_lengths,
     score_windows,
@@ -249,6 +250,14 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path):
         for result in run["lengths"]:
             assert f"{result['perplexity']:.2f} [" in table
             assert f"{result['perplexity']:.2f} [" in markdown
+    with (output / "lengths.csv").open(newline="") as file:
+        numbers = list(csv.DictReader(file))
+    records = [{"name": run["name"]} | result for run in results["runs"] for result in run["lengths"]]
+    assert len(numbers) == len(records) == 4
+    for row, record in zip(numbers, records, strict=True):
+        assert (row["name"], int(row["length"])) == (record["name"], record["length"])
+        assert float(row["perplexity"]) == record["perplexity"]  # every digit
+    assert (output / "lengths.pdf").read_bytes().startswith(b"%PDF-")
     figure = matplotlib.image.imread(output / "lengths.png")
     assert figure.shape[0] > 300
     assert len(np.unique(figure.reshape(-1, figure.shape[-1]), axis=0)) > 50
@@ -260,7 +269,7 @@ def test_results_are_in_the_common_directory_and_replace_earlier_ones(runs):
     assert [run["last_tokens"] for run in read_runs(common)] == [16, 16]
     evaluate(runs, lengths=(16,), max_windows=4)
     assert [run["lengths"][0]["num_windows"] for run in read_runs(common)] == [4, 4]
-    assert len(list(common.glob("lengths*"))) == 4
+    assert len(list(common.glob("lengths*"))) == 6
 
 
 def test_another_corpus_can_be_scored(runs, root, tmp_path):
@@ -462,6 +471,25 @@ def test_delta_is_positive_where_context_helps(rows, saved):
         assert result["high"] <= 0 or saved > 0
 
 
+def test_runs_on_different_corpora_are_named_with_their_texts(runs, tmp_path, monkeypatch):
+    found = {}
+
+    def other_corpora(models: list[TrainedModel], data: str | None) -> list[Corpus]:
+        (corpus, *_) = originals(models, data)
+        sidecar = dataclasses.replace(corpus.train.sidecar, digest="1" * 64)
+        other = dataclasses.replace(corpus, train=dataclasses.replace(corpus.train, sidecar=sidecar))
+        found["digests"] = [corpus.digest, other.digest]
+        return [corpus, other]
+
+    originals = perplexity.validation_corpora
+    monkeypatch.setattr(perplexity, "validation_corpora", other_corpora)
+    with pytest.raises(InputError, match=r"data = \{'none': '.*text.* as bytes', 'dape': '.*'\}: must be") as error:
+        evaluate(runs, output=tmp_path)
+    assert "--data=TEXT" in str(error.value)
+    assert len(set(found["digests"])) == 2
+    assert not any(digest[:8] in str(error.value) for digest in found["digests"])
+
+
 def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, monkeypatch):
     def read(workdir: Path, *arguments: Any) -> TrainedModel:
         model = trained.read_trained(workdir, *arguments)
@@ -471,7 +499,7 @@ def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, mon
         return dataclasses.replace(model, run=dataclasses.replace(model.run, train=train))
 
     monkeypatch.setattr(perplexity, "read_trained", read)
-    with pytest.raises(InputError, match=r"train.train_length = \[16, 8\]: must be the same for all"):
+    with pytest.raises(InputError, match=r"train.train_length = \{'none': 16, 'dape': 8\}: must be the same for all"):
         evaluate(runs, protocol="delta", output=tmp_path)
 
 

@@ -13,6 +13,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, read_module, read_run
@@ -488,6 +489,10 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     (series,) = [series for series in described["one"]["tiny-text"]["series"] if series["method"] == "a"]
     assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
     assert (Path(small_world["results"]) / "one" / "tiny-text.png").stat().st_size > 10_000
+    assert (Path(small_world["results"]) / "one" / "tiny-text.pdf").read_bytes().startswith(b"%PDF-")
+    header, *numbers = (Path(small_world["results"]) / "one" / "tiny-text.csv").read_text().splitlines()
+    assert header == "method,size,task,train_length,seed,length,perplexity"
+    assert sum(line.startswith("a,") and line.endswith((",32,32", ",32,32.0", ",32,32.125")) for line in numbers) == 2
 
     # Another text of the same name is refused, also under another seed.
     (Path(small_world["results"]).parent / "text" / "00.txt").write_text("another text " * 30)
@@ -796,3 +801,18 @@ def test_recipes_work_on_the_command_line_of_another_directory(tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "train.num_steps = 0" in done.stderr
+
+
+def test_a_single_published_number_is_drawn_with_its_name():
+    """Draw a marker, because a line through one point would be invisible; a curve has no name next to it."""
+    axes = Figure().subplots()
+    alone = report.Series("cope", "125m", "", 512, {0: {1024: 20.5}})
+    curve = report.Series("kerple", "125m", "", 512, {0: {512: 19.0, 1024: 21.0}})
+    for item in (alone, curve):
+        report._draw_curve(axes, item, 1, item.method, "tab:blue")
+    assert [(text.get_text(), tuple(text.xy)) for text in axes.texts] == [("cope", (1024, 20.5))]
+    point, line = axes.get_lines()
+    assert (point.get_marker(), point.get_linestyle(), line.get_linestyle()) == ("D", "None", "-")
+    unknown = report.Series("cope", "125m", "", 512, {0: {1024: math.nan}})
+    report._draw_curve(axes, unknown, 1, "nothing", "tab:blue")
+    assert len(axes.texts) == 1

@@ -69,7 +69,10 @@ def test_a_path_is_local_or_in_a_bucket(environment):
     assert storage.to_path("file:///tmp/a", "--workdir") == Path("/tmp/a")
 
 
-@pytest.mark.parametrize("text", ["az://bucket/a", "http://host/a", "s3://", "gs:///a", "hdfs://a/b", "gs://b/a[1]"])
+@pytest.mark.parametrize(
+    "text",
+    ["az://bucket/a", "gs:/bucket/a", "abfs:/x/y", "http://host/a", "s3://", "gs:///a", "hdfs://a/b", "gs://b/a[1]"],
+)
 def test_another_kind_of_path_is_refused(text):
     with pytest.raises(InputError, match=f"^--workdir = {re.escape(repr(text))}: must "):
         storage.to_path(text, "--workdir")

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -330,6 +331,17 @@ def test_bad_input_is_refused_before_any_device_work(root, tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
+def test_a_finished_run_says_how_to_train_on(root, run):
+    with pytest.raises(InputError) as error:
+        loop.train(small_spec(root, train__num_steps=8), run)
+    assert "train.num_steps: saved 4, now 8" in str(error.value)
+    assert f"--config=configs/continue.py:source={run} --config.train.num_steps=N" in str(error.value)
+    with pytest.raises(InputError) as error:  # advice only where it helps
+        loop.train(small_spec(root, train__seed=8), run)
+    assert "train.seed: saved 0, now 8" in str(error.value)
+    assert "continue.py" not in str(error.value)
+
+
 def test_a_missing_section_or_field_is_named(root):
     spec = small_spec(root)
     del spec["train"]["num_steps"]
@@ -406,7 +418,8 @@ def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
         np.testing.assert_allclose(found, leaf, atol=2e-4)
 
 
-def test_mfu_is_shown_and_a_full_disk_stops_tensorboard_only(root, tmp_path, monkeypatch, caplog, capsys):
+def test_mfu_is_shown_and_a_full_disk_stops_tensorboard_only(root, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "dape_jax")
     writer, event = metrics._tensorboard()
 
     class Full(writer):
@@ -420,7 +433,7 @@ def test_mfu_is_shown_and_a_full_disk_stops_tensorboard_only(root, tmp_path, mon
     loop.train(small_spec(root), tmp_path / "run")
     assert caplog.text.count("TensorBoard's scalars are no longer written") == 1
     assert (tmp_path / "run" / "checkpoints" / "4").exists()
-    assert "MFU 50.0%" in capsys.readouterr().err
+    assert "MFU 50.0%" in caplog.text
 
 
 def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():

@@ -58,6 +58,8 @@ SPEC = {
         "checkpoint_interval": 2,
         "max_to_keep": 2,
         "max_bad_steps": 0,
+        "wandb": None,
+        "profile_steps": (),
     },
     "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1},
     "init": {"source": None, "train_only": None},

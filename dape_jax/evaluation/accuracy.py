@@ -22,14 +22,12 @@ from jaxtyping import Array, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from tqdm import tqdm
 
-from dape_jax.command_line import flag
 from dape_jax.config import TaskRunConfig
 from dape_jax.evaluation import report
+from dape_jax.evaluation.options import TaskOptions
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import (
-    Options,
     TrainedModel,
     read_models,
     read_trained_on_task,
@@ -38,6 +36,7 @@ from dape_jax.evaluation.trained import (
 )
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
 from dape_jax.storage import AnyPath
@@ -51,17 +50,9 @@ MAX_COLUMNS = 8
 MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskOptions(Options):
-    """Options of `evaluate_tasks`, and flags of `eval.py` for runs on algorithmic tasks."""
-
-    num_sequences: int | None = flag(None, "Of a task: strings of each length; that of the run's config if unset.")
-    dropout: bool | None = flag(None, "Of a task: whether dropout stays on; as in the run's config if unset.")
-
-
 def evaluate_tasks(
     workdirs: Sequence[AnyPath],
-    options: TaskOptions = TaskOptions(),
+    options: TaskOptions = TaskOptions(),  # noqa: B008  (frozen)
     *,
     mesh: MeshConfig | None = None,
     output: AnyPath | None = None,
@@ -172,7 +163,7 @@ def answer_tapes(
     num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
     numbers = itertools.count()  # of batches, over all lengths
     accuracies = []
-    with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
+    with jax.set_mesh(mesh), Progress(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
         for length in evaluation.lengths:
             bar.set_postfix_str(f"length {length}")
             program = programs[padded_length(config, length, evaluation.pad_to)]

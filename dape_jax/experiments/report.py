@@ -22,6 +22,8 @@ from dape_jax.errors import InputError, os_errors, require
 from dape_jax.evaluation.report import (
     FIXED_BELOW,
     band,
+    csv_text,
+    drawings,
     drawn,
     json_values,
     mark_train_lengths,
@@ -322,10 +324,24 @@ def write(results: Path) -> Path:
     require(bool(groups), "--results", str(results), allowed)
     with os_errors("--results", str(results), "cannot be written to"):
         for group in groups:
-            plot(group).savefig(results / group.experiment / f"{group.name}.png", dpi=120)
+            files = drawings(plot(group), dpi=120) | {"csv": csv_text(_number_rows(group)).encode()}
+            for suffix, content in files.items():
+                (results / group.experiment / f"{group.name}.{suffix}").write_bytes(content)
         write_json(results / "report.json", json_values(_as_json(groups)))
         (results / "README.md").write_text(_readme(groups) + "\n")
     return results / "README.md"
+
+
+def _number_rows(group: Group) -> list[list[Any]]:
+    """Return a header and a row for each value of a group, at the lengths that were evaluated."""
+    metric = EXPERIMENTS[group.experiment].metric
+    rows: list[list[Any]] = [["method", "size", "task", "train_length", "seed", "length", metric]]
+    for series in group.series:
+        size = PRESETS[group.preset].sizes[series.size] if series.size else ""
+        model = [series.method, size, series.task, series.train_length // group.divisor]
+        for seed, by_length in series.values.items():
+            rows += [[*model, seed, length // group.divisor, value] for length, value in by_length.items()]
+    return rows
 
 
 def judge_all(group: Group) -> list[Judgement]:
@@ -497,11 +513,17 @@ def plot(group: Group) -> Figure:
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
-    """Plot the mean over seeds and their range."""
+    """Plot the mean over seeds and their range; a single number is a marker with its name next to it."""
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
     means = drawn(_mean(values) for values in over_seeds)
+    if len(lengths) == 1:
+        axes.plot(lengths, means, marker="D", markersize=6, linestyle="", label=name, color=color)
+        if math.isfinite(means[0]):
+            at = {"xytext": (6, 4), "textcoords": "offset points"}
+            axes.annotate(name, (lengths[0], means[0]), **at, fontsize=7, color=color)
+        return
     axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
     band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
 

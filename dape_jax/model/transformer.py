@@ -470,7 +470,7 @@ class Transformer(nnx.Module):
             tokens_BT: the tokens.
             pos_T: positions of the tokens, consecutive. The cache must contain all earlier tokens. Positions beyond its
                 last column give wrong results, not an error: their values are unknown during tracing. (For sequences
-                of different lengths, `jax.vmap` the whole call, as in `tools/generate.py`.)
+                of different lengths, `jax.vmap` the whole call, as in `tools/completion.py`.)
             cache: result of `make_cache` or of an earlier call. Columns at the first position and later are overwritten
                 before they are read.
         """

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-import jax
 from absl import flags
 from ml_collections import config_flags
 
@@ -11,9 +10,7 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
-from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
-from dape_jax.provenance import make_results_directory
-from dape_jax.sharding import read_mesh
+from dape_jax.storage import require_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +29,19 @@ class Settings:
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name}", value, "must be positive")
         require(self.output != "", "--output", self.output, "must be a directory")
+        require_local(self.output or "", "--output")
 
 
 def main(_: list[str]) -> None:
     """Parse flags, plan the run and print the report."""
     settings = from_flags(Settings)
+
+    import jax  # after the flags are checked: it takes seconds to import
+
+    from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
+    from dape_jax.provenance import make_results_directory
+    from dape_jax.sharding import read_mesh
+
     if settings.output:
         make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)

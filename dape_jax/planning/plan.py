@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
-from tqdm import tqdm
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.corpus import STDLIB
+from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.files import write_json
@@ -34,6 +34,7 @@ from dape_jax.planning.compile import (
     slice_devices,
 )
 from dape_jax.planning.flops import executed_flops, forward_flops, model_flops
+from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.sharding import AXES, BATCH_AXES, MeshConfig, activation_spec, make_mesh, read_mesh
 from dape_jax.training.optimizer import make_optimizer
@@ -57,7 +58,7 @@ def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
         spec["data"]["path"] = STDLIB
     if batch_size is not None:
         spec["train"]["batch_size"] = batch_size
-    return RunConfig.from_dict(spec)
+    return RunConfig.from_dict(follow_corpus(spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,7 +309,7 @@ def plan_run(
         meshes, remats = [mesh], (run.model.remat,)
     libtpu = find_libtpu()
     plans: list[Plan] = []
-    with tqdm(total=len(meshes) + (eval_length is not None), unit="mesh", desc=hardware.name) as bar:
+    with Progress(total=len(meshes) + (eval_length is not None), unit="mesh", desc=hardware.name) as bar:
 
         def add(request: Request) -> Plan:
             bar.set_postfix_str(f"{request.mesh.asked()} remat={request.run.model.remat} {request.program}")

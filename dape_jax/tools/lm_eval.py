@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
-from tqdm import tqdm
 
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, printable, require
@@ -39,9 +38,10 @@ from dape_jax.evaluation.programs import model_at, padded_batches, run_in_batche
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.storage import AnyPath, to_path
-from dape_jax.tools.generate import Sampling, TextStream, check, generate
+from dape_jax.tools.completion import Sampling, TextStream, check, generate
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -283,7 +283,7 @@ class DapeLM(TemplateLM):
         # A batch unembeds as many positions as its row with the most scored tokens: group similar rows.
         order = sorted(range(len(rows)), key=lambda index: (width_of(index), rows[index].num_scored), reverse=True)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        with jax.set_mesh(self._mesh), tqdm(total=len(rows), unit=unit, disable=disable_tqdm) as bar:
+        with jax.set_mesh(self._mesh), Progress(total=len(rows), unit=unit, disable=disable_tqdm) as bar:
             for width, group in itertools.groupby(order, key=width_of):
                 bar.set_postfix_str(f"width {width}")
                 indices = list(group)
@@ -335,7 +335,7 @@ class DapeLM(TemplateLM):
             indices_of_options[options].append(index)
         self._warn_of_truncation(num_truncated, len(requests))
         answers, seeds = [""] * len(requests), itertools.count()
-        with tqdm(total=len(requests), unit="request", disable=disable_tqdm) as bar:
+        with Progress(total=len(requests), unit="request", disable=disable_tqdm) as bar:
             for options, indices in indices_of_options.items():
                 indices.sort(key=lambda index: len(prompts[index]), reverse=True)
                 batch_size = self._rows_per_batch(self._cache_width(prompts[indices[0]], options), len(indices))

@@ -48,6 +48,7 @@ from dape_jax.data.prepare.records import BadRecord, Document, Selection, Skippe
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, printable, require
 from dape_jax.files import read_json, sync_directory, write_json
+from dape_jax.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -459,7 +460,7 @@ def describe(bad: BadRecord) -> str:
 def progress(total: int, description: str, done: int) -> tqdm:
     """Return a progress bar of bytes; in a log file, one line per minute."""
     seconds = 0.5 if sys.stderr.isatty() else 60
-    return tqdm(
+    return Progress(
         total=total,
         initial=done,
         desc=description,

@@ -59,6 +59,8 @@ from dape_jax.data.tokenizers import (
 from dape_jax.errors import InputError, require
 from dape_jax.files import exclusive_lock, json_digest, read_json, sync_directory, write_json
 
+flags.disclaim_key_flags()  # the flags belong to `__main__.py`, whose --help lists them
+
 RECIPE_FILE, LOCK_FILE = "recipe.json", "lock"
 
 
