@@ -61,6 +61,8 @@ def run(
             raise
 
     sys.unraisablehook = _print_unraisable
+    # For --help, which shows the docstring of the main module: that of an entry point has none.
+    sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     try:
         app.run(quietly, flags_parser=parse)
     except InputError as error:
@@ -106,7 +108,7 @@ def _parse(arguments: list[str]) -> list[str]:
         raise InputError(f"{', '.join(given) or field}: the chosen config has no such field") from error
 
 
-def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
+def config_of(flag: flags.Flag) -> dict[str, Any]:
     """Return the nested dict of a config-file flag. absl reports an unreadable file only here."""
     try:
         return flag.value.to_dict()
@@ -143,6 +145,7 @@ def define_flags(settings: type) -> None:
             kinds[kind](field.name, None if is_required else default, text)
         if is_required:
             flags.mark_flag_as_required(field.name)
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[field.name])  # --help lists these
 
 
 def from_flags(settings: type[Settings]) -> Settings:

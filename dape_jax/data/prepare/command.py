@@ -270,3 +270,9 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     """Parse flags, prepare, print the summary."""
     print(summary(prepare(command_line.from_flags(PrepareConfig))))
+
+
+def command() -> None:
+    """Run the command line `dape-prepare`."""
+    define_flags()
+    command_line.run(main, "interrupted: the same command resumes")
