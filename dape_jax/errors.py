@@ -1,6 +1,7 @@
 """Exceptions for users, the checks that raise them, and text that is safe to print."""
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -28,6 +29,12 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:
         raise InputError(f"{field} = {value!r}: {allowed}")
+
+
+def require_package(package: str, extra: str, field: str, value: object) -> None:
+    """Raise `InputError`, which names the extra that installs the package, if `value` needs it and it is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{field} = {value!r}: needs the package {package}: pip install 'dape_jax[{extra}]'")
 
 
 @contextlib.contextmanager
