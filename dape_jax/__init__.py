@@ -83,6 +83,7 @@ from dape_jax.model.processors import (
 )
 from dape_jax.model.scores import Mask, Scores, masked_softmax
 from dape_jax.model.transformer import Cache, Transformer, TransformerConfig, make_cache
+from dape_jax.version import __version__
 
 __all__ = [  # noqa: RUF022
     # Attention over any block of query rows.
@@ -158,4 +159,5 @@ __all__ = [  # noqa: RUF022
     "make_cache",
     # Bad input raises this.
     "InputError",
+    "__version__",
 ]
