@@ -21,69 +21,14 @@ data, tasks, training, evaluation.
 The names below are the stable interface for other programs: `docs/library.md`.
 """
 
-from dape_jax.errors import InputError
-from dape_jax.model.attention import (
-    IMPLEMENTATIONS,
-    Auto,
-    Blockwise,
-    Dense,
-    Fused,
-    Implementation,
-    attend,
-    score,
-)
-from dape_jax.model.biases import (
-    BIASES,
-    T5,
-    Alibi,
-    AlibiConfig,
-    Bias,
-    DistanceBias,
-    Fire,
-    FireConfig,
-    Kerple,
-    KerpleConfig,
-    KerplePower,
-    KerplePowerConfig,
-    NopeConfig,
-    Sandwich,
-    SandwichConfig,
-    T5Config,
-    alibi,
-    alibi_slopes,
-    distances,
-    fire,
-    kerple,
-    kerple_power,
-    sandwich,
-    t5,
-)
-from dape_jax.model.contextual import (
-    CONTEXTUAL,
-    ContextualBias,
-    Cope,
-    CopeConfig,
-    TransformerXL,
-    TransformerXLConfig,
-    cope,
-    transformer_xl,
-)
-from dape_jax.model.positions import ROTARY, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
-from dape_jax.model.processors import (
-    PROCESSORS,
-    Dape,
-    DapeConfig,
-    Plain,
-    PlainConfig,
-    Processor,
-    ProcessorConfig,
-    ScoreMod,
-    dape,
-    key_convolution,
-)
-from dape_jax.model.scores import Mask, Scores, masked_softmax
-from dape_jax.model.transformer import Cache, Transformer, TransformerConfig, make_cache
+# ruff: noqa: F403, F405
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dape_jax.version import __version__
+
+if TYPE_CHECKING:
+    from dape_jax.library import *
 
 __all__ = [  # noqa: RUF022
     # Attention over any block of query rows.
@@ -161,3 +106,10 @@ __all__ = [  # noqa: RUF022
     "InputError",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a name of the interface. Programs that use none of them show their flags without importing JAX."""
+    if name in __all__:
+        return getattr(importlib.import_module("dape_jax.library"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from absl import app, flags
 from absl import logging as absl_logging
+from ml_collections import ConfigDict
 
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, printable, require
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, did_you_mean, printable, require
 from dape_jax.storage import errors
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
@@ -35,11 +36,11 @@ def run(
         positional: names of the positional arguments, for messages; more arguments than these are refused.
         on_bad_flags: called with the command line and the error of its flags or config file, before this is printed.
 
-    An `InputError`, like a bad flag, ends the program with one line on standard error and status 2, a `NonFiniteError`
-    with one line and status 1, a `StoppedError` with one line and status 143. So does an `OSError`, with status 1: a
-    file that may not be read, a full disk, a lost network. Any other exception is a bug and keeps its traceback.
-    Messages of this package are logged from INFO, those of libraries from WARNING (Orbax logs many lines for each
-    checkpoint).
+    An `InputError`, like bad flags, ends the program with status 2 and a line on standard error for each message, a
+    `NonFiniteError` with one line and status 1, a `StoppedError` with one line and status 143. So does an `OSError`,
+    with status 1: a file that may not be read, a full disk, a lost network. Any other exception is a bug and keeps its
+    traceback. Messages of this package are logged from INFO, those of libraries from WARNING (Orbax logs many lines for
+    each checkpoint).
     """
 
     def quietly(arguments: list[str]) -> None:
@@ -66,7 +67,8 @@ def run(
     try:
         app.run(quietly, flags_parser=parse)
     except InputError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        for message in error.messages:
+            print(f"error: {printable(message)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
@@ -92,20 +94,127 @@ def _print_unraisable(unraisable: Any) -> None:
 
 
 def _parse(arguments: list[str]) -> list[str]:
+    """Return the positional arguments after parsing the flags.
+
+    `--flag=None` sets an optional flag or config field to None. Wrong flags are reported together.
+
+    Raises:
+        InputError: a flag or the config file is wrong.
+    """
+    unset = [argument for argument in arguments if _is_set_to_none(argument)]
     try:
-        return flags.FLAGS(arguments)
+        remaining = flags.FLAGS([argument for argument in arguments if argument not in unset])
+        for argument in unset:
+            name = argument.lstrip("-").removesuffix("=None")
+            if name.startswith("config."):
+                _set_to_none(flags.FLAGS["config"].value, name.removeprefix("config."))
+            else:
+                flags.FLAGS[name].value = None
+        return remaining
     except flags.Error as error:
         text = "; ".join(str(error).splitlines())
+        text = re.sub(r"flag --(\w+)=None: Flag --\1 must have a value other than None\.", r"--\1: must be given", text)
         _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # raised in a config file, after its traceback
-        if "as a ConfigDict" in text:
-            message = f"{text.split(':')[0]}: has fields; set those, or choose by name in the config file's argument"
-        raise InputError(message) from error
+        raise InputError(*(_wrong_flags(arguments) if message == text else []) or [message]) from error
+    except BrokenPipeError:  # `--help | head`
+        raise
     except OSError as error:
         raise _unreadable(error) from error
     except AttributeError as error:  # raised by a config without this field
-        field = str(error).strip("\"'")
-        given = [flag for flag in arguments if field in flag.split("=")[0].split(".")]
-        raise InputError(f"{', '.join(given) or field}: the chosen config has no such field") from error
+        messages = _wrong_flags(arguments)
+        if not messages:  # a bug in the config file
+            raise
+        raise InputError(*messages) from error
+
+
+def _is_set_to_none(argument: str) -> bool:
+    name, _, value = argument.lstrip("-").partition("=")
+    if not argument.startswith("-") or value != "None":
+        return False
+    return name.startswith("config.") or (name in flags.FLAGS and flags.FLAGS[name].default is None)
+
+
+def _set_to_none(config: Any, path: str) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        config = config[section]
+    with config.ignore_type():  # whether None is allowed there is checked with the rest of the config
+        config[name] = None
+
+
+PARSERS = {int: flags.IntegerParser(), float: flags.FloatParser(), bool: flags.BooleanParser()}
+
+
+def _wrong_flags(arguments: list[str]) -> list[str]:
+    """Return a message for each flag that does not exist or whose value cannot be read."""
+    defined, messages, config = flags.FLAGS, [], None
+    for argument in arguments[1:]:
+        if argument == "--":
+            break
+        name, equals, value = argument.lstrip("-").partition("=")
+        if not (argument.startswith("-") and name):
+            continue
+        if name == "config" and equals:
+            config = defined["config"].parser.parse(value)
+        elif name.startswith("config.") and config is not None and (advice := _missing_field(config, name)):
+            messages.append(f"{argument}: the config has no such field{advice}")
+        elif name not in defined and name.removeprefix("no") not in defined and not name.startswith("config."):
+            advice = did_you_mean(name, defined).replace("mean ", "mean --")
+            messages.append(f"{argument}: no such flag{advice or '; see --help'}")
+        elif equals:
+            try:
+                _parser_of(name, config).parse(value)
+            except ValueError as error:
+                messages.append(f"{argument}: {' '.join(str(error).split())}")
+    return messages
+
+
+def _parser_of(name: str, config: Any) -> Any:
+    """Return the parser of a flag. Flags of a config are not defined yet if absl has stopped at an earlier one."""
+    if name.startswith("config.") and config is not None:
+        *sections, field = name.split(".")[1:]
+        for section in sections:
+            config = config[section]
+        kind = config.get_type(field.partition("[")[0])
+        if issubclass(kind, ConfigDict):
+            return _Section()
+        if kind in PARSERS and "[" not in field:
+            return PARSERS[kind]
+    return flags.FLAGS[name].parser if name in flags.FLAGS else flags.ArgumentParser()
+
+
+class _Section(flags.ArgumentParser):
+    """Refuse to set a section of a config."""
+
+    def parse(self, argument: str) -> None:
+        """Raise an error."""
+        raise ValueError("has fields; set those, or choose by name in the config file's argument")
+
+
+def _missing_field(config: Any, name: str) -> str:
+    """Return "" if the config has the field of a flag `config.SECTION.FIELD`, otherwise advice."""
+    here: Any = config
+    path = name.partition(".")[2]
+    for part in path.split("."):
+        part = part.partition("[")[0]  # an item of a tuple
+        if not isinstance(here, ConfigDict) or part not in here:
+            known = _paths(config)
+            same_name = [each for each in known if each.rpartition(".")[2] == path.rpartition(".")[2]]
+            advice = did_you_mean(path, same_name or known) or did_you_mean(path, known)
+            fields = f"; its fields are {sorted(here.keys())}" if isinstance(here, ConfigDict) else ""
+            return advice.replace("mean ", "mean --config.") or fields or "; it has no fields"
+        here = here[part]
+    return ""
+
+
+def _paths(config: Any, prefix: str = "") -> list[str]:
+    """Return the dotted path of every field of nested config sections."""
+    paths = []
+    for name in config.keys():
+        paths += (
+            _paths(config[name], f"{prefix}{name}.") if isinstance(config[name], ConfigDict) else [f"{prefix}{name}"]
+        )
+    return paths
 
 
 def config_of(flag: flags.Flag) -> dict[str, Any]:

@@ -5,6 +5,7 @@ module that it configures. Sections have no default values, so that a config fil
 """
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from ml_collections import config_dict
 
 from dape_jax.data.store import DataConfig
-from dape_jax.errors import InputError, positive, require
+from dape_jax.errors import InputError, check_all, did_you_mean, positive, require
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Fused
 from dape_jax.model.biases import BIASES
@@ -81,10 +82,12 @@ class TrainConfig:
     max_bad_steps: int  # consecutive non-finite steps to skip before aborting
 
     def __post_init__(self):
-        require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1")
-        require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative")
         others = {field.name for field in dataclasses.fields(self)} - {"seed", "max_bad_steps"}
-        positive(self, "train", *sorted(others))
+        check_all(
+            lambda: require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1"),
+            lambda: require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative"),
+            lambda: positive(self, "train", *sorted(others)),
+        )
         is_validated = self.checkpoint_interval % self.eval_interval == 0
         allowed = f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint is validated"
         require(is_validated, "train.checkpoint_interval", self.checkpoint_interval, allowed)
@@ -163,7 +166,7 @@ class BaseRunConfig:
 
     @classmethod
     def from_dict(cls: type[Self], spec: dict[str, Any]) -> Self:
-        """Return the checked config of a config file's dict.
+        """Return the checked config of a config file's dict. None for `train.checkpoint_interval` is `eval_interval`.
 
         Raises:
             InputError: a section or field is unknown, missing or out of range.
@@ -171,10 +174,15 @@ class BaseRunConfig:
         _check_fields(cls, "config", spec)
         for name, section in spec.items():
             require(isinstance(section, dict), f"config.{name}", section, "must be a section with fields")
-        check_numbers(spec)
-        kinds, sections = typing.get_type_hints(cls), dict(spec)
-        model = read_model(sections.pop("model"))
-        return cls(model=model, **{name: read_section(kinds[name], name, spec[name]) for name in sections})
+        train = spec["train"]
+        if "checkpoint_interval" in train and "eval_interval" in train and train["checkpoint_interval"] is None:
+            spec = spec | {"train": train | {"checkpoint_interval": train["eval_interval"]}}
+        kinds, others = typing.get_type_hints(cls), [name for name in spec if name != "model"]
+        model, *sections = check_all(
+            lambda: _read_model_of(spec),
+            *(functools.partial(_read_section_of, kinds[name], name, spec) for name in others),
+        )
+        return cls(model=model, **dict(zip(others, sections, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,14 +256,26 @@ def read_run(spec: dict[str, Any]) -> RunConfig | TaskRunConfig:
     return TaskRunConfig.from_dict(spec) if is_algorithmic(spec) else RunConfig.from_dict(spec)
 
 
+def _read_model_of(spec: dict[str, Any]) -> TransformerConfig:
+    check_numbers(spec["model"], "model")
+    return read_model(spec["model"])
+
+
+def _read_section_of(cls: type, section: str, spec: dict[str, Any]) -> Any:
+    check_numbers(spec[section], section)
+    return read_section(cls, section, spec[section])
+
+
 def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
     fields = {field.name for field in dataclasses.fields(cls)}
-    if unknown := sorted(set(spec) - fields):
-        raise InputError(
-            f"{section}.{unknown[0]} = {spec[unknown[0]]!r}: no such field; the fields are {sorted(fields)}"
-        )
-    if missing := sorted(fields - set(spec)):
-        raise InputError(f"{section}.{missing[0]}: missing")
+    unknown, missing = sorted(set(spec) - fields), sorted(fields - set(spec))
+    messages = [
+        f"{section}.{name} = {spec[name]!r}: no such field{did_you_mean(name, fields)}; the fields are {sorted(fields)}"
+        for name in unknown
+    ]
+    messages += [f"{section}.{name}: missing" for name in missing]
+    if messages:
+        raise InputError(*messages)
 
 
 def _typed(cls: type, section: str, spec: dict[str, Any]) -> dict[str, Any]:
@@ -264,31 +284,30 @@ def _typed(cls: type, section: str, spec: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: a field is of another type than the dataclass has.
     """
-    typed = dict(spec)
-    for name, kind in typing.get_type_hints(cls).items():
-        kinds = typing.get_args(kind) or (kind,)  # the members of a union
-        if name not in spec or typing.get_origin(kind) is typing.ClassVar:
-            continue
-        value = spec[name]
-        if typing.get_origin(kind) is tuple:  # a list, in a config saved as JSON
-            is_right = isinstance(value, list | tuple) and all(type(each) is kinds[0] for each in value)
-            require(is_right, f"{section}.{name}", value, f"must be a list of values of type {kinds[0].__name__}")
-            typed[name] = tuple(value)
-            continue
-        is_right = isinstance(value, (*kinds, int) if float in kinds else kinds)
-        is_right = is_right and (bool in kinds or not isinstance(value, bool))  # which is an int in Python
-        message = "must be of type " + " or ".join(kind.__name__ for kind in kinds)
-        require(is_right, f"{section}.{name}", value, message)
-        if isinstance(value, int) and float in kinds:
-            typed[name] = float(value)
-    return typed
+    hints = {name: kind for name, kind in typing.get_type_hints(cls).items() if name in spec}
+    hints = {name: kind for name, kind in hints.items() if typing.get_origin(kind) is not typing.ClassVar}
+    checks = [functools.partial(_typed_value, kind, f"{section}.{name}", spec[name]) for name, kind in hints.items()]
+    return spec | dict(zip(hints, check_all(*checks), strict=True))
+
+
+def _typed_value(kind: Any, field: str, value: Any) -> Any:
+    kinds = typing.get_args(kind) or (kind,)  # the members of a union
+    if typing.get_origin(kind) is tuple:  # a list, in a config saved as JSON
+        is_right = isinstance(value, list | tuple) and all(type(each) is kinds[0] for each in value)
+        require(is_right, field, value, f"must be a list of values of type {kinds[0].__name__}")
+        return tuple(value)
+    is_right = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    is_right = is_right and (bool in kinds or not isinstance(value, bool))  # which is an int in Python
+    names = ["None" if kind is type(None) else kind.__name__ for kind in kinds]
+    require(is_right, field, value, "must be of type " + " or ".join(names))
+    return float(value) if isinstance(value, int) and float in kinds else value
 
 
 def check_numbers(spec: Any, field: str = "") -> None:
     """Raise `InputError` for an integer beyond its limit, or a float that is not finite, in nested dicts and lists."""
     if isinstance(spec, dict):
-        for name, value in spec.items():
-            check_numbers(value, f"{field}.{name}" if field else str(name))
+        names = {name: f"{field}.{name}" if field else str(name) for name in spec}
+        check_all(*(functools.partial(check_numbers, value, names[name]) for name, value in spec.items()))
     elif isinstance(spec, list | tuple):
         for value in spec:
             check_numbers(value, field)
@@ -319,7 +338,8 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
     require(isinstance(name, str) and name in choices, f"{field}.name", name, f"must be one of {sorted(choices)}")
     allowed = [f.name for f in dataclasses.fields(choices[name])]
     for option, value in options.items():
-        require(option in allowed, f"{field}.{option}", value, f"no such option; {name!r} has {allowed}")
+        advice = did_you_mean(option, allowed)
+        require(option in allowed, f"{field}.{option}", value, f"no such option{advice}; {name!r} has {allowed}")
     return choices[name](**_typed(choices[name], field, options))
 
 
@@ -333,14 +353,17 @@ def read_model(spec: dict[str, Any]) -> TransformerConfig:
         InputError: a field is unknown, missing or out of range.
     """
     _check_fields(TransformerConfig, "model", spec)
-    chosen = {field: read_choice(f"model.{field}", table, spec[field]) for field, table in CHOICES.items()}
     dtype = spec["dtype"]
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     derived = ("num_kv_heads", "num_outputs", "head_dim", "mlp_width")
-    given = {name: value for name, value in {**spec, "dtype": dtype}.items() if name not in chosen}
+    given = {name: value for name, value in {**spec, "dtype": dtype}.items() if name not in CHOICES}
     given = {name: value for name, value in given.items() if not (name in derived and value is None)}
-    fields = _typed(TransformerConfig, "model", given)
+    fields, *choices = check_all(
+        lambda: _typed(TransformerConfig, "model", given),
+        *(functools.partial(read_choice, f"model.{name}", table, spec[name]) for name, table in CHOICES.items()),
+    )
+    chosen = dict(zip(CHOICES, choices, strict=True))
     width, heads = fields["width"], fields["num_heads"]
     if "head_dim" not in fields:
         require(heads > 0, "model.num_heads", heads, "must be positive")

@@ -1,20 +1,26 @@
 """Exceptions for users, the checks that raise them, and text that is safe to print."""
 
 import contextlib
+import difflib
+import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
 
 class InputError(ValueError):
-    """Bad input, described in one line that names the field, its value and the allowed values.
+    """Bad input, described in one line that names the field, its value and the allowed values; or several such lines.
 
-    Command lines print it without a traceback. Any other exception is a bug and keeps its traceback.
+    Command lines print them without a traceback. Any other exception is a bug and keeps its traceback.
     """
+
+    def __init__(self, *messages: str):
+        super().__init__("; ".join(messages))
+        self.messages = messages
 
 
 class NonFiniteError(RuntimeError):
@@ -37,6 +43,29 @@ def require_package(package: str, extra: str, field: str, value: object) -> None
         raise InputError(f"{field} = {value!r}: needs the package {package}: pip install 'dape_jax[{extra}]'")
 
 
+def check_all(*checks: Callable[[], Any]) -> list[Any]:
+    """Return the results of all checks, called in order.
+
+    Raises:
+        InputError: at least one raised it; with the messages of all that did.
+    """
+    results, messages = [], []
+    for check in checks:
+        try:
+            results.append(check())
+        except InputError as error:
+            messages += error.messages
+    if messages:
+        raise InputError(*messages)
+    return results
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean NAME?" with the known name that is most similar, or "" if none is."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
 @contextlib.contextmanager
 def os_errors(field: str, value: object, allowed: str) -> Iterator[None]:
     """Raise `InputError("field = value: allowed: error")` for an `OSError` in the block.
@@ -54,9 +83,13 @@ def positive(config: object, section: str, *fields: str) -> None:
 
     positive(self, "model", "num_layers", "width")
     """
-    for field in fields:
-        value = getattr(config, field)
-        require(value > 0, f"{section}.{field}", value, "must be positive")
+    values = {field: getattr(config, field) for field in fields}
+    check_all(
+        *(
+            functools.partial(require, value > 0, f"{section}.{field}", value, "must be positive")
+            for field, value in values.items()
+        )
+    )
 
 
 def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
@@ -64,9 +97,17 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
 
     one_of(self, "model", activation=ACTIVATIONS, dtype=DTYPES)
     """
-    for field, values in allowed.items():
-        value = getattr(config, field)
-        require(value in values, f"{section}.{field}", value, f"must be one of {list(values)}")
+    given = {field: getattr(config, field) for field in allowed}
+    check_all(
+        *(
+            functools.partial(require, value in allowed[field], f"{section}.{field}", value, _choices(allowed[field]))
+            for field, value in given.items()
+        )
+    )
+
+
+def _choices(values: Collection[Any]) -> str:
+    return f"must be one of {list(values)}"
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import CHOICES, choose, read_module, read_run
+from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError, printable, require
 from dape_jax.files import write_json
 from dape_jax.model.transformer import model_structure
@@ -113,7 +114,7 @@ def fuzz(settings: Settings) -> dict[str, Any]:
     jax.config.update("jax_platforms", "cpu")
     recipes = []
     for name, argument in RECIPES:
-        spec = read_module(ROOT / "configs" / f"{name}.py").get_config(argument).to_dict()
+        spec = follow_corpus(read_module(ROOT / "configs" / f"{name}.py").get_config(argument).to_dict())
         if "path" in spec["data"]:
             spec["data"]["path"] = spec["data"]["path"] or "text"  # of the paper's recipe it is required
         read(spec)

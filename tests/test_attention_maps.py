@@ -23,8 +23,8 @@ from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.transformer import Block, Transformer, TransformerConfig, model_structure
-from dape_jax.tools import attention_maps as module
-from dape_jax.tools.attention_maps import attention_maps, layer_maps
+from dape_jax.tools import maps as module
+from dape_jax.tools.maps import attention_maps, layer_maps
 
 MODULE = ("-m", "dape_jax.tools.attention_maps")
 LENGTH = 77

@@ -33,7 +33,6 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation import accuracy, report
 from dape_jax.evaluation.accuracy import (
     Tapes,
-    TaskOptions,
     caption,
     cells,
     columns,
@@ -42,6 +41,7 @@ from dape_jax.evaluation.accuracy import (
     plot,
     task_result,
 )
+from dape_jax.evaluation.options import TaskOptions
 from dape_jax.evaluation.programs import padded_batches
 from dape_jax.evaluation.report import ReportPaths
 from dape_jax.evaluation.trained import TrainedModel, are_algorithmic, read_trained, read_trained_on_task, restore

@@ -170,6 +170,106 @@ def test_bad_input_is_one_line(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+QUICKSTART = ["train.py", "--config=configs/quickstart.py"]
+SEVERAL = [
+    (
+        [
+            *QUICKSTART,
+            "--config.train.num_stpes=8",
+            "--config.num_steps=8",
+            "--config.model.window=wide",
+            "--config.optimizer.beta1=low",
+            "--config.model.bias=alibi",
+            "--workdri=there",
+        ],
+        [
+            "--config.train.num_stpes=8: the config has no such field; did you mean --config.train.num_steps?",
+            "--config.num_steps=8: the config has no such field; did you mean --config.train.num_steps?",
+            "--config.model.window=wide: invalid literal for int()",
+            "--config.optimizer.beta1=low: could not convert string to float",
+            "--config.model.bias=alibi: has fields; set those, or choose by name",
+            "--workdri=there: no such flag; did you mean --workdir?",
+        ],
+    ),
+    (
+        [
+            *QUICKSTART,
+            "--config.model.num_layers=0",
+            "--config.model.window=None",
+            "--config.data.seed=99999999999",
+            "--config.evaluation.max_windows=0",
+            "--config.evaluation.block_size=0",
+            "--config.train.num_steps=None",
+            "--config.optimizer.beta1=2.0",
+        ],
+        [
+            "data.seed = 99999999999: must be at most 4294967295",
+            "evaluation.block_size = 0: must be positive",
+            "evaluation.max_windows = 0: must be positive",
+            "model.num_layers = 0: must be positive",
+            "optimizer.beta1 = 2.0: must be at least 0 and below 1",
+            "train.num_steps = None: must be of type int",
+        ],
+    ),
+    (["eval.py", "--lenghts=8"], ["--lenghts=8: no such flag; did you mean --lengths?"]),
+    (
+        ["dape_jax.tools.generate", "--max_tokens=8", "--top_k=all", "--frobnicate"],
+        [
+            "--max_tokens=8: no such flag; did you mean --max_new_tokens?",
+            "--top_k=all: invalid literal for int()",
+            "--frobnicate: no such flag; see --help",
+        ],
+    ),
+    (["dape_jax.tools.attention_maps", "--len=8"], ["--len=8: no such flag"]),
+    (["dape_jax.experiments", "--preste=paper"], ["--preste=paper: no such flag; did you mean --preset?"]),
+    (["dape_jax.planning", "--topolgy=v5e"], ["--topolgy=v5e: no such flag; did you mean --topology?"]),
+    (["dape_jax.data.prepare", "--ouput=there"], ["--ouput=there: no such flag; did you mean --output?"]),
+    (["dape_jax.data.inspect", "--ouput=there"], ["--ouput=there: no such flag; did you mean"]),
+    (["dape_jax.pretrained.export", "--ouput=there"], ["--ouput=there: no such flag; did you mean --output?"]),
+    (["dape_jax.pretrained.load", "--sorce=there"], ["--sorce=there: no such flag; did you mean --source?"]),
+]
+
+
+def test_all_mistakes_are_reported_at_once_with_the_nearest_name(tmp_path):
+    results = run_all([[*command, f"--workdir={tmp_path}/run"] for command, _ in SEVERAL], tmp_path / "scratch")
+    for (status, _, stderr), (command, messages) in zip(results, SEVERAL, strict=True):
+        # Every program has been given --workdir, which not all have.
+        lines = [line for line in stderr.splitlines() if not line.startswith(f"error: --workdir={tmp_path}")]
+        assert status == 2, (command, stderr)
+        assert len(lines) == len(messages), stderr
+        for line, message in zip(sorted(lines), sorted(messages), strict=True):
+            assert line.startswith(f"error: {message}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_none_on_a_command_line_is_none(tmp_path):
+    """Of an optional flag, and of a field whose recipe has another value or none."""
+    program = tmp_path / "program.py"
+    program.write_text(SETTINGS)
+    results = run_all([[str(program), "--workdir=d", "--count=None", "--names=None"]], tmp_path / "scratch")
+    assert "'names': ('None',)" in results[0][1]  # a text
+    assert "'count': None" in results[0][1]
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        "from ml_collections import ConfigDict, config_dict\n"
+        "def get_config():\n"
+        "    return ConfigDict({'a': {'x': 3, 'y': 'text', 'z': config_dict.placeholder(int), 'n': 1}})\n"
+    )
+    reader = tmp_path / "reader.py"
+    reader.write_text(
+        "from ml_collections import config_flags\n"
+        "from dape_jax import command_line\n"
+        "CONFIG = config_flags.DEFINE_config_file('config')\n"
+        "command_line.run(lambda _: print(command_line.config_of(CONFIG)))\n"
+    )
+    flags = ["--config.a.x=None", "--config.a.y=None", "--config.a.z=None", "--config.a.n=2"]
+    (changed, kept) = run_all(
+        [[str(reader), f"--config={recipe}", *more] for more in (flags, [])], tmp_path / "scratch2"
+    )
+    assert changed[1] == "{'a': {'n': 2, 'x': None, 'y': None, 'z': None}}\n", changed
+    assert kept[1] == "{'a': {'n': 1, 'x': 3, 'y': 'text', 'z': None}}\n"
+
+
 SETTINGS = """
 import dataclasses
 from dape_jax import command_line

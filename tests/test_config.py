@@ -21,6 +21,7 @@ from dape_jax.config import (
     upgraded,
     without_added,
 )
+from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import fuzz_config  # noqa: E402
 
 RECIPES = {
-    name: read_module(ROOT / "configs" / f"{name}.py").get_config(argument).to_dict()
+    name: follow_corpus(read_module(ROOT / "configs" / f"{name}.py").get_config(argument).to_dict())
     for name, argument in (("quickstart", None), ("che", "task=even_pairs"))
 }
 

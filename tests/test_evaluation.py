@@ -30,8 +30,8 @@ from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Sidecar, TokenStore, load_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation import perplexity, programs, report, trained
+from dape_jax.evaluation.options import PerplexityOptions
 from dape_jax.evaluation.perplexity import (
-    PerplexityOptions,
     choose_windows,
     compile_lengths,
     score_windows,

@@ -26,7 +26,7 @@ from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
 from dape_jax.sharding import make_mesh, parameter_shardings
 from dape_jax.storage import to_path
-from dape_jax.tools.generate import Sampling, generate
+from dape_jax.tools.completion import Sampling, generate
 from dape_jax.training import checkpoint
 
 torch.set_num_threads(1)

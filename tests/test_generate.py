@@ -27,8 +27,8 @@ from dape_jax.errors import InputError, printable
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_shardings
-from dape_jax.tools import generate as module
-from dape_jax.tools.generate import (
+from dape_jax.tools import completion as module
+from dape_jax.tools.completion import (
     CHUNK,
     Latest,
     Sampling,

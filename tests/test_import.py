@@ -26,7 +26,8 @@ from flax import nnx
 
 from dape_jax.config import choose, read_run
 from dape_jax.errors import InputError, printable
-from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
+from dape_jax.evaluation.options import PerplexityOptions
+from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained import load
@@ -34,7 +35,7 @@ from dape_jax.pretrained.families import FAMILIES, family_of
 from dape_jax.pretrained.files import INDEX_FILE, open_source
 from dape_jax.pretrained.load import import_run
 from dape_jax.sharding import MeshConfig, make_mesh
-from dape_jax.tools.generate import Sampling, complete, generate
+from dape_jax.tools.completion import Sampling, complete, generate
 from dape_jax.training import checkpoint, loop
 
 torch.set_num_threads(1)

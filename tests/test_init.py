@@ -17,7 +17,8 @@ from test_training import interrupt_at, saved_arrays
 from dape_jax.config import read_module, read_run, resolved
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
-from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
+from dape_jax.evaluation.options import PerplexityOptions
+from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.evaluation.trained import read_trained
 from dape_jax.model.positions import Rope
 from dape_jax.model.transformer import flat_params, model_structure, parameter_kind

@@ -179,6 +179,16 @@ def test_stable_parameters(name):
     assert jax.tree.map(jnp.shape, params.get("module", {})) == PARAMETERS.get(name, {})
 
 
+def test_names_that_are_not_there():
+    """A name outside of the interface is an `AttributeError`, a submodule is found, and `import *` gives all names."""
+    with pytest.raises(AttributeError, match="no attribute 'atend'"):
+        _ = dape_jax.atend  # pyright: ignore[reportAttributeAccessIssue]
+    assert importlib.import_module("dape_jax.command_line") is dape_jax.command_line
+    names = {}
+    exec("from dape_jax import *", names)
+    assert set(names) >= STABLE
+
+
 def test_page_uses_stable_names_alone():
     used = [pair for block in python_blocks(PAGE) for pair in imported(block)]
     assert {module for module, _ in used} == {"dape_jax"}
@@ -197,6 +207,8 @@ def test_readme_is_python():
 IMPORTING = """
 import importlib, sys
 import dape_jax
+print(*[name for name in ("jax", "flax", "numpy") if name in sys.modules])
+dape_jax.attend
 heavy = ["grain", "orbax", "matplotlib", "tensorboardX", "ml_collections"]
 heavy += ["dape_jax.data", "dape_jax.training", "dape_jax.evaluation"]
 print(*[name for name in heavy if name in sys.modules])
@@ -205,8 +217,8 @@ ours = [name for name in sys.modules if name.startswith("dape_jax")]
 for first in ours:  # in a package that is not there yet, no matter what is imported first
     for name in ours:
         sys.modules.pop(name, None)
-    importlib.import_module(first)
-    assert set(ours) <= set(sys.modules)
+    for name in (first, *ours):
+        importlib.import_module(name)
 print(len(ours))
 
 import jax
@@ -223,8 +235,8 @@ def test_import_is_light_and_touches_no_device():
     command = [sys.executable, "-c", IMPORTING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    heavy, number, devices = done.stdout.split("\n")[:3]
-    assert heavy == ""
+    before, heavy, number, devices = done.stdout.split("\n")[:4]
+    assert (before, heavy) == ("", "")  # before and after the first use of a name
     assert int(number) >= 8
     assert devices == "no such platform"
 

@@ -20,7 +20,7 @@ from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.transformer import model_structure
-from dape_jax.tools.generate import Sampling, decoding_model, generate
+from dape_jax.tools.completion import Sampling, decoding_model, generate
 
 lm_eval = pytest.importorskip("lm_eval")
 

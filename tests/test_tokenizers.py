@@ -32,8 +32,8 @@ from dape_jax.data.tokenizers import (
 )
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained
-from dape_jax.tools.attention_maps import read_tokens
-from dape_jax.tools.generate import Sampling, TextStream, complete, printable
+from dape_jax.tools.completion import Sampling, TextStream, complete, printable
+from dape_jax.tools.maps import read_tokens
 from dape_jax.training.loop import train
 
 quick = settings(max_examples=40, deadline=None)

@@ -87,7 +87,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_steps=choice["num_steps"],
         eval_interval=500,
         validation_batches=8,
-        checkpoint_interval=500,
     )
     config.mesh = common.mesh()
     config.init = common.init()

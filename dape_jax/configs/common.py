@@ -20,7 +20,7 @@ def model(**fields: Any) -> dict[str, Any]:
         num_kv_heads=config_dict.placeholder(int),  # None: as num_heads; fewer for grouped-query attention
         head_dim=config_dict.placeholder(int),  # None: width / num_heads
         mlp_width=config_dict.placeholder(int),  # None: 4 x width
-        vocab_size=257,  # 256 bytes and the end of a document
+        vocab_size=config_dict.placeholder(int),  # None: that of the corpus
         num_outputs=config_dict.placeholder(int),  # None: as vocab_size
         window=config_dict.placeholder(int),  # None: all keys; --config.model.window=N for sliding-window attention
         remat="none",
@@ -31,7 +31,14 @@ def model(**fields: Any) -> dict[str, Any]:
 
 def text(**fields: Any) -> dict[str, Any]:
     """Return the `data` section of a language model: the bytes of the standard library's source."""
-    return dict(path="stdlib", tokenizer="bytes", cache_dir="data", validation_fraction=0.05, seed=0) | fields
+    shared = dict(
+        path="stdlib",
+        tokenizer=config_dict.placeholder(str),  # None: that of a prepared corpus, bytes for raw text
+        cache_dir="data",
+        validation_fraction=0.05,
+        seed=0,
+    )
+    return shared | fields
 
 
 def optimizer(**fields: Any) -> dict[str, Any]:
@@ -54,6 +61,7 @@ def train(**fields: Any) -> dict[str, Any]:
         seed=0,
         accumulation_steps=1,
         logits_chunk_tokens=2048,
+        checkpoint_interval=config_dict.placeholder(int),  # None: as eval_interval
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
     )

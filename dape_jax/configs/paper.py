@@ -34,7 +34,7 @@ Several devices: `docs/running.md`; what fits on which slice: `docs/planning.md`
 
 from pathlib import Path
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from dape_jax.config import choose, read_module
 from dape_jax.errors import require
@@ -72,7 +72,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
     )
     config.data = common.text(
         path="",  # --config.data.path is required
-        tokenizer=config_dict.placeholder(str),  # None: that of the prepared corpus
         validation_fraction=0.01,
         seed=seed,
     )
@@ -85,7 +84,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_steps=choice["num_steps"],
         eval_interval=500,
         validation_batches=8,
-        checkpoint_interval=1000,
     )
     config.mesh = common.mesh()
     config.init = common.init()

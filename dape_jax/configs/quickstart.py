@@ -45,7 +45,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_steps=1000,
         eval_interval=250,
         validation_batches=20,
-        checkpoint_interval=500,
     )
     config.mesh = common.mesh()
     config.init = common.init()

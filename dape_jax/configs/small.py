@@ -60,7 +60,6 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_steps=choice["num_steps"],
         eval_interval=300,
         validation_batches=16,
-        checkpoint_interval=300,
         max_to_keep=1,
     )
     config.mesh = common.mesh()

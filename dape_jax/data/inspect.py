@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
-from matplotlib.figure import Figure
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
@@ -172,6 +171,8 @@ def _bytes_per_token(store: TokenStore, seed: int) -> float | None:
 
 def _draw(splits: dict[str, Any], file: Path) -> None:
     """Draw the share of each store's documents by length."""
+    from matplotlib.figure import Figure
+
     figure = Figure((6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for split, summary in splits.items():

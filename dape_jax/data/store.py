@@ -208,6 +208,40 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
     return loaded
 
 
+def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a config file's dict with the values that follow from its corpus, where they are None.
+
+    `model.vocab_size` becomes that of the tokenizer. `data.tokenizer` remains None for a prepared corpus, whose
+    tokenizer is used, and becomes "bytes" for raw text if the vocabulary is not given either. A dict that lacks these
+    fields is returned as it is; `config.read_run` says what is wrong with it.
+
+    Raises:
+        InputError: the corpus or the tokenizer cannot be read.
+    """
+    try:
+        data, model = spec["data"], spec["model"]
+        path, tokenizer, cache_dir, vocab_size = data["path"], data["tokenizer"], data["cache_dir"], model["vocab_size"]
+    except (KeyError, TypeError):
+        return spec
+    if vocab_size is not None or not all(isinstance(text, str) and text for text in (path, cache_dir)):
+        return spec
+    sidecar = _prepared_sidecar(path)
+    if sidecar is not None:
+        return spec | {"model": model | {"vocab_size": sidecar.vocab_size}}
+    tokenizer = "bytes" if tokenizer is None else tokenizer
+    vocab_size = read_tokenizer(tokenizer, lossy=True).vocab_size
+    return spec | {"data": data | {"tokenizer": tokenizer}, "model": model | {"vocab_size": vocab_size}}
+
+
+def _prepared_sidecar(path: str) -> Sidecar | None:
+    """Return the sidecar of a prepared corpus's train store, or None if the path is of raw text."""
+    if corpus.is_remote(path):
+        found = prepared_stores(path)
+        return found["train"] if found else None
+    directory = Path(os.path.expanduser(path))
+    return _read_sidecar(directory / SPLITS[0] / SIDECAR_FILE) if _is_prepared(directory) else None
+
+
 def open_corpus(directory: Path, fingerprint: str | None = None) -> Corpus:
     """Map the two stores of a complete directory; they are checked by `open_store`, and against each other.
 

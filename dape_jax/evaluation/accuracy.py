@@ -24,12 +24,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from tqdm import tqdm
 
-from dape_jax.command_line import flag
 from dape_jax.config import TaskRunConfig
 from dape_jax.evaluation import report
+from dape_jax.evaluation.options import TaskOptions
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import (
-    Options,
     TrainedModel,
     read_models,
     read_trained_on_task,
@@ -51,17 +50,9 @@ MAX_COLUMNS = 8
 MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskOptions(Options):
-    """Options of `evaluate_tasks`, and flags of `eval.py` for runs on algorithmic tasks."""
-
-    num_sequences: int | None = flag(None, "Of a task: strings of each length; that of the run's config if unset.")
-    dropout: bool | None = flag(None, "Of a task: whether dropout stays on; as in the run's config if unset.")
-
-
 def evaluate_tasks(
     workdirs: Sequence[AnyPath],
-    options: TaskOptions = TaskOptions(),
+    options: TaskOptions = TaskOptions(),  # noqa: B008  (frozen)
     *,
     mesh: MeshConfig | None = None,
     output: AnyPath | None = None,

@@ -14,12 +14,8 @@ from absl import flags
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.distributed import require_single_process
 from dape_jax.errors import require
-from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
-from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
-from dape_jax.evaluation.trained import Options, are_algorithmic
-from dape_jax.sharding import read_mesh
+from dape_jax.evaluation.options import Options, PerplexityOptions, TaskOptions
 from dape_jax.storage import to_path
 
 
@@ -40,9 +36,16 @@ class Flags:
 
 def main(_: list[str]) -> None:
     """Parse flags, evaluate, print the table."""
-    require_single_process()
     given = command_line.from_flags(Flags)
     require(all(given.workdir or [""]), "--workdir", list(given.workdir), "must be directories, separated by commas")
+
+    from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.evaluation.accuracy import evaluate_tasks
+    from dape_jax.evaluation.perplexity import evaluate
+    from dape_jax.evaluation.trained import are_algorithmic
+    from dape_jax.sharding import read_mesh
+
+    require_single_process()
     workdirs = [to_path(workdir, "--workdir") for workdir in given.workdir]
     mesh = None if given.mesh is None else read_mesh("--mesh", given.mesh)
     output = to_path(given.output, "--output") if given.output else None

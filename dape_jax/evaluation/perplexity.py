@@ -29,15 +29,14 @@ from jax.stages import Wrapped
 from jaxtyping import Float64, Int
 from tqdm import tqdm
 
-from dape_jax.command_line import flag
 from dape_jax.config import RunConfig
 from dape_jax.data.store import Corpus, TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
+from dape_jax.evaluation.options import PerplexityOptions
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
 from dape_jax.evaluation.statistics import delta_result, length_result, perplexity_of, positions_result
 from dape_jax.evaluation.trained import (
-    Options,
     TrainedModel,
     read_models,
     read_trained,
@@ -45,7 +44,7 @@ from dape_jax.evaluation.trained import (
     restore_current,
     validation_corpus,
 )
-from dape_jax.model.positions import STRETCHES, Rope
+from dape_jax.model.positions import Rope
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
@@ -53,8 +52,6 @@ from dape_jax.storage import AnyPath
 from dape_jax.training.step import abstract_params, make_nll_step
 
 logger = logging.getLogger(__name__)
-
-PROTOCOLS = ("perplexity", "delta")
 
 NllByLength = dict[int, Float64[np.ndarray, "windows scored"]]  # nats, of the scored tokens of every window
 
@@ -67,47 +64,9 @@ class ScoredWindow:
     end: int
 
 
-@dataclasses.dataclass(frozen=True)
-class PerplexityOptions(Options):
-    """Options of `evaluate`, and flags of `eval.py` for language models."""
-
-    last_tokens: int | None = flag(None, "Scored tokens of a sequence; that of the run's config if unset.")
-    max_windows: int | None = flag(None, "Maximum number of scored sequences; that of the run's config if unset.")
-    data: str | None = flag(
-        None, "Another corpus whose validation documents are scored, in the form of --config.data.path."
-    )
-    rotary: tuple[str, ...] = flag(
-        ("rope",),
-        "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn. Other models are "
-        "evaluated once, as trained.",
-    )
-    protocol: str = flag(
-        "perplexity",
-        "perplexity of the last tokens by length; or delta, the gain from the context before the last train-length "
-        "tokens.",
-    )
-    by_position: bool = flag(False, "Measure the loss by position in windows of the longest length instead.")
-
-    def __post_init__(self):
-        is_delta, by_position, last_tokens = self.protocol == "delta", self.by_position, self.last_tokens
-        require(self.protocol in PROTOCOLS, "protocol", self.protocol, f"must be one of {list(PROTOCOLS)}")
-        require(not (by_position and is_delta), "by_position", by_position, "cannot be combined with --protocol=delta")
-        allowed = "must not be given with --protocol=delta, which scores as many tokens as the train length"
-        require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
-        allowed = "must not be given with --by_position, which scores all tokens"
-        require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
-        is_known = set(self.rotary) <= set(STRETCHES) and len(set(self.rotary)) == len(self.rotary) > 0
-        require(is_known, "rotary", self.rotary, f"must be one or more of {list(STRETCHES)}, each once")
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of comparison: "perplexity", "delta" or "positions"."""
-        return "positions" if self.by_position else self.protocol
-
-
 def evaluate(
     workdirs: Sequence[AnyPath],
-    options: PerplexityOptions = PerplexityOptions(),
+    options: PerplexityOptions = PerplexityOptions(),  # noqa: B008  (frozen)
     *,
     mesh: MeshConfig | None = None,
     output: AnyPath | None = None,

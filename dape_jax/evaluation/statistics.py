@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from jaxtyping import Float64, Int
 
 BINS_PER_OCTAVE = 16
@@ -41,6 +40,8 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
         totals = np.zeros((len(unique), *rows.shape[1:]))
         np.add.at(totals, which, rows)
         return totals
+
+    import scipy.stats  # takes half a second
 
     with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # of a NaN, whose interval is NaN

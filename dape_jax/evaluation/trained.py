@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 
 from jax.sharding import Mesh
 
-from dape_jax.command_line import flag
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.errors import InputError, os_errors, require
+from dape_jax.evaluation.options import Options
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import AnyPath, absolute
@@ -24,25 +24,11 @@ from dape_jax.training.step import abstract_params
 
 logger = logging.getLogger(__name__)
 
-STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
-
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 
 
 class DeletedStepError(InputError):
     """A step was deleted, for example by its training run, after its config was read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Options of every evaluation, and flags of `eval.py`; `None` and empty lengths are those of the run's config."""
-
-    step: str = flag("newest", STEP_HELP)
-    lengths: tuple[int, ...] = flag(
-        (),
-        "Increasing sequence lengths in tokens (of a task: input lengths in symbols); 40-500/20 is 40, 60, 80 .. 500, "
-        "and 1-40 is 1, 2, 3 .. 40. Those of the run's config if empty.",
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import jax
-
 from dape_jax import command_line
 from dape_jax.errors import require
-from dape_jax.experiments import report
 from dape_jax.experiments.catalogue import EXPERIMENTS, find_experiment, format_lengths
-from dape_jax.experiments.run import Settings, run_experiment, runs_of, train_command
+from dape_jax.experiments.settings import Settings
 
 COMMANDS = ("list", "show", "run", "report")
 
@@ -21,6 +18,12 @@ def main(arguments: list[str]) -> None:
     allowed = f"must be one of {list(EXPERIMENTS)}" if takes_name else "must be given no name"
     require(bool(name) == takes_name, command, name, allowed)
     settings = command_line.from_flags(Settings)
+
+    import jax  # after the flags are checked: it takes seconds to import
+
+    from dape_jax.experiments import report
+    from dape_jax.experiments.run import run_experiment, runs_of, train_command
+
     if command == "list":
         for key, experiment in EXPERIMENTS.items():
             print(f"{key:10}  {experiment.title} ({experiment.source})")

@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from dape_jax.command_line import flag
 from dape_jax.config import (
     RESUMABLE_FIELDS,
     RunConfig,
@@ -32,10 +31,11 @@ from dape_jax.config import (
     resolved,
     without_added,
 )
-from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.data.store import DataConfig, follow_corpus, load_corpus
 from dape_jax.errors import os_errors, require
-from dape_jax.evaluation.accuracy import TaskOptions, evaluate_tasks
-from dape_jax.evaluation.perplexity import PerplexityOptions, evaluate
+from dape_jax.evaluation.accuracy import evaluate_tasks
+from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
+from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.experiments.catalogue import (
     EXPERIMENTS,
     METHODS,
@@ -45,12 +45,12 @@ from dape_jax.experiments.catalogue import (
     lengths_from,
     models_of,
 )
+from dape_jax.experiments.settings import Settings
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.storage import require_local
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.optimizer import make_optimizer
@@ -107,26 +107,6 @@ class Run:
     def name(self) -> str:
         """Name of the run, and the stem of its results file."""
         return f"{self.model}-seed{self.seed}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Flags of the command line; empty ones take the preset's value."""
-
-    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: two CPU cores in minutes, or as published.")
-    data: str = flag("", "Text to train on, as in --config.data.path; the preset's if empty.")
-    seeds: tuple[int, ...] = flag((), "One run of every model for each seed; the preset's if empty.")
-    tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
-    results: str = flag("results", "Directory of the results and of the report.")
-    workdirs: str = flag("runs/experiments", "Directory of the models.")
-
-    def __post_init__(self):
-        require_local(self.results, "--results")
-        require_local(self.workdirs, "--workdirs")
-        require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
-        for field in ("seeds", "tasks"):
-            values = getattr(self, field)
-            require(len(set(values)) == len(values), f"--{field}", values, "must be listed each once")
 
 
 def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
@@ -196,7 +176,7 @@ def config_of(run: Run) -> dict[str, Any]:
     config = read_module(RECIPES / run.recipe).get_config(run.argument)
     config.lock()  # an override of a field that is not there is an error
     config.update_from_flattened_dict(run.overrides)
-    return config.to_dict()
+    return follow_corpus(config.to_dict())
 
 
 def train_command(run: Run) -> str:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels import cudnn, tpu
+from dape_jax.kernels import cudnn
 from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, Plain, ScoreMod
@@ -76,6 +76,8 @@ def why_not_fused(
     if bias is not None and not isinstance(bias, DistanceBias):
         return f"{type(bias).__name__} is not a DistanceBias: it is as large as the scores, not a table over distances"
     if platform == "tpu":
+        from dape_jax.kernels import tpu  # with Pallas, which other platforms need not import
+
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
     return cudnn.why_not(q_BTHK, k_BSGK, bias, mask) if config is None else None

@@ -470,7 +470,7 @@ class Transformer(nnx.Module):
             tokens_BT: the tokens.
             pos_T: their positions, consecutive. The cache must hold all tokens before them. Positions beyond its last
                 column give wrong results, not an error: their values are not known when the program is traced.
-                (For sequences of different lengths, `jax.vmap` the whole call, as in `tools/generate.py`.)
+                (For sequences of different lengths, `jax.vmap` the whole call, as in `tools/completion.py`.)
             cache: from `make_cache`, or from an earlier call. Columns from the first position on are overwritten before
                 they are read.
         """

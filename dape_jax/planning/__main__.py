@@ -3,17 +3,13 @@
 import dataclasses
 from pathlib import Path
 
-import jax
 from absl import flags
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
-from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
-from dape_jax.provenance import make_results_directory
 from dape_jax.recipes import define_config_flag
-from dape_jax.sharding import read_mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +33,13 @@ class Settings:
 def main(_: list[str]) -> None:
     """Read the flags, plan the run and print the report."""
     settings = from_flags(Settings)
+
+    import jax  # after the flags are checked: it takes seconds to import
+
+    from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
+    from dape_jax.provenance import make_results_directory
+    from dape_jax.sharding import read_mesh
+
     if settings.output:
         make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)

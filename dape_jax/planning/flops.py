@@ -20,7 +20,6 @@ import dataclasses
 
 import numpy as np
 
-from dape_jax.kernels.tpu import BLOCKS, LANES, PHASES
 from dape_jax.model.attention import Blockwise, Fused, Implementation
 from dape_jax.model.biases import NopeConfig
 from dape_jax.model.contextual import CONTEXTUAL
@@ -149,6 +148,8 @@ def pairs_computed(attention: Implementation, length: int, window: int | None, r
     """
     num_rows = length // row_stride
     if isinstance(attention, Fused):
+        from dape_jax.kernels.tpu import BLOCKS, LANES, PHASES  # with Pallas, which the training loop need not import
+
         tile = min((LANES * phases for phases in PHASES if length <= LANES * phases), default=LANES * max(PHASES))
         block = min((rows for rows in BLOCKS if num_rows <= rows), default=max(BLOCKS))
         begins = row_stride * np.arange(0, num_rows, block)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
 from dape_jax.data.corpus import STDLIB
+from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.files import write_json
@@ -57,7 +58,7 @@ def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
         spec["data"]["path"] = STDLIB
     if batch_size is not None:
         spec["train"]["batch_size"] = batch_size
-    return RunConfig.from_dict(spec)
+    return RunConfig.from_dict(follow_corpus(spec))
 
 
 @dataclasses.dataclass(frozen=True)

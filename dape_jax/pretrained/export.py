@@ -30,7 +30,8 @@ from dape_jax.config import resolved
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, byte_tokenizer_json, saved_tokenizer
 from dape_jax.distributed import require_single_process
 from dape_jax.errors import os_errors, require
-from dape_jax.evaluation.trained import STEP_HELP, TrainedModel, read_trained, restore
+from dape_jax.evaluation.options import STEP_HELP
+from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.files import sync_directory, write_json
 from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED

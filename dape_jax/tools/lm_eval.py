@@ -41,7 +41,7 @@ from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.provenance import provenance
 from dape_jax.storage import AnyPath, to_path
-from dape_jax.tools.generate import Sampling, TextStream, check, generate
+from dape_jax.tools.completion import Sampling, TextStream, check, generate
 
 try:
     from lm_eval.__main__ import cli_evaluate

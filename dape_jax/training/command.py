@@ -12,11 +12,9 @@ from absl import flags
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.distributed import distributed_runtime
 from dape_jax.errors import InputError, require
 from dape_jax.recipes import define_config_flag
 from dape_jax.storage import to_path
-from dape_jax.training.loop import train
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +35,9 @@ RUNTIME_FLAGS = ("coordinator", "num_processes", "process_id")
 
 def main(_: list[str]) -> None:
     """Initialise the distributed runtime, train."""
+    from dape_jax.distributed import distributed_runtime  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.training.loop import train
+
     with distributed_runtime(*(flags.FLAGS[name].value for name in RUNTIME_FLAGS)):
         settings = command_line.from_flags(Settings)
         train(command_line.config_of(flags.FLAGS["config"]), to_path(settings.workdir, "--workdir"))
@@ -44,6 +45,8 @@ def main(_: list[str]) -> None:
 
 def tell_other_processes(arguments: list[str], error: InputError) -> None:
     """End all processes with an error in the flags or the config file of this one; return if it runs alone."""
+    from dape_jax.distributed import distributed_runtime
+
     values = flags.FlagValues()
     for name in RUNTIME_FLAGS:
         values[name] = flags.FLAGS[name]

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
+from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same, texts_of_all
 from dape_jax.errors import InputError, StoppedError, require
@@ -53,7 +54,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         StoppedError: SIGTERM; the state is saved.
     """
     # ---- check the config
-    run = read_run(spec)
+    run = read_run(follow_corpus(spec))
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
     device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]

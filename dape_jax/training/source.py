@@ -1,27 +1,39 @@
 """Training data: a corpus or an algorithmic task. In: a run's config. Out: batches. Next: `loop.py`."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
-import grain
 import jax
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data import batches as corpus_batches
 from dape_jax.data.store import Corpus, DataConfig, load_corpus
 from dape_jax.data.tokenizers import Tokenizer
 from dape_jax.distributed import process_zero_first
 from dape_jax.errors import require
 from dape_jax.sharding import batch_part, rows_of_part
-from dape_jax.tasks import batches as task_batches
 from dape_jax.tasks.tapes import Batch, digest
+
+
+@runtime_checkable
+class Batches(Iterator[Batch], Protocol):
+    """Endless iterator over batches. Its state, JSON values, is saved with every checkpoint."""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position."""
+        ...
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a position."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Input of the training loop; each process has its own rows of every batch."""
 
-    batches: grain.DatasetIterator[Batch]  # infinite
+    batches: Batches
     validation: list[Batch]
     digest: str  # of the data, which the run's config records
     tokenizer: Tokenizer | None  # of the corpus; a task has none
@@ -33,6 +45,9 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     Raises:
         InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
     """
+    from dape_jax.data import batches as corpus_batches  # with Grain, which takes 0.1 s to import
+    from dape_jax.tasks import batches as task_batches
+
     train, (part, num_parts) = run.train, batch_part(mesh)
     shard = {"global_batch_size": train.batch_size, "shard_index": part, "num_shards": num_parts}
     sizes = {"batch_size": train.batch_size, "num_batches": train.validation_batches}
@@ -43,7 +58,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     else:
         corpus = process_zero_first(lambda: load_verified(run.data, lossy=run.init.source is not None))
         vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
-        allowed = f"must be at least the tokenizer's {vocab_size}"
+        allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None takes that"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
         batches = corpus_batches.train_batches(
             corpus.train, train_length=train.train_length, seed=run.data.seed, **shard

@@ -1,0 +1,28 @@
+"""Flags of the experiments' command line. Imports no JAX, so that --help is quick."""
+
+import dataclasses
+
+from dape_jax.command_line import flag
+from dape_jax.errors import require
+from dape_jax.experiments.catalogue import PRESETS
+from dape_jax.storage import require_local
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Flags of the command line; empty ones take the preset's value."""
+
+    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: two CPU cores in minutes, or as published.")
+    data: str = flag("", "Text to train on, as in --config.data.path; the preset's if empty.")
+    seeds: tuple[int, ...] = flag((), "One run of every model for each seed; the preset's if empty.")
+    tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
+    results: str = flag("results", "Directory of the results and of the report.")
+    workdirs: str = flag("runs/experiments", "Directory of the models.")
+
+    def __post_init__(self):
+        require_local(self.results, "--results")
+        require_local(self.workdirs, "--workdirs")
+        require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
+        for field in ("seeds", "tasks"):
+            values = getattr(self, field)
+            require(len(set(values)) == len(values), f"--{field}", values, "must be listed each once")

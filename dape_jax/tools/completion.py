@@ -1,0 +1,365 @@
+"""Generate text from a trained model, one token at a time, with a key/value cache. `generate.py` is the command line.
+
+Sequences differ in length, so each has its own cache, and `jax.vmap` extends all of them together. Prompts are padded
+on the right; all but the last token of the longest are prefilled in chunks of `CHUNK` rows:
+
+    prompts    a b c d e f            sequence 0
+               x y z . . .            sequence 1, padded
+    prefill    a b c d e              columns of the cache. Padding is to the right of every later query, so it is
+               x y z . .              masked until it is overwritten
+    decode     f at column 5, z at column 2: the first step; each step gives the logits of every sequence's next token
+
+Memory is linear in length: a chunk holds `CHUNK` rows of scores, and only sampled positions are unembedded.
+"""
+
+import codecs
+import dataclasses
+import functools
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
+from tqdm import tqdm
+
+from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
+from dape_jax.errors import os_errors, printable, require
+from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.files import write_json
+from dape_jax.model.attention import Dense
+from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
+from dape_jax.provenance import make_results_directory, provenance
+from dape_jax.sharding import BATCH
+from dape_jax.storage import AnyPath, absolute, exists
+
+# Rows per prefill step. The length of a cache is a multiple of it, so that prompts of many lengths share a program.
+CHUNK = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Apply temperature first, then top-k, then top-p among the tokens that top-k keeps."""
+
+    temperature: float = 1.0  # divisor of the logits; 0 is greedy, the most probable token
+    top_k: int | None = None  # number of most probable tokens to sample from, or None for all
+    top_p: float | None = None  # total probability that the smallest set of most probable tokens reaches, or None
+
+    def __post_init__(self):
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "must be 0 (greedy) or more")
+        require(self.top_k is None or self.top_k > 0, "top_k", self.top_k, "must be positive, or None for all")
+        allowed = "must be above 0 and at most 1, or None for all"
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, allowed)
+
+
+def sample(logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], sampling: Sampling) -> Int[Array, "B"]:
+    """Draw one token from each row of logits. A row has its own key, so its draw does not depend on the others.
+
+    Differs: among equal logits at the edge of top-k the lower ids are kept, so that top_k=1 is greedy; common
+        implementations keep all of them.
+    """
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1)
+    # Subtract the maximum first, so that no small temperature overflows.
+    logits_BV = logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)
+    logits_BV = logits_BV / max(sampling.temperature, float(jnp.finfo(logits_BV.dtype).tiny))
+    if sampling.top_k is not None or sampling.top_p is not None:
+        order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
+        ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
+        if sampling.top_k is not None:
+            ranked_BV = jnp.where(jnp.arange(ranked_BV.shape[1])[None] < sampling.top_k, ranked_BV, -jnp.inf)
+        if sampling.top_p is not None and sampling.top_p < 1:
+            before_BV = jnp.cumsum(jax.nn.softmax(ranked_BV, axis=-1), axis=-1)[:, :-1]
+            before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
+            ranked_BV = jnp.where(before_BV < sampling.top_p, ranked_BV, -jnp.inf)
+        logits_BV = jnp.take_along_axis(ranked_BV, jnp.argsort(order_BV, axis=-1), axis=-1)
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV)
+
+
+def decoding_model(config: TransformerConfig, params: Params) -> Transformer:
+    """Return the model with dense attention: a chunk has few rows."""
+    graphdef, _ = model_structure(dataclasses.replace(config, attention=Dense(), remat="none"))
+    return nnx.merge(graphdef, params)
+
+
+def extend(
+    model: Transformer, tokens_BT: Int[Array, "B T"], first: Int[Array, "*B"], caches: Cache
+) -> tuple[Float[Array, "B T D"], Cache]:
+    """Apply `Transformer.extend` to the next T tokens of every sequence.
+
+    `first` is the position of the first of them, one for all sequences or one for each.
+    """
+
+    def extend_one(tokens_T: Int[Array, "T"], first: Int[Array, ""], cache: Cache) -> tuple[Float[Array, "T D"], Cache]:
+        x_BTD, cache = model.extend(tokens_T[None], first + jnp.arange(tokens_T.shape[0]), cache)
+        return x_BTD[0], cache
+
+    return jax.vmap(extend_one, in_axes=(0, 0 if first.ndim else None, 0))(tokens_BT, first, caches)
+
+
+def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
+    """Raise `InputError` for arguments that `generate` refuses for any prompts; allocates nothing."""
+    jax.eval_shape(lambda: make_cache(config, 1, 1))
+    require(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be positive")
+    require(0 <= seed < 2**32, "seed", seed, "must be 0 to 2**32 - 1")
+
+
+class Latest(NamedTuple):
+    """The newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
+
+    token_B: Int[Array, "B"]
+    pos_B: Int[Array, "B"]
+    finished_B: Bool[Array, "B"]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "batch", "length", "mesh"))
+def make_caches(config: TransformerConfig, batch: int, length: int, mesh: Mesh) -> Cache:
+    """Return one cache per sequence, split over the devices: a dim B before the dims of a `Cache` of one sequence."""
+    caches = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), make_cache(config, 1, length))
+    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, BATCH))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="caches")
+def prefill(
+    config: TransformerConfig,
+    params: Params,
+    tokens_BT: Int[Array, "B T"],
+    first: Int[Array, ""],
+    caches: Cache,
+    *,
+    mesh: Mesh,
+) -> Cache:
+    """Append tokens to the caches, starting at position `first`."""
+    _, caches = extend(decoding_model(config, params), tokens_BT, first, caches)
+    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, BATCH))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampling", "num_ids", "mesh"), donate_argnames="caches")
+def decode(
+    config: TransformerConfig,
+    params: Params,
+    latest: Latest,
+    caches: Cache,
+    seed: UInt[Array, ""],
+    end_token: Int[Array, ""],
+    *,
+    sampling: Sampling,
+    num_ids: int,
+    mesh: Mesh,
+) -> tuple[Latest, Cache]:
+    """Append the newest tokens to the caches and draw the next ones; see `generate`."""
+    model = decoding_model(config, params)
+    x_BTD, caches = extend(model, latest.token_B[:, None], latest.pos_B, caches)
+    logits_BV = model.logits(x_BTD)[:, 0, :num_ids]
+
+    def key(sequence: Int[Array, ""], pos: Int[Array, ""]) -> Key[Array, ""]:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), sequence), pos)
+
+    pos_B = latest.pos_B + 1
+    token_B = sample(logits_BV, jax.vmap(key)(jnp.arange(len(pos_B)), pos_B), sampling).astype(jnp.int32)
+    token_B = jnp.where(latest.finished_B, end_token, token_B)
+    return jax.lax.with_sharding_constraint(
+        (Latest(token_B, pos_B, token_B == end_token), caches), NamedSharding(mesh, BATCH)
+    )
+
+
+def read_prompts(
+    config: TransformerConfig,
+    params: Params,
+    mesh: Mesh,
+    prompts: Sequence[Integer[np.ndarray, "_"]],
+    max_new_tokens: int,
+) -> tuple[Latest, Cache]:
+    """Prefill caches with all but the last token of every prompt; return the last tokens and the caches."""
+    batch = NamedSharding(mesh, BATCH)
+    last_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
+    num_rows = int(last_B.max())
+    caches = make_caches(config, len(prompts), math.ceil((num_rows + max_new_tokens) / CHUNK) * CHUNK, mesh)
+    tokens_BT = np.zeros((len(prompts), math.ceil(num_rows / CHUNK) * CHUNK + 1), np.int32)
+    for row, prompt in zip(tokens_BT, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    for first in range(0, num_rows, CHUNK):
+        chunk_BT = jax.device_put(tokens_BT[:, first : first + CHUNK], batch)
+        caches = prefill(config, params, chunk_BT, np.int32(first), caches, mesh=mesh)
+    token_B, finished_B = tokens_BT[np.arange(len(prompts)), last_B], np.zeros(len(prompts), bool)
+    return Latest(*jax.device_put((token_B, last_B, finished_B), batch)), caches
+
+
+def generate(
+    config: TransformerConfig,
+    params: Params,
+    mesh: Mesh,
+    prompts: Sequence[Integer[np.ndarray, "_"]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    num_ids: int | None = None,
+    end_token: int | None = None,
+) -> Iterator[Integer[np.ndarray, "B"]]:
+    """Continue every prompt; yield the tokens of one step at a time.
+
+    A draw depends only on the seed, the index of the prompt and the position: a prompt gives the same tokens whatever
+    the prompts after it (up to rounding of the logits). Sequences are split over the devices of `mesh`, which is that
+    of the parameters, and padded with copies of the last.
+
+    `num_ids` is the size of the tokenizer's vocabulary, from which tokens are drawn, or None for the model's.
+    `end_token` ends a sequence, which then repeats it; the iterator stops when all sequences have ended. None stops it
+    only at `max_new_tokens`.
+
+    Raises:
+        InputError: no prompts, a bad prompt or number, or a model that cannot be cached.
+    """
+    check(config, max_new_tokens, seed)
+    require(len(prompts) > 0, "prompts", [], "must have at least one prompt")
+    for index, prompt in enumerate(prompts):
+        require(len(prompt) > 0, f"prompts[{index}]", [], "must have at least one token")
+        low, high = int(prompt.min()), int(prompt.max())
+        allowed = f"must be ids of the model, 0 to {config.vocab_size - 1}"
+        require(0 <= low and high < config.vocab_size, f"prompts[{index}]", low if low < 0 else high, allowed)
+
+    num_prompts = len(prompts)
+    padded = [*prompts, *[prompts[-1]] * (-num_prompts % mesh.size)]
+    num_ids = config.vocab_size if num_ids is None else num_ids
+    end = np.int32(-1 if end_token is None else end_token)  # no token is -1
+
+    def steps() -> Iterator[Integer[np.ndarray, "B"]]:
+        latest, caches = read_prompts(config, params, mesh, padded, max_new_tokens)
+        for _ in range(max_new_tokens):
+            latest, caches = decode(
+                config, params, latest, caches, np.uint32(seed), end, sampling=sampling, num_ids=num_ids, mesh=mesh
+            )
+            token_B = np.asarray(latest.token_B)[:num_prompts]
+            yield token_B
+            if np.all(token_B == end):
+                return
+
+    return steps()
+
+
+class TextStream:
+    """Incremental decoder: bytes that begin a character wait for the bytes that complete it.
+
+    The text of a token may depend on the tokens before it: sentencepiece's "▁a" is "a" where a text begins, and " a"
+    elsewhere. New tokens are therefore decoded together with those before them, and only the text that they add is
+    returned.
+
+    Args:
+        tokenizer: that decodes.
+        after: tokens before the first ones; their text is not returned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, after: Integer[np.ndarray, "_"] | None = None):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._before = np.zeros(0, np.int64) if after is None else after  # newest tokens that are shown
+        self._waiting = np.zeros(0, np.int64)  # tokens after them, which end within a character
+
+    def feed(self, ids: Integer[np.ndarray, "_"], *, last: bool = False) -> str:
+        """Return the characters that these ids complete; with `last`, also a replacement sign for incomplete bytes."""
+        if self._tokenizer.decodes_tokens_alone:
+            return self._decoder.decode(self._tokenizer.decode(ids), final=last)
+        self._waiting = np.concatenate([self._waiting, ids])
+        if not self._waiting.size:
+            return ""
+        before, both = (
+            self._tokenizer.decode(part).decode()
+            for part in (self._before, np.concatenate([self._before, self._waiting]))
+        )
+        if both.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return ""
+        self._before, self._waiting = self._waiting, self._waiting[:0]
+        return both[len(before) :]
+
+
+def show(output: str) -> None:
+    """Print without buffering, control characters escaped."""
+    print(printable(output, keep="\n\t"), end="", flush=True)
+
+
+def complete(
+    workdir: AnyPath,
+    prompts: Sequence[bytes],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    step: str = "newest",
+    output: AnyPath | None = None,
+) -> list[str]:
+    """Continue prompts with a trained model; print the completions and optionally save them.
+
+    A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
+    which precedes every document in training. One prompt is printed with its completion as it grows, several when all
+    are complete. `Flags` describes the other arguments.
+
+    Returns:
+        The completion of each prompt.
+
+    Raises:
+        InputError: bad input, before any device work.
+    """
+    require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
+    if output is not None:
+        require(not exists(output), "output", str(output), "must not exist yet")
+    trained = read_trained(workdir, step, {})
+    check(trained.run.model, max_new_tokens, seed)
+    tokenizer = saved_tokenizer(workdir)
+    end_token = tokenizer.end_of_document
+    ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
+    if output is not None:
+        make_results_directory(absolute(output).parent)
+    mesh, params = restore(trained)
+    stream = generate(
+        trained.run.model,
+        params,
+        mesh,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        num_ids=tokenizer.vocab_size,
+        end_token=end_token,
+    )
+
+    is_single, text, steps, times = len(prompts) == 1, TextStream(tokenizer), [], [time.perf_counter()]
+    if is_single:
+        show(text.feed(ids[0]))
+    for token_B in tqdm(stream, total=max_new_tokens, unit="step", disable=is_single):
+        times.append(time.perf_counter())
+        steps.append(token_B)
+        if is_single:
+            show(text.feed(token_B))
+    if is_single:
+        show(text.feed(steps[-1][:0], last=True) + "\n")
+    # A sequence that has ended repeats its end token.
+    sequences = [tokens[: np.sum(tokens != end_token) + 1] for tokens in np.stack(steps, axis=1)]
+    num_tokens = sum(map(len, sequences))
+    rate = (num_tokens - len(prompts)) / max(times[-1] - times[1], 1e-9)  # without the first step, which compiles
+    first_s = times[1] - times[0]
+    print(f"{num_tokens:,} tokens: the first after {first_s:.1f} s, then {rate:,.1f} tokens/s", file=sys.stderr)
+
+    completions = [
+        TextStream(tokenizer, after=prompt).feed(sequence, last=True)
+        for prompt, sequence in zip(ids, sequences, strict=True)
+    ]
+    if not is_single:
+        for number, (prompt, sequence) in enumerate(zip(ids, sequences, strict=True), 1):
+            whole = TextStream(tokenizer).feed(np.concatenate([prompt, sequence]), last=True)
+            show(f"\n==== {number} of {len(prompts)} ====\n{whole}\n")
+    if output is not None:
+        settings = dataclasses.asdict(sampling) | {"max_new_tokens": max_new_tokens, "seed": seed}
+        records = [
+            {"prompt": prompt.decode("utf-8", "replace"), "text": completion, "tokens": sequence.tolist()}
+            for prompt, completion, sequence in zip(prompts, completions, sequences, strict=True)
+        ]
+        content = {"workdir": str(workdir), "step": trained.step, "settings": settings, "completions": records}
+        with os_errors("output", str(output), "cannot be written"):
+            write_json(output, content | provenance("flax"))
+    return completions

@@ -1,0 +1,82 @@
+"""Recipes: values that are None follow from other fields and from the corpus."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from dape_jax.config import RunConfig, read_module, read_run, resolved
+from dape_jax.data.prepare import command
+from dape_jax.data.prepare.command import PrepareConfig
+from dape_jax.data.store import follow_corpus, load_corpus
+from dape_jax.errors import InputError
+from dape_jax.training import checkpoint, loop
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ("quickstart", "small", "paper")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("recipes")
+    tiny.write_text(root / "text")
+    given = PrepareConfig(input=(str(root / "text"),), output=str(root / "bpe"), train_bpe=300, validation_fraction=0.3)
+    assert command.prepare(given).corpus.train.tokenizer.vocab_size == 300
+    return root
+
+
+def spec_of(recipe: str, **data: str | None) -> dict:
+    spec = read_module(ROOT / "configs" / f"{recipe}.py").get_config().to_dict()
+    if recipe == "paper":  # the official size unless told: planning has no corpus
+        assert spec["model"]["vocab_size"] == 50_304
+        spec["model"]["vocab_size"] = None
+    spec["data"] |= data
+    return spec
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokenizer_and_vocabulary_follow_the_corpus(root, recipe, tmp_path):
+    def run_of(path: Path, tokenizer: str | None = None) -> RunConfig:
+        spec = spec_of(recipe, path=str(path), tokenizer=tokenizer, cache_dir=str(tmp_path))
+        return RunConfig.from_dict(follow_corpus(spec))
+
+    prepared, raw = run_of(root / "bpe"), run_of(root / "text")
+    assert (prepared.model.vocab_size, prepared.model.num_outputs, prepared.data.tokenizer) == (300, 300, None)
+    assert load_corpus(prepared.data).train.sidecar.vocab_size == 300
+    assert (raw.model.vocab_size, raw.data.tokenizer) == (257, "bytes")
+    given = str(root / "bpe" / "tokenizer.json")
+    assert run_of(root / "text", given).model.vocab_size == 300
+
+
+def test_values_that_are_given_are_kept(root):
+    spec = spec_of("quickstart", path=str(root / "bpe"))
+    spec["model"]["vocab_size"] = 512
+    assert follow_corpus(spec) == spec
+    for damaged in ({}, {"data": 3, "model": {}}, {"data": {"task": "even_pairs"}, "model": {"vocab_size": None}}):
+        assert follow_corpus(damaged) == damaged
+    spec["data"] |= {"path": str(root / "text")}
+    with pytest.raises(InputError, match=r"data\.tokenizer = None: raw text"):  # ids of which tokenizer?
+        load_corpus(RunConfig.from_dict(spec).data)
+
+
+def test_a_run_records_what_followed_and_resumes(root, tmp_path):
+    spec = tiny.spec(root, train__num_steps=2, train__checkpoint_interval=None)
+    spec["model"]["vocab_size"] = spec["data"]["tokenizer"] = None
+    spec["data"]["path"] = str(root / "bpe")
+    loop.train(spec, tmp_path / "run")
+    saved = json.loads((tmp_path / "run" / checkpoint.CONFIG_FILE).read_text())["config"]
+    assert saved["model"]["vocab_size"] == saved["model"]["num_outputs"] == 300
+    assert saved["train"]["checkpoint_interval"] == 2
+    spec["train"]["num_steps"] = 2
+    loop.train(spec, tmp_path / "run")  # the same config
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_checkpoint_interval_follows_the_validation_interval(recipe):
+    spec = spec_of(recipe, path="stdlib")
+    assert spec["train"]["checkpoint_interval"] is None
+    spec["train"]["eval_interval"] = 7
+    assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 7
+    spec["train"]["checkpoint_interval"] = 21
+    assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 21
