@@ -217,10 +217,11 @@ def _paths(config: Any, prefix: str = "") -> list[str]:
     return paths
 
 
-def config_of(flag: flags.Flag) -> dict[str, Any]:
+def config_of(flag: flags.Flag | flags.FlagHolder) -> dict[str, Any]:
     """Return the nested dict of a config-file flag. absl reports an unreadable file only here."""
+    config: Any = flag.value
     try:
-        return flag.value.to_dict()
+        return config.to_dict()
     except OSError as error:
         raise _unreadable(error) from error
 
