@@ -25,7 +25,7 @@ The names below are the stable interface for other programs: `docs/library.md`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dape_jax.version import __version__
+from dape_jax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from dape_jax.library import *
@@ -104,7 +104,6 @@ __all__ = [  # noqa: RUF022
     "make_cache",
     # Bad input raises this.
     "InputError",
-    "__version__",
 ]
 
 
