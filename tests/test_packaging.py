@@ -163,7 +163,7 @@ def test_an_installed_wheel_trains_and_evaluates_outside_of_the_checkout(wheel, 
     steps = ["--config.train.num_steps=20", "--config.train.eval_interval=20", "--config.train.validation_batches=2"]
     run("dape-train", "--config=configs/quickstart.py:processor=dape,kernel=3", *steps, "--workdir=run")
     out = run("dape-eval", "--workdir=run", "--lengths=64,128", "--max_windows=8")
-    assert f"figure: {Path('run') / 'lengths.png'}" in out
+    assert f"figure: {work / 'run' / 'lengths.png'}" in out
     results = json.loads((work / "run" / "lengths.json").read_text())
     assert results["command"] == "dape-eval --workdir=run --lengths=64,128 --max_windows=8"
     assert results["commit"] == "unknown"
