@@ -106,12 +106,12 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 # ---- the wheel
 
 
-def call(*command: str, cwd: Path, path: Path | None = None) -> str:
+def call(*command: str, cwd: Path, path: Path | None = None, status: int = 0) -> str:
     """Return the output of a command whose packages are those of this environment, after those in `path`."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"JAX_PLATFORMS": "cpu"} | ({"PYTHONPATH": str(path)} if path else {})
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     return done.stdout
 
 
@@ -146,31 +146,40 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     assert "Project-URL" not in fields
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_trains_and_evaluates_outside_of_the_checkout(wheel, tmp_path):
-    site, work = tmp_path / "site", tmp_path / "work"
-    work.mkdir()
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory) -> Path:
+    """Install the wheel without its dependencies into a directory of its own."""
+    site = tmp_path_factory.mktemp("installed") / "site"
     options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", f"--target={site}"]
-    call(sys.executable, "-m", "pip", "install", *options, str(wheel), cwd=work)
-
-    def run(program: str, *flags: str) -> str:
-        return call(sys.executable, str(site / "bin" / program), *flags, cwd=work, path=site)
-
-    where = call(sys.executable, "-c", "import dape_jax; print(dape_jax.__file__)", cwd=work, path=site)
+    call(sys.executable, "-m", "pip", "install", *options, str(wheel), cwd=site.parent)
+    code = "import dape_jax; print(dape_jax.__file__)"
+    where = call(sys.executable, "-c", code, cwd=site.parent, path=site)
     assert where.strip() == str(site / "dape_jax" / "__init__.py")
-    assert {file.name for file in (site / "bin").iterdir()} == set(PROJECT["scripts"])
+    return site
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_and_evaluates_outside_of_the_checkout(site, tmp_path):
+    def run(program: str, *flags: str) -> str:
+        return call(sys.executable, str(site / "bin" / program), *flags, cwd=tmp_path, path=site)
 
     steps = ["--config.train.num_steps=20", "--config.train.eval_interval=20", "--config.train.validation_batches=2"]
     run("dape-train", "--config=configs/quickstart.py:processor=dape,kernel=3", *steps, "--workdir=run")
     out = run("dape-eval", "--workdir=run", "--lengths=64,128", "--max_windows=8")
-    assert f"figure: {work / 'run' / 'lengths.png'}" in out
-    results = json.loads((work / "run" / "lengths.json").read_text())
+    assert f"figure: {tmp_path / 'run' / 'lengths.png'}" in out
+    results = json.loads((tmp_path / "run" / "lengths.json").read_text())
     assert results["command"] == "dape-eval --workdir=run --lengths=64,128 --max_windows=8"
     assert results["commit"] == "unknown"
     assert [each["length"] for each in results["runs"][0]["lengths"]] == [64, 128]
-    assert sorted(path.name for path in work.iterdir()) == ["data", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "run"]
 
+
+@pytest.mark.slow
+def test_installed_programs_and_data(site, tmp_path):
+    assert {file.name for file in (site / "bin").iterdir()} == set(PROJECT["scripts"])
     for program in PROJECT["scripts"]:
-        assert f"/{program}:\n  --" in run(program, "--help"), program
+        help_text = call(sys.executable, str(site / "bin" / program), "--help", cwd=tmp_path, path=site, status=1)
+        assert f"    {program} --" in help_text  # its docstring
+        assert f"/{program}:\n  --" in help_text  # its flags
     code = "from dape_jax.experiments.catalogue import paper_tables; print(len(paper_tables()))"
-    assert int(call(sys.executable, "-c", code, cwd=work, path=site)) > 0
+    assert int(call(sys.executable, "-c", code, cwd=tmp_path, path=site)) > 0

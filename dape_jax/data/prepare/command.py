@@ -1,10 +1,8 @@
-r"""Turn files into a corpus for training: tokens on disk, in parallel, resumable.
+"""Turn files into a corpus for training: tokens on disk, in parallel, resumable.
 
-    python -m dape_jax.data.prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv \
-        --tokenizer=bytes
-    python -m dape_jax.data.prepare --input=notes,papers/**/*.tex.gz --output=data/mine --train_bpe=8192
-    python -m dape_jax.data.prepare --input=books_text_document.bin --output=data/books \
-        --tokenizer=20B_tokenizer.json --lossy
+    dape-prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv --tokenizer=bytes
+    dape-prepare --input='notes,papers/**/*.tex.gz' --output=data/mine --train_bpe=8192
+    dape-prepare --input=books_text_document.bin --output=data/books --tokenizer=20B_tokenizer.json --lossy
 
 In: files of text, JSON lines, parquet or token ids; see `records`. Out: a directory for `data.path`:
 
