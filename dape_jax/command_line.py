@@ -45,6 +45,7 @@ def run(
 
     def quietly(arguments: list[str]) -> None:
         absl_logging.set_verbosity(absl_logging.WARNING)
+        absl_logging.get_absl_handler().setFormatter(_PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
         logging.getLogger("dape_jax").setLevel(logging.INFO)
         if len(arguments) > 1 + len(positional):
             accepted = f"{' '.join(positional)} and flags" if positional else "a flag"
@@ -87,6 +88,18 @@ def run(
         sys.exit(1)
 
 
+class _PlainFormatter(logging.Formatter):
+    """Format a line of a log: its time, "warning" or worse if it is that, and its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = super().format(record)
+        if record.levelno < logging.WARNING:
+            return line
+        clock, _, message = line.partition(" ")
+        return f"{clock} {record.levelname.lower()}: {message}"
+
+
 def _print_unraisable(unraisable: Any) -> None:
     """Print an exception of a thread, but not that of TensorStore's when Orbax has closed the loop they report to."""
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
@@ -115,7 +128,8 @@ def _parse(arguments: list[str]) -> list[str]:
         text = "; ".join(str(error).splitlines())
         text = re.sub(r"flag --(\w+)=None: Flag --\1 must have a value other than None\.", r"--\1: must be given", text)
         _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # raised in a config file, after its traceback
-        raise InputError(*(_wrong_flags(arguments) if message == text else []) or [message]) from error
+        messages = _wrong_flags(arguments) if message == text else []
+        raise InputError(*(messages or [message])) from error
     except BrokenPipeError:  # `--help | head`
         raise
     except OSError as error:
@@ -152,7 +166,7 @@ def _wrong_flags(arguments: list[str]) -> list[str]:
         if argument == "--":
             break
         name, equals, value = argument.lstrip("-").partition("=")
-        if not (argument.startswith("-") and name):
+        if not argument.startswith("-") or not name or name[0].isdigit():  # -1 is a value
             continue
         if name == "config" and equals:
             config = defined["config"].parser.parse(value)
@@ -161,7 +175,7 @@ def _wrong_flags(arguments: list[str]) -> list[str]:
         elif name not in defined and name.removeprefix("no") not in defined and not name.startswith("config."):
             advice = did_you_mean(name, defined).replace("mean ", "mean --")
             messages.append(f"{argument}: no such flag{advice or '; see --help'}")
-        elif equals:
+        elif equals and not _is_set_to_none(argument):
             try:
                 _parser_of(name, config).parse(value)
             except ValueError as error:

@@ -80,13 +80,24 @@ class TrainConfig:
     checkpoint_interval: int  # steps between checkpoints, a multiple of `eval_interval`; the last step has one too
     max_to_keep: int  # newest checkpoints to keep; the one with the lowest validation loss is kept as well
     max_bad_steps: int  # consecutive non-finite steps to skip before aborting
+    wandb: str | None  # project in Weights & Biases to which metrics are also sent, or None
+    profile_steps: tuple[int, ...]  # first and last step of a trace in the workdir's profile/, or ()
 
     def __post_init__(self):
-        others = {field.name for field in dataclasses.fields(self)} - {"seed", "max_bad_steps"}
+        others = {field.name for field in dataclasses.fields(self)}
+        others -= {"seed", "max_bad_steps", "wandb", "profile_steps"}
+        steps = self.profile_steps
         check_all(
             lambda: require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1"),
             lambda: require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative"),
             lambda: positive(self, "train", *sorted(others)),
+            lambda: require(self.wandb != "", "train.wandb", self.wandb, "must be the name of a project"),
+            lambda: require(
+                not steps or (len(steps) == 2 and 0 < steps[0] <= steps[1]),
+                "train.profile_steps",
+                steps,
+                "must be empty, or the first and the last step of a trace",
+            ),
         )
         is_validated = self.checkpoint_interval % self.eval_interval == 0
         allowed = f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint is validated"
@@ -174,9 +185,6 @@ class BaseRunConfig:
         _check_fields(cls, "config", spec)
         for name, section in spec.items():
             require(isinstance(section, dict), f"config.{name}", section, "must be a section with fields")
-        train = spec["train"]
-        if "checkpoint_interval" in train and "eval_interval" in train and train["checkpoint_interval"] is None:
-            spec = spec | {"train": train | {"checkpoint_interval": train["eval_interval"]}}
         kinds, others = typing.get_type_hints(cls), [name for name in spec if name != "model"]
         model, *sections = check_all(
             lambda: _read_model_of(spec),
@@ -187,7 +195,7 @@ class BaseRunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(BaseRunConfig):
-    """A language model on a corpus."""
+    """Run of a language model on a corpus."""
 
     data: DataConfig
     evaluation: EvaluationConfig
@@ -220,7 +228,7 @@ class RunConfig(BaseRunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TaskRunConfig(BaseRunConfig):
-    """A model on an algorithmic task."""
+    """Run of a model on an algorithmic task."""
 
     data: TaskConfig
     evaluation: AccuracyConfig
@@ -262,8 +270,11 @@ def _read_model_of(spec: dict[str, Any]) -> TransformerConfig:
 
 
 def _read_section_of(cls: type, section: str, spec: dict[str, Any]) -> Any:
-    check_numbers(spec[section], section)
-    return read_section(cls, section, spec[section])
+    given = spec[section]
+    check_numbers(given, section)
+    if cls is TrainConfig and "checkpoint_interval" in given and given["checkpoint_interval"] is None:
+        given = given | ({"checkpoint_interval": given["eval_interval"]} if "eval_interval" in given else {})
+    return read_section(cls, section, given)
 
 
 def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
@@ -416,7 +427,8 @@ def _added(spec: dict[str, Any]) -> dict[str, Any]:
     fields |= {"head_dim": model["width"] // model["num_heads"], "mlp_width": 4 * model["width"]}
     fields |= {"attention_output_bias": model["projection_bias"]}
     fields |= {"rotary": {} if model["rotary"]["name"] == "none" else {"fraction": 1.0}}
-    return {"init": {"source": None, "train_only": None}, "model": fields}
+    train = {"wandb": None, "profile_steps": []}
+    return {"init": {"source": None, "train_only": None}, "model": fields, "train": train}
 
 
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
@@ -438,7 +450,7 @@ def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
 def without_added(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config without the sections and fields of newer versions that change nothing.
 
-    What is left of two configs is equal if they mean the same, whichever versions saved them.
+    The results of two configs are equal if the configs mean the same, whichever versions saved them.
     """
 
     def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
@@ -461,6 +473,8 @@ RESUMABLE_FIELDS = (
     "train.checkpoint_interval",
     "train.max_to_keep",
     "train.max_bad_steps",
+    "train.wandb",
+    "train.profile_steps",
     "evaluation",
 )
 
@@ -471,7 +485,7 @@ def read_module(file: Path) -> ModuleType:
     Raises:
         InputError: the file is missing.
     """
-    allowed = "must exist; a copy of a recipe needs a copy of configs/common.py beside it"
+    allowed = "must exist; a copy of a recipe needs a copy of configs/common.py next to it"
     require(file.is_file(), "config file", str(file), allowed)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""The stable interface for other programs, imported by `dape_jax/__init__.py` when one of its names is first used."""
+"""Stable interface for other programs. `dape_jax/__init__.py` imports it when one of its names is first used."""
 
 # ruff: noqa: F401
 from dape_jax.errors import InputError

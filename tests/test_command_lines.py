@@ -1,4 +1,4 @@
-"""The command lines as a user types them, in processes of their own."""
+"""Command lines as typed by a user, in separate processes."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def train_arguments(root: Path, config: str, workdir: Path, *more: str) -> list[
 
 @pytest.mark.slow
 def test_train_twice_then_evaluate(root, tmp_path):
-    """Two methods trained, one of them asked for again, then compared: table, JSON, Markdown and figure."""
+    """Train two methods, one of them twice, and compare them: table, JSON, Markdown and figure."""
     for name, config in (
         ("kerple", "configs/quickstart.py:processor=none"),
         ("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3,vocab=257"),
@@ -73,13 +73,13 @@ def test_train_twice_then_evaluate(root, tmp_path):
         ("fire", 8, 3),
     ]
     assert sorted(file.name for file in tmp_path.glob("lengths.*")) == [
-        f"lengths.{e}" for e in ("json", "md", "png", "txt")
+        f"lengths.{e}" for e in ("csv", "json", "md", "pdf", "png", "txt")
     ]
     assert list((tmp_path / "kerple" / "tensorboard").iterdir())
 
 
-# Imports once and forks for each command line, which then runs as in a process of its own, up to its exit handlers. To
-# tear the interpreter down as well would copy all memory that the processes share.
+# Imports once and forks for each command line, which then runs as in a new process, up to its exit handlers.
+# Finalising the interpreter as well would copy all memory that the processes share.
 FORKED = """
 import atexit, gc, json, os, runpy, sys
 import dape_jax.training.loop
@@ -179,6 +179,7 @@ SEVERAL = [
             "--config.num_steps=8",
             "--config.model.window=wide",
             "--config.optimizer.beta1=low",
+            "--config.data.seed=None",
             "--config.model.bias=alibi",
             "--workdri=there",
         ],
@@ -242,8 +243,50 @@ def test_all_mistakes_are_reported_at_once_with_the_nearest_name(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+ELSEWHERE = "abfs://x/y"
+DATA = "--config.data.path"
+SCHEMES = [
+    ["train.py", "--config=configs/quickstart.py", f"--workdir={ELSEWHERE}"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"--config.data.cache_dir={ELSEWHERE}"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"{DATA}={ELSEWHERE}"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"{DATA}=abfss2://x/y"],  # fsspec has none
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"--config.data.tokenizer={ELSEWHERE}/a.json"],
+    ["train.py", "--config=configs/quickstart.py", "--workdir=run", f"--config.init.source={ELSEWHERE}"],
+    ["train.py", f"--config=configs/continue.py:source={ELSEWHERE}", "--workdir=run"],
+    ["eval.py", f"--workdir={ELSEWHERE}"],
+    ["eval.py", "--workdir=run", f"--output={ELSEWHERE}"],
+    ["dape_jax.data.prepare", f"--input={ELSEWHERE}", "--output=corpus", "--tokenizer=bytes"],
+    ["dape_jax.data.prepare", "--input=text", f"--output={ELSEWHERE}", "--tokenizer=bytes"],
+    ["dape_jax.data.inspect", ELSEWHERE],
+    ["dape_jax.experiments", "report", f"--results={ELSEWHERE}"],
+    ["dape_jax.experiments", "run", "fig2", f"--workdirs={ELSEWHERE}"],
+    ["dape_jax.planning", "--config=configs/paper.py:125m", "--topology=v5e:2x2", f"--output={ELSEWHERE}"],
+    ["dape_jax.tools.attention_maps", f"--workdir={ELSEWHERE}", "--length=8"],
+    ["dape_jax.tools.attention_maps", "--workdir=run", "--length=8", f"--text={ELSEWHERE}"],
+    ["dape_jax.tools.attention_maps", "--workdir=run", "--length=8", f"--output={ELSEWHERE}"],
+    ["dape_jax.tools.generate", f"--workdir={ELSEWHERE}", "--prompt=a"],
+    ["dape_jax.tools.generate", "--workdir=run", "--prompt=a", f"--output={ELSEWHERE}"],
+    ["dape_jax.tools.generate", "--workdir=run", f"--prompt_file={ELSEWHERE}"],
+    ["dape_jax.pretrained.export", f"--workdir={ELSEWHERE}", "--output=exported"],
+    ["dape_jax.pretrained.export", "--workdir=run", f"--output={ELSEWHERE}"],
+    ["dape_jax.pretrained.load", f"--source={ELSEWHERE}", "--workdir=run"],
+    ["dape_jax.pretrained.load", "--source=there", f"--workdir={ELSEWHERE}"],
+]
+
+
+def test_a_scheme_that_is_not_supported_is_refused_by_every_program(tmp_path):
+    """Otherwise it would name a local folder `abfs:`."""
+    for (status, _, stderr), command in zip(run_all(SCHEMES, tmp_path / "scratch"), SCHEMES, strict=True):
+        assert status == 2, (command, stderr)
+        line = stderr.splitlines()[-1]
+        assert line.startswith("error: "), (command, stderr)
+        assert "abfs" in line, (command, stderr)
+        assert "Traceback" not in stderr
+    assert not [file for file in ROOT.iterdir() if file.name in ("abfs:", "run", "corpus", "exported")]
+
+
 def test_none_on_a_command_line_is_none(tmp_path):
-    """Of an optional flag, and of a field whose recipe has another value or none."""
+    """Set an optional flag, and fields whose recipe has another value or none."""
     program = tmp_path / "program.py"
     program.write_text(SETTINGS)
     results = run_all([[str(program), "--workdir=d", "--count=None", "--names=None"]], tmp_path / "scratch")
@@ -345,6 +388,6 @@ def test_every_config_says_how_to_run_it(config):
 
 
 def test_the_package_has_no_hidden_defaults():
-    """A config's `.get(key, default)` would be a knob that no config file shows."""
+    """`.get(key, default)` of a config would be an option that no config file shows."""
     for file in (ROOT / "dape_jax").rglob("*.py"):
         assert not re.search(r"\b(config|cfg|spec|choice|c)\.get\(", file.read_text()), file

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md, applied to a copy of the package as a reader would."""
+"""Apply the examples of CONTRIBUTING.md to a copy of the package, as a reader would."""
 
 import json
 import os

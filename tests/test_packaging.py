@@ -1,4 +1,4 @@
-"""The package as it is installed: recipes in any directory, version, extras, and a wheel outside of the checkout."""
+"""Test the package as installed: recipes in any directory, version, extras, and a wheel outside the checkout."""
 
 import ast
 import email
@@ -103,6 +103,16 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     assert "parquet" in PROJECT["optional-dependencies"]
 
 
+def test_messages_name_extras_that_exist():
+    named = set()
+    for file in PACKAGE.rglob("*.py"):
+        text = file.read_text()
+        named |= set(re.findall(r"dape_jax\[([\w-]+)\]", text)) | set(
+            re.findall(r'require_package\("\w+", "(\w+)"', text)
+        )
+    assert {"lm-eval", "parquet", "wandb"} <= named <= set(PROJECT["optional-dependencies"])
+
+
 # ---- the wheel
 
 
@@ -117,7 +127,7 @@ def call(*command: str, cwd: Path, path: Path | None = None, status: int = 0) ->
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build the wheel from a copy of the sources, because setuptools writes beside them."""
+    """Build the wheel from a copy of the sources, because setuptools writes next to them."""
     source = tmp_path_factory.mktemp("source")
     shutil.copytree(PACKAGE, source / "dape_jax", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -148,7 +158,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
 
 @pytest.fixture(scope="module")
 def site(wheel, tmp_path_factory) -> Path:
-    """Install the wheel without its dependencies into a directory of its own."""
+    """Install the wheel without its dependencies into a new directory."""
     site = tmp_path_factory.mktemp("installed") / "site"
     options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", f"--target={site}"]
     call(sys.executable, "-m", "pip", "install", *options, str(wheel), cwd=site.parent)

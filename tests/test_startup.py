@@ -1,4 +1,4 @@
-"""How long a program takes to answer, in CPU time, and which packages it imports for that."""
+"""Test the CPU time that a program takes to answer, and the packages that it imports for that."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ JAX = ["jax", "flax"]
 CHECKPOINTS = ["orbax", "grain", "jax.experimental.pallas"]
 FIGURES_AND_MORE = ["matplotlib", "scipy", "tensorboardX", "lm_eval", "torch", "transformers", "wandb"]
 
-# A program as its own process would run it, which then says which packages it has imported.
+# Runs a program as if by its command line, and then prints the packages that it has imported.
 PROGRAM = """
 import runpy, sys
 packages, sys.argv = sys.argv[1].split(","), sys.argv[2:]
@@ -31,7 +31,7 @@ finally:
 
 
 def cpu_seconds_of(code: str, *arguments: str) -> tuple[float, subprocess.CompletedProcess]:
-    """Run Python code in a process of its own; return its CPU time and the process."""
+    """Run Python code in a separate process; return its CPU time and the process."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-c", code, *arguments]
@@ -69,7 +69,7 @@ def test_help_and_a_wrong_flag_need_no_jax(program):
 
 @pytest.mark.parametrize(("flag", "words"), [("--nosuch=1", "nosuch"), ("--config.train.nosuch=1", "nosuch=1")])
 def test_a_wrong_flag_or_field_of_a_training_run(flag, words):
-    """A recipe needs JAX and flax, for the dataclasses of the methods, and training tells other processes of errors."""
+    """Import JAX and flax, which recipes and the other processes of the run need, and nothing else that is large."""
     packages = ",".join(CHECKPOINTS + FIGURES_AND_MORE)
     arguments = ("--workdir=never", "--config=configs/quickstart.py", flag)
     seconds, done = cpu_seconds_of(PROGRAM, packages, "train.py", *arguments)

@@ -22,7 +22,6 @@ from jaxtyping import Array, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from tqdm import tqdm
 
 from dape_jax.config import TaskRunConfig
 from dape_jax.evaluation import report
@@ -37,6 +36,7 @@ from dape_jax.evaluation.trained import (
 )
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
 from dape_jax.storage import AnyPath
@@ -163,7 +163,7 @@ def answer_tapes(
     num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
     numbers = itertools.count()  # of batches, over all lengths
     accuracies = []
-    with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
+    with jax.set_mesh(mesh), Progress(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
         for length in evaluation.lengths:
             bar.set_postfix_str(f"length {length}")
             program = programs[padded_length(config, length, evaluation.pad_to)]
@@ -206,7 +206,7 @@ def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[n
     off_B = right_B * counted_B.sum() - right_B.sum() * counted_B
     variance = np.sum((off_B / counted_B.sum() ** 2) ** 2)
     independent = accuracy * (1 - accuracy) / variance if variance > 0 else len(right_B)
-    z = 1.959964  # 97.5 % of a normal distribution lies below
+    z = 1.959964  # 97.5 % of a normal distribution is below
     centre = (accuracy + z**2 / (2 * independent)) / (1 + z**2 / independent)
     half = z * math.sqrt(accuracy * (1 - accuracy) / independent + (z / (2 * independent)) ** 2)
     half /= 1 + z**2 / independent

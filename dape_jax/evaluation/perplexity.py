@@ -27,7 +27,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Float64, Int
-from tqdm import tqdm
 
 from dape_jax.config import RunConfig
 from dape_jax.data.store import Corpus, TokenStore
@@ -46,6 +45,7 @@ from dape_jax.evaluation.trained import (
 )
 from dape_jax.model.positions import Rope
 from dape_jax.model.transformer import Params, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 from dape_jax.storage import AnyPath
@@ -96,7 +96,9 @@ def evaluate(
 
     corpora = validation_corpora(models, options.data)
     digests = [corpus.digest for corpus in corpora]
-    require(len(set(digests)) == 1, "data", digests, "must be the same text for all; give --data")
+    texts = {model.name: _text_of(model, corpus, options.data) for model, corpus in zip(models, corpora, strict=True)}
+    allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
+    require(len(set(digests)) == 1, "data", texts, allowed)
     store, evaluation = corpora[0].validation, models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
@@ -118,6 +120,10 @@ def evaluate(
 
 
 # ---- what is compared
+
+
+def _text_of(model: TrainedModel[RunConfig], corpus: Corpus, data: str | None) -> str:
+    return f"{data or model.run.data.path} as {corpus.validation.sidecar.tokenizer}"
 
 
 def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> list[Corpus]:
@@ -250,7 +256,7 @@ def score_windows(
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}
     num_tokens = len(windows) * sum(program.length for program in programs)
-    with jax.set_mesh(mesh), tqdm(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
+    with jax.set_mesh(mesh), Progress(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
         for program in programs:
             length = program.length
             bar.set_postfix_str(f"length {length}")

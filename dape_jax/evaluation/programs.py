@@ -17,13 +17,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled, Wrapped
 from jaxtyping import Int
-from tqdm import tqdm
 
 from dape_jax.errors import InputError, is_out_of_memory
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import Auto, Dense
 from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
+from dape_jax.progress import Progress
 from dape_jax.sharding import BATCH_AXES, ROW_AXES, activation_spec, put_batch
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def compile_programs(
         return program is not None and program.num_bytes <= available
 
     programs = []
-    for length in tqdm(sorted(lengths, reverse=True), desc=f"{name}: compiling", unit="length", leave=False):
+    for length in Progress(sorted(lengths, reverse=True), desc=f"{name}: compiling", unit="length", leave=False):
         program = compile_at(length)
         if program is None or not fits(program):
             needed = "more than the compiler can place" if program is None else f"{program.num_bytes / GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Reports: the files that an evaluation writes, a table as text and Markdown, JSON and a figure, with one stem.
+"""Reports: the files of an evaluation, with one stem: table (text, Markdown), figure (PNG, PDF), numbers (JSON, CSV).
 
 In: one result for each model. Out: `lengths.*` (perplexity by length), `delta.*` (gain from context), `positions.*`
 (loss by position). `save` writes those of other evaluations and of the benchmarks.
@@ -7,6 +7,7 @@ JSON has no infinity and no NaN. They are written as the strings "inf", "-inf" a
 have the same words, and figures leave such points out, as well as numbers above 1e100.
 """
 
+import csv
 import dataclasses
 import io
 import json
@@ -49,10 +50,11 @@ def save(
     figure: Figure | None,
     show: Show | None = None,
 ) -> ReportPaths:
-    """Show the table, then write JSON, table and figure to an existing directory; files of the same stem are replaced.
+    """Show the table, then write all files to an existing directory; files of the same stem are replaced.
 
-    Commit, command, device and versions are added to the content of the JSON. The first of the table's rows is its
-    header. `show` is called before anything is written, so that a full disk does not lose the results.
+    The CSV has a row for each record of `content["runs"]`, or those of the table if there are no runs. Commit, command,
+    device and versions are added to the content of the JSON. The first of the table's rows is its header. `show` is
+    called before anything is written, so that a full disk does not lose the results.
 
     Raises:
         InputError: the directory cannot be written to.
@@ -62,11 +64,10 @@ def save(
         "json": (json.dumps(json_values(content | provenance("flax")), indent=1) + "\n").encode(),
         "txt": f"{table}\n".encode(),
         "md": f"{markdown_table(caption, rows)}\n".encode(),
+        "csv": csv_text(number_rows(content) or rows).encode(),
     }
     if figure is not None:
-        image = io.BytesIO()
-        figure.savefig(image, dpi=150)
-        files["png"] = image.getvalue()
+        files |= drawings(figure, dpi=150)
     try:
         if show is not None:
             show(table)
@@ -75,6 +76,46 @@ def save(
             for suffix, file_content in files.items():
                 write_atomically(directory / f"{stem}.{suffix}", file_content)
     return ReportPaths(directory, table, None if figure is None else directory / f"{stem}.png")
+
+
+def drawings(figure: Figure, dpi: int) -> dict[str, bytes]:
+    """Return a figure as PNG and as PDF. The same figure gives the same bytes."""
+    files = {}
+    for suffix, metadata in (("png", {}), ("pdf", {"CreationDate": None})):
+        image = io.BytesIO()
+        figure.savefig(image, dpi=dpi, format=suffix, metadata=metadata)
+        files[suffix] = image.getvalue()
+    return files
+
+
+def csv_text(rows: Sequence[Sequence[Any]]) -> str:
+    """Return rows as CSV, with numbers in full precision, and nothing for None."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def number_rows(content: dict[str, Any]) -> list[list[Any]]:
+    """Return a header and a row for each record in the lists of `content["runs"]`, such as each length of each run."""
+    found = [
+        {"name": run["name"]} | record
+        for run in (content["runs"] if "runs" in content else [])
+        for record in _records(run)
+    ]
+    header = list(dict.fromkeys(field for record in found for field in record))
+    rows = [[record[field] if field in record else None for field in header] for record in found]
+    return [header, *rows] if rows else []
+
+
+def _records(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the dicts in the lists of a result, at any depth of dicts, without values that are not numbers or text."""
+    found = []
+    for value in result.values():
+        if isinstance(value, dict):
+            found += _records(value)
+        elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            found += [{k: v for k, v in each.items() if not isinstance(v, dict | list)} for each in value]
+    return found
 
 
 def json_values(value: Any) -> Any:

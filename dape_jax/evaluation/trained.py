@@ -28,7 +28,7 @@ AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 
 
 class DeletedStepError(InputError):
-    """A step was deleted, for example by its training run, after its config was read."""
+    """Error: a step was deleted, for example by its training run, after its config was read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +135,9 @@ def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
     """Raise `InputError` unless all models have the same value of each config field, such as "evaluation.lengths"."""
     for field in fields:
         section, name = field.split(".")
-        values = [getattr(getattr(model.run, section), name) for model in models]
+        values = {model.label: getattr(getattr(model.run, section), name) for model in models}
         option = f"; give --{name}" if section == "evaluation" else ""
-        require(len(set(values)) == 1, field, values, f"must be the same for all{option}")
+        require(len(set(values.values())) == 1, field, values, f"must be the same for all{option}")
 
 
 def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Corpus:

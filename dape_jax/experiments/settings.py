@@ -10,14 +10,14 @@ from dape_jax.storage import require_local
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Flags of the command line; empty ones take the preset's value."""
+    """Flags of the command line; empty flags have the preset's value."""
 
-    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: two CPU cores in minutes, or as published.")
-    data: str = flag("", "Text to train on, as in --config.data.path; the preset's if empty.")
-    seeds: tuple[int, ...] = flag((), "One run of every model for each seed; the preset's if empty.")
+    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: minutes on two CPU cores, or as published.")
+    data: str = flag("", "Training text, as in --config.data.path; the preset's if empty.")
+    seeds: tuple[int, ...] = flag((), "Seeds of every model; the preset's if empty.")
     tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
-    results: str = flag("results", "Directory of the results and of the report.")
-    workdirs: str = flag("runs/experiments", "Directory of the models.")
+    results: str = flag("results", "Directory of the results and the report.")
+    workdirs: str = flag("runs/experiments", "Directory of the run directories.")
 
     def __post_init__(self):
         require_local(self.results, "--results")
@@ -25,4 +25,4 @@ class Settings:
         require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
         for field in ("seeds", "tasks"):
             values = getattr(self, field)
-            require(len(set(values)) == len(values), f"--{field}", values, "must be listed each once")
+            require(len(set(values)) == len(values), f"--{field}", values, "must not contain duplicates")

@@ -10,17 +10,18 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
 from dape_jax.recipes import define_config_flag
+from dape_jax.storage import require_local
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     topology: str = flag(dataclasses.MISSING, "TPU slice, v4|v5e|v5p|v6e:SHAPE, for example v5e:16x16.")
-    mesh: str | None = flag(None, "Its mesh, for example fsdp=64,context=4; a few are tried if not given.")
+    mesh: str | None = flag(None, "Mesh of the slice, for example fsdp=64,context=4; if not given, up to 4 are tried.")
     batch: int | None = flag(None, "Sequences in a step; train.batch_size of the config if not given.")
-    eval_length: int | None = flag(None, "Compile the evaluator at this length too.")
-    step_time: float | None = flag(None, "Measured seconds of a step, to report its MFU.")
+    eval_length: int | None = flag(None, "Also compile the evaluator at this length.")
+    step_time: float | None = flag(None, "Measured seconds per step, to report the MFU.")
     output: str | None = flag(None, "Directory for plan.json and plan.md.")
 
     def __post_init__(self):
@@ -28,10 +29,11 @@ class Settings:
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name}", value, "must be positive")
         require(self.output != "", "--output", self.output, "must be a directory")
+        require_local(self.output or "", "--output")
 
 
 def main(_: list[str]) -> None:
-    """Read the flags, plan the run and print the report."""
+    """Parse flags, plan the run and print the report."""
     settings = from_flags(Settings)
 
     import jax  # after the flags are checked: it takes seconds to import

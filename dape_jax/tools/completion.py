@@ -27,7 +27,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
-from tqdm import tqdm
 
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import os_errors, printable, require
@@ -35,6 +34,7 @@ from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import BATCH
 from dape_jax.storage import AnyPath, absolute, exists
@@ -111,7 +111,7 @@ def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
 
 
 class Latest(NamedTuple):
-    """The newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
+    """Newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
 
     token_B: Int[Array, "B"]
     pos_B: Int[Array, "B"]
@@ -331,7 +331,7 @@ def complete(
     is_single, text, steps, times = len(prompts) == 1, TextStream(tokenizer), [], [time.perf_counter()]
     if is_single:
         show(text.feed(ids[0]))
-    for token_B in tqdm(stream, total=max_new_tokens, unit="step", disable=is_single):
+    for token_B in Progress(stream, total=max_new_tokens, unit="step", disable=is_single):
         times.append(time.perf_counter())
         steps.append(token_B)
         if is_single:

@@ -1,7 +1,10 @@
 """Draw attention maps before the softmax, as in the paper's appendix K: scores, bias, and what DAPE adds to them.
 
 `attention_maps.py` is the command line. In: a trained run and one document. Out, in --output: one figure per layer
-(`layer-00.png`), `index.html`, which shows all of them, and `attention_maps.json` with statistics of every map.
+(`layer-00.png`), `index.html`, which shows all of them, and `attention_maps.json` with statistics of every map. From
+`MANY_HEADS` heads on, the page shows small figures (`layer-00-small.png`), which are links to the large ones. Up to
+`MAX_NAMED_TOKENS` tokens, the axes show the text of each token. From `MANY_HEADS` heads on, the page shows small
+figures (`layer-00-small.png`), which are links. Up to `MAX_NAMED_TOKENS` tokens, the axes show the text of each token.
 
 A figure has one row per head and one column per map, each a function of (query, key):
 
@@ -32,12 +35,11 @@ from jaxtyping import Array, Bool, Float, Int
 from matplotlib import colormaps
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from dape_jax.config import resolved
-from dape_jax.data.tokenizers import saved_tokenizer
-from dape_jax.errors import InputError, os_errors, require
-from dape_jax.evaluation.report import json_values
+from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
+from dape_jax.errors import InputError, os_errors, printable, require
+from dape_jax.evaluation import report
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.files import read_bytes, write_atomically, write_json
 from dape_jax.model.attention import Blockwise, score
@@ -46,11 +48,14 @@ from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Block, SelfAttention, model_structure
+from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.storage import AnyPath, exists
 
 JSON_FILE = "attention_maps.json"
 MAX_CELLS = 512  # along one side of a map
+MAX_NAMED_TOKENS = 32  # tokens whose text is on the axes
+MANY_HEADS = 8  # heads from which the page shows a small figure of all heads, which leads to the large one
 HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the processor", "probs": "probabilities"}
 
 
@@ -72,6 +77,7 @@ def attention_maps(
     page = output / "index.html"
     require(not exists(page), "output", str(output), "has an index.html already; delete it or choose another --output")
     tokens_T, source = read_tokens(trained, length, text)
+    names = token_names(saved_tokenizer(workdir), tokens_T) if length <= MAX_NAMED_TOKENS else None
     make_results_directory(output)
 
     block_size = trained.run.evaluation.block_size
@@ -89,7 +95,7 @@ def attention_maps(
     cell_size = -(-length // MAX_CELLS)
     layers = []
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
-    for layer in tqdm(range(config.num_layers), unit="layer", desc=name):
+    for layer in Progress(range(config.num_layers), unit="layer", desc=name):
         x_BTD, cells, stats = jax.device_get(maps_of_layer(params, x_BTD, layer))
         if not np.isfinite(x_BTD).all():
             raise InputError(f"workdir = {str(workdir)!r}: the model has diverged: layer {layer} is not finite")
@@ -97,17 +103,20 @@ def attention_maps(
         title = f"{name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
-        figure_file = f"layer-{layer:02}.png"
-        figure = draw(cells, cell_size * len(cells["scores"][0]), title)
-        with os_errors("output", str(output), "cannot be written to"):
+        figures = {f"layer-{layer:02}.png": draw(cells, cell_size * len(cells["scores"][0]), title, names)}
+        if config.num_heads >= MANY_HEADS:
+            figures[f"layer-{layer:02}-small.png"] = draw_small(cells, title)
+        for figure_file, figure in figures.items():
             image = io.BytesIO()
             figure.savefig(image, dpi=150)
-            write_atomically(output / figure_file, image.getvalue())
+            with os_errors("output", str(output), "cannot be written to"):
+                write_atomically(output / figure_file, image.getvalue())
         heads = [
             {map_name: {key: float(values[head]) for key, values in stats[map_name].items()} for map_name in cells}
             for head in range(config.num_heads)
         ]
-        layers.append({"figure": figure_file, "heads": heads})
+        large, *small = figures
+        layers.append({"figure": large, "small_figure": small[0] if small else None, "heads": heads})
 
     model = resolved(trained.run)["model"]
     content = {
@@ -122,7 +131,7 @@ def attention_maps(
         "layers": layers,
     } | provenance("flax", "matplotlib")
     with os_errors("output", str(output), "cannot be written to"):
-        write_json(output / JSON_FILE, json_values(content))
+        write_json(output / JSON_FILE, report.json_values(content))
         write_atomically(page, index_page(content).encode())  # last, so that a page implies that all files exist
     return page
 
@@ -251,8 +260,33 @@ def _combine(blocks: dict[str, Float[Array, "blocks _"]]) -> dict[str, Float[Arr
     return {"mean": mean, "std": jnp.sqrt(var), "min": blocks["min"].min(0), "max": blocks["max"].max(0)}
 
 
-def draw(cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, title: str) -> Figure:
-    """Draw one layer: a row per head, a column per map; `extent` is the number of positions along one side."""
+def token_names(tokenizer: Tokenizer, tokens_T: Int[np.ndarray, "T"]) -> list[str]:
+    """Return the text of each token for the axes: spaces are visible, and unusual characters are escaped.
+
+    matplotlib's font has Latin, Greek and Cyrillic letters, and warns of others.
+    """
+
+    def name(text: str) -> str:
+        text = printable(text).replace(" ", "\u00b7")
+        known = "".join(c if c < "\u0500" else c.encode("unicode_escape").decode() for c in text)
+        return report.label(known) or "(end)"
+
+    return [
+        name(tokenizer.decode(tokens_T[i : i + 1]).decode("utf-8", "backslashreplace")) for i in range(len(tokens_T))
+    ]
+
+
+def draw(
+    cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, title: str, names: list[str] | None = None
+) -> Figure:
+    """Draw one layer: a row per head, a column per map.
+
+    Args:
+        cells: the maps.
+        extent: number of positions along one side.
+        title: of the figure.
+        names: text of each token, for the axes, or None to show positions.
+    """
     num_heads = len(cells["scores"])
     side = min(3.6, max(1.8, 29 / num_heads))  # inches per map; smaller with many heads, to limit the file's size
     figure = Figure((1.25 * len(cells) * side + 1, num_heads * side + 1.2))
@@ -266,9 +300,31 @@ def draw(cells: dict[str, Float[np.ndarray, "H cells cells"]], extent: int, titl
             image = axes.imshow(heads[head], norm=norm, cmap=colours, extent=(0, extent, extent, 0))
             figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
             axes.tick_params(labelsize=8)
+            if names is not None:
+                centers = np.arange(len(names)) + 0.5
+                axes.set_xticks(centers, names, rotation=90, fontsize=5, parse_math=False)
+                axes.set_yticks(centers, names, fontsize=5, parse_math=False)
             axes.label_outer()
     for head, axes in enumerate(panels[:, 0]):
         axes.set_ylabel(f"head {head}\nquery")
+    return figure
+
+
+def draw_small(cells: dict[str, Float[np.ndarray, "H cells cells"]], title: str) -> Figure:
+    """Draw one layer as thumbnails, without axes: a row per map, a column per head."""
+    num_heads = len(cells["scores"])
+    figure = Figure((0.8 * num_heads + 1.2, 0.8 * len(cells) + 0.9))
+    panels = figure.subplots(len(cells), num_heads, squeeze=False)
+    figure.suptitle(title, fontsize=8, parse_math=False)
+    for row, (name, heads) in enumerate(cells.items()):
+        panels[row, 0].set_ylabel(name, fontsize=7)
+        for head, axes in enumerate(panels[row]):
+            norm, colours = _colours(name, heads[head])
+            axes.imshow(heads[head], norm=norm, cmap=colours)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if row == 0:
+                axes.set_title(str(head), fontsize=7)
     return figure
 
 
@@ -287,7 +343,7 @@ def index_page(content: dict[str, Any]) -> str:
     """Return an HTML page with all figures, from the content of the JSON file."""
     title = html.escape(f"{content['run']}, step {content['step']}: attention maps at {content['length']} tokens")
     facts = "\n".join([content["command"], json.dumps(content["model"]), *content["text"].values()])
-    figures = "\n".join(f'<p><img src="{layer["figure"]}" alt="{layer["figure"]}">' for layer in content["layers"])
+    figures = "\n".join(map(_image, content["layers"]))
     return f"""<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
@@ -296,3 +352,10 @@ def index_page(content: dict[str, Any]) -> str:
 <p>Statistics of every map: <a href="{JSON_FILE}">{JSON_FILE}</a>
 {figures}
 """
+
+
+def _image(layer: dict[str, Any]) -> str:
+    large, small = layer["figure"], layer["small_figure"]
+    if small is None:
+        return f'<p><img src="{large}" alt="{large}">'
+    return f'<p><a href="{large}"><img src="{small}" alt="{small}"></a>'

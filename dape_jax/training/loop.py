@@ -1,8 +1,11 @@
-"""The training loop. In: a config and a run directory. Out: checkpoints. Next: `evaluation/perplexity.py`."""
+"""Training loop. In: a config and a run directory. Out: checkpoints. Next: `evaluation/perplexity.py`."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable
+import shlex
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.storage import AnyPath
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
-from dape_jax.training.metrics import MetricLogger
+from dape_jax.training.metrics import MetricLogger, require_wandb
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
 from dape_jax.training.step import (
@@ -32,6 +35,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
+from dape_jax.training.trace import StepTrace
 from dape_jax.training.weights import open_weights
 
 logger = logging.getLogger(__name__)
@@ -60,6 +64,8 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
     attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts)
     config = resolved(run)
+    require_wandb(run.train.wandb)
+    trace = StepTrace(workdir, run.train.profile_steps)
     require_same("workdir", repr(str(workdir)))
     require_same_config(config)
     saved = checkpoint.read_config(workdir)
@@ -97,10 +103,10 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     validate = make_validation(run, graphdef, source.validation, mesh)
     counts = parameter_counts(abstract)
     logger.info(
-        "%s parameters, %s of them in position biases and %s in score convolutions; %s",
+        "%s parameters, %s of them in position biases and %s in score convolutions",
         *(f"{counts[name]:,}" for name in ("total", "bias", "processor")),
-        mesh,
     )
+    logger.info("mesh: %s", " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()))
     if train_only:
         logger.info("only parameters of these kinds are trained: %s", ", ".join(train_only))
 
@@ -115,7 +121,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
             given = None if weights is None else weights.restore(mesh)
             start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, given)
         if start == run.train.num_steps:
-            logger.info("%s is trained: step %d of %d", workdir, start, run.train.num_steps)
+            log_end(workdir, start)
             return
         preemption = PreemptionGuard()
         if preemption.should_stop(start):
@@ -126,10 +132,14 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         with (
             checkpoint.open_checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(workdir, run, start) as metric_logger,
+            trace.of_run(),
         ):
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
-                state, metrics = train_step(state, put_batch(batch, mesh))
+                trace.before(step)
+                with compiling("the training step") if step == start + 1 else contextlib.nullcontext():
+                    state, metrics = train_step(state, put_batch(batch, mesh))
+                trace.after(step, metrics)
                 metric_logger.log(step, metrics, num_tokens(batch) * run.train.batch_size)
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 validation_nats = None
@@ -144,6 +154,23 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
                 if stop and not last:
                     manager.wait_until_finished()
                     raise StoppedError(f"stopped by SIGTERM after step {step}, saved; the same command resumes")
+    log_end(workdir, run.train.num_steps)
+
+
+@contextlib.contextmanager
+def compiling(name: str) -> Iterator[None]:
+    """Log that a function is compiled in the block, by its first call, and then how long that took."""
+    logger.info("compiling %s ...", name)
+    started_at = time.monotonic()
+    yield
+    logger.info("compiled %s in %.1f s", name, time.monotonic() - started_at)
+
+
+def log_end(workdir: AnyPath, num_steps: int) -> None:
+    """Log where a trained run is and which command evaluates it."""
+    directory = shlex.quote(str(workdir))
+    logger.info("%s is trained: step %d of %d", directory, num_steps, num_steps)
+    logger.info("evaluate it: python eval.py --workdir=%s", directory)
 
 
 def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
@@ -179,9 +206,17 @@ def require_same_config(config: dict[str, Any]) -> None:
 def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
     if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
+        place = str(workdir)
+        advice = ""
+        if any(line.startswith("train.num_steps:") for line in lines):
+            advice = (
+                ". The learning rate falls to its last value over train.num_steps, so a run is not extended: train on "
+                f"from its weights in another directory, --config=configs/continue.py:source={place} "
+                "--config.train.num_steps=N"
+            )
         raise InputError(
-            f"workdir = {str(workdir)!r}: holds a run with another config; choose another directory, or use the config "
-            "of that run. " + "; ".join(lines)
+            f"workdir = {place!r}: holds a run with another config; choose another directory, or use the config "
+            f"of that run. {'; '.join(lines)}{advice}"
         )
 
 

@@ -1,6 +1,7 @@
-"""Metrics of a training run: progress bar, TensorBoard, and a file of skipped steps. Next: `loop.py`."""
+"""Metrics of a training run: progress, TensorBoard, Weights & Biases, a file of skipped steps. Next: `loop.py`."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -9,19 +10,20 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
-from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.errors import NonFiniteError, describe
+from dape_jax.config import RunConfig, TaskRunConfig, resolved
+from dape_jax.errors import NonFiniteError, describe, require_package
+from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.files import read_bytes, write_atomically
 from dape_jax.hardware import mfu
 from dape_jax.planning.flops import model_flops_per_token
-from dape_jax.storage import AnyPath, is_remote
+from dape_jax.progress import Progress
+from dape_jax.storage import AnyPath, absolute, is_remote
 from dape_jax.training.optimizer import make_schedule
 
 logger = logging.getLogger(__name__)
@@ -31,8 +33,27 @@ _SESSION_START = 1  # SessionLog.START of TensorBoard's events
 _UPLOAD_SECONDS = 60.0  # between two files of TensorBoard's events in a bucket
 
 
+@runtime_checkable
+class Sink(Protocol):
+    """Destination of a run's scalars. An `OSError` of any method ends its use, and not the run."""
+
+    name: str  # in messages
+
+    def start(self, first_step: int, config: dict[str, Any]) -> None:
+        """Accept the first step that will be reported, and the run's config."""
+        ...
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Accept scalars such as {"train/loss_nats": 5.5}."""
+        ...
+
+    def close(self) -> None:
+        """Write all that was accepted."""
+        ...
+
+
 class MetricLogger:
-    """Progress bar, TensorBoard and `skipped.jsonl`, one step behind the device. Only process 0 writes.
+    """Progress, sinks and `skipped.jsonl`, one step behind the device. Only process 0 writes.
 
     The metrics of a step are fetched after the next step was dispatched, so that the device never waits for the host.
     """
@@ -43,21 +64,19 @@ class MetricLogger:
         schedule = make_schedule(run.optimizer, run.train.num_steps)
         self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
         self.workdir, self.max_bad_steps = workdir, run.train.max_bad_steps
+        self.has_perplexity = isinstance(run, RunConfig)
         # In a task, lengths differ from step to step; frozen parameters need no gradient, which the formula counts.
         self.token_flops: float | None = None
         if isinstance(run, RunConfig) and run.init.train_only is None:
             self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
         self.is_first = jax.process_index() == 0
-        self.events: _Events | None = None
+        self.sinks: list[Sink] = []
         if self.is_first:
             self._drop_skipped_after(start)
-            try:
-                self.events = _Events(workdir / "tensorboard")
-            except OSError as error:
-                logger.warning("TensorBoard's scalars are not written: %s", describe(error))
-            # TensorBoard drops events of steps after `start`, which will be repeated.
-            self._write_event(step=start + 1, session_log={"status": _SESSION_START})
-        self.bar = tqdm(
+            self._open_sinks(run.train.wandb)
+            config = resolved(run)
+            self._write(lambda sink: sink.start(start + 1, config))
+        self.bar = Progress(
             total=run.train.num_steps,
             initial=start,
             unit="step",
@@ -74,7 +93,8 @@ class MetricLogger:
 
     def __exit__(self, *exception: object) -> None:
         self.bar.close()
-        self._close_events()
+        for sink in self.sinks:
+            _close(sink)
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
         """Accept the metrics of a step with this many tokens, and report the previous step."""
@@ -97,10 +117,11 @@ class MetricLogger:
         if not applied:
             self._log_skipped(step, values, is_bad, bad_in_a_row)
         now = time.monotonic()
-        tokens_per_second = tokens / (now - self.fetched_at)
+        step_seconds = now - self.fetched_at
+        tokens_per_second = tokens / step_seconds
         self.fetched_at = now
         values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])  # advances with applied steps
-        values["tokens_per_second"] = tokens_per_second
+        values["tokens_per_second"], values["step_seconds"] = tokens_per_second, step_seconds
         self.train_text = f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s"
         if self.token_flops is not None:
             share = mfu(tokens_per_second * self.token_flops, jax.devices()[0].device_kind, jax.device_count())
@@ -124,7 +145,7 @@ class MetricLogger:
         self.validation_text = f", validation {loss:.3f}"
         if "accuracy" in validation:
             self.validation_text += f", accuracy {validation['accuracy']:.1%}"
-        self.bar.set_postfix_str(self.train_text + self.validation_text)
+        self.bar.set_postfix_str(self.train_text + self.validation_text, refresh=self.bar.is_terminal)
         self.fetched_at = time.monotonic()
 
     def _log_skipped(self, step: int, values: dict[str, float], is_bad: bool, bad_in_a_row: int) -> None:
@@ -165,24 +186,69 @@ class MetricLogger:
             logger.warning("%s had lines that cannot be read; they were removed", file)
 
     def _write_scalars(self, group: str, step: int, values: dict[str, float]) -> None:
-        scalars = [{"tag": f"{group}/{name}", "simple_value": value} for name, value in values.items()]
-        self._write_event(step=step, summary={"value": scalars})
+        if self.has_perplexity:
+            values = values | {"perplexity": perplexity_of(values["loss_nats"])}
+        named = {f"{group}/{name}": value for name, value in values.items()}
+        self._write(lambda sink: sink.scalars(step, named))
 
-    def _write_event(self, **fields: Any) -> None:
-        """Append to TensorBoard's events. If that fails, warn once, and train without them."""
-        if self.events is None:
-            return
+    def _open_sinks(self, wandb_project: str | None) -> None:
         try:
-            self.events.write(wall_time=time.time(), **fields)
+            self.sinks.append(_Events(self.workdir / "tensorboard"))
         except OSError as error:
-            logger.warning("%s: TensorBoard's scalars are no longer written: %s", self.workdir, describe(error))
-            self._close_events()
+            logger.warning("TensorBoard's scalars are not written: %s", describe(error))
+        if wandb_project is not None:
+            self.sinks.append(_Wandb(wandb_project, self.workdir))
 
-    def _close_events(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk; all events are flushed already
-            if self.events is not None:
-                self.events.close()
-        self.events = None
+    def _write(self, write: Callable[[Sink], None]) -> None:
+        """Write to every sink. If that fails, warn once, and train without this sink."""
+        for sink in list(self.sinks):
+            try:
+                write(sink)
+            except OSError as error:
+                logger.warning("%s: %s's scalars are no longer written: %s", self.workdir, sink.name, describe(error))
+                self.sinks.remove(sink)
+                _close(sink)
+
+
+def _close(sink: Sink) -> None:
+    with contextlib.suppress(OSError):  # a full disk; all events are flushed already
+        sink.close()
+
+
+def require_wandb(project: str | None) -> None:
+    """Raise `InputError` if the package of `train.wandb` is not installed."""
+    if project is not None:
+        require_package("wandb", "wandb", "train.wandb", project)
+
+
+class _Wandb:
+    """Run in Weights & Biases, named after the workdir. The same workdir continues the same run."""
+
+    name = "Weights & Biases"
+
+    def __init__(self, project: str, workdir: AnyPath):
+        self.project, self.workdir = project, workdir
+
+    def start(self, first_step: int, config: dict[str, Any]) -> None:
+        """See `Sink`."""
+        import wandb  # pyright: ignore[reportMissingImports]  # an optional package
+
+        place = str(absolute(self.workdir))
+        self.run = wandb.init(
+            project=self.project,
+            name=self.workdir.name,
+            id=hashlib.sha256(place.encode()).hexdigest()[:16],
+            resume="allow",
+            config=config | {"workdir": place},
+        )
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """See `Sink`."""
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        """See `Sink`."""
+        self.run.finish()
 
 
 def _tensorboard() -> tuple[Callable[[str, str], Any], Callable[..., Any]]:
@@ -205,9 +271,11 @@ def _tensorboard() -> tuple[Callable[[str, str], Any], Callable[..., Any]]:
 class _Events:
     """TensorBoard's files of events, in a directory of the workdir.
 
-    Nothing can be appended to an object in a bucket: there, the events of each minute are a file of their own, which
+    Nothing can be appended to an object in a bucket: there, the events of each minute are a separate file, which
     TensorBoard reads one after the other.
     """
+
+    name = "TensorBoard"
 
     def __init__(self, directory: AnyPath):
         """Open a file; `close` it.
@@ -228,9 +296,23 @@ class _Events:
         self.writer, self.opened_at = self.writer_of(prefix, f".{self.num_files}"), time.monotonic()
         self.num_files += 1
 
+    def start(self, first_step: int, config: dict[str, Any]) -> None:
+        """See `Sink`. TensorBoard drops events of this step and of later ones, which will be repeated."""
+        self.write(step=first_step, session_log={"status": _SESSION_START})
+        code = "".join(f"    {line}\n" for line in json.dumps(config, indent=1).splitlines())  # as Markdown
+        text = {"dtype": "DT_STRING", "string_val": [code.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
+        described = {"plugin_data": {"plugin_name": "text"}}
+        self.write(
+            step=first_step, summary={"value": [{"tag": "config/text_summary", "metadata": described, "tensor": text}]}
+        )
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """See `Sink`."""
+        self.write(step=step, summary={"value": [{"tag": tag, "simple_value": x} for tag, x in values.items()]})
+
     def write(self, **fields: Any) -> None:
         """Append an event with these fields; see `__init__` for errors."""
-        self.writer.write_event(self.event(**fields))
+        self.writer.write_event(self.event(wall_time=time.time(), **fields))
         self.writer.flush()
         if self.staging is not None and time.monotonic() - self.opened_at > _UPLOAD_SECONDS:
             self._upload()
