@@ -104,12 +104,9 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
 
 def test_messages_name_extras_that_exist():
-    named = set()
-    for file in PACKAGE.rglob("*.py"):
-        text = file.read_text()
-        named |= set(re.findall(r"dape_jax\[([\w-]+)\]", text)) | set(
-            re.findall(r'require_package\("\w+", "(\w+)"', text)
-        )
+    pattern = r'dape_jax\[([\w-]+)\]|require_package\("\w+", "([\w-]+)"'
+    found = [pair for file in PACKAGE.rglob("*.py") for pair in re.findall(pattern, file.read_text())]
+    named = {name for pair in found for name in pair if name}
     assert {"lm-eval", "parquet", "wandb"} <= named <= set(PROJECT["optional-dependencies"])
 
 
