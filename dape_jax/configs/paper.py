@@ -23,7 +23,8 @@ perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; 
 project has not trained at this scale.
 
 The vocabulary is GPT-NeoX's, padded as in the official code (vocab=50304; vocab=257 for a corpus prepared as bytes,
-with perplexities per byte, which are not comparable with the paper's). The tokenizer is that of the prepared corpus.
+with perplexities per byte, which are not comparable with the paper's). The tokenizer is that of the prepared corpus,
+and so is the vocabulary with --config.model.vocab_size=None.
 
 Differs: bfloat16 instead of float16 (--config.model.dtype=float16 has a dynamic loss scale); the right edge of the
 convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of 2.7b
