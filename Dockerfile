@@ -16,11 +16,13 @@ WORKDIR /app
 # Without buffering, the last lines before a kill reach the logs.
 ENV PYTHONUNBUFFERED=1
 
-# Dependencies come from pyproject.toml alone. The package is an empty stub here, and editable, so that a change of the
-# source invalidates only the last layer. jax[tpu] pins libtpu itself: the version in constraints.txt is for planning.
-COPY pyproject.toml constraints.txt ./
+# Dependencies come from pyproject.toml alone. The package is a stub here, its version, and editable, so that a change
+# of the source invalidates only the last layer. jax[tpu] pins libtpu itself: the version in constraints.txt is for
+# planning.
+COPY pyproject.toml constraints.txt LICENSE ./
+COPY dape_jax/version.py dape_jax/
 RUN sed --in-place '/^libtpu==/d' constraints.txt \
-    && mkdir dape_jax && touch README.md dape_jax/__init__.py \
+    && touch README.md dape_jax/__init__.py \
     && pip install --no-cache-dir --constraint constraints.txt --editable ".${EXTRAS:+[$EXTRAS]}"
 
 COPY . .

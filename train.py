@@ -1,65 +1,6 @@
-"""Train a language model: `python train.py --config=configs/quickstart.py --workdir=runs/mine`."""
+"""Train a model: `python train.py --config=configs/quickstart.py --workdir=runs/mine`; the same as `dape-train`."""
 
-import contextlib
-import dataclasses
-
-from absl import flags
-from ml_collections import config_flags
-
-from dape_jax import command_line
-from dape_jax.command_line import flag
-from dape_jax.errors import InputError, require
-from dape_jax.storage import to_path
-
-CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Flags of this program."""
-
-    workdir: str = flag(dataclasses.MISSING, "Run directory. Re-running with the same directory resumes training.")
-    coordinator: str | None = flag(None, "host:port of process 0, for a run of several processes.")
-    num_processes: int | None = flag(None, "Number of processes of the run.")
-    process_id: int | None = flag(None, "Number of this process, from 0.")
-
-    def __post_init__(self):
-        require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
-
-
-RUNTIME_FLAGS = ("coordinator", "num_processes", "process_id")
-
-command_line.define_flags(Settings)
-flags.mark_flag_as_required("config")
-
-
-def main(_: list[str]) -> None:
-    """Initialise the distributed runtime, train."""
-    from dape_jax.distributed import distributed_runtime  # after the flags are checked: JAX takes seconds to import
-    from dape_jax.training.loop import train
-
-    with distributed_runtime(*(flags.FLAGS[name].value for name in RUNTIME_FLAGS)):
-        settings = command_line.from_flags(Settings)
-        train(command_line.config_of(CONFIG), to_path(settings.workdir, "--workdir"))
-
-
-def tell_other_processes(arguments: list[str], error: InputError) -> None:
-    """End all processes with an error in the flags or the config file of this one; return if it runs alone."""
-    from dape_jax.distributed import distributed_runtime
-
-    values = flags.FlagValues()
-    for name in RUNTIME_FLAGS:
-        values[name] = flags.FLAGS[name]
-    values.set_gnu_getopt()  # these flags may follow others, which are not parsed
-    with contextlib.suppress(flags.Error, InputError):
-        values(arguments, known_only=True)
-        with distributed_runtime(*(values[name].value for name in RUNTIME_FLAGS), error=error):
-            pass
-
+from dape_jax.training.command import command
 
 if __name__ == "__main__":
-    command_line.run(
-        main,
-        interrupted="interrupted; the same command resumes from the newest checkpoint",
-        on_bad_flags=tell_other_processes,
-    )
+    command()

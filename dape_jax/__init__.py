@@ -25,6 +25,8 @@ The names below are the stable interface for other programs: `docs/library.md`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dape_jax.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from dape_jax.library import *
 

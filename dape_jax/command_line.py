@@ -63,6 +63,8 @@ def run(
             raise
 
     sys.unraisablehook = _print_unraisable
+    # For --help, which shows the docstring of the main module: that of an entry point has none.
+    sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     try:
         app.run(quietly, flags_parser=parse)
     except InputError as error:
@@ -229,10 +231,11 @@ def _paths(config: Any, prefix: str = "") -> list[str]:
     return paths
 
 
-def config_of(flag: flags.FlagHolder) -> dict[str, Any]:
+def config_of(flag: flags.Flag | flags.FlagHolder) -> dict[str, Any]:
     """Return the nested dict of a config-file flag. absl reports an unreadable file only here."""
+    config: Any = flag.value
     try:
-        return flag.value.to_dict()
+        return config.to_dict()
     except OSError as error:
         raise _unreadable(error) from error
 
@@ -266,6 +269,7 @@ def define_flags(settings: type) -> None:
             kinds[kind](field.name, None if is_required else default, text)
         if is_required:
             flags.mark_flag_as_required(field.name)
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[field.name])  # --help lists these
 
 
 def from_flags(settings: type[Settings]) -> Settings:

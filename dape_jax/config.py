@@ -485,7 +485,7 @@ def read_module(file: Path) -> ModuleType:
     Raises:
         InputError: the file is missing.
     """
-    allowed = "must exist; recipes need configs/common.py next to them, which is only in a clone"
+    allowed = "must exist; a copy of a recipe needs a copy of configs/common.py next to it"
     require(file.is_file(), "config file", str(file), allowed)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -34,6 +35,12 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
     """Raise `InputError("field = value: allowed")` unless the condition holds."""
     if not condition:
         raise InputError(f"{field} = {value!r}: {allowed}")
+
+
+def require_package(package: str, extra: str, field: str, value: object) -> None:
+    """Raise `InputError`, which names the extra that installs the package, if `value` needs it and it is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{field} = {value!r}: needs the package {package}: pip install 'dape_jax[{extra}]'")
 
 
 def check_all(*checks: Callable[[], Any]) -> list[Any]:

@@ -29,12 +29,20 @@ def provenance(*packages: str) -> dict[str, Any]:
     """
     return {
         "commit": commit(),
-        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "command": command(),
         "device": jax.devices()[0].device_kind,
         "num_devices": jax.device_count(),
         "num_cpus": os.cpu_count(),
         "versions": {name: version(name) for name in ("jax", *packages)},
     }
+
+
+def command() -> str:
+    """Return the command that started this process: `python train.py ...`, or `dape-train ...` for an entry point."""
+    arguments = sys.orig_argv[1:]
+    if arguments and Path(arguments[0]).name.startswith("dape-"):
+        return " ".join([Path(arguments[0]).name, *arguments[1:]])
+    return " ".join(["python", *arguments])
 
 
 def package_versions() -> dict[str, str]:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import functools
 import glob
-import importlib.util
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ import fsspec.config
 from etils import epath
 from typing_extensions import TypeIs
 
-from dape_jax.errors import InputError, describe, exit_at_once, require
+from dape_jax.errors import InputError, describe, exit_at_once, require, require_package
 
 AnyPath = Path | epath.Path
 
@@ -68,9 +67,7 @@ def to_path(text: str, field: str) -> AnyPath:
     require(scheme in _PACKAGES, field, text, "must be a local path, gs://bucket/path or s3://bucket/path")
     require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")
     require(not glob.has_magic(rest), field, text, "must not contain * ? or [: in a bucket they are patterns")
-    package = _PACKAGES[scheme]
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{field} = {text!r}: needs the package {package}: pip install 'dape_jax[{_EXTRAS[scheme]}]'")
+    require_package(_PACKAGES[scheme], _EXTRAS[scheme], field, text)
     _prepare_libraries()
     return epath.Path(text)
 

@@ -409,7 +409,7 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
     spec = tiny.spec(tmp_path, train__num_steps=2, evaluation__lengths=(16, 32), **sizes)
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(RECIPE.replace("SPEC", repr(json.dumps(spec))))
-    monkeypatch.setattr(run, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(run, "RECIPES", tmp_path / "configs")
     (tmp_path / "configs" / "tasks.py").write_text(TASK_RECIPE)
     on_tasks = TaskPreset("tasks.py", ("even_pairs", "reverse_string"), ("a", "b"), 2, (3, 4, 5, 7), 8)
     preset = Preset("tiny.py", {"125m": "xs"}, 1, None, (0, 1), str(tmp_path / "text"), on_tasks)

@@ -223,7 +223,13 @@ def test_prose_of_every_kind_is_read():
     kinds = collections.Counter(text.kind for text in texts())
     assert all(kinds[kind] > 300 for kind in ("docstring", "comment", "string", "markdown")), kinds
     files = {text.file for text in texts()}
-    assert {"README.md", "docs/kernel.md", "configs/paper.py", "dape_jax/model/attention.py", "train.py"} <= files
+    assert {
+        "README.md",
+        "docs/kernel.md",
+        "dape_jax/configs/paper.py",
+        "dape_jax/model/attention.py",
+        "train.py",
+    } <= files
 
 
 SYNTHETIC = {

@@ -146,7 +146,6 @@ def test_wandb_gets_the_same_scalars(told):
 
 def test_a_missing_package_is_one_line(trained_root, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
     spec = tiny.spec(trained_root, train__wandb="mine")
     with pytest.raises(InputError, match=r"train\.wandb = 'mine': needs the package wandb: pip install") as error:
         loop.train(spec, tmp_path / "run")

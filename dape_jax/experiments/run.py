@@ -49,6 +49,7 @@ from dape_jax.experiments.settings import Settings
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
+from dape_jax.recipes import RECIPES
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
@@ -57,7 +58,6 @@ from dape_jax.training.step import init_state, make_train_step, shardings_of
 
 logger = logging.getLogger(__name__)
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 TIMED_TURNS, TIMED_STEPS = 4, 5  # turns of each model, and steps in a turn
 
 # Fields of every results file, in addition to the results.
@@ -173,7 +173,7 @@ def config_of(run: Run) -> dict[str, Any]:
     Raises:
         InputError: the recipe is missing, or rejects its argument.
     """
-    config = read_module(CONFIGS / run.recipe).get_config(run.argument)
+    config = read_module(RECIPES / run.recipe).get_config(run.argument)
     config.lock()  # so that an override of an unknown field raises an error
     config.update_from_flattened_dict(run.overrides)
     return follow_corpus(config.to_dict())

@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 
 from absl import flags
-from ml_collections import config_flags
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
+from dape_jax.recipes import define_config_flag
 from dape_jax.storage import require_local
 
 
@@ -46,7 +46,7 @@ def main(_: list[str]) -> None:
         make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
-    run = run_to_plan(command_line.config_of(CONFIG), settings.batch)
+    run = run_to_plan(command_line.config_of(flags.FLAGS["config"]), settings.batch)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
     plans = plan_run(run, hardware, mesh, settings.eval_length, settings.step_time)
     print(to_markdown(run, hardware, plans), end="")
@@ -56,6 +56,5 @@ def main(_: list[str]) -> None:
 
 if __name__ == "__main__":
     define_flags(Settings)
-    CONFIG = config_flags.DEFINE_config_file("config", help_string="Config file, with its argument after a colon.")
-    flags.mark_flag_as_required("config")
+    define_config_flag()
     command_line.run(main)

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import logging
 import math
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dape_jax.config import RunConfig, TaskRunConfig, resolved
-from dape_jax.errors import InputError, NonFiniteError, describe
+from dape_jax.errors import NonFiniteError, describe, require_package
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.files import read_bytes, write_atomically
 from dape_jax.hardware import mfu
@@ -218,8 +217,8 @@ def _close(sink: Sink) -> None:
 
 def require_wandb(project: str | None) -> None:
     """Raise `InputError` if the package of `train.wandb` is not installed."""
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        raise InputError(f"train.wandb = {project!r}: needs the package wandb: pip install 'dape_jax[wandb]'")
+    if project is not None:
+        require_package("wandb", "wandb", "train.wandb", project)
 
 
 class _Wandb:

@@ -1,10 +1,8 @@
-r"""Convert files to a corpus for training: tokens on disk, in parallel, resumable.
+"""Convert files to a corpus for training: tokens on disk, in parallel, resumable.
 
-    python -m dape_jax.data.prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv \
-        --tokenizer=bytes
-    python -m dape_jax.data.prepare --input=notes,papers/**/*.tex.gz --output=data/mine --train_bpe=8192
-    python -m dape_jax.data.prepare --input=books_text_document.bin --output=data/books \
-        --tokenizer=20B_tokenizer.json --lossy
+    dape-prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv --tokenizer=bytes
+    dape-prepare --input='notes,papers/**/*.tex.gz' --output=data/mine --train_bpe=8192
+    dape-prepare --input=books_text_document.bin --output=data/books --tokenizer=20B_tokenizer.json --lossy
 
 In: files of text, JSON lines, parquet or token ids; see `records`. Out: a directory for `data.path`:
 
@@ -58,8 +56,6 @@ from dape_jax.data.tokenizers import (
 )
 from dape_jax.errors import InputError, require
 from dape_jax.files import exclusive_lock, json_digest, read_json, sync_directory, write_json
-
-flags.disclaim_key_flags()  # the flags belong to `__main__.py`, whose --help lists them
 
 RECIPE_FILE, LOCK_FILE = "recipe.json", "lock"
 
@@ -272,3 +268,9 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     """Parse flags, prepare the corpus and print a summary."""
     print(summary(prepare(command_line.from_flags(PrepareConfig))))
+
+
+def command() -> None:
+    """Run the command line `dape-prepare`."""
+    define_flags()
+    command_line.run(main, "interrupted: the same command resumes")

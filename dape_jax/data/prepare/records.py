@@ -34,7 +34,7 @@ from jaxtyping import Integer
 
 from dape_jax.data.corpus import InputFile, is_remote
 from dape_jax.data.prepare.megatron import open_indexed
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, require_package
 
 Skipped = Literal["filtered", "too short", "too long", "binary file"]
 Content = bytes | Integer[np.ndarray, "_"]  # text, or token ids of a .bin file
@@ -130,6 +130,7 @@ def read_documents(
                     records = _read_lines(content, selection.max_line, lambda: advance(opened.tell()))
                     content_of = _text_of_line
                 elif suffix == ".parquet":
+                    require_package("pyarrow", "parquet", "input", file.path)
                     records, content_of = _read_rows(opened, file, selection, advance), _text_of_row
                 else:
                     records, content_of = _read_text(content, selection.max_length), _whole
