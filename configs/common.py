@@ -66,7 +66,7 @@ def mesh() -> dict[str, int]:
 
 
 def init() -> dict[str, Any]:
-    """Return the `init` section: random parameters, all of them trained. `docs/running.md` has the other values."""
+    """Return the `init` section: random parameters, all of them trained. `docs/training.md` has the other values."""
     return dict(source=config_dict.placeholder(str), train_only=config_dict.placeholder(str))
 
 

@@ -29,7 +29,7 @@ Differs: bfloat16 where the paper has float16 (--config.model.dtype=float16, wit
 of the convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates
 of 2.7b and 6.7b, which the paper does not give, are GPT-3's.
 
-Several devices: `docs/running.md`; what fits on which slice: `docs/planning.md`.
+Several devices: `docs/distributed.md`; what fits on which slice: `docs/planning.md`.
 """
 
 from pathlib import Path

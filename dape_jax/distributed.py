@@ -6,7 +6,7 @@ Next: `training/loop.py`.
 When a process fails with an error, it leaves the error in the key-value store of jax's runtime. A thread in each
 process finds it there, prints it and exits: the main thread may be waiting for the process that failed. When a process
 dies without an error, the runtime ends the others within half a minute: by SIGABRT, from a thread of its own, without
-running any Python code. `docs/running.md` says how to resume.
+running any Python code. `docs/distributed.md` says how to resume.
 """
 
 import contextlib
