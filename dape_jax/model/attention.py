@@ -271,7 +271,7 @@ class Fused(Implementation):
         return attend_fused(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask, **options)
 
 
-# By platform, from measurements and compiled programs: docs/kernel.md, "Without a kernel".
+# By platform, from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
 # On a TPU one bucket, since each is a loop that takes the compiler some ten seconds; and 32 rows, so that what a block
 # needs stays in VMEM: by the compiler's cycles 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
 # On a GPU more rows than these, if memory allows: see `rows_in_block`.
