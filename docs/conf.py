@@ -16,8 +16,14 @@ project_copyright = ""
 html_show_copyright = False
 html_title = "dape_jax"
 html_theme = "sphinx_book_theme"
-html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navbar_persistent": [],  # the sidebar has the search field
+}
 html_show_sourcelink = False
+html_context = {"default_mode": "light"}
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 
@@ -36,6 +42,7 @@ nb_execution_raise_on_error = True
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -83,6 +90,12 @@ def docstring_to_rst(app, what, name, obj, options, lines):
     lines[:] = converted
 
 
+def shorten_types(app, what, name, obj, options, signature, returned):
+    """Write the type of arrays as in the code."""
+    return tuple(part and part.replace("jaxlib._jax.Array", "Array") for part in (signature, returned))
+
+
 def setup(app):
-    """Register the conversion, ahead of napoleon's own at priority 500."""
+    """Register the conversions; docstrings ahead of napoleon's own at priority 500."""
+    app.connect("autodoc-process-signature", shorten_types)
     app.connect("autodoc-process-docstring", docstring_to_rst, priority=400)
