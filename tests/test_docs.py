@@ -161,7 +161,9 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get
 def test_the_console_is_read(tmp_path):
     """Otherwise the tests below could not fail."""
     page = tmp_path / "page.html"
-    page.write_text("<body style='background: linear-gradient(red, blue)'><script>nothing.at.all()</script>" + "x " * 5000)
+    page.write_text(
+        "<body style='background: linear-gradient(red, blue)'><script>nothing.at.all()</script>" + "x " * 5000
+    )
     assert any("nothing is not defined" in line for line in console_lines(open_page(page, tmp_path / "page.png")))
 
 
