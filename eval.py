@@ -23,7 +23,7 @@ from dape_jax.storage import to_path
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    """Flags besides the options of the evaluations."""
+    """Flags other than the options of the evaluations."""
 
     workdir: tuple[str, ...] = flag(dataclasses.MISSING, "Run directories to compare.")
     mesh: str | None = flag(

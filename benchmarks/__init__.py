@@ -1,1 +1,1 @@
-"""Measurements of speed and memory; results lie in `results/`."""
+"""Measurements of speed and memory; results are in `results/`."""

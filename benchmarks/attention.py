@@ -3,32 +3,32 @@
     python -m benchmarks.attention --vs=torch --lengths=512,2048
     python -m benchmarks.attention --vs=torch --lengths=512,1024,2048,4096,8192 --dtype=bfloat16 --output=results/gpu
 
-The second command is the one for a GPU. One layer is q, k, v -> out, without projections, with the heads of the paper's
-models. Everything at one model, length and direction is called in turns in one process (A B C A B C ..), so that other
-load slows all of it. It does not slow all of it equally: threads that wait for each other, as PyTorch's do, suffer
-most. For reliable ratios the machine must be quiet.
+The second command is for a GPU. One layer is q, k, v -> out, without projections, with the heads of the paper's models.
+All implementations at one model, length and direction are called in turns in one process (A B C A B C ..), so that
+other load slows all of them. It does not slow them equally: threads that wait for each other, such as PyTorch's, are
+slowed most. For reliable ratios the machine must be idle.
 
-Timed are the implementations of `attention.py` (`dense` is the formula, compiled by XLA); `plain jax`, causal attention
+Timed: the implementations of `attention.py` (`dense` is the formula, compiled by XLA); `plain jax`, causal attention
 without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN on a GPU in bfloat16); and with `--vs=torch`, with the
 same weights and inputs, `torch eager` and `torch.compile`, the listing of the paper's appendix L (`listing.py`), and
 `plain torch`, PyTorch's `scaled_dot_product_attention`.
 
-Output: a table, JSON and a figure, in OUTPUT under the platform's name. The columns:
+Output: a table, JSON and a figure in OUTPUT, with the platform's name. The columns:
 
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
-    min ms        of a call, over `--repeats` samples (see `measure.py`); the JSON has all of them
-    / dense ..    time and peak memory relative to dense; likewise to torch eager, torch.compile, plain jax
+    min ms        minimum time of a call over `--repeats` samples (see `measure.py`); the JSON has all of them
+    / dense ..    time and peak memory relative to dense; also to torch eager, torch.compile, plain jax
     peak MiB      memory of a call; see `measure.py`
     GFLOP/s       `layer_work` over the minimum: the FLOPs that the layer needs, for every implementation
-    roofline      least time of `layer_work` on the chip over the minimum; for bfloat16 and the chips of `hardware.py`
-    GFLOP, GB     matmuls and memory traffic of the compiled program in one run, bodies of loops as often as they run.
-                  A Pallas kernel reports its own cost, or counts as its operands and results. Not for PyTorch
+    roofline      minimum time of `layer_work` on the chip over the measured one; for bfloat16, chips of `hardware.py`
+    GFLOP, GB     matmuls and memory traffic of one run of the compiled program, with trip counts of loops. A Pallas
+                  kernel reports its own cost, or counts as its operands and results. Not for PyTorch
     compile s     seconds of compilation
     error         largest error of out and the gradients, |x - reference| / |reference| as vectors. The reference is
                   dense in float32 at full precision for the same inputs; for the listing with the listing's edge
 
-A failure, for example for lack of memory, has a row without figures, and its reason above the table. Errors larger than
-rounding explains end the program with status 1, after all output is written.
+A failure, for example out of memory, has a row without figures, and its reason is printed above the table. If an error
+exceeds the tolerance for rounding, the program ends with status 1, after all output is written.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform
 
 DIRECTIONS = ("forward", "backward")
-# Largest errors that rounding explains: of arrays with a dim of tokens; and of the gradients of parameters, which are
-# sums of millions of terms of either sign. A GPU may multiply float32 with 10 bits of mantissa.
+# Largest errors explained by rounding: of arrays with a dim of tokens; and of the gradients of parameters, which are
+# sums of millions of terms of both signs. A GPU may multiply float32 with 10 bits of mantissa.
 TOLERANCES = {"float32": (5e-3, 2e-2), "bfloat16": (3e-2, 1e-1)}
 BIASES = CHOICES["bias"]
 PLAIN = "plain jax"
@@ -76,9 +76,9 @@ BASELINES = ("torch eager", "torch.compile", "dense", PLAIN)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
-    vs: str = flag("", "`torch` to time the paper's listing and plain attention in PyTorch too.")
+    vs: str = flag("", "`torch` to time also the paper's listing and plain attention in PyTorch.")
     models: tuple[str, ...] = flag(
         ("125m",), f"Models that give the number and width of the heads: {', '.join(SIZES)}."
     )
@@ -108,7 +108,7 @@ class Settings:
             require(is_given and set(value) <= set(allowed), f"--{name}", value, f"must be some of {tuple(allowed)}")
         for name in ("models", "directions", "implementations", "lengths"):
             value = getattr(self, name)
-            require(len(set(value)) == len(value), f"--{name}", value, "must not repeat")
+            require(len(set(value)) == len(value), f"--{name}", value, "must not contain duplicates")
         require(self.bias in BIASES, "--bias", self.bias, f"must be one of {tuple(BIASES)}")
         require(self.dtype in TOLERANCES, "--dtype", self.dtype, f"must be one of {tuple(TOLERANCES)}")
         require(self.vs in ("", "torch"), "--vs", self.vs, "must be torch, or empty")
@@ -119,13 +119,13 @@ class Settings:
 
     @property
     def processor(self) -> DapeConfig | PlainConfig:
-        """The processor."""
+        """Config of the processor."""
         return DapeConfig(self.kernel_width, self.channels) if self.kernel_width else PlainConfig()
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One model, length and direction; everything that is timed for it is called in turns."""
+    """One model, length and direction; all implementations timed for it are called in turns."""
 
     settings: Settings
     model: str
@@ -153,18 +153,18 @@ class Measurement:
     """One line of the table; see the module's docstring. None means unknown.
 
     Args:
-        model: the model that gives the heads.
+        model: model with these heads.
         length: T.
         direction: one of `DIRECTIONS`.
-        name: the implementation.
+        name: name of the implementation.
         failed: reason of the failure, or None.
         min_ms: minimum over samples.
         median_ms: median over samples.
         all_ms: all samples.
         peak_mib: memory of a call.
-        temporary_mib: its part that is no result, by the compiler.
+        temporary_mib: temporary memory, without results, by the compiler.
         gflop_per_s: FLOPs of `layer_work` over the minimum.
-        roofline: least time of `layer_work` over the minimum.
+        roofline: minimum time of `layer_work` on the chip over the measured one.
         compiled_gflop: FLOPs of the program's matmuls.
         compiled_gbyte: the program's memory traffic.
         compile_s: seconds of compilation.
@@ -194,7 +194,7 @@ class Measurement:
 
     @property
     def error(self) -> float | None:
-        """The largest error."""
+        """Largest error."""
         return max(self.errors.values(), default=None)
 
 
@@ -211,7 +211,7 @@ class Layer(nnx.Module):
 
 
 def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Implementation]:
-    """Return every implementation by name; for arguments that are None with the platform's values."""
+    """Return every implementation by name; arguments that are None have the platform's values."""
     auto = Auto(block_size, num_buckets)
     blockwise = auto.blockwise(device_platform())
     return {"auto": auto, "dense": Dense(), "blockwise": blockwise, "fused": Fused()}
@@ -242,13 +242,13 @@ def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[
 
 
 def layer_work(case: Case, name: str) -> tuple[float, float]:
-    """Return the FLOPs and bytes that the layer needs, for P = T (T + 1) / 2 causal pairs:
+    """Return the FLOPs and bytes that the layer needs, for P = T (T + 1) / 2 causal pairs.
 
         2 P [ B (2 H K + W H C + W C H) + W H C ]        Q K^T and P V; Conv1 of the scores, Conv2; Conv1 of the bias
 
     The bias has no batch dim, so its half of Conv1 is counted once. Gradients cost two products for each product;
-    recomputation is not counted. Bytes: q, k, v are read and out is written once; backward, their gradients and the
-    cotangent too. Plain attention has no convolutions.
+    recomputation is not counted. Bytes: q, k, v are read and out is written once; in the backward pass also their
+    gradients and the cotangent. Plain attention has no convolutions.
     """
     settings = case.settings
     processor = PlainConfig() if name in (PLAIN, listing.PLAIN) else settings.processor
@@ -260,7 +260,7 @@ def layer_work(case: Case, name: str) -> tuple[float, float]:
 
 
 def roofline_seconds(case: Case, name: str) -> float | None:
-    """Return the least time of `layer_work` on this chip, or None if its peak is unknown for the dtype."""
+    """Return the minimum time of `layer_work` on this chip, or None if its peak is unknown for the dtype."""
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None or case.settings.dtype != "bfloat16":
         return None
@@ -269,7 +269,7 @@ def roofline_seconds(case: Case, name: str) -> float | None:
 
 
 def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return out and the gradients by name, float32, without that of Conv2's bias: it shifts whole rows, so it is 0."""
+    """Return out and the gradients by name, float32, without the gradient of Conv2's bias, which is 0."""
     leaves = jax.tree_util.tree_flatten_with_path(results)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     return {name: np.asarray(x, np.float32) for name, x in named.items() if "output_bias_H" not in name}
@@ -277,7 +277,7 @@ def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
 
 @functools.lru_cache(maxsize=3)
 def reference(case: Case, kind: str) -> dict[str, np.ndarray] | None:
-    """Return the expected results for kind "plain", or an edge of DAPE; or None if they need too much memory."""
+    """Return the expected results for the kind "plain" or an edge of DAPE, or None if they need too much memory."""
     settings = dataclasses.replace(case.settings, dtype="float32")
     if kind == "plain":
         settings = dataclasses.replace(settings, bias="nope", kernel_width=0)
@@ -292,7 +292,7 @@ def reference(case: Case, kind: str) -> dict[str, np.ndarray] | None:
 
 
 def errors_of(found: dict[str, np.ndarray], expected: dict[str, np.ndarray] | None) -> dict[str, float]:
-    """Return the relative errors of arrays, as vectors; none if there is no reference."""
+    """Return the relative errors of arrays, as vectors, or {} if there is no reference."""
     if expected is None:
         return {}
     return {
@@ -301,7 +301,7 @@ def errors_of(found: dict[str, np.ndarray], expected: dict[str, np.ndarray] | No
 
 
 def is_right(row: Measurement, dtype: str) -> bool:
-    """Return whether rounding explains all errors."""
+    """Return whether all errors are within the tolerance for rounding."""
     tolerance, parameter_tolerance = TOLERANCES[dtype]
     return all(
         error < (parameter_tolerance if name.startswith("parameters.") else tolerance)
@@ -310,7 +310,7 @@ def is_right(row: Measurement, dtype: str) -> bool:
 
 
 def prepare(case: Case, name: str) -> tuple[Call, Measurement]:
-    """Return the call to time, and its measurement without times."""
+    """Return the call to time, and its measurement, still without times."""
     arrays = case.inputs()
     row = Measurement(case.model, case.length, case.direction, name)
     on_cpu = device_platform() == "cpu"
@@ -346,7 +346,7 @@ def measure_case(case: Case, names: list[str], bar: tqdm) -> list[Measurement]:
         bar.set_postfix_str(f"{case.model} {case.length} {case.direction} {name}")
         try:
             calls[name], rows[name] = prepare(case, name)
-        except Exception as error:  # of any kind: the others are measured
+        except Exception as error:  # of any kind: continue with the other measurements
             rows[name] = Measurement(case.model, case.length, case.direction, name, failed=failure(error))
             bar.write(f"{case.model} {case.length} {case.direction} {name}: {rows[name].failed}", file=sys.stderr)
             bar.update(case.settings.repeats)
@@ -379,7 +379,7 @@ def with_ratios(row: Measurement, rows: dict[str, Measurement]) -> Measurement:
 
 
 def cells(rows: list[Measurement]) -> list[list[str]]:
-    """Return the table, its header first."""
+    """Return the rows of the table, header first."""
     names = [name for name in BASELINES if any(row.name == name for row in rows)]
     header = ["model", "length", "direction", "", "min ms", *(f"/ {name.removeprefix('torch ')}" for name in names)]
     header += ["peak MiB", "GFLOP/s", "roofline", "GFLOP", "GB", "compile s", "error"]
@@ -404,7 +404,7 @@ def cells(rows: list[Measurement]) -> list[list[str]]:
 
 
 def plot(rows: list[Measurement], title: str) -> Figure:
-    """Draw time and memory against length, a column of panels for each model and direction."""
+    """Plot time and memory against length, a column of panels for each model and direction."""
     columns = list(dict.fromkeys((row.model, row.direction) for row in rows))
     lengths = sorted({row.length for row in rows})
     figure = Figure(figsize=(max(3.6 * len(columns), 6.4) + 1.6, 6.4), layout="constrained")
@@ -431,7 +431,7 @@ def plot(rows: list[Measurement], title: str) -> Figure:
 
 
 def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the implementations to time, and a message for the one that is left out.
+    """Return the implementations to time, and a message if one is skipped.
 
     Args:
         requested: names; if empty, all but `auto`, and `fused` only if it has a kernel for the platform.
@@ -445,7 +445,7 @@ def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
         return names, []
     why = f"its kernels are for {' and '.join(KERNELS)}, and this platform is {platform!r}"
     require(not requested, "--implementations", "fused", why)
-    return [name for name in names if name != "fused"], [f"fused is left out: {why}"]
+    return [name for name in names if name != "fused"], [f"fused is skipped: {why}"]
 
 
 def run(settings: Settings) -> None:
@@ -457,7 +457,7 @@ def run(settings: Settings) -> None:
     if settings.vs:
         why = listing.why_not_torch(device_platform())
         names = names if why else [*listing.NAMES, *names]
-        left_out += [f"torch is left out: {why}"] if why else []
+        left_out += [f"torch is skipped: {why}"] if why else []
     for line in left_out:
         print(line, file=sys.stderr)
 
@@ -484,11 +484,11 @@ def run(settings: Settings) -> None:
     print(f"\nresults: {directory}")
     if wrong := [row for row in rows if not is_right(row, settings.dtype)]:
         lines = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.errors}" for row in wrong]
-        raise AssertionError("errors larger than rounding explains:\n" + "\n".join(lines))
+        raise AssertionError("errors exceed the tolerance for rounding:\n" + "\n".join(lines))
 
 
 def main(_: list[str]) -> None:
-    """Read the flags and run."""
+    """Parse flags and run."""
     run(from_flags(Settings))
 
 

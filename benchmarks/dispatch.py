@@ -1,10 +1,10 @@
-"""Time the host's work between two training steps, for a tiny model with 12 layers.
+"""Time the host's work per training step, for a tiny model with 12 layers.
 
     python -m benchmarks.dispatch
 
 Out: results/dispatch/dispatch.json, and a line for each part of a step of the training loop: reading the next batch,
 placing it on the device, and calling the step, which returns before the device has finished. The sum limits the steps
-per second of any device.
+per second on any device.
 """
 
 import statistics
@@ -71,7 +71,7 @@ def main(_arguments: list[str]) -> None:
             load_corpus(data).train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1
         )
         for number in range(20 + STEPS.value):
-            # The previous step must have ended, or this call would wait for a place in the device's queue.
+            # Wait for the previous step, because the call below could block on the device's queue.
             jax.block_until_ready(state)
             times = [time.perf_counter()]
             rows = next(batches)

@@ -1,28 +1,28 @@
-"""Measure everything on one GPU, in one command of at most nine minutes; see `docs/gpu.md`.
+"""Run all measurements on one GPU in at most nine minutes; see `docs/gpu.md`.
 
     python -m benchmarks.gpu --output=results/gpu/h100
-    python -m benchmarks.gpu --output=/tmp/gpu --tiny        # the same on a CPU, with tiny sizes
+    python -m benchmarks.gpu --output=runs/gpu --tiny        # the same on a CPU, with tiny sizes
 
-Measured are: correctness of every implementation; times and memory of one layer (`dense`, `blockwise`, the fused kernel
-and variants of both, cuDNN's plain attention, PyTorch); whole training steps; a short training; counters of the
+Measured: correctness of every implementation; times and memory of one layer (`dense`, `blockwise`, the fused kernel
+and variants of both, cuDNN's plain attention, PyTorch); complete training steps; a short training run; counters of the
 kernels (Nsight Compute) and a check of their memory accesses (compute-sanitizer).
 
-Each group of cases is a process (`gpu_cases.py`) with a time limit. Groups are prepared side by side, as compilation
-needs cores, and then timed one at a time. A group that dies is started again, without the case that ended it. Nothing
-here needs JAX, so that the summary is written whatever fails.
+Each group of cases is a process (`gpu_cases.py`) with a time limit. Groups are prepared in parallel, because
+compilation needs CPU time, and then timed one at a time. A group that dies is restarted, without the case that ended
+it. This module does not need JAX, so that the summary is written even if JAX fails.
 
-Output, eight files at most:
+Output, at most eight files:
 
-    results.jsonl   a line for every step of every case; the last one of a case counts
-    summary.txt     tables, made from it
+    results.jsonl   a line for every step of every case; the last line of a case is valid
+    summary.txt     tables made from results.jsonl
     layers.png      times of one layer
-    environment.txt what the machine is and has
+    environment.txt hardware and software of the machine
     train.txt       the short trainings
     ncu.csv         counters
     sanitizer.txt   memory accesses
-    log.txt         everything that the groups print
+    log.txt         output of the groups
 
-A time is the mean of queued calls (`measure.py`): the least of five samples.
+A time is the minimum of five samples, each the mean of queued calls (`measure.py`).
 """
 
 import argparse
@@ -56,11 +56,11 @@ GROUPS = {
     "variants-forward": 20,
     "variants-backward": 30,
 }
-PREPARING_SHARE = 0.45  # of the time, in which the groups compile
+PREPARING_SHARE = 0.45  # share of the time in which the groups compile
 TRAIN_S, COUNTERS_S, SANITIZER_S = 60, 50, 40
-GRACE_S = 20  # for what is being compiled when the time for it is over
+GRACE_S = 20  # extra time for compilations in progress
 TRAIN_STEPS = 150
-LOG_BYTES = 2**20  # of each log, its end
+LOG_BYTES = 2**20  # bytes kept of the end of each log
 METRICS = (
     "gpu__time_duration.sum",
     "dram__bytes.sum",
@@ -76,7 +76,7 @@ Line = dict[str, Any]
 
 
 class Measurement:
-    """The processes of one measurement, and the time that is left for them."""
+    """Processes of one measurement, and the time left for them."""
 
     def __init__(self, output: Path, seconds: float, tiny: bool, processes: int):
         self.output, self.tiny, self.processes = output, tiny, processes
@@ -100,7 +100,7 @@ class Measurement:
 
     @property
     def left_s(self) -> float:
-        """Return the seconds that are left."""
+        """Return the seconds left."""
         return self.deadline - time.monotonic()
 
     def say(self, text: str) -> None:
@@ -108,7 +108,7 @@ class Measurement:
         print(f"[{self.left_s:4.0f} s left] {text}", flush=True)
 
     def start(self, command: list[str], output: Path) -> subprocess.Popen:
-        """Start a command in a process group of its own, its output appended to a file."""
+        """Start a command in a new process group, with its output appended to a file."""
         with output.open("ab") as file:
             return subprocess.Popen(
                 command,
@@ -131,7 +131,7 @@ class Measurement:
         return [*command, f"--control={self.control}", *(["--tiny"] if self.tiny else [])]
 
     def finish(self, process: subprocess.Popen, limit_s: float) -> int | None:
-        """Return the exit status of a process, or None if it was killed, with all that it started, at the limit."""
+        """Return the exit status of a process, or None if it was killed, with its children, at the limit."""
         try:
             return process.wait(max(1.0, limit_s))
         except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ class Measurement:
         return (self.control / f"ready-{group}").exists()
 
     def prepare(self, until: float) -> dict[str, subprocess.Popen]:
-        """Start all groups, some at a time, and return those that have something to be timed."""
+        """Start all groups, a few at a time, and return those with cases to time."""
         waiting, deaths = list(GROUPS), dict.fromkeys(GROUPS, 0)
         running: dict[str, subprocess.Popen] = {}
         ready: dict[str, subprocess.Popen] = {}
@@ -172,10 +172,10 @@ class Measurement:
         return ready | running
 
     def measure(self, processes: dict[str, subprocess.Popen], reserve_s: float) -> None:
-        """Time one group after another, and leave some seconds for what comes after."""
+        """Time the groups one at a time, and reserve some seconds for the next steps."""
         until = time.monotonic() + GRACE_S
         while time.monotonic() < until and any(p.poll() is None and not self.is_ready(g) for g, p in processes.items()):
-            time.sleep(0.1)  # until what was being compiled is compiled, so that nothing else runs
+            time.sleep(0.1)  # until compilations in progress have finished, so that nothing else runs
         for group, process in processes.items():
             if process.poll() is None and not self.is_ready(group):
                 self.finish(process, 0)
@@ -187,7 +187,7 @@ class Measurement:
             for _ in range(3):
                 if status in (0, None) or limit - time.monotonic() < 10:
                     break
-                (self.control / "stop").unlink(missing_ok=True)  # it prepares again what is behind the case
+                (self.control / "stop").unlink(missing_ok=True)  # it prepares the cases after this one again
                 status = self.finish(self.start_group(group), limit - time.monotonic())
             self.say(f"{group} is timed: {'killed at its limit' if status is None else f'status {status}'}")
 
@@ -250,7 +250,7 @@ class Measurement:
 
 
 def describe(commit: str) -> str:
-    """Return what the machine is and has."""
+    """Describe the hardware and software of the machine."""
     parts = [f"commit {commit}", f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores"]
     commands = ["git describe --always --dirty", "nvidia-smi", f"{sys.executable} -m pip list --format=freeze"]
     for command in [*commands, "nvcc --version", "ncu --version"]:
@@ -294,7 +294,7 @@ def summarize(results: dict[tuple[str, str], Line], output: str) -> str:
             continue
         cells = [
             f"{name} {'right' if x['right'] else 'WRONG'} {x['errors'][x['worst']]:.1e} ({x['worst']})"
-            + ("" if x["same_bits"] else ", OTHER BITS IN A SECOND RUN")
+            + ("" if x["same_bits"] else ", DIFFERENT BITS IN A SECOND RUN")
             for name, x in line.items()
             if isinstance(x, dict)
         ]
@@ -338,7 +338,7 @@ def reason_of(line: Line) -> str:
 
 
 def plot(results: dict[tuple[str, str], Line], path: Path) -> None:
-    """Draw the times of one layer, a panel for each batch size and direction."""
+    """Plot the times of one layer, a panel for each batch size and direction."""
     from matplotlib.figure import Figure
 
     times = layer_times(results)
@@ -361,12 +361,12 @@ def plot(results: dict[tuple[str, str], Line], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and write the summary in any case."""
+    """Measure, and always write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="Directory of the results; must not have any.")
-    parser.add_argument("--seconds", type=float, default=500, help="Time of all; at least 120.")
-    parser.add_argument("--processes", type=int, default=8, help="Groups that are prepared at a time.")
-    parser.add_argument("--commit", default="unknown", help="Commit of a source that is no git clone.")
+    parser.add_argument("--output", type=Path, required=True, help="Directory of the results, without results so far.")
+    parser.add_argument("--seconds", type=float, default=500, help="Total time in seconds; at least 120.")
+    parser.add_argument("--processes", type=int, default=8, help="Number of groups prepared at a time.")
+    parser.add_argument("--commit", default="unknown", help="Commit of the source, if it is not a git clone.")
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU.")
     flags = parser.parse_args()
     if flags.seconds < 120:

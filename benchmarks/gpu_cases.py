@@ -1,13 +1,13 @@
-"""Measure one group of cases on a GPU: a process that `gpu.py` starts.
+"""Measure one group of cases on a GPU, in a process started by `gpu.py`.
 
     python -m benchmarks.gpu_cases --output=DIR --group=fused-forward
 
-In: the name of a group. Out: lines of DIR/results.jsonl, each written and closed at once, so that whatever ends the
-process loses nothing. Next: `gpu.py`.
+In: the name of a group. Out: lines of DIR/results.jsonl, each written and closed immediately, so that no line is lost
+if the process dies. Next: `gpu.py`.
 
 A group first prepares all of its cases: it compiles them and compares values. Then it waits until `gpu.py` lets it time
-them, because meanwhile other groups prepare theirs. A group that was ended by its last case can be started again: it
-resumes after that case.
+them, because other groups are still preparing. A group that died in a case can be restarted: it resumes after that
+case.
 """
 
 import argparse
@@ -43,11 +43,12 @@ from dape_jax.model.scores import Mask
 from dape_jax.planning.compile import compile_program
 from dape_jax.sharding import device_platform
 
-GO, STOP, READY = "go-{group}", "stop", "ready-{group}"  # files by which `gpu.py` and a group tell each other
+GO, STOP, READY = "go-{group}", "stop", "ready-{group}"  # files for communication between `gpu.py` and a group
 SAMPLES = 5
 DENSE_PAIRS = 2**25  # rows x columns x sequences: `dense` needs tens of GiB for more
 Figures = dict[str, Any]
-Prepare = Callable[[], tuple[Figures, Callable[[], Figures] | None]]  # figures, and what times the case, or None
+# Returns figures, and a function that times the case, or None.
+Prepare = Callable[[], tuple[Figures, Callable[[], Figures] | None]]
 
 
 DAPE = DapeConfig(kernel_width=3, channels=32)
@@ -104,14 +105,14 @@ def with_dape(kernel_width: int = 3, **options: Any) -> Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An implementation, with constants of the GPU kernels, and without a processor or with one."""
+    """Implementation, with constants of the GPU kernels, and with or without a processor."""
 
     implementation: Implementation
     constants: dict[str, Any] = dataclasses.field(default_factory=dict)
     layer: Layer = Layer()
 
     def set_constants(self) -> None:
-        """Set the constants of the GPU kernels, all others to their defaults."""
+        """Set these constants of the GPU kernels, and all others to their defaults."""
         for name, value in (DEFAULTS | self.constants).items():
             setattr(gpu, name, value)
 
@@ -146,7 +147,7 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """All cases."""
+    """Shapes, steps and preset of all cases."""
 
     correct: dict[str, Layer]
     shapes: tuple[tuple[int, int], ...]  # (T, B) of one layer
@@ -154,7 +155,7 @@ class Plan:
     variants: dict[str, Variant]
     torch_shapes: tuple[tuple[int, int], ...]
     steps: tuple[tuple[str, str, int, int, str], ...]  # model, method, T, B, implementation
-    preset: str  # of the recipe of the steps
+    preset: str  # preset of the steps' recipe
 
 
 OTHER_METHODS = [method for method in TABLE.methods if method != RATIO_TO]
@@ -217,7 +218,7 @@ def errors_of(
 
 
 def exact_results(layer: Layer, direction: str) -> dict[str, np.ndarray]:
-    """Return what `Dense` computes in float32 at full precision."""
+    """Return the results of `Dense` in float32 at full precision."""
     function, params = layer.function(Dense(), direction, "float32")
     with jax.default_matmul_precision("highest"):
         return one_layer.as_numpy(jax.jit(function)(params, *layer.arrays("float32")))
@@ -284,7 +285,7 @@ def times_of(call: Call) -> Figures:
 
 
 def once_ms(call: Call) -> float:
-    """Return the time of one call that is waited for."""
+    """Return the time of one call, including waiting for its result."""
     return 1e3 * seconds_of(call, 1)
 
 
@@ -335,14 +336,14 @@ def step_cases(plan: Plan) -> dict[str, Prepare]:
 
 
 def environment_cases() -> dict[str, Prepare]:
-    """Return the cases that tell what the machine has and can do."""
+    """Return the cases that describe the machine and its capabilities."""
 
     def versions() -> Figures:
         found = {}
         for name in ("jax", "jaxlib", "flax", "orbax.checkpoint", "grain", "numpy", "torch", "triton", "train"):
             try:
                 found[name] = str(getattr(importlib.import_module(name), "__version__", "imported"))
-            except Exception as error:  # of any kind: to be reported
+            except Exception as error:  # of any kind: it is reported
                 found[name] = failure(error)
         return {"device": jax.devices()[0].device_kind, "platform": device_platform(), "versions": found}
 
@@ -388,7 +389,7 @@ def cases_of(group: str, plan: Plan) -> dict[str, Prepare]:
     raise ValueError(group)
 
 
-# ---- the process
+# ---- process
 
 
 def run_group(group: str, cases: dict[str, Prepare], output: Path, control: Path) -> None:
@@ -406,14 +407,14 @@ def run_group(group: str, cases: dict[str, Prepare], output: Path, control: Path
         write(case, begins, {})
         try:
             return function()
-        except Exception as error:  # of any kind: the other cases are measured
+        except Exception as error:  # of any kind: continue with the other cases
             traceback.print_exc()
             write(case, "failed", {"reason": failure(error)})
             return None
 
     ready: dict[str, tuple[Figures, Callable[[], Figures]]] = {}
     for case, prepare in cases.items():
-        # What an earlier process of this group had begun and not ended is what ended it.
+        # A case that an earlier process of this group started but did not finish is the one that ended the process.
         if status.get(case, "prepared") != "prepared" or (control / STOP).exists():
             continue
         if (prepared := attempt(case, "prepares", prepare)) is not None:
@@ -434,7 +435,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="Directory of results.jsonl.")
     parser.add_argument("--group", required=True, help=f"One of {', '.join(GROUPS)}, profiled.")
-    parser.add_argument("--control", type=Path, required=True, help="Directory of the files that permit to go on.")
+    parser.add_argument("--control", type=Path, required=True, help="Directory of the files that start the timing.")
     parser.add_argument("--tiny", action="store_true", help="Sizes for a CPU.")
     flags = parser.parse_args()
     run_group(flags.group, cases_of(flags.group, TINY if flags.tiny else FULL), flags.output, flags.control)

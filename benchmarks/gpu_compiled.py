@@ -1,4 +1,4 @@
-"""Compile one attention layer for a GPU that is not there: launches, memory, traffic, registers.
+"""Compile one attention layer for a GPU that is not present: launches, memory, traffic, registers.
 
     pip install 'jax[cuda13]==0.10.2'
     python -m benchmarks.gpu_compiled --lengths=512,2048,8192 --batches=1,8
@@ -7,16 +7,16 @@ One layer is q, k, v -> out without projections, with the heads of the 125M mode
 and DAPE 1x3. Needs JAX's plugin for CUDA, but no GPU: the chip is an H200, described by `TARGET`. The command writes
 OUTPUT/gpu_compiled.json, tables (.txt, .md) and a figure. Columns:
 
-    launches      kernels of one run, loop bodies as often as they run
+    launches      kernels of one run, with trip counts of loops
     temp MiB      temporary memory of the compiled program, without inputs and outputs
-    GB            operands and results of all operations, loop bodies as often as they run; some stay in the L2 cache
-    registers     of a thread, of the kernels of `kernels/gpu.py` (forward / parameters' gradient / scores' gradient),
-                  the largest of all blocks; 255 is the limit
-    spills        bytes of a thread that did not fit into registers
+    GB            operands and results of all operations, with trip counts of loops; some stay in the L2 cache
+    registers     registers of a thread in the kernels of `kernels/gpu.py` (forward / parameters' gradient / scores'
+                  gradient), the maximum of all blocks; 255 is the limit
+    spills        bytes per thread that did not fit in registers
     compile s     seconds of compilation
 
-Without a GPU nothing can be tuned: matmuls are Triton kernels with default sizes. Registers are those that `ptxas`
-reports for the PTX that XLA writes; JAX 0.11 no longer writes it, so they are missing there.
+Without a GPU nothing can be tuned: matmuls are Triton kernels with default sizes. Registers are reported by `ptxas` for
+the PTX written by XLA; JAX 0.11 no longer writes it, so they are missing there.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ DEVICE_KIND = "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     lengths: tuple[int, ...] = flag((2048,), "Sequence lengths in tokens.")
     batches: tuple[int, ...] = flag((1,), "Batch sizes.")
@@ -90,7 +90,7 @@ class Settings:
 
 
 def find_ptxas() -> str:
-    """Return the path of the assembler that JAX's plugin for CUDA brings along.
+    """Return the path of the assembler installed with JAX's CUDA plugin.
 
     Raises:
         InputError: the plugin is not installed.
@@ -101,7 +101,7 @@ def find_ptxas() -> str:
 
 
 def read_kernels(folder: Path, ptxas: str) -> dict[str, dict[str, int]]:
-    """Return registers and spilled bytes of this project's kernels by name, the largest over their copies."""
+    """Return registers and spilled bytes of this project's kernels by name, the maximum over their copies."""
     kernels: dict[str, dict[str, int]] = {}
     for path in folder.glob("*.ptx"):
         text = path.read_text(errors="replace")
@@ -122,7 +122,7 @@ def read_kernels(folder: Path, ptxas: str) -> dict[str, dict[str, int]]:
 
 
 def compile_layer(name: str, length: int, batch: int, direction: str, folder: Path, ptxas: str) -> dict[str, Any]:
-    """Return one row: what the compiler makes of a layer."""
+    """Return one row: figures of a compiled layer."""
     topology = topologies.get_topology_desc("", platform="cuda", target_config=TARGET, topology="1x1x1")
     sharding = NamedSharding(Mesh(np.array(topology.devices), ("chip",)), PartitionSpec())
     variant = IMPLEMENTATIONS[name]
@@ -140,7 +140,7 @@ def compile_layer(name: str, length: int, batch: int, direction: str, folder: Pa
     try:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             program = compile_program(function, jax.tree.map(abstract, params), *arrays)
-    except Exception as error:  # of any kind: the others are compiled
+    except Exception as error:  # of any kind: continue with the other layers
         return row | {"failed": failure(error)}
     return row | {
         "launches": program.work.launches,
@@ -153,7 +153,7 @@ def compile_layer(name: str, length: int, batch: int, direction: str, folder: Pa
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the table, its header first."""
+    """Return the rows of the table, header first."""
     lines = [["", "length", "batch", "direction", "launches", "temp MiB", "GB", "registers", "spills", "compile s"]]
     for row in rows:
         line = [row["implementation"], f"{row['length']:,}", str(row["batch"]), row["direction"]]
@@ -168,7 +168,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw launches, memory and traffic as bars."""
+    """Plot launches, memory and traffic as bars."""
     rows = [row for row in rows if row["failed"] is None]
     names = [f"{row['implementation']} T={row['length']} B={row['batch']} {row['direction']}" for row in rows]
     figure = Figure(figsize=(11, 1.5 + 0.25 * len(rows)), layout="constrained")

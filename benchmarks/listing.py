@@ -1,9 +1,9 @@
-"""Implement the attention layer in PyTorch: after the listing in the paper's appendix L, and plain causal attention.
+"""Implement the attention layer in PyTorch: as in the listing of the paper's appendix L, and plain causal attention.
 
 In: weights and inputs of `attention.py`. Out: functions to time. PyTorch is imported only here, and only if requested.
 
-Heads come before positions in q, k, v and out, so that PyTorch has nothing to transpose. All arrays are held at full
-size and in one dtype, except Kerple's logarithm and the softmax, which are float32.
+Heads come before positions in q, k, v and out, so that PyTorch need not transpose. All arrays have full size and one
+dtype, except Kerple's logarithm and the softmax, which are float32.
 """
 
 import dataclasses
@@ -39,11 +39,11 @@ def why_not_torch(platform: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class TorchFunction:
-    """A function to time.
+    """Function to time.
 
     Args:
         call: the function.
-        compile_s: seconds of its first call if that compiles it, or None.
+        compile_s: seconds of the first call if it compiles the function, or None.
     """
 
     call: Call
@@ -79,7 +79,7 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
         forward, parameters = _listing(layer, q_BHTK, k_BHSK, v_BHSK, tensor)
         leaves += [x.requires_grad_() for x in parameters]
     if name == "torch.compile":
-        torch._dynamo.config.recompile_limit = 1000  # each shape is compiled, and none falls back to eager execution
+        torch._dynamo.config.recompile_limit = 1000  # so that no shape falls back to eager execution
         forward = torch.compile(forward, dynamic=False)
 
     def run() -> dict[str, Any]:
@@ -103,7 +103,7 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
 
 
 def _listing(layer: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable[..., Any]) -> tuple[Any, list[Any]]:
-    """Return the listing's forward pass, and its parameters: conv(tril([scores; tiled bias])), added to both."""
+    """Return the result of the listing's forward pass, and its parameters."""
     import torch  # pyright: ignore[reportMissingImports]
 
     bias, dape = layer.bias, layer.processor
@@ -175,7 +175,7 @@ def bytes_of_call(call: Call) -> int:
 
 
 def empty_cache() -> None:
-    """Free the GPU memory that PyTorch has cached."""
+    """Free the GPU memory cached by PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
 
     if torch.cuda.is_available():

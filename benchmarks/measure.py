@@ -3,14 +3,14 @@
 In: functions. Out: seconds and bytes. Next: `attention.py`, one layer; `step.py`, a training step; `table7.py`, the
 paper's table of times; `gpu.py`, all of them on one GPU.
 
-A GPU or TPU works while the host goes on. Waiting for every call would add the time of starting it, 50 to 100 us, to
-that of a layer that takes as long. There, a sample is the time of several calls, started one after another and waited
-for once, divided by their number. On a CPU a sample is one call.
+A GPU or TPU works asynchronously. Waiting for every call would add the launch time, 50 to 100 us, which can be as long
+as a layer takes. There, a sample is the time of several calls, started one after another and waited for once, divided
+by their number. On a CPU a sample is one call.
 
 The memory of a call is its peak above the level before the call, without its inputs:
 
-    on CPU      the peak of the process's resident set, for PyTorch and JAX alike (Linux only). For a JAX program it is
-                at least the compiler's figure, since small buffers may use memory that is still resident
+    on CPU      the peak of the process's resident set, for PyTorch and JAX (Linux only). For a JAX program it is at
+                least the compiler's figure, since small buffers may use memory that is still resident
     elsewhere   for a JAX program the compiler's figure, temporary memory and results, because the peak of JAX's
                 allocator cannot be reset; for PyTorch on CUDA the peak of its allocator
 """
@@ -29,23 +29,23 @@ from tqdm import tqdm
 from dape_jax.errors import is_out_of_memory, printable
 from dape_jax.sharding import device_platform
 
-# By default JAX reserves 75 % of a GPU: too much if PyTorch uses it as well, too little if JAX is alone. It reads these
-# variables when it initialises its devices.
+# By default JAX reserves 75 % of a GPU: too much if PyTorch also uses the GPU, too little if JAX uses it alone. JAX
+# reads these variables when it initialises its devices.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
 
 REST_S = 0.02  # between two calls, because the threads of the previous call keep spinning for a while
 WARMUP_CALLS = 2
-SAMPLE_S = 0.1  # at least, on a GPU or TPU, if `MAX_QUEUED` calls take as long
-MAX_QUEUED = 100  # calls that wait for the device; JAX itself waits if there are many more
+SAMPLE_S = 0.1  # minimum time of a sample on a GPU or TPU, unless `MAX_QUEUED` calls are faster
+MAX_QUEUED = 100  # maximum number of queued calls; JAX itself blocks if there are many more
 
 
 class Call(NamedTuple):
-    """A function to time.
+    """Function to time.
 
     Args:
-        start: starts a call and returns its result; the device may still be computing it.
-        wait: waits for a result, and so for all calls before it.
+        start: starts a call and returns its result, which the device may still be computing.
+        wait: waits for a result, and thus for all earlier calls.
     """
 
     start: Callable[[], Any]
@@ -78,7 +78,7 @@ def seconds_of(call: Call, queued: int) -> float:
 
 
 def resident_bytes_of_call(call: Call) -> int | None:
-    """Return how far a call raises the resident set of this process, or None if the system does not report it."""
+    """Return the increase of this process's resident set by a call, or None if the system does not report it."""
     clear_refs = Path("/proc/self/clear_refs")
     if not clear_refs.exists():
         return None
@@ -86,7 +86,7 @@ def resident_bytes_of_call(call: Call) -> int | None:
     gc.collect()
     time.sleep(5 * REST_S)  # until the memory of this call is freed and returned
     ctypes.CDLL(None).malloc_trim(0)
-    clear_refs.write_text("5")  # resets the peak to the present resident set
+    clear_refs.write_text("5")  # resets the peak to the current resident set
     before = _status_bytes("VmRSS")
     result = call.start()
     call.wait(result)
@@ -101,7 +101,7 @@ def _status_bytes(field: str) -> int:
 
 
 def failure(error: BaseException) -> str:
-    """Return an error in one line: "out of memory", or its type and the start of its message."""
+    """Describe an error in one line: "out of memory", or its type and the start of its message."""
     if is_out_of_memory(error):
         return "out of memory"
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")

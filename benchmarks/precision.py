@@ -1,10 +1,10 @@
-"""Measure how exact DAPE is in 16 bits: the processed scores of one row, compared with float64.
+"""Measure the error of DAPE in 16 bits: the processed scores of one row, compared with float64.
 
     python -m benchmarks.precision
 
-The row is the last of `length` rows. Its query and the keys are drawn from a normal distribution, and parameters are
-fresh. An error is the largest among the scores within 20 nats of the row's maximum: others have no weight in the
-softmax. OUTPUT has JSON, tables and a figure of three errors in nats. Where a score is not a number, tables have NaN,
+The row is the last of `length` rows. Its query and the keys are drawn from a normal distribution, and the parameters
+are newly initialised. An error is the largest among the scores within 20 nats of the row's maximum: others have no
+weight in the softmax. OUTPUT has JSON, tables and a figure of three errors in nats. If a score is NaN, tables have NaN,
 and the JSON has null:
 
     as written   Conv2(LeakyReLU(Conv1([A; B]))), hidden features rounded to the dtype
@@ -38,7 +38,7 @@ from dape_jax.model.processors import SLOPE, DapeConfig, dape
 from dape_jax.provenance import make_results_directory
 
 HEADS, HEAD_DIM = 12, 16
-NEAR_NATS = 20.0  # a score that is further below its row's maximum has no weight
+NEAR_NATS = 20.0  # scores further below the row's maximum have no weight
 DTYPES = ("bfloat16", "float16")
 KNOWN_BIASES = tuple(name for name in BIASES if name != "nope")
 DEFAULT_BIASES = ("alibi", "kerple", "kerple_power", "t5", "fire")
@@ -63,7 +63,7 @@ class Settings:
 
 @functools.cache
 def last_row(bias: str, length: int, config: DapeConfig) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the last row's scores, bias and mask in float32 from fresh parameters, and the processor's parameters."""
+    """Return the last row's scores, bias and mask in float32, and the parameters of a newly initialised processor."""
 
     @nnx.jit
     def build():
@@ -117,7 +117,7 @@ def as_written(rows: Any, params: Any, dtype: str) -> Float[Array, "B H T S"]:
 
 
 def largest_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Return the largest error of scores that have weight, in nats; infinite if one is not a number."""
+    """Return the largest error of scores with weight, in nats; infinity if a score is NaN."""
     near = expected > expected.max(-1, keepdims=True) - NEAR_NATS
     error = np.abs(np.where(near, found.astype(np.float64) - expected, 0)).max()
     return float(np.nan_to_num(error, nan=np.inf))
@@ -138,7 +138,7 @@ def measure(bias: str, dtype: str, length: int, config: DapeConfig) -> dict[str,
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of the table, header first."""
+    """Return the rows of the table, header first."""
     lines = [["bias", "dtype", "length", "as written", "dape", "float32"]]
     for row in rows:
         errors = ["NaN" if row[name] is None else f"{row[name]:.2g}" for name in ("as_written", "dape", "float32")]
@@ -147,7 +147,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw the errors against the length, a panel for each dtype."""
+    """Plot the errors against the length, a panel for each dtype."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     for axes, dtype in zip(figure.subplots(1, 2, sharey=True), DTYPES, strict=True):
         for i, bias in enumerate(dict.fromkeys(row["bias"] for row in rows)):
@@ -176,7 +176,7 @@ def main(_: list[str]) -> None:
     rows = [measure(*case, config) for case in tqdm(cases, unit="row", desc="precision")]
     caption = (
         f"Largest errors in nats of the last row's scores within {NEAR_NATS:.0f} nats of its maximum, "
-        f"DAPE1x{settings.kernel_width}, {settings.channels} channels, fresh parameters."
+        f"DAPE1x{settings.kernel_width}, {settings.channels} channels, new parameters."
     )
     report.save("precision", directory, {"rows": rows}, caption, cells(rows), plot(rows), show=print)
 

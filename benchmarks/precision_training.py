@@ -2,16 +2,16 @@
 
     python -m benchmarks.precision_training
 
-The model is `xs` of `configs/small.py` with DAPE1x3-Kerple, 512 tokens a sequence, on the standard library's source as
-bytes. All runs have the same initial parameters and batches. OUTPUT has JSON with the loss and the loss scale of every
-step, tables and a figure. The columns:
+The model is `xs` of `configs/small.py` with DAPE1x3-Kerple, 512 tokens per sequence, on the standard library's source
+as bytes. All runs have the same initial parameters and batches. OUTPUT has JSON with the loss and the loss scale of
+every step, tables and a figure. The columns:
 
-    loss          mean of the last `WINDOW` steps, in nats
+    loss          mean loss of the last `WINDOW` steps, in nats
     apart         largest difference of the mean over `WINDOW` steps from float32's, in nats
-    skipped       steps that changed nothing, because a gradient overflowed (float16)
-    loss scale    of the last step (float16)
+    skipped       steps without an update, because a gradient overflowed (float16)
+    loss scale    loss scale of the last step (float16)
 
-The status is 1 if a loss is not finite, or if a run is further than `BAND_NATS` from float32's.
+The status is 1 if a loss is not finite, or differs from float32's by more than `BAND_NATS`.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ BAND_NATS = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     steps: int = flag(300, "Training steps.")
     length: int = flag(512, "Train length in tokens.")
@@ -107,7 +107,7 @@ def measure(settings: Settings, cache: Path) -> list[dict[str, Any]]:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the table, its header first."""
+    """Return the rows of the table, header first."""
     lines = [["dtype", "loss", "apart", "skipped", "loss scale"]]
     for row in rows:
         scale = f"{row['loss_scales'][-1]:,.0f}" if row["loss_scales"] else ""
@@ -116,7 +116,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw the losses, their differences from the first dtype's, and the loss scale."""
+    """Plot the losses, their differences from the first dtype's, and the loss scale."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     losses, differences, scales = figure.subplots(1, 3)
     reference = smooth(rows[0]["losses"])
@@ -136,7 +136,7 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
 
 
 def main(_: list[str]) -> None:
-    """Train, write the report, and fail if a run is out of the band."""
+    """Train, write the report, and fail if a run differs by more than `BAND_NATS`."""
     settings = from_flags(Settings)
     directory = make_results_directory(Path(settings.output))
     with tempfile.TemporaryDirectory() as cache:

@@ -1,14 +1,14 @@
-"""Measure throughput and memory of `dape_jax.data.prepare`, and compare the digest after kills.
+"""Measure throughput and memory of `dape_jax.data.prepare`, and check that kills do not change the digest.
 
     python -m benchmarks.prepare --gigabytes=2 --workers=2 --kills=5
     python -m benchmarks.prepare --gigabytes=0.2 --kills=0 --train_bpe=50304 --output=results/prepare/bpe.json
 
-The corpus has the form of the Pile: jsonl.zst files of several frames. Its documents of 100 to 100,000 bytes are drawn
-from 50,000 phrases, and those from a list of words by Zipf's law, so that it compresses about as text does. The same
-seed gives the same bytes. `python -m dape_jax.data.prepare` runs on it as from a shell: once undisturbed, and once
-killed at `--kills` random moments (SIGKILL of the parent; its workers end with it) and restarted each time. Both must
-give one digest. Throughput is that of the undisturbed run, from process start to end; a busy machine lowers it, but
-hardly the CPU seconds of all processes together. Memory is the peak resident memory of the largest process.
+The corpus has the format of the Pile: jsonl.zst files of several frames. Its documents of 100 to 100,000 bytes are
+drawn from 50,000 phrases, and these from a list of words by Zipf's law, so that it compresses about as well as text.
+The same seed gives the same bytes. `python -m dape_jax.data.prepare` runs on it as from a shell: once uninterrupted,
+and once killed at `--kills` random times (SIGKILL of the parent; its workers end with it) and restarted each time. Both
+digests must be equal. Throughput is measured on the uninterrupted run, from process start to end; a busy machine lowers
+it, but hardly changes the total CPU time of all processes. Memory is the peak resident memory of the largest process.
 """
 
 import itertools
@@ -44,15 +44,15 @@ def define_flags() -> None:
     flags.DEFINE_float("gigabytes", 2.0, "Text in the corpus, in units of 10^9 bytes.")
     flags.DEFINE_integer("files", 16, "Number of input files.")
     flags.DEFINE_integer("workers", 2, "Processes that tokenize.")
-    flags.DEFINE_integer("kills", 5, "Number of kills of the second run; 0 for no second run.")
+    flags.DEFINE_integer("kills", 5, "Number of kills in the second run; 0 for no second run.")
     flags.DEFINE_integer("train_bpe", None, "Vocabulary size of a BPE to train; bytes if unset.")
-    flags.DEFINE_integer("seed", 0, "Seed of the text and of the moments of the kills.")
+    flags.DEFINE_integer("seed", 0, "Seed of the text and of the times of the kills.")
     flags.DEFINE_string("directory", None, "Parent of the temporary directory for the data; the system's if unset.")
     flags.DEFINE_string("output", "results/prepare/prepare.json", "JSON file for the figures.")
 
 
 def words(draw: random.Random) -> list[str]:
-    """Return words of 2 to 13 letters, the frequent ones short, letters about as frequent as in English."""
+    """Return words of 2 to 13 letters; frequent words are short, and letters about as frequent as in English."""
     letters = "eeeeeettttaaaaooooiiinnnsssrrhhlldduuccmmffggyywpbvk"
     return [
         "".join(draw.choices(letters, k=draw.randint(2, 4 + index * 10 // NUM_WORDS))) for index in range(NUM_WORDS)
@@ -68,7 +68,7 @@ def phrases(draw: random.Random) -> list[str]:
 
 
 def documents(draw: random.Random) -> Iterator[str]:
-    """Yield documents without end, with lengths uniform on a logarithmic scale."""
+    """Yield documents endlessly, with lengths uniform on a logarithmic scale."""
     vocabulary = phrases(draw)
     mean = sum(map(len, vocabulary)) / NUM_PHRASES
     low, high = LENGTHS
@@ -107,9 +107,9 @@ def command(source: Path, output: Path) -> list[str]:
 
 
 def killed_runs(source: Path, output: Path, seconds: float, draw: random.Random) -> list[dict[str, float]]:
-    """Run to the end with `--kills` kills at random moments within the time of one run; return the moments.
+    """Run to the end with `--kills` kills at random times within the time of one run; return these times.
 
-    Each run resumes the one before it. A run that ends before it is killed is started over.
+    Each run resumes the previous one. A run that ends before it is killed is started over.
     """
     kills = []
     while len(kills) < flags.FLAGS.kills:
@@ -131,7 +131,7 @@ def killed_runs(source: Path, output: Path, seconds: float, draw: random.Random)
 
 
 def main(_: list[str]) -> None:
-    """Write the text, run, kill, compare."""
+    """Write the text, run with and without kills, and compare."""
     given = flags.FLAGS
     require(given.gigabytes > 0, "--gigabytes", given.gigabytes, "must be positive")
     require(given.files > 0, "--files", given.files, "must be positive")
@@ -162,7 +162,7 @@ def main(_: list[str]) -> None:
             "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
             "text_mb_per_second": round(num_text_bytes / 1e6 / seconds, 1),
             "input_mb_per_second": round(num_input_bytes / 1e6 / seconds, 1),
-            "peak_mib": usage.ru_maxrss // 1024,  # of the largest process
+            "peak_mib": usage.ru_maxrss // 1024,  # peak of the largest process
             "digest": whole.digest,
         }
         if given.kills:

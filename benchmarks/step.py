@@ -1,26 +1,26 @@
-"""Measure time and memory of a whole training step, by implementation of attention.
+"""Measure time and memory of a complete training step, by implementation of attention.
 
     python -m benchmarks.step --preset=small --models=125m,350m --lengths=128,512
     python -m benchmarks.step --models=125m --lengths=512,2048,8192 --batch=4
 
 The step is that of `train.py`, compiled for the recipe's config (`configs/paper.py`; with `--preset=small`,
 `configs/small.py`, whose sizes represent the paper's) on all devices, on random tokens. Steps that are compared run in
-turns. Only one model holds memory at a time, and nothing is allocated for a step that the compiler says does not fit.
-For a step on a TPU slice that is not available: `docs/planning.md`.
+turns. Only one model is in memory at a time, and nothing is allocated for a step that does not fit according to the
+compiler. For a step on a TPU slice that is not available: `docs/planning.md`.
 
-Output: a table, JSON and a figure, in OUTPUT under the platform's name. The columns:
+Output: a table, JSON and a figure in OUTPUT, with the platform's name. The columns:
 
-    min ms        of a step, over `--turns`; the JSON has all of them. The steps of a turn are started one after
-                  another, as in `train.py`, and timed together
+    min ms        minimum time of a step over `--turns`; the JSON has all of them. The steps of a turn are started one
+                  after another, as in `train.py`, and timed together
     / dense       time and memory relative to dense
     tokens/s      at the minimum
     needs GiB     memory of a device, by the compiler: state, batch and temporary memory
     GFLOP         FLOPs that the model needs (`flops.py`); and those of the compiled program's matmuls, on one device,
-                  bodies of loops as often as they run. A Pallas kernel counts only if it reports its cost
+                  with trip counts of loops. A Pallas kernel counts only if it reports its cost
     GB            the compiled program's memory traffic on one device
     MFU           the model's FLOPs over the devices' peak in that time; for the chips of `hardware.py`
     compile s     seconds of compilation
-    loss          of the first step, in nats
+    loss          loss of the first step, in nats
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ from dape_jax.training.step import abstract_state, init_state, make_train_step, 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     preset: str = flag("paper", f"Recipe of the models: {', '.join(PRESETS)}.")
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
@@ -68,7 +68,7 @@ class Settings:
     implementations: tuple[str, ...] = flag((), "Implementations to time; all but `auto` if not given.")
     method: str = flag("dape1x3-kerple", f"Method of the models: {', '.join(METHODS)}.")
     batch: int = flag(1, "Sequences in a step.")
-    turns: int = flag(3, "Turns of each implementation; each begins with an untimed step.")
+    turns: int = flag(3, "Turns of each implementation; each starts with an untimed step.")
     steps: int = flag(3, "Timed steps in a turn.")
     output: str = flag("results/step", "Directory of the table, the JSON and the figure.")
 
@@ -80,13 +80,13 @@ class Settings:
         require(self.method in METHODS, "--method", self.method, f"must be one of {tuple(METHODS)}")
         check_names("models", self.models, SIZES)
         check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
-        require(len(set(self.lengths)) == len(self.lengths), "--lengths", self.lengths, "must not repeat")
+        require(len(set(self.lengths)) == len(self.lengths), "--lengths", self.lengths, "must not contain duplicates")
 
 
 def check_names(flag: str, value: tuple[str, ...], allowed: Any) -> None:
-    """Raise `InputError` unless a flag lists some of the allowed names, without repetition."""
+    """Raise `InputError` unless a flag lists some of the allowed names, without duplicates."""
     is_valid = bool(value) and set(value) <= set(allowed) and len(set(value)) == len(value)
-    require(is_valid, f"--{flag}", value, f"must be some of {tuple(allowed)}, without repetition")
+    require(is_valid, f"--{flag}", value, f"must be some of {tuple(allowed)}, without duplicates")
 
 
 def read_config(preset: str, model: str, method: str, length: int, batch: int, implementation: str) -> RunConfig:
@@ -131,13 +131,13 @@ class StepTimes:
         failed: reason of the failure, or None.
         min_ms: minimum over turns.
         median_ms: median over turns.
-        all_ms: a step of each turn.
-        tokens_per_s: at the minimum.
+        all_ms: time of a step in each turn.
+        tokens_per_s: tokens per second at the minimum.
         needed_gib: memory of a device.
         compile_s: seconds of compilation.
         model_gflop: FLOPs that the model needs.
         compiled_gflop: FLOPs of the compiled program's matmuls, on one device.
-        compiled_gbyte: its memory traffic.
+        compiled_gbyte: memory traffic of the compiled program, on one device.
         mfu: model FLOPs utilisation.
         loss_nats: loss of the first step.
     """
@@ -157,20 +157,20 @@ class StepTimes:
 
 
 class Step:
-    """A compiled train step. It holds no device memory between its turns."""
+    """Compiled train step. It uses no device memory between its turns."""
 
     def __init__(self, run: RunConfig):
         """Compile the step.
 
         Raises:
-            MemoryError: it does not fit.
+            MemoryError: the step does not fit.
         """
         self.run, self.mesh, self.seconds, self.loss_nats = run, make_mesh(run.mesh), [], 0.0
         graphdef, _ = model_structure(run.model)
         optimizer = make_optimizer(run.optimizer, run.train.num_steps)
         state = abstract_state(run.model, optimizer, self.mesh)
         shardings = shardings_of(state)
-        # Jitted here, so that it is compiled once and not in every turn.
+        # Jitted here, so that it is compiled once, not in every turn.
         self.init = jax.jit(
             lambda: init_state(run.model, optimizer, run.train.seed, self.mesh), out_shardings=shardings
         )
@@ -191,7 +191,7 @@ class Step:
             raise MemoryError(f"out of memory: {self.needed_bytes / GIB:.1f} GiB are needed, {free / GIB:.1f} are free")
 
     def take_turn(self, num_steps: int, bar: tqdm) -> None:
-        """Initialise the state, and time some steps after an untimed one."""
+        """Initialise the state, and time `num_steps` steps after an untimed one."""
         with jax.set_mesh(self.mesh):
             state = self.init()
             batch = put_batch(self.rows, self.mesh)
@@ -251,7 +251,7 @@ def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the table, its header first."""
+    """Return the rows of the table, header first."""
     lines = [["model", "length", "", "min ms", "/ dense", "tokens/s", "needs GiB", "GFLOP", "compiled", "GB", "MFU"]]
     lines[0] += ["compile s", "loss"]
 
@@ -275,7 +275,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]], title: str) -> Figure:
-    """Draw time and memory against length, a column of panels for each model."""
+    """Plot time and memory against length, a column of panels for each model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     names = list(dict.fromkeys(row["name"] for row in rows))
     figure = Figure(figsize=(max(3.6 * len(models), 6.4), 6.0), layout="constrained")
@@ -334,7 +334,7 @@ def run(settings: Settings) -> None:
 
 
 def main(_: list[str]) -> None:
-    """Read the flags and run."""
+    """Parse flags and run."""
     run(from_flags(Settings))
 
 

@@ -1,15 +1,15 @@
-"""Compare methods by the compiler's cycles of a whole training step on a TPU, without a TPU.
+"""Compare methods by the compiler's cycles of a complete training step on a TPU, without a TPU.
 
     make tpu-aot
     python -m benchmarks.step_cycles --topologies=v5e:1x1,v5p:2x2x1 --models=125m,350m --lengths=512,2048,8192
 
 For the methods of the paper's table 7, the train step is compiled ahead of time, data-parallel over the chips of a
-slice, with `--tokens` tokens in the batch of a chip, and its cycles are added up:
+slice, with `--tokens` tokens in the batch of a chip, and its cycles are summed, with trip counts of loops:
 
-    kernels     bundles of instructions of one layer's kernels, one per cycle (`benchmarks.tpu`), as often as they run
-    other       the compiler's estimate for each other operation, as often as it runs; collectives are not counted
+    kernels     bundles of instructions of one layer's kernels, one per cycle (`benchmarks.tpu`)
+    other       the compiler's estimate for all other operations; collectives are not counted
 
-Attention is what `auto` chooses. A method's ratio is its cycles over those of DAPE1x3-Kerple. The paper's table 7
+Attention is the choice of `auto`. A method's ratio is its cycles over those of DAPE1x3-Kerple. The paper's table 7
 measures one sequence of 512 tokens on unnamed hardware. Output: OUTPUT/step_cycles.json, tables and a figure.
 """
 
@@ -44,7 +44,7 @@ METHODS = TABLE.methods
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     topologies: tuple[str, ...] = flag(("v5e:1x1",), "Slices to compile for.")
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
@@ -67,7 +67,7 @@ class Settings:
 
 
 def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
-    """Return the request for one layer of a run on one chip, for which `benchmarks.tpu` counts the kernels' bundles."""
+    """Return the request with which `benchmarks.tpu` counts the kernels' bundles of one layer of a run on one chip."""
     (bias,) = (name for name, config in BIASES.items() if type(run.model.bias) is config)
     batch = run.train.batch_size // read_topology(topology).num_chips
     dape = run.model.processor if isinstance(run.model.processor, DapeConfig) else None
@@ -78,11 +78,11 @@ def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
 
 
 def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str, Any]:
-    """Return the milliseconds of a training step of one chip, or why there are none."""
+    """Return the milliseconds of a training step of one chip, or the reason of a failure."""
     hardware, length = read_topology(topology), run.train.train_length
     attention = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
     found: dict[str, Any] = {"attention": type(attention).__name__.lower()}
-    os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of a whole step: they take longer than its compilation
+    os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of the step: writing them takes longer than compiling it
     outcome = in_process(compile_request, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
     if not outcome["fits"]:
         return found | {"reason": outcome["reason"]}
@@ -102,7 +102,7 @@ def total_ms(row: dict[str, Any]) -> float:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of the table, header first."""
+    """Return the rows of the table, header first."""
     lines = [["slice", "model", "length", "method", "attention", "ms", "in kernels", "ratio"]]
     for row in rows:
         line = [row["topology"], row["model"], f"{row['length']:,}", row["method"], row["attention"]]
@@ -115,7 +115,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw the ratios, a panel for each slice and model, a group of bars for each length."""
+    """Plot the ratios, a panel for each slice and model, a group of bars for each length."""
     panels = list(dict.fromkeys((row["topology"], row["model"]) for row in rows))
     figure = Figure(figsize=(max(4.2 * len(panels), 6.4), 4.2), layout="constrained")
     lengths, methods = (list(dict.fromkeys(row[field] for row in rows)) for field in ("length", "method"))

@@ -1,22 +1,23 @@
 """Measure the paper's table 7, time of a training step by method and model, or compute it by roofline for another chip.
 
-    python -m benchmarks.table7                              # on the devices here
+    python -m benchmarks.table7                              # on the local devices
     python -m benchmarks.table7 --preset=small               # models that two CPU cores can train
     python -m benchmarks.table7 --chip=h200                  # by roofline; nothing runs
 
 The paper's methods are RoPE, T5's bias, ALiBi, Kerple, FIRE, DAPE-Kerple and DAPE1x3-Kerple at 350M, 2.7B and 6.7B, one
-sequence of 512 tokens, 32 channels, on hardware that it does not name. Output: a table, JSON and a figure, in OUTPUT
-under the name of the platform or the chip. They have the time of each method, its ratio to that of DAPE1x3-Kerple, and
-the paper's values of both.
+sequence of 512 tokens, 32 channels, on hardware that it does not name. Output: a table, JSON and a figure in OUTPUT,
+with the name of the platform or the chip. They contain the time of each method, its ratio to that of DAPE1x3-Kerple,
+and the paper's values of both.
 
-Measured is the step of `step.py`, on all devices: the minimum over `--turns` of the mean of `--steps`, methods in
+The measured step is that of `step.py`, on all devices: the minimum over `--turns` of the mean of `--steps`, methods in
 turns. A model that does not fit has a dash.
 
-By roofline, the time of a step is a sum over parts that run one after another, of the larger of FLOPs over the chip's
-peak and bytes over its bandwidth. FLOPs are the executed ones (`flops.executed_flops`). Bytes, for N parameters, L
-layers and each pass (one forward, two backward, one more if layers are recomputed, one more for the scores of a block):
+By roofline, the time of a step is a sum over its sequential parts; the time of a part is the maximum of FLOPs over the
+chip's peak and bytes over its bandwidth. FLOPs are the executed ones (`flops.executed_flops`). Bytes, for N parameters,
+L layers and each pass (one forward, two backward, one more if layers are recomputed, one more for the scores of a
+block):
 
-    weights      2 N a pass                                                    cast to bfloat16, read once
+    weights      2 N per pass                                                  cast to bfloat16, read once
     optimizer    36 N                   parameters and moments read and written, gradients written once and read twice
     dense        2 L P [ B (4 H + 2 H) + 4 H ]                          every array between two products is written once
       with DAPE  2 L P [ B (4 H + 2 H + 2 C + 4 H) + 4 H + 4 C ]        and read once: scores, probabilities, hidden
@@ -24,10 +25,10 @@ layers and each pass (one forward, two backward, one more if layers are recomput
     fused        2 L B H K [ 2 T + T (T + R) / R ]                      q and out once, k and v once for R = 128 rows
       DAPE, GPU  2 L P B (2 H + 4 H + 2 H)                              scores, processed scores and probabilities
 
-P are the pairs of a query and a key that are computed (`flops.pairs_computed`), in all passes of a layer; float32 has 4
-bytes, bfloat16 2. The cost of the bias itself, for example FIRE's network, is not counted; so biases that differ in the
-paper are equal by roofline. Neither are caches that may hold a block of `blockwise`. The time is therefore neither a
-prediction nor a bound: it shows which limit binds.
+P is the number of computed pairs of a query and a key (`flops.pairs_computed`), in all passes of a layer; float32 has 4
+bytes, bfloat16 2. The cost of the bias itself, for example FIRE's MLP, is not counted, so biases whose times differ in
+the paper are equal by roofline. Caches, in which a block of `blockwise` may fit, are ignored. The time is therefore
+neither a prediction nor a bound: it shows the bottleneck.
 """
 
 import dataclasses
@@ -57,19 +58,19 @@ from dape_jax.sharding import device_platform, make_mesh
 
 TABLE = EXPERIMENTS["table7"]
 RATIO_TO = "dape1x3-kerple"
-KERNEL_ROWS = 128  # query rows for which a fused kernel reads keys and values once
+KERNEL_ROWS = 128  # query rows per read of keys and values in a fused kernel
 CHIP_OF_NAME = {chip.name: chip for chip in CHIPS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     chip: str = flag("", f"Compute by roofline for this chip, one of {', '.join(CHIP_OF_NAME)}; measure if not given.")
     preset: str = flag("paper", f"Recipe of the models: {', '.join(PRESETS)}.")
     models: tuple[str, ...] = flag(TABLE.sizes, f"The paper's models: {', '.join(TABLE.sizes)}.")
     implementation: str = flag("auto", f"Implementation of attention: {', '.join(IMPLEMENTATIONS)}.")
-    turns: int = flag(3, "Turns of each method; each begins with an untimed step.")
+    turns: int = flag(3, "Turns of each method; each starts with an untimed step.")
     steps: int = flag(5, "Timed steps in a turn.")
     output: str = flag("results/table7", "Directory of the table, the JSON and the figure.")
 
@@ -86,7 +87,7 @@ class Settings:
 
 
 def runs_of(settings: Settings, model: str) -> dict[str, RunConfig]:
-    """Return the run of every method at a model."""
+    """Return the run of every method for a model."""
     (length,) = TABLE.train_lengths
     length //= PRESETS[settings.preset].length_divisor
     batch = TABLE.step_batch or 1
@@ -103,7 +104,7 @@ def paper_ms() -> dict[tuple[str, str], float]:
 
 
 def on_chip(run: RunConfig, chip: Chip) -> TransformerConfig:
-    """Return a run's model as it would be on a chip: in bfloat16, with the chip's implementation of attention."""
+    """Return a run's model for a chip: in bfloat16, with the chip's implementation of attention."""
     platform = "tpu" if chip.is_tpu else "gpu"
     model = dataclasses.replace(run.model, dtype="bfloat16")
     return dataclasses.replace(
@@ -112,7 +113,7 @@ def on_chip(run: RunConfig, chip: Chip) -> TransformerConfig:
 
 
 def roofline_seconds(model: TransformerConfig, length: int, batch: int, chip: Chip) -> dict[str, float]:
-    """Return the least time of a step on a chip by part; see the module's docstring."""
+    """Return the minimum time of a step on a chip by part; see the module's docstring."""
     H, K, L = model.num_heads, model.head_dim, model.num_layers
     has_bias, recomputed = not isinstance(model.bias, NopeConfig), model.remat != "none"
     channels = model.processor.channels if isinstance(model.processor, DapeConfig) else 0
@@ -146,7 +147,7 @@ def estimated(runs: dict[str, RunConfig], chip: Chip) -> dict[str, dict[str, Any
         found[method] = {"failed": None, "min_ms": None}
         try:
             model = on_chip(run, chip)
-        except InputError as error:  # the fused kernel was requested, and there is none for this method
+        except InputError as error:  # the fused kernel was requested, but does not support this method
             found[method] |= {"attention": type(run.model.attention).__name__.lower(), "failed": str(error)}
             continue
         seconds = roofline_seconds(model, run.train.train_length, run.train.batch_size, chip)
@@ -167,7 +168,7 @@ def with_ratios(model: str, found: dict[str, dict[str, Any]]) -> list[dict[str, 
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the table, its header first: a line for each model and method."""
+    """Return the rows of the table, header first, one per model and method."""
     columns = {"min_ms": "ms", "ratio": "ratio", "paper_ms": "ms (paper)", "paper_ratio": "ratio (paper)"}
     lines = [["model", "", "attention", *columns.values()]]
     for row in rows:
@@ -180,7 +181,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]], title: str) -> Figure:
-    """Draw the times relative to DAPE1x3-Kerple, ours and the paper's, a panel for each model."""
+    """Plot the times relative to DAPE1x3-Kerple, ours and the paper's, a panel for each model."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(max(3.4 * len(models), 6.4), 4.0), layout="constrained")
     panels = figure.subplots(1, len(models), sharex=True, sharey=True, squeeze=False)[0]
@@ -201,7 +202,7 @@ def plot(rows: list[dict[str, Any]], title: str) -> Figure:
 
 
 def run(settings: Settings) -> None:
-    """Measure or compute everything, and write the output."""
+    """Measure or compute all times, and write the output."""
     directory = Path(settings.output)
     make_results_directory(directory)
     runs = {model: runs_of(settings, model) for model in settings.models}
@@ -236,7 +237,7 @@ def run(settings: Settings) -> None:
 
 
 def main(_: list[str]) -> None:
-    """Read the flags and run."""
+    """Parse flags and run."""
     settings: Settings = from_flags(Settings)
     if settings.chip:
         jax.config.update("jax_platforms", "cpu")  # nothing runs

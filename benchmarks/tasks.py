@@ -1,10 +1,10 @@
-"""Measure how fast batches of the algorithmic tasks are made, and so whether the accelerator waits for them.
+"""Measure the time to make batches of the algorithmic tasks, which shows whether the accelerator waits for them.
 
     python -m benchmarks.tasks
 
-Batches of 128 sequences are sampled, solved and laid out as tapes, at the longest length of training and of evaluation,
-in one thread, as a run does it ahead of its steps. Output in --output: `sampling.json`, and the table as `sampling.txt`
-and `sampling.md`.
+Batches of 128 sequences are sampled, solved and converted to tapes, at the longest length of training and of
+evaluation, in one thread, as in a run. Output in --output: `sampling.json`, and the table as `sampling.txt` and
+`sampling.md`.
 """
 
 import dataclasses

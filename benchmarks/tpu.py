@@ -9,20 +9,20 @@ OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. Columns:
     direction     forward, or backward: forward and all gradients in one program
     temp MiB      temporary memory of the compiled program, without inputs and outputs
     GB            HBM traffic: blocks copied by the kernel's pipeline (`kernels.tpu.cost`), operands and results of all
-                  other operations, loop bodies as often as they run
+                  other operations, with trip counts of loops
     bandwidth ms  time of this traffic at the chip's bandwidth
-    kernels ms    kernels: instruction bundles, one per cycle, as often as their loops run
-    other ms      all other operations: the compiler's estimate of cycles, loop bodies as often as they run
+    kernels ms    kernels: instruction bundles, one per cycle, with trip counts of loops
+    other ms      all other operations: the compiler's estimate of cycles, with trip counts of loops
     compile s     seconds of compilation
 
-Both times leave out most of the time spent waiting for memory. `blockwise` is what a TPU runs where there is no kernel.
-`naive` is `Dense`: what XLA makes of the layer. `splash` is JAX's splash attention, for `--processors=plain
---bias=nope`. If a program does not fit, the JSON has the reason. GB of `naive` are the compiler's own count
-(`cost_analysis`), which is right without loops; `operand_gb` in the JSON is counted as for the others.
+The last two times omit most of the time spent waiting for memory. `blockwise` runs on a TPU without a kernel. `naive`
+is `Dense`, compiled by XLA. `splash` is JAX's splash attention, for `--processors=plain --bias=nope`. If a program does
+not fit, the JSON has the reason. GB of `naive` are the compiler's count (`cost_analysis`), which is correct without
+loops; `operand_gb` in the JSON is counted as for the others.
 
 Bundles are read from the compiler's listing of its last pass, requested by undocumented flags. Clock rates (GHz) are
 not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p have two cores, which share the sequences:
-the time of one sequence is twice the one given.
+one sequence takes twice the given time.
 """
 
 import collections
@@ -71,7 +71,7 @@ SPLASH_BLOCK = 512  # rows and keys of a grid step
 
 
 def splash(q_BTHK, k_BSHK, v_BSHK, q_pos_T, k_pos_S, score_mod):
-    """Compute causal attention by JAX's splash attention."""
+    """Compute causal attention with JAX's splash attention."""
     if score_mod.bias is not None or not isinstance(score_mod.processor, Plain):
         raise InputError("--implementations: splash has neither bias nor processor")
     length, heads = q_BTHK.shape[1:3]
@@ -103,7 +103,7 @@ DUMP_FLAGS = (
 class Settings:
     """Flags."""
 
-    topologies: tuple[str, ...] = flag(("v5e:2x2",), "Slices to compile for. One chip of each is used.")
+    topologies: tuple[str, ...] = flag(("v5e:2x2",), "Slices to compile for; one chip of each is used.")
     lengths: tuple[int, ...] = flag((2048, 8192), "Sequence lengths in tokens.")
     models: tuple[str, ...] = flag(("125m",), f"Model sizes that give H and K: {', '.join(SIZES)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, f"Programs to compile: {', '.join(DIRECTIONS)}.")
@@ -145,7 +145,7 @@ class Request:
 
 
 def compile_layer(request: Request) -> dict[str, Any]:
-    """Compile a layer for one chip and return its figures; must run in a process of its own, see `in_process`."""
+    """Compile a layer for one chip and return its figures; must run in a separate process, see `in_process`."""
     mesh = Mesh(np.array(slice_devices(read_topology(request.topology))[:1]), ("chip",), axis_types=(AxisType.Auto,))
     settings, sizes = request.settings, SIZES[request.model]
     H, K = sizes["num_heads"], sizes["width"] // sizes["num_heads"]
@@ -212,11 +212,11 @@ def compile_layer(request: Request) -> dict[str, Any]:
 
 
 def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
-    """Return the traffic and FLOPs of one pass, and how often its parts run."""
+    """Return the traffic and FLOPs of one pass, and the number of executions of its parts."""
     cost = tpu.cost(t, batch, jnp.dtype(jnp.bfloat16).itemsize)
     begin, end = t.steps.groups(np)
     in_first_tile = t.steps.key_column == -t.halo[0]
-    iterations = end - begin - bool(t.num_channels)  # of the loop over groups
+    iterations = end - begin - bool(t.num_channels)  # iterations of the loop over groups
     return {
         "name": "dape_backward" if t.backward else "dape_forward",
         "bytes": cost.bytes_accessed,
@@ -224,8 +224,8 @@ def describe_kernel(t: tpu.Tiling, batch: int) -> dict[str, Any]:
         "block": t.block_rows,
         "phases": t.phases,
         "runs": {
-            "outer_steps": batch * (t.num_tiles if t.backward else t.num_blocks),  # of the grid's outer axis
-            "steps": batch * len(begin),  # that compute something
+            "outer_steps": batch * (t.num_tiles if t.backward else t.num_blocks),  # size of the grid's outer axis
+            "steps": batch * len(begin),  # steps that compute something
             "first_tile_steps": batch * int(in_first_tile.sum()),
             "groups": batch * int((end - begin).sum()),
             "iterations": batch * int(iterations.sum()),
@@ -244,7 +244,7 @@ class Region:
 
 
 def read_regions(listing: str) -> list[Region]:
-    """Split a listing of bundles at its labels (PF: target of a forward jump), and where loops (>) begin and end."""
+    """Split a listing of bundles at labels (PF: target of a forward jump) and at the start and end of loops (>)."""
     regions: list[Region] = []
     start = depth = address = 0
     computes = False
@@ -262,11 +262,11 @@ def read_regions(listing: str) -> list[Region]:
 
 
 def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
-    """Return how many bundles a kernel issues.
+    """Return the number of bundles that a kernel issues.
 
-    Of two loops over groups the first runs in the first tile, the second in the others; a kernel without corrections of
-    the first columns has one. If there are convolutions, regions with matmuls next to a loop begin and end it. Other
-    regions with matmuls run once in each step, and regions without once in each outer step.
+    If there are two loops over groups, the first runs in the first tile and the second in the others; a kernel without
+    corrections of the first columns has one loop. With convolutions, regions with matmuls next to a loop are its
+    prologue and epilogue. Other regions with matmuls run once per step, and regions without once per outer step.
     """
     once_per_outer_step = runs["outer_steps"] * sum(region.num_bundles for region in regions if not region.computes)
     if "groups" not in runs:  # a kernel without a loop over groups
@@ -298,7 +298,7 @@ def count_bundles(regions: list[Region], runs: dict[str, int]) -> int:
 def kernel_cycles(folder: Path, kernel: dict[str, Any], chip: str) -> float:
     """Return the cycles of one call of a kernel, according to the compiler's listing in a folder.
 
-    A program's calls of the same kernel share a listing or have equal ones.
+    A program's calls of the same kernel share a listing or have equal listings.
 
     Raises:
         FileNotFoundError: there is no listing of the kernel.
@@ -335,7 +335,7 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
 
 
 def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of the table, header first."""
+    """Return the rows of the table, header first."""
     header = ["slice", "model", "length", "direction", "", "", "temp MiB", "GB", "bandwidth ms", "kernels ms"]
     header += ["other ms", "compile s"]
 
@@ -358,7 +358,7 @@ def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Draw memory and time of the last direction: against length, or as bars if there is one length."""
+    """Plot memory and time of the last direction: against length, or as bars if there is one length."""
     direction = rows[-1]["direction"]
     rows = [row for row in rows if row["fits"] and row["direction"] == direction]
     rows.sort(key=lambda row: row["length"])

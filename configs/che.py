@@ -1,4 +1,4 @@
-r"""The tasks of the Chomsky hierarchy (the paper's table 6): train on inputs of 1 to 40 symbols, test on up to 500.
+r"""Tasks of the Chomsky hierarchy (the paper's table 6): train on inputs of 1 to 40 symbols, test on up to 500.
 
     python train.py --config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3 \
         --workdir=runs/che/missing_duplicate_string/dape1x3-kerple
@@ -15,8 +15,8 @@ and any of
 
     rotary=none|rope  bias=nope|alibi|kerple|fire|transformer_xl|..  processor=none|dape  kernel=W  channels=C
     positions=M         positions drawn at random from M (randomized positional encodings); 0: positions 0, 1, 2, ..
-    computation_steps=K computation tokens on the tape for every input symbol
-    causal=1            a decoder; 0: the paper's encoder
+    computation_steps=K computation tokens on the tape per input symbol
+    causal=1            decoder; 0: the paper's encoder
     num_steps=N  learning_rate=R  seed=S
 
 The paper trains 200,000 steps. Expect (`results/che`, num_steps=1500 on two CPU cores, even_pairs; accuracy in %, mean
@@ -37,7 +37,7 @@ from dape_jax.tasks.tapes import TaskConfig
 common = read_module(Path(__file__).with_name("common.py"))
 
 TRAIN_LENGTH, TEST_LENGTH = 40, 500
-NUM_PROGRAMS = 5  # compiled for the lengths of training; tapes are padded to the next one's length
+NUM_PROGRAMS = 5  # programs compiled for training; tapes are padded to the next program's length
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
@@ -94,7 +94,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.evaluation = dict(
         lengths=tuple(range(1, TEST_LENGTH + 1)),
         num_sequences=512,
-        batch_tokens=4096,  # batches and blocks that fit into a CPU's cache: half the time of four times as large ones
+        batch_tokens=4096,  # fits in a CPU's cache: half the time of a batch four times as large
         pad_to=32,
         dropout=False,
         blockwise_from=64,

@@ -1,7 +1,7 @@
-"""Sections that the recipes share. A recipe is its docstring and the fields in which it differs.
+"""Sections shared by the recipes. A recipe consists of its docstring and the fields in which it differs.
 
-`configs/` is not a package, because a recipe is read by its path and may be anywhere. Recipes load this file with
-`read_module(Path(__file__).with_name("common.py"))`, which works from any directory.
+`configs/` is not a package, because a recipe is read by its path and may be in any directory. Recipes load this file
+with `read_module(Path(__file__).with_name("common.py"))`, which works from any directory.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kern
 
 
 def model(**fields: Any) -> dict[str, Any]:
-    """Return the `model` section; `fields` are the size, the block (`GPT_NEOX`), the method and what differs."""
+    """Return the `model` section; `fields` are the size, the block (`GPT_NEOX`), the method and other changes."""
     shared = dict(
         num_kv_heads=config_dict.placeholder(int),  # None: as num_heads; fewer for grouped-query attention
         head_dim=config_dict.placeholder(int),  # None: width / num_heads
@@ -30,12 +30,12 @@ def model(**fields: Any) -> dict[str, Any]:
 
 
 def text(**fields: Any) -> dict[str, Any]:
-    """Return the `data` section of a language model: the bytes of the standard library's source."""
+    """Return the `data` section of a language model: bytes of the standard library's source."""
     return dict(path="stdlib", tokenizer="bytes", cache_dir="data", validation_fraction=0.05, seed=0) | fields
 
 
 def optimizer(**fields: Any) -> dict[str, Any]:
-    """Return the `optimizer` section, of which `learning_rate` is missing: the paper's Adam and cosine schedule."""
+    """Return the `optimizer` section, without `learning_rate`: the paper's Adam and cosine schedule."""
     shared = dict(
         warmup_fraction=0.01,
         final_fraction=0.1,
@@ -49,7 +49,7 @@ def optimizer(**fields: Any) -> dict[str, Any]:
 
 
 def train(**fields: Any) -> dict[str, Any]:
-    """Return the `train` section, of which lengths, steps, batch size and intervals are missing."""
+    """Return the `train` section, without lengths, steps, batch size and intervals."""
     shared = dict(
         seed=0,
         accumulation_steps=1,
@@ -66,12 +66,12 @@ def mesh() -> dict[str, int]:
 
 
 def init() -> dict[str, Any]:
-    """Return the `init` section: random parameters, all of them trained. `docs/training.md` has the other values."""
+    """Return the `init` section: random parameters, all trained. `docs/training.md` describes the other values."""
     return dict(source=config_dict.placeholder(str), train_only=config_dict.placeholder(str))
 
 
 def perplexity(**fields: Any) -> dict[str, Any]:
-    """Return the `evaluation` section of a language model, of which `lengths` and `max_windows` are missing."""
+    """Return the `evaluation` section of a language model, without `lengths` and `max_windows`."""
     shared = dict(last_tokens=64, batch_tokens=8192, blockwise_from=512, block_size=32)
     return shared | fields
 
@@ -80,7 +80,7 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     """Return the values of a config file's argument, `config.py:key=value,key=value`, with the types of the defaults.
 
     Raises:
-        InputError: an unknown key, or a value of another type.
+        InputError: a key is unknown, or a value has another type.
     """
     values = dict(defaults)
     for item in filter(None, (argument or "").split(",")):
@@ -108,7 +108,7 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
         length_scale: the recipe's lengths relative to the paper's; it scales FIRE's threshold.
 
     Raises:
-        InputError: an unknown name, or an option of DAPE without DAPE.
+        InputError: a name is unknown, or an option of DAPE is given without DAPE.
     """
     is_dape = argument["processor"] == "dape"
     for key in ("kernel", "channels"):
@@ -122,7 +122,7 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
     if argument["rotary"] == "yarn":
         rotary |= {"train_length": train_length}
     bias = choose("bias", argument["bias"])
-    if argument["bias"] == "fire":  # the official configurations give 512 and 128, which the code halves
+    if argument["bias"] == "fire":  # the official configurations have 512 and 128, which the code halves
         bias |= {"threshold": round(length_scale * (256 if is_dape else 64))}
         bias |= {"activation": "leaky_relu" if is_dape else "relu"}
     processor = choose("processor", argument["processor"])

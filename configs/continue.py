@@ -5,23 +5,23 @@ r"""Start from the weights of another run: more steps, other data or another met
         --config.train.num_steps=5000 --workdir=runs/rope-to-dape
     python eval.py --workdir=runs/rope,runs/rope-to-dape
 
-Argument: source=WORKDIR or source=WORKDIR@STEP (a step's number, newest or best), or the same in the flag
+Argument: source=WORKDIR or source=WORKDIR@STEP (a step's number, newest or best), or the same with the flag
 --config.init.source; one of the two is required. Then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
     train_only=bias|processor  parameters to train, all others are frozen; both: --config.init.train_only=bias,processor
 
-Every field is that of the source's config, except the method given here and the mesh, which has all devices. Parameters
-are those of the checkpoint, the optimizer and the schedule are new, and the data starts again; for another order use
---config.data.seed. A new DAPE starts as the identity. FIRE's threshold is scaled by train_length / 512.
+All fields have the values of the source's config, except the method given here and the mesh, which has all devices.
+Parameters are those of the checkpoint; optimizer, schedule and data order start from the beginning. For another order
+of the data set --config.data.seed. A new DAPE starts as the identity. FIRE's threshold is scaled by train_length / 512.
 
-The recipe reads the source's config.json each time, also to resume; the checkpoint is read only once, at the start.
+The recipe reads the source's config.json each time, also on resume; the checkpoint is read only once, at the start.
 
-Hardware: that of the source. A frozen parameter has neither gradient nor optimizer state, 4 instead of 16 bytes.
-Expect, without a change of method, the source's validation loss before the first step, and the same (up to rounding)
-with processor=dape if the source has no processor. Removing or replacing the rotary embedding or the bias raises the
-loss at first. This project has not run this recipe at the paper's scale.
+Hardware: that of the source. A frozen parameter has neither gradient nor optimizer state: 4 instead of 16 bytes.
+Expect the source's validation loss before the first step if the method is unchanged, and also (up to rounding) with
+processor=dape if the source has no processor. Removing or replacing the rotary embedding or the bias raises the loss at
+first. This project has not run this recipe at the paper's scale.
 """
 
 import sys
@@ -41,7 +41,7 @@ SOURCE_FLAG = "--config.init.source="
 
 
 def source_of_flag() -> str:
-    """Return the source that the command line gives by its flag, or "": flags are applied after `get_config`."""
+    """Return the source given by the flag, or "". Flags are applied after `get_config`, so they are read here."""
     given = [flag.removeprefix(SOURCE_FLAG) for flag in sys.argv if flag.startswith(SOURCE_FLAG)]
     return given[-1] if given else ""
 

@@ -1,4 +1,4 @@
-r"""The language-model runs of the paper, by one argument.
+r"""Language-model runs of the paper, selected by one argument.
 
     python -m dape_jax.data.prepare --input='books3/*.jsonl.zst' --output=data/books3 \
         --tokenizer=20B_tokenizer.json --lossy
@@ -14,22 +14,22 @@ Argument: first a size, 125m|350m|2.7b|6.7b, then any of
 
 All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
 
-`python -m dape_jax.experiments list` names the paper's figures and tables, `show fig2 --preset=paper` prints the
-command of each of its runs, and `run fig2 --preset=paper --data=DIR` runs them all.
+`python -m dape_jax.experiments list` lists the paper's figures and tables, `show fig2 --preset=paper` prints the
+command of each run of figure 2, and `run fig2 --preset=paper --data=DIR` runs them all.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
 1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. The paper's
 perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20. This
 project has not trained at this scale.
 
-The vocabulary is GPT-NeoX's as the official code pads it (vocab=50304; vocab=257 for a corpus prepared as bytes, whose
-perplexities are per byte and not comparable with the paper's). The tokenizer is that of the prepared corpus.
+The vocabulary is GPT-NeoX's, padded as in the official code (vocab=50304; vocab=257 for a corpus prepared as bytes,
+with perplexities per byte, which are not comparable with the paper's). The tokenizer is that of the prepared corpus.
 
-Differs: bfloat16 where the paper has float16 (--config.model.dtype=float16, with a dynamic loss scale); the right edge
-of the convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates
-of 2.7b and 6.7b, which the paper does not give, are GPT-3's.
+Differs: bfloat16 instead of float16 (--config.model.dtype=float16 has a dynamic loss scale); the right edge of the
+convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of 2.7b
+and 6.7b, which the paper does not give, are GPT-3's.
 
-Several devices: `docs/distributed.md`; what fits on which slice: `docs/planning.md`.
+Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""A length-extrapolation curve in minutes, on two CPU cores and text that comes with every Python.
+"""Length-extrapolation curve in minutes, on two CPU cores and the source of Python's standard library.
 
 A byte-level model of 0.9 M parameters is trained on the standard library's source at 64 bytes and evaluated at up to
-2048, 32 times longer. `make demo` runs both methods and draws them into one figure:
+2048, 32 times longer. `make demo` runs both methods and draws one figure:
 
     python train.py --config=configs/quickstart.py:processor=none --workdir=runs/quickstart/kerple
     python train.py --config=configs/quickstart.py:processor=dape --workdir=runs/quickstart/dape1x3-kerple

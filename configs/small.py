@@ -1,4 +1,4 @@
-r"""The paper's language-model runs with every length divided by four, at sizes that two CPU cores train in minutes.
+r"""Paper's language-model runs with all lengths divided by four, at sizes that two CPU cores train in minutes.
 
     python train.py --config=configs/small.py:xs,bias=kerple,processor=dape,kernel=3,train_length=32 \
         --workdir=runs/small/dape1x3-kerple
@@ -14,8 +14,8 @@ Argument: first a size, xs|s|m|l, then any of
     train_length=T  batch=B  num_steps=N  seed=S
 
 The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024, each
-with 1,024 tokens in a step unless `batch` is given. Evaluation lengths go up to 2048 where the paper's go up to 8192:
-in both, 64 times the shortest train length. The text is the standard library's source, the tokens are bytes. The preset
+with 1,024 tokens in a step unless `batch` is given. Evaluation lengths are up to 2048, in the paper up to 8192: in
+both, 64 times the shortest train length. The text is the standard library's source, the tokens are bytes. The preset
 `small` of `python -m dape_jax.experiments` uses this recipe.
 """
 

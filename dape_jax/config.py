@@ -179,7 +179,7 @@ class BaseRunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(BaseRunConfig):
-    """A language model on a corpus."""
+    """Run of a language model on a corpus."""
 
     data: DataConfig
     evaluation: EvaluationConfig
@@ -212,7 +212,7 @@ class RunConfig(BaseRunConfig):
 
 @dataclasses.dataclass(frozen=True)
 class TaskRunConfig(BaseRunConfig):
-    """A model on an algorithmic task."""
+    """Run of a model on an algorithmic task."""
 
     data: TaskConfig
     evaluation: AccuracyConfig
@@ -415,7 +415,7 @@ def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
 def without_added(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config without the sections and fields of newer versions that change nothing.
 
-    What is left of two configs is equal if they mean the same, whichever versions saved them.
+    The results of two configs are equal if the configs mean the same, whichever versions saved them.
     """
 
     def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
@@ -448,7 +448,7 @@ def read_module(file: Path) -> ModuleType:
     Raises:
         InputError: the file is missing.
     """
-    allowed = "must exist; recipes need configs/common.py beside them, which is only in a clone"
+    allowed = "must exist; recipes need configs/common.py next to them, which is only in a clone"
     require(file.is_file(), "config file", str(file), allowed)
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

@@ -1,12 +1,12 @@
 """Several processes in one run: joining, doing work once, agreeing on errors, and stopping together.
 
-In: flags, or what a cluster sets in the environment. Out: jax's distributed runtime, also for one process.
+In: flags, or a cluster's environment variables. Out: jax's distributed runtime, also for one process.
 Next: `training/loop.py`.
 
-When a process fails with an error, it leaves the error in the key-value store of jax's runtime. A thread in each
-process finds it there, prints it and exits: the main thread may be waiting for the process that failed. When a process
-dies without an error, the runtime ends the others within half a minute: by SIGABRT, from a thread of its own, without
-running any Python code. `docs/distributed.md` says how to resume.
+When a process fails with an error, it writes the error to the key-value store of jax's runtime. A thread in each
+process reads it, prints it and exits, because the main thread may be waiting for the failed process. When a process
+dies without an error, the runtime kills the others within half a minute: with SIGABRT, from its own thread, without
+running any Python code. `docs/distributed.md` explains how to resume.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ from dape_jax.storage import errors
 
 Result = TypeVar("Result")
 
-# A process without a heartbeat for this long counts as dead; a process that failed waits this long for the others to
-# shut down. The sum is less than half a minute.
+# A process without a heartbeat for this long counts as dead; a failed process waits this long for the others to shut
+# down. The sum is less than half a minute.
 HEARTBEAT_SECONDS, SHUTDOWN_SECONDS = 20, 8
-_HEARTBEAT_SECONDS_ALONE = 10**6  # so that a single process survives the sleep of a laptop
+_HEARTBEAT_SECONDS_ALONE = 10**6  # so that a single process survives suspending a laptop
 
-# All processes must join within this time; a process that already has an error waits for the others for less.
+# All processes must join within this time; a process that already has an error waits a shorter time.
 JOIN_SECONDS, JOIN_WITH_ERROR_SECONDS = 300, 20
-_POLL_SECONDS = 0.5  # between two looks for an error of another process
-_EXIT_SECONDS = 5  # for all processes to find an error, before they exit
+_POLL_SECONDS = 0.5  # interval between checks for an error of another process
+_EXIT_SECONDS = 5  # maximum wait for all processes to read an error, before they exit
 _VERSIONS, _ERRORS, _ENDING = "dape_jax/versions", "dape_jax/errors", "dape_jax/ending"  # keys of the store
 
-_LOST_CONNECTION = ("by peer", "UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat")  # in the errors of jax's runtime
+_LOST_CONNECTION = ("by peer", "UNAVAILABLE", "DEADLINE_EXCEEDED", "heartbeat")  # in error messages of jax's runtime
 
 
 @contextlib.contextmanager
@@ -53,21 +53,21 @@ def distributed_runtime(
 ) -> Iterator[None]:
     """Initialise jax's distributed runtime, before any device is used, and end this process together with the others.
 
-    `coordinator` is the host:port of process 0, whose `process_id` is 0. Without arguments, jax looks for a cluster in
-    the environment (SLURM, a TPU pod, Open MPI, ..). If there is none, this process initialises the runtime alone,
-    because the runtime is what records SIGTERM for `PreemptionGuard`.
+    `coordinator` is the host:port of process 0. Without arguments, jax detects a cluster from the environment (SLURM, a
+    TPU pod, Open MPI, ..). Without a cluster, this process initialises the runtime alone, because `PreemptionGuard`
+    needs the runtime to record SIGTERM.
 
     With several processes, an error in the block, on any process, ends all of them with the same line and status. If
-    this process has an `error` before it joins, it is raised as soon as all have joined: the others wait for that.
+    this process has an `error` before it joins, it is raised when all have joined, because the others wait for it.
 
     Raises:
         InputError: the arguments or the environment are incomplete or out of range.
     """
-    os.environ.setdefault("grpc_proxy", "")  # otherwise gRPC connects to its own host through a web proxy, and hangs
+    os.environ.setdefault("grpc_proxy", "")  # otherwise gRPC connects to its own host through an HTTP proxy, and hangs
     jax.config.update("jax_check_proxy_envs", False)
     given = {"--coordinator": coordinator, "--num_processes": num_processes, "--process_id": process_id}
     missing = [flag for flag, value in given.items() if value is None]
-    require(len(missing) in (0, 3), ", ".join(missing), None, f"must be given together with the rest of {list(given)}")
+    require(len(missing) in (0, 3), ", ".join(missing), None, f"must be set together with the others of {list(given)}")
     with _join_timeout(error):
         if coordinator is not None and num_processes is not None and process_id is not None:
             _join(coordinator, num_processes, process_id)
@@ -89,7 +89,7 @@ def distributed_runtime(
             _require_same_versions()
             with errors():
                 yield
-            _wait_for_all("end", SHUTDOWN_SECONDS)  # a process that still writes a checkpoint may fail
+            _wait_for_all("end", SHUTDOWN_SECONDS)  # a process that is still writing a checkpoint may fail
         except (StoppedError, NonFiniteError) as stopped:  # raised on all processes; process 0 prints it
             is_on_all, status = _wait_for_all("end", SHUTDOWN_SECONDS), 1
             if isinstance(stopped, StoppedError):
@@ -105,20 +105,20 @@ def distributed_runtime(
             listener.end_all(1, describe(failed))
         except Exception as bug:
             if _is_lost_connection(bug):
-                if listener.told.wait(2 * _POLL_SECONDS):  # the other process has ended together with this one
+                if listener.told.wait(2 * _POLL_SECONDS):  # lost because the other process has called `end_all`
                     listener.join()
                 line = f"lost the connection to another process: {str(bug).splitlines()[0]}"
-                # The status if the runtime notices first.
+                # The same status as if the runtime detects it first.
                 exit_at_once(128 + signal.SIGABRT, f"{line}; restart all processes with the same command to resume")
             traceback.print_exception(bug)
             listener.end_all(1, "".join(traceback.format_exception_only(bug)).strip())
 
 
 def _runtime() -> Any:
-    """Return jax's distributed runtime: the client of its key-value store, the number of processes, and this process's.
+    """Return the client of the key-value store, the number of processes, and the index of this process.
 
-    The module is private. jax has no public access to the store, and `jax.process_count()` first initialises the
-    devices, which waits for the other processes.
+    They are read from a private module: jax has no public interface to the store, and `jax.process_count()` first
+    initialises the devices, which waits for the other processes.
     """
     from jax._src import distributed
 
@@ -127,9 +127,9 @@ def _runtime() -> Any:
 
 @contextlib.contextmanager
 def _join_timeout(error: InputError | None) -> Iterator[None]:
-    """Exit with one line if the block takes too long: jax would end this process by SIGABRT."""
+    """Exit with one line if the block takes too long: jax would end this process with SIGABRT."""
     seconds = JOIN_SECONDS if error is None else JOIN_WITH_ERROR_SECONDS
-    line = f"processes: after {seconds} seconds, not all have joined; start all, with the same --coordinator"
+    line = f"processes: not all have joined after {seconds} seconds; start all with the same --coordinator"
     timer = threading.Timer(seconds, exit_at_once, (2, line if error is None else str(error)))
     timer.daemon = True
     timer.start()
@@ -152,7 +152,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> None:
             process_id,
             cluster_detection_method="deactivate",
             coordinator_bind_address=coordinator if _is_loopback(host) else None,  # None: all interfaces
-            initialization_timeout=2 * JOIN_SECONDS,  # never: see `_join_timeout`
+            initialization_timeout=2 * JOIN_SECONDS,  # never reached: see `_join_timeout`
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
@@ -161,7 +161,7 @@ def _join(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether a host's name or address leads back to this machine alone."""
+    """Return whether a host's name or address is a loopback address."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), None)
     except OSError:
@@ -170,14 +170,14 @@ def _is_loopback(host: str) -> bool:
 
 
 def _join_cluster() -> bool:
-    """Join the processes that the environment describes; return False if it describes none."""
+    """Join the processes described by the environment; return False if there are none."""
     try:
         jax.distributed.initialize(
             initialization_timeout=2 * JOIN_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
-    except ValueError as error:  # jax has found no address, number of processes or process id
+    except ValueError as error:  # jax could not determine the address, number of processes or process id
         address = os.environ.get("JAX_COORDINATOR_ADDRESS")
         require(address is None, "JAX_COORDINATOR_ADDRESS", address, f"{error} Give the three flags instead")
         return False
@@ -186,7 +186,7 @@ def _join_cluster() -> bool:
 
 def _join_alone() -> None:
     jax.config.update("jax_cpu_collectives_implementation", None)  # not needed within one process
-    with socket.socket() as reserved:  # holds the port until gRPC, which shares it, has opened it
+    with socket.socket() as reserved:  # reserves the port until gRPC, which shares it, has opened it
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
         address = "{}:{}".format(*reserved.getsockname())
@@ -203,7 +203,7 @@ def _join_alone() -> None:
 class _Listener(threading.Thread):
     """Thread that ends this process when this process or another one has called `end_all`.
 
-    It asks again and again, because a call that waits in the runtime would delay the end of the process.
+    It polls, because a blocking call in the runtime would delay the end of the process.
     """
 
     def __init__(self):
@@ -219,7 +219,7 @@ class _Listener(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        """Exit as soon as process 0 has chosen the line and the status for all."""
+        """Exit as soon as process 0 has chosen the line and the status of all processes."""
         runtime = _runtime()
         while not self.finished.wait(_POLL_SECONDS):
             try:
@@ -231,10 +231,10 @@ class _Listener(threading.Thread):
                     continue
                 return  # process 0 has died, and the runtime will end this process
             self.told.set()
-            # If a process exited before all have the line, the others would fail with the loss of its connections.
+            # If a process exited before all have read the line, the others would fail with lost connections.
             _wait_for_all("told", _EXIT_SECONDS)
             if runtime.process_id == 0:
-                time.sleep(_POLL_SECONDS)  # the runtime of process 0 answers the others
+                time.sleep(_POLL_SECONDS)  # the others still need the runtime of process 0
             exit_at_once(status, line)
 
     def end_all(self, status: int, line: str) -> NoReturn:
@@ -243,11 +243,11 @@ class _Listener(threading.Thread):
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             runtime.client.key_value_set(f"{_ERRORS}/{runtime.process_id}", json.dumps([status, line]))
         self.join()
-        exit_at_once(status, line)  # process 0 has died, and nobody can be told
+        exit_at_once(status, line)  # process 0 has died, so the others cannot be informed
 
 
 def _choose_ending() -> None:
-    """On process 0: if there are errors, store the first process's status and line, which is to be that of all."""
+    """Store the status and line of the first process with an error, for all processes; runs on process 0."""
     client, num_processes = _runtime().client, _runtime().num_processes
     if not client.key_value_dir_get(_ERRORS):
         return
@@ -261,7 +261,7 @@ def _choose_ending() -> None:
 
 
 def _wait_for_all(name: str, seconds: float) -> bool:
-    """Wait until all processes have called this function with this name; return False if one of them has not."""
+    """Wait until all processes have called this function with this name; return False if it times out."""
     try:
         _runtime().client.wait_at_barrier(f"dape_jax/{name}", int(seconds * 1000))
     except jax.errors.JaxRuntimeError:
@@ -270,7 +270,7 @@ def _wait_for_all(name: str, seconds: float) -> bool:
 
 
 def _require_same_versions() -> None:
-    """Raise `InputError` if this process has other versions than process 0: it might compute something else."""
+    """Raise `InputError` if this process has other versions than process 0: results could differ."""
     runtime, versions = _runtime(), package_versions()
     if runtime.process_id == 0:
         runtime.client.key_value_set(_VERSIONS, json.dumps(versions))
@@ -280,7 +280,7 @@ def _require_same_versions() -> None:
 
 
 def _is_lost_connection(error: Exception) -> bool:
-    is_of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)  # its ValueErrors
+    is_of_runtime = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)  # Gloo raises ValueErrors
     return is_of_runtime and any(words in str(error) for words in _LOST_CONNECTION)
 
 
@@ -304,7 +304,7 @@ def process_zero_only(work: Callable[[], object]) -> None:
 
 
 def process_zero_first(work: Callable[[], Result]) -> Result:
-    """Run `work` on process 0 while the other processes wait, then on those: they may find it done.
+    """Run `work` on process 0 while the other processes wait, then on the others, which may reuse its result.
 
     Raises:
         InputError: raised by `work`; if process 0 raised it, it is raised on all processes.
@@ -315,7 +315,7 @@ def process_zero_first(work: Callable[[], Result]) -> Result:
 
 
 def first_fault(fault: str) -> str:
-    """Return the same message on all processes: that of the first process which has one, or "" if none has."""
+    """Return the same message on all processes: that of the first process with a message, or "" if there is none."""
     return next(filter(None, texts_of_all(fault)), "")
 
 
@@ -332,7 +332,7 @@ def texts_of_all(text: str) -> list[str]:
 
 
 def require_single_process() -> None:
-    """Raise `InputError` if a launcher has started several processes of a program that runs in one."""
+    """Raise `InputError` if a launcher has started several processes of a single-process program."""
     message = "must be 1: this program runs in one process"
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         require(os.environ.get(name, "1") == "1", name, os.environ.get(name), message)
@@ -340,7 +340,7 @@ def require_single_process() -> None:
 
 
 def require_same(field: str, value: str, more: str = "") -> None:
-    """Raise `InputError`, which ends with `more`, on all processes unless all have the same value."""
+    """Raise `InputError`, with a message ending in `more`, on all processes unless all have the same value."""
     processes: dict[str, list[int]] = {}
     for process, text in enumerate(texts_of_all(value)):
         processes.setdefault(text, []).append(process)
@@ -352,9 +352,9 @@ def require_same(field: str, value: str, more: str = "") -> None:
 class PreemptionGuard:
     """Agreement of all processes on the step after which a SIGTERM to any of them stops the run.
 
-    jax chooses, in the background, a number that no process has asked about yet, and answers True for that number
-    only. The numbers asked about must therefore be consecutive from 1: a run that resumes at step 500 first asks about
-    the steps before it.
+    jax chooses, in the background, a step number that no process has queried yet, and returns True for that number
+    only. The queried numbers must therefore be consecutive from 1: a run that resumes at step 500 first queries the
+    steps before it.
     """
 
     def __init__(self):
@@ -368,5 +368,5 @@ class PreemptionGuard:
             stop |= multihost_utils.reached_preemption_sync_point(self.num_asked)
         if stop:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax would report the SIGTERM several times
+            logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax would log the SIGTERM several times
         return stop

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 
 class InputError(ValueError):
-    """Bad input, described in one line that names the field, its value and the allowed values.
+    """Invalid input, described in one line with the field, its value and the allowed values.
 
     Command lines print it without a traceback. Any other exception is a bug and keeps its traceback.
     """
@@ -71,7 +71,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def describe(error: OSError) -> str:
-    """Return the reason of an operating system's error, and its file if it names one: "FILE: Permission denied"."""
+    """Return the reason of an operating system's error, with its file if known: "FILE: Permission denied"."""
     if error.strerror is None:
         return " ".join(str(error).split()) or type(error).__name__
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -83,11 +83,11 @@ def exit_at_once(status: int, line: str) -> NoReturn:
         tqdm.write(f"error: {printable(line)}", file=sys.stderr)  # above a progress bar
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # nobody may be reading the output
+    finally:  # the output may be closed
         os._exit(status)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a program does not fit into a device's memory."""
+    """Return whether an error means that a program does not fit in a device's memory."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "out of memory" in text.lower()

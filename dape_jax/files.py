@@ -1,4 +1,4 @@
-"""Files that survive interruption: atomic writes, JSON with digests, exclusive locks."""
+"""Files that survive interruptions: atomic writes, JSON with digests, exclusive locks."""
 
 import contextlib
 import fcntl
@@ -19,30 +19,30 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(file: AnyPath, content: bytes) -> None:
-    """Write a file so that readers see the old content or the new, even after a power cut.
+    """Write a file atomically: readers see the old or the new content, even after a power failure.
 
     Raises:
         OSError: the directory is missing, not writable or full; the old content is kept.
     """
-    if is_remote(file):  # an object is replaced at once
+    if is_remote(file):  # objects are replaced atomically
         with errors():
             file.write_bytes(content)
         return
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
-        with open(partial, "xb") as opened:  # x: not through a symbolic link that someone else put there
+        with open(partial, "xb") as opened:  # x: do not follow a symbolic link created by another user
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(partial, file)
         sync_directory(file.parent)
     finally:
-        with contextlib.suppress(OSError):  # after the replacement there is nothing to remove
+        with contextlib.suppress(OSError):  # after the rename there is nothing to remove
             partial.unlink()
 
 
 def sync_directory(directory: Path) -> None:
-    """Flush a directory's entries to disk, so that a rename in it survives a power cut."""
+    """Flush a directory's entries to disk, so that a rename in it survives a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -59,7 +59,7 @@ def read_bytes(file: AnyPath) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with errors():
         return file.read_bytes()
@@ -69,7 +69,7 @@ def read_json(file: AnyPath) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        InputError: the file cannot be read, or holds no JSON object.
+        InputError: the file cannot be read, or is not a JSON object.
     """
     try:
         return parse_json(str(file), read_bytes(file))
@@ -78,10 +78,10 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 
 def parse_json(file: str, content: bytes) -> dict[str, Any]:
-    """Return the JSON object that a file of this name holds.
+    """Parse the content of `file` as a JSON object.
 
     Raises:
-        InputError: it holds none.
+        InputError: the content is not a JSON object.
     """
     try:
         value = json.loads(content)
@@ -101,10 +101,11 @@ def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iter
     """Hold an exclusive lock on `directory`, creating it if missing, until the block ends or the process dies.
 
     Args:
-        directory: what to lock.
-        field: name of the flag or argument that gave the directory, for messages.
-        lock_file: name of the file in it that is locked. It stays there, and names the process that holds the lock. A
-            symbolic link is refused: it could name a file of another user's choice.
+        directory: directory to lock.
+        field: name of the flag or argument with the directory, for messages.
+        lock_file: name of the file in the directory that is locked. The file is not deleted, and contains the name of
+            the process that holds the lock. A symbolic link is rejected: it could point to a file of another user's
+            choice.
 
     Raises:
         InputError: another process holds the lock, or the directory cannot be written to.
@@ -123,10 +124,10 @@ def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iter
 
 @contextlib.contextmanager
 def waiting_lock(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, creating it if missing, after the processes of this machine that hold it now.
+    """Hold an exclusive lock on a file, creating it if missing, after waiting for the current holders on this machine.
 
     Raises:
-        OSError: the file cannot be created. (A file system without locks has none to wait for.)
+        OSError: the file cannot be created. (On a file system without locks, this does not wait.)
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -153,6 +154,6 @@ def _lock(descriptor: int, directory: Path, field: str, lock_file: str) -> None:
             f"{field} = {str(directory)!r}: in use by another process{holder and f' ({holder})'}; wait for it, stop it "
             "or choose another directory"
         )
-    with contextlib.suppress(OSError):  # only for the message above; a full disk is reported by what fills it
+    with contextlib.suppress(OSError):  # the content is only for the message above; other writes report a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

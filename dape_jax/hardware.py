@@ -1,4 +1,4 @@
-"""The chips that the project knows, and the TPU slices that can be planned for without having them.
+"""Supported chips, and TPU slices for planning.
 
 In: a device kind (`jax.Device.device_kind`) or the name of a slice (v5e:16x16). Out: vendor figures (`Chip`), slices
 (`Slice`), model FLOPs utilisation. Next: `planning/`, `kernels/`, `training/loop.py`.
@@ -18,20 +18,20 @@ GPU_SHEET = "NVIDIA data sheet,"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A chip, as its vendor describes it."""
+    """Chip with its vendor's figures."""
 
     name: str  # first part of a topology's name: v5e
-    device_kinds: tuple[str, ...]  # names that `jax.Device.device_kind` has for it
+    device_kinds: tuple[str, ...]  # possible values of `jax.Device.device_kind`
     peak_flops: float  # FLOPs per second of bfloat16 matmuls with float32 accumulation, without sparsity
     hbm_bytes: int
     hbm_bytes_per_second: float
-    link_bytes_per_second: float  # received over all links at once: half of what vendors call bidirectional
+    link_bytes_per_second: float  # received over all links together: half of the vendors' bidirectional figure
     source: str  # document with these figures
     vmem_bytes: int | None = None  # VMEM of a core that a Pallas kernel may use; None for a GPU
 
     @property
     def is_tpu(self) -> bool:
-        """Return whether it is a TPU."""
+        """Return whether the chip is a TPU."""
         return self.vmem_bytes is not None
 
 
@@ -57,7 +57,7 @@ def mfu(flops_per_second: float, device_kind: str, num_devices: int) -> float | 
     return None if chip is None else flops_per_second / (chip.peak_flops * num_devices)
 
 
-# The slices that Google Cloud offers. (libtpu compiles for others too, for example 32x16.)
+# Slices offered by Google Cloud. (libtpu also compiles for others, for example 32x16.)
 SHAPES_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 TOPOLOGIES = {"v4": SHAPES_3D, "v5e": SHAPES_2D, "v5p": SHAPES_3D, "v6e": SHAPES_2D}
@@ -65,7 +65,7 @@ TOPOLOGIES = {"v4": SHAPES_3D, "v5e": SHAPES_2D, "v5p": SHAPES_3D, "v6e": SHAPES
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A TPU slice."""
+    """TPU slice."""
 
     name: str  # v5e:4x4
     chip: Chip
@@ -73,7 +73,7 @@ class Slice:
 
 
 def read_topology(topology: str) -> Slice:
-    """Return the slice named by a flag.
+    """Parse a flag such as `v5e:16x16`.
 
     Raises:
         InputError: the chip or the shape is unknown; the message lists the known ones.

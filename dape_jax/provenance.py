@@ -15,7 +15,7 @@ from dape_jax.errors import os_errors, require
 from dape_jax.storage import AnyPath, errors, is_remote
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # whose versions several processes share
+PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # versions must be equal on all processes
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
 
 
@@ -38,15 +38,16 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the versions of this package and of those in `PACKAGES`.
+    """Return the versions of this package and of `PACKAGES`.
 
-    That of this package has a digest of its source, because a git clone has the same version at all commits.
+    The version of this package includes a digest of its source, because a git clone has the same version at all
+    commits.
     """
     found = {}
     for name in ("dape_jax", *PACKAGES):
         try:
             found[name] = version(name)
-        except PackageNotFoundError:  # a clone that is not installed
+        except PackageNotFoundError:  # the clone is not installed
             found[name] = "not installed"
     source = hashlib.sha256()
     for file in sorted(Path(__file__).parent.rglob("*.py")):
@@ -56,16 +57,16 @@ def package_versions() -> dict[str, str]:
 
 
 def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath:
-    """Create a directory for results, before the work begins, and return it.
+    """Create a directory for results before the work begins, and return it.
 
     Args:
-        directory: any directory. Results in the repository's results/ are committed, so they must name a commit that
-            reproduces them.
-        field: name of the flag or argument that gave the directory, for messages.
+        directory: any directory. Results in the repository's results/ are committed, so they must be reproducible from
+            a commit.
+        field: name of the flag or argument with the directory, for messages.
 
     Raises:
-        InputError: the directory cannot be created or is not writable; or it is in results/ and the source has
-            uncommitted changes, which only `DAPE_ALLOW_DIRTY_RESULTS=1` in the environment allows.
+        InputError: the directory cannot be created or is not writable; or it is in results/, the source has uncommitted
+            changes, and the environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
     """
     if is_remote(directory):
         with os_errors(field, str(directory), "cannot be written to"), errors():
@@ -74,7 +75,7 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
             probe.unlink()
         return directory
     if directory.absolute().is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
-        allowed = f"commit the changes, choose a directory outside of results/, or set {ALLOW_DIRTY}=1"
+        allowed = f"commit the changes, choose a directory outside results/, or set {ALLOW_DIRTY}=1"
         clean = not commit().endswith("-dirty")
         require(clean, field, str(directory), f"the source has uncommitted changes; {allowed}")
     with os_errors(field, str(directory), "cannot be written to"):
@@ -86,7 +87,8 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
 def commit() -> str:
     """Return the commit of the source, or "unknown" if it is not a git clone.
 
-    With -dirty if tracked files were changed, except in results/: one command can write several results there.
+    The suffix -dirty is added if tracked files have changed, except in results/, where a command may write several
+    results.
     """
     if not (ROOT / ".git").exists():  # installed: git would describe a repository around the environment
         return "unknown"

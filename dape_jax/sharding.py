@@ -2,8 +2,8 @@
 
 In: names of parameters, letters of activations. Out: shardings. Next: `data/`.
 
-Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table is over letters. It is the same for
-parameters and activations except for two lines.
+Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table maps letters to axes. It is the same
+for parameters and activations except for two lines.
 
 Heads are never split inside attention: the score convolution mixes them, so a device with some of the heads would need
 the scores of all others. Query rows are independent, so attention is split over the batch and over query rows:
@@ -33,7 +33,7 @@ BATCH_AXES = ("data", "fsdp")
 ROW_AXES = ("context", "tensor")  # attention splits query rows over these
 BATCH = PartitionSpec(BATCH_AXES)
 
-# Letters that are in neither table are replicated.
+# Dims with letters in neither table are replicated.
 BOTH_AXES = {"F": "tensor", "V": "tensor", "H": "tensor", "G": "tensor"}
 PARAMETER_AXES = BOTH_AXES | {"D": "fsdp"}
 ACTIVATION_AXES = BOTH_AXES | {"B": BATCH_AXES, "T": "context"}
@@ -44,10 +44,10 @@ class MeshConfig:
     """Sizes of the mesh axes; one of them may be -1, for all remaining devices.
 
     Args:
-        data: copies of the parameters; a multiple of the number of slices.
-        fsdp: shards of the parameters.
-        context: parts of each sequence.
-        tensor: parts of heads, feed-forward width and vocabulary.
+        data: number of copies of the parameters; a multiple of the number of slices.
+        fsdp: number of shards of the parameters.
+        context: number of parts of each sequence.
+        tensor: number of parts of heads, feed-forward width and vocabulary.
     """
 
     data: int
@@ -59,10 +59,10 @@ class MeshConfig:
         for axis in AXES:
             size = getattr(self, axis)
             require(size > 0 or size == -1, f"mesh.{axis}", size, "must be positive, or -1 for all remaining devices")
-        require(dataclasses.astuple(self).count(-1) < 2, "mesh", self.asked(), "must have -1 for one axis at most")
+        require(dataclasses.astuple(self).count(-1) < 2, "mesh", self.asked(), "must have -1 for at most one axis")
 
     def asked(self) -> str:
-        """Return the sizes as a flag, without those of 1: fsdp=4,context=2."""
+        """Return the sizes other than 1 as a flag: fsdp=4,context=2."""
         sizes = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
         return ",".join(sizes) or "data=1"
 
@@ -80,10 +80,10 @@ class MeshConfig:
 
 
 def read_mesh(field: str, text: str) -> MeshConfig:
-    """Parse a flag such as `fsdp=4,context=2`; axes that are not named have size 1.
+    """Parse a flag such as `fsdp=4,context=2`; axes that are not given have size 1.
 
     Raises:
-        InputError: an unknown axis, or a size that is not a number.
+        InputError: an axis is unknown, or a size is not a number.
     """
     given: dict[str, int] = {}
     for item in text.split(","):
@@ -97,7 +97,7 @@ def read_mesh(field: str, text: str) -> MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Make the mesh of a run. Axes are Auto: the compiler shards arrays that the table does not mention.
+    """Make the mesh of a run. Axes are Auto: the compiler shards arrays that are not in the table.
 
     Raises:
         InputError: the product of the axes is not the number of devices, or `data` is not a multiple of the slices.
@@ -114,15 +114,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def mesh_of_all_devices(width: int) -> MeshConfig:
-    """Return a mesh of all devices that shards the parameters as far as they divide the width D."""
+    """Return a mesh of all devices that shards the parameters over as many devices as the width D allows."""
     return MeshConfig(data=-1, fsdp=math.gcd(jax.device_count(), width), context=1, tensor=1)
 
 
 def parameter_spec(name: str, ndim: int) -> PartitionSpec:
     """Return the PartitionSpec of a parameter, from the letters at the end of its name.
 
-    Leading dims beyond the letters are stacked layers. Vectors and parameters without letters are replicated, and so
-    are the heads of parameters without D: only projections are split by head, not biases and score convolutions.
+    Leading dims without letters are stacked layers. Vectors and parameters without letters are replicated, and so are
+    the heads of parameters without D: only projections are split by head, not biases and score convolutions.
     """
     letters = name.rsplit("_", 1)[-1]
     if not letters.isupper() or len(letters) < 2:
@@ -152,32 +152,32 @@ def activation_spec(letters: str) -> PartitionSpec:
 
 
 def in_mesh() -> bool:
-    """Return whether the mesh of `jax.set_mesh` has our axes."""
+    """Return whether the mesh of `jax.set_mesh` has the axes `AXES`."""
     return set(AXES) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def device_platform() -> str:
-    """Return the platform of the mesh of `jax.set_mesh`, whose devices may be abstract, or else of JAX's backend."""
+    """Return the platform of the devices, maybe abstract, of the mesh of `jax.set_mesh`, or else of JAX's backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def this_device_kind() -> str:
-    """Return JAX's name for the devices of `device_platform`: "TPU v5 lite"."""
+    """Return the `device_kind` of the devices of `device_platform`, for example "TPU v5 lite"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def axis_sizes() -> dict[str, int]:
-    """Return the sizes of the axes in the mesh of `jax.set_mesh`; all 1 without a mesh of ours."""
+    """Return the sizes of the axes in the mesh of `jax.set_mesh`; all 1 unless `in_mesh`."""
     return dict(jax.sharding.get_abstract_mesh().shape) if in_mesh() else dict.fromkeys(AXES, 1)
 
 
 def constrain(x: jax.Array, letters: str) -> jax.Array:
-    """Shard an activation by the table, in the mesh of `jax.set_mesh`; return it unchanged without a mesh of ours.
+    """Shard an activation by the table, in the mesh of `jax.set_mesh`; return it unchanged unless `in_mesh`.
 
-    The constraint is needed at the embedding and in every layer: from the parameters' shardings alone the compiler
-    would split the width, and compute the whole batch on every device.
+    The constraint is needed at the embedding and in every layer: from the parameters' shardings alone, the compiler
+    would split the width and compute the whole batch on every device.
     """
     if not in_mesh():
         return x
@@ -185,7 +185,7 @@ def constrain(x: jax.Array, letters: str) -> jax.Array:
 
 
 def full_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
-    """Return the `precision` argument with which a matmul does not round operands of this dtype.
+    """Return the `precision` of a matmul that does not round operands of this dtype.
 
     By default TPUs round float32 operands to bfloat16, and GPUs round them to TF32.
     """
@@ -193,17 +193,17 @@ def full_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
 
 
 def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Compute an einsum of an activation and a parameter, "BTD,DF->BTF", in the mesh of `jax.set_mesh`, if it is ours.
+    """Compute an einsum of an activation and a parameter, "BTD,DF->BTF", also in the mesh of `jax.set_mesh`.
 
-    Each device gathers the weight's shards over `fsdp` and multiplies them with its part of the activation. If the
-    summed dim is split over `tensor`, the partial sums are added. Explicit collectives are needed: they compute nothing
-    twice, gather in the dtype of the matmul, and reduce-scatter the gradients.
+    On a mesh, each device gathers the weight's shards over `fsdp` and multiplies them with its part of the activation.
+    If the summed dim is split over `tensor`, the partial sums are added. The collectives are explicit, so that nothing
+    is computed twice, weights are gathered in the dtype of the matmul, and gradients are reduce-scattered.
 
     Args:
-        equation: with the letters of the tables.
+        equation: einsum with the letters of the tables.
         x: activation, sharded by its letters.
-        weight: parameter, in the dtype of the matmul, in which it is gathered.
-        dtype: of the result; None for that of the arguments.
+        weight: parameter, cast to the dtype of the matmul; it is gathered in this dtype.
+        dtype: dtype of the result; None for that of the arguments.
     """
     precision = full_precision(x.dtype)
     if not in_mesh():
@@ -239,9 +239,9 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 def stripe(x: jax.Array, dim: int) -> jax.Array:
     """Reorder a sequence so that `context` device i of n has rows i, n + i, 2 n + i, ..
 
-    With contiguous parts the last device would have nearly all of a causal mask, and the first almost nothing. With
-    stripes, local row t of device i sees t n + i + 1 keys: devices differ by less than n / T of their work, and not at
-    all in a program whose shapes are the same on every device.
+    With contiguous parts the last device would have nearly all visible keys of a causal mask, and the first almost
+    none. With stripes, local row t of device i sees t n + i + 1 keys: the work of devices differs by less than n / T,
+    and not at all in a program with the same shapes on every device.
 
         rows        0 1 2 3 4 5 6 7
         n = 4       0 4 | 1 5 | 2 6 | 3 7
@@ -261,10 +261,10 @@ def _transposed(x: jax.Array, dim: int, parts: tuple[int, int]) -> jax.Array:
 
 
 def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
-    """Raise `InputError` unless every letter of the table divides over its axis.
+    """Raise `InputError` unless every dim in the table is divisible by the size of its axis.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         sizes: letter -> config field of its size, and the size.
     """
     needed = {"D": ("fsdp",), "T": ROW_AXES} | {letter: (axis,) for letter, axis in BOTH_AXES.items()}
@@ -276,7 +276,7 @@ def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
 
 @functools.cache
 def _held(sharding: NamedSharding, dim: int, size: int) -> tuple[np.ndarray, int, int]:
-    """Return this process's indices of a dim, and which of how many parts they are."""
+    """Return this process's indices of a dim, the number of its part, and the number of parts."""
     shape = tuple(size if d == dim else sharding.mesh.size for d in range(len(sharding.spec)))
     by_process: dict[int, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
@@ -290,12 +290,12 @@ def _held(sharding: NamedSharding, dim: int, size: int) -> tuple[np.ndarray, int
 
 
 def batch_part(mesh: Mesh) -> tuple[int, int]:
-    """Return which part of every batch's rows this process feeds, and the number of parts.
+    """Return the index of the part of a batch's rows that this process loads, and the number of parts.
 
-    Processes with the same rows (if `context` or `tensor` spans processes) feed the same part.
+    Processes with the same rows (if `context` or `tensor` spans processes) load the same part.
 
     Raises:
-        InputError: the rows of two processes overlap in part.
+        InputError: the rows of two processes overlap partially.
     """
     _, part, num_parts = _held(NamedSharding(mesh, activation_spec("BT")), 0, mesh.size)
     return part, num_parts
@@ -311,7 +311,7 @@ def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
 
     Args:
         batch: arrays with dims B, or B and T, of the rows of `batch_part`, each with its whole sequence.
-        mesh: of the run.
+        mesh: mesh of the run.
     """
 
     def put(local: np.ndarray) -> jax.Array:

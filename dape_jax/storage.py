@@ -1,10 +1,10 @@
-"""Paths in object storage, gs:// and s3://, beside local ones; and a lease that takes the place of a lock.
+"""Paths in object storage, gs:// and s3://, and local paths; a lease replaces a lock in object storage.
 
-A bucket has no rename, no appending and no locks. It has what is needed here instead: a write replaces an object at
-once or not at all, a read sees the last write, and a write can demand that the object is still the one that was seen.
+A bucket has no rename, append or locks. Instead, writes are atomic, reads see the last write, and a write can be
+conditional on the object's version.
 
-A local path is a `pathlib.Path`, one in a bucket an `epath.Path`. They have the same methods, but errors of the network
-become `OSError`s only inside `errors()`, and a listing that fails counts as empty outside of `list_directory`.
+A local path is a `pathlib.Path`, a path in a bucket an `epath.Path`. They have the same methods, but network errors
+become `OSError`s only inside `errors()`, and outside `list_directory` a failed listing counts as empty.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from dape_jax.errors import InputError, describe, exit_at_once, require
 
 AnyPath = Path | epath.Path
 
-LEASE_SECONDS = 60.0  # a run that has not renewed its lease for this long stops
+LEASE_SECONDS = 60.0  # a run that could not renew its lease for this long stops
 _RENEW_SECONDS = 10.0
 _WATCH_SECONDS = 1.5 * LEASE_SECONDS  # a lease that was not renewed for this long is taken over
-_ANSWER_SECONDS = LEASE_SECONDS / 3  # to renew it
-_LOOK_SECONDS = 2.0  # between two looks at the lease of another run
+_ANSWER_SECONDS = LEASE_SECONDS / 3  # timeout of a renewal
+_LOOK_SECONDS = 2.0  # interval between reads of another run's lease
 
-_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # of each scheme, for epath and fsspec
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}  # package for each scheme, for epath and fsspec
 _EXTRAS = {"gs": "gcs", "s3": "s3"}
 _LIBRARIES = {"aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests", "s3fs", "urllib3"}
 _TENSORSTORE_ERRORS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "ABORTED")
@@ -51,10 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 def to_path(text: str, field: str) -> AnyPath:
-    """Return the path that a user gives: of the local file system, or gs://bucket/path, or s3://bucket/path.
+    """Parse a path given by a user: a local path, gs://bucket/path or s3://bucket/path.
 
     Raises:
-        InputError: another scheme, a missing bucket, or a package that is not installed; it names the `field`.
+        InputError: the scheme is not supported, the bucket is missing, or a package is not installed. The message names
+            `field`.
     """
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
@@ -63,7 +64,7 @@ def to_path(text: str, field: str) -> AnyPath:
         return Path(text)
     require(scheme in _PACKAGES, field, text, "must be a local path, gs://bucket/path or s3://bucket/path")
     require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")
-    require(not glob.has_magic(rest), field, text, "must have none of * ? [ in a bucket, where they are patterns")
+    require(not glob.has_magic(rest), field, text, "must not contain * ? or [: in a bucket they are patterns")
     package = _PACKAGES[scheme]
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{field} = {text!r}: needs the package {package}: pip install 'dape_jax[{_EXTRAS[scheme]}]'")
@@ -72,7 +73,7 @@ def to_path(text: str, field: str) -> AnyPath:
 
 
 def require_local(text: str, field: str) -> None:
-    """Raise `InputError` for a URL, where only the local file system will do."""
+    """Raise `InputError` for a URL: the path must be in the local file system."""
     require("://" not in text, field, text, "must be a local directory")
 
 
@@ -82,15 +83,15 @@ def is_remote(path: AnyPath) -> TypeIs[epath.Path]:
 
 
 def absolute(path: AnyPath) -> AnyPath:
-    """Return a local path as an absolute one, and one in a bucket as it is."""
+    """Return a local path as an absolute path, and a path in a bucket unchanged."""
     return path if is_remote(path) else path.absolute()
 
 
 def list_directory(directory: AnyPath) -> list[str]:
-    """Return the names in a directory, or [] if there is no such directory.
+    """Return the names in a directory, or [] if the directory does not exist.
 
     Raises:
-        OSError: the directory cannot be read. (The `exists` and `is_dir` of a path in a bucket call that missing.)
+        OSError: the directory cannot be read. (`exists` and `is_dir` of a path in a bucket would return False.)
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if not is_remote(directory):
@@ -103,10 +104,10 @@ def list_directory(directory: AnyPath) -> list[str]:
 
 
 def exists(file: AnyPath) -> bool:
-    """Return whether a file is there; of a symbolic link, also if it leads nowhere.
+    """Return whether a file exists; True for a broken symbolic link.
 
     Raises:
-        OSError: that cannot be found out.
+        OSError: the file system cannot be read.
     """
     if not is_remote(file):
         return os.path.lexists(file)
@@ -122,7 +123,7 @@ def move_directory(source: AnyPath, target: AnyPath) -> None:
     """Rename a directory; in a bucket, copy its files and then delete them.
 
     Raises:
-        OSError: it cannot be moved. In a bucket, a part of it may have been copied.
+        OSError: the directory cannot be moved. In a bucket, a part of it may have been copied.
     """
     if not is_remote(source):
         os.rename(source, target)
@@ -137,7 +138,7 @@ def move_directory(source: AnyPath, target: AnyPath) -> None:
 
 @contextlib.contextmanager
 def errors() -> Iterator[None]:
-    """Raise `OSError` for what the libraries of object storage raise if the network or a permission is missing."""
+    """Raise `OSError` for the exceptions that object storage libraries raise for network or permission errors."""
     try:
         yield
     except OSError:
@@ -149,7 +150,7 @@ def errors() -> Iterator[None]:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """Return whether an error says that a bucket could not be reached or used, not that an object is damaged."""
+    """Return whether an error means that a bucket could not be reached or used, not that an object is damaged."""
     library = type(error).__module__.partition(".")[0]
     is_of_tensorstore = isinstance(error, ValueError) and str(error).startswith(_TENSORSTORE_ERRORS)
     return library in _LIBRARIES or is_of_tensorstore or isinstance(error, ConnectionError | TimeoutError)
@@ -157,11 +158,11 @@ def is_of_network(error: BaseException) -> bool:
 
 @functools.cache
 def _prepare_libraries() -> None:
-    """Set the libraries up for buckets, before their first use.
+    """Configure the libraries for buckets, before their first use.
 
-    What is listed is never cached: another process may write there. Orbax knows TensorStore's driver of Google's
-    storage alone, and is taught that of S3's. gcsfs would ask, on every call, whether a bucket is of a kind that is not
-    used here. TensorStore has its own name for the address of a server that stands in for Google's.
+    Listings are never cached: other processes may write to the directory. Orbax supports only TensorStore's driver for
+    Google Cloud Storage; the S3 driver is added. gcsfs is prevented from checking, on every call, for a kind of bucket
+    that is not used here. TensorStore has its own environment variable for the address of an emulator.
     """
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
@@ -184,36 +185,36 @@ def _prepare_libraries() -> None:
 
 
 def _s3_store(url: str) -> dict[str, Any]:
-    """Return TensorStore's description of a path in S3, with the settings that botocore takes from the environment."""
+    """Return TensorStore's spec of a path in S3, with the settings that botocore reads from the environment."""
     bucket, _, path = url.removeprefix("s3://").partition("/")
     described: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3", os.environ.get("AWS_ENDPOINT_URL"))
     region = os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION"))
     described |= {"endpoint": endpoint} if endpoint else {}
     described |= {"aws_region": region} if region else {}
-    # Otherwise it asks every other source of credentials first, and logs that they have none.
+    # Otherwise TensorStore first tries every other source of credentials, and logs that they have none.
     described |= {"aws_credentials": {"type": "environment"}} if "AWS_ACCESS_KEY_ID" in os.environ else {}
     return described
 
 
-# ---- the lease
+# ---- lease
 
 
 class _ChangedError(Exception):
-    """An object is not the one that was seen."""
+    """Error: the version of an object has changed since it was read."""
 
 
 @contextlib.contextmanager
 def lease(directory: epath.Path, field: str, name: str) -> Iterator[None]:
     """Hold a lease on a directory in a bucket until the block ends: the object `name` in it, renewed by a thread.
 
-    The object is created, renewed and taken over only if it is the one that was seen last. A run that could not renew
-    it for `LEASE_SECONDS`, or that finds another's, ends at once, with status 1 and without saving. Nothing depends on
-    the clocks of two machines: who wants the lease of a run that was killed watches for `1.5 LEASE_SECONDS` that it is
-    not renewed. On the same machine a process that has ended is known to be dead.
+    The object is created, renewed and taken over only if its version is the one that was read last. A run that could
+    not renew it for `LEASE_SECONDS`, or that finds another run's lease, exits immediately with status 1, without
+    saving. The clocks of machines are never compared: a run takes over the lease of a killed run after observing for
+    `1.5 LEASE_SECONDS` that it is not renewed. On the same machine, the end of the other process is detected.
 
     Raises:
-        InputError: another run holds it, or the directory cannot be written to.
+        InputError: another run holds the lease, or the directory cannot be written to.
     """
     try:
         with errors():
@@ -234,7 +235,7 @@ def lease(directory: epath.Path, field: str, name: str) -> Iterator[None]:
 
 
 class _Lease:
-    """The object of a lease, and the version of it that was written last."""
+    """Object of a lease, with the version that was written last."""
 
     def __init__(self, file: epath.Path):
         self.file = file
@@ -242,10 +243,10 @@ class _Lease:
         self.id, self.version = uuid.uuid4().hex, ""
 
     def acquire(self, field: str) -> None:
-        """Write the object, if it is missing, released or no longer renewed.
+        """Write the object if it is missing, released or no longer renewed.
 
         Raises:
-            InputError: it is another run's.
+            InputError: another run holds the lease.
         """
         while True:
             with contextlib.suppress(_ChangedError):
@@ -256,7 +257,7 @@ class _Lease:
                 return
 
     def wait_for_end(self, field: str) -> None:
-        """Return when the run that holds the lease is seen to have ended, or its object to have changed."""
+        """Wait until the run that holds the lease has ended, or its object has changed."""
         holder = self.holder()
         if holder["released"] or (holder["machine"] == _machine() and not Path(f"/proc/{holder['process']}").exists()):
             return
@@ -276,7 +277,7 @@ class _Lease:
                 )
 
     def renew(self, ended: threading.Event) -> None:
-        """Write the object again and again, until the event is set."""
+        """Write the object repeatedly until the event is set."""
         renewed = time.monotonic()
         while not ended.wait(_RENEW_SECONDS):
             begun = time.monotonic()
@@ -298,7 +299,7 @@ class _Lease:
         return ""
 
     def holder(self) -> dict[str, Any]:
-        """Return the content of the object: who holds it."""
+        """Return the content of the object, which describes the holder."""
         nobody = {"host": "unknown", "process": 0, "machine": "", "released": False}
         try:
             return nobody | json.loads(self.system.cat_file(self.path))
@@ -306,10 +307,10 @@ class _Lease:
             return nobody
 
     def write(self, released: bool = False) -> None:
-        """Replace the object, if it is the version that was seen or written last.
+        """Replace the object if its version is the one that was read or written last.
 
         Raises:
-            _ChangedError: it is not.
+            _ChangedError: the version has changed.
         """
         content = json.dumps(
             {
@@ -318,14 +319,14 @@ class _Lease:
                 "machine": _machine(),
                 "released": released,
                 "id": self.id,
-                "written": uuid.uuid4().hex,  # no two versions are equal
+                "written": uuid.uuid4().hex,  # makes every version unique
             }
         ).encode()
         try:
             with errors():
                 self.version = self.put(content)
         except OSError as error:
-            # A write that was answered too late, and tried again, has changed the object itself.
+            # A write with a late answer is retried: its first attempt may have changed the object.
             version = self.seen()
             if version and self.system.cat_file(self.path) == content:
                 self.version = version
@@ -350,14 +351,14 @@ class _Lease:
 
 
 def _end(reason: str) -> None:
-    """End the process: the directory into which it would still write may be another run's."""
+    """Exit the process: another run may own the directory."""
     exit_at_once(1, f"{reason}; the same command resumes from the newest checkpoint")
 
 
 def _machine() -> str:
-    """Return what tells this machine, since it was started, and this container from others; "" if unknown."""
+    """Return an identifier of this machine since its start and of this container, or "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return uuid.uuid4().hex  # equal to no other
+        return uuid.uuid4().hex  # unique

@@ -1,17 +1,17 @@
-"""Corrupt every kind of file of a run in twelve ways, and check what `train.py` and `eval.py` make of it.
+"""Corrupt every kind of file of a run in twelve ways, and check how `train.py` and `eval.py` react.
 
     python scripts/corrupt.py --output=results/survival
 
-A tiny run is trained, and a copy of it cut off after step 4 of 8. For each case one file of the copy, or of its corpus,
-is corrupted; then the run is resumed, or evaluated. Allowed are
+A tiny run is trained, and a copy of it truncated after step 4 of 8. For each case one file of the copy, or of its
+corpus, is corrupted; then the run is resumed or evaluated. Allowed outcomes:
 
-    equal      it ends as if nothing had happened: the same bits in the last checkpoint, the same results
+    equal      the file does not matter: bitwise the same last checkpoint, the same results
     older      `eval.py` skips the damaged checkpoint with a warning, and evaluates an older one
-    one line   it is refused in one line, and files outside of `damaged/` are left as they were
+    one line   an error of one line, and files outside `damaged/` are unchanged
 
-Anything else is reported and makes the status 1: a traceback, other bits, other results, a process that hangs. Files of
-one kind, for example the chunks of arrays, count once. Processes of root give up the right to read all files. The
-counts are written to OUTPUT/corrupt.json.
+All other outcomes are reported and make the status 1: a traceback, different bits or results, a process that hangs.
+Files of one kind, for example the chunks of arrays, count once. Processes of root drop the capability to read all
+files. The counts are written to OUTPUT/corrupt.json.
 """
 
 import atexit
@@ -45,7 +45,7 @@ from dape_jax.provenance import make_results_directory, provenance
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS, CUT_AT = 8, 4
 TIMEOUT_S = 120  # for one process, which takes seconds on an idle machine
-CAPABILITY_VERSION, READ_ALL = 0x20080522, 0b110  # of Linux: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+CAPABILITY_VERSION, READ_ALL = 0x20080522, 0b110  # Linux capabilities CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
 ALLOWED = ("equal", "older", "one line")
 
 
@@ -53,7 +53,7 @@ ALLOWED = ("equal", "older", "one line")
 
 
 def random_bytes(file: Path, draw: random.Random) -> None:
-    """Replace the content by as many random bytes."""
+    """Replace the content by the same number of random bytes."""
     file.write_bytes(draw.randbytes(max(1, file.stat().st_size)))
 
 
@@ -69,7 +69,7 @@ def flip(place: Callable[[int, random.Random], int]) -> Callable[[Path, random.R
 
 
 def cut(keep: float) -> Callable[[Path, random.Random], None]:
-    """Return a function that cuts off the end of a file."""
+    """Return a function that truncates a file."""
     return lambda file, draw: os.truncate(file, int(file.stat().st_size * keep))
 
 
@@ -103,10 +103,10 @@ CORRUPTIONS: dict[str, Callable[[Path, random.Random], object]] = {
 
 
 class Runner:
-    """Runs command lines in forks of this process, which has imported everything but not begun to use JAX's devices."""
+    """Runs command lines in forks of this process, which has imported all modules but not used JAX's devices."""
 
     def __init__(self, directory: Path, settings: Any):
-        """Prepare to run command lines from a program with these settings."""
+        """Import the modules of the command lines; `settings` are those of the calling program."""
         os.environ |= {"JAX_PLATFORMS": "cpu", "MPLCONFIGDIR": str(directory / "matplotlib"), "HOME": str(directory)}
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(directory / "cache")}
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -116,14 +116,14 @@ class Runner:
         self.directory, self.own_flags = directory, [field.name for field in dataclasses.fields(settings)]
 
     def run(self, *arguments: str) -> tuple[int | None, str]:
-        """Return the status of a command line, or None if it hangs, and what it wrote to standard error."""
+        """Return the status of a command line, or None if it hangs, and its standard error."""
         log = self.directory / "stderr"
         log.unlink(missing_ok=True)
         process = os.fork()
         if process == 0:
             try:
                 self._become(log, arguments)
-            except BaseException:  # of any kind: this process is not the test any more
+            except BaseException:  # of any kind: a fork must not continue as the test
                 traceback.print_exc()
                 os._exit(1)
         started = time.monotonic()
@@ -142,7 +142,7 @@ class Runner:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         give_up_reading_all()
         flags.FLAGS.unparse_flags()
-        for name in self.own_flags:  # the other program defines its own
+        for name in self.own_flags:  # the command line defines its own flags
             delattr(flags.FLAGS, name)
         sys.argv = list(arguments)
         status = 0
@@ -200,12 +200,12 @@ def digests(workdir: Path) -> Any:
 
 
 def curves(output: Path) -> Any:
-    """Return what was evaluated, without provenance."""
+    """Return the evaluation results, without provenance."""
     return json.loads((output / "lengths.json").read_text())["runs"]
 
 
 def files_of(directory: Path) -> dict[str, bytes | str]:
-    """Return the content of all files that do not change when nothing happens."""
+    """Return the content of all files, except those that change in every run."""
     found: dict[str, bytes | str] = {}
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))
@@ -222,7 +222,7 @@ def kind_of(name: str) -> str:
 
 
 def outcome(status: int | None, said: str) -> str:
-    """Return what happened, as far as a process alone tells."""
+    """Classify the outcome by status and standard error."""
     if status is None:
         return "hangs"
     if status < 0:
@@ -231,14 +231,14 @@ def outcome(status: int | None, said: str) -> str:
         return "traceback"
     if status == 0:
         return "ended"
-    said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", said)  # of progress bars
+    said = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", said)  # escape sequences of progress bars
     errors = [line for line in said.splitlines() if line.strip().startswith("error: ")]
     return "one line" if len(errors) == 1 else f"{len(errors)} error lines"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     seed: int = flag(0, "Seed of the random places and bytes.")
     kinds: str = flag("", "Regular expression of the kinds of files; all if not given.")
@@ -254,7 +254,7 @@ def main(_: list[str]) -> None:
     """Corrupt all files in all ways, and write the counts."""
     settings = from_flags(Settings)
     directory = make_results_directory(Path(settings.output))
-    scratch = Path(tempfile.mkdtemp(prefix="corrupt_"))  # each fork would remove a TemporaryDirectory at its end
+    scratch = Path(tempfile.mkdtemp(prefix="corrupt_"))  # a TemporaryDirectory would be removed by each fork
     try:
         result = corrupt(scratch, settings)
     finally:
@@ -267,7 +267,7 @@ def main(_: list[str]) -> None:
 
 
 def corrupt(scratch: Path, settings: Settings) -> dict[str, Any]:
-    """Return the counts of outcomes, and the cases that are not allowed; `scratch` is an empty directory."""
+    """Return the counts of outcomes, and the forbidden outcomes; `scratch` is an empty directory."""
     ways = settings.ways
     text = scratch / "text"
     text.mkdir()
@@ -284,7 +284,7 @@ def corrupt(scratch: Path, settings: Settings) -> dict[str, Any]:
         if step.name.isdecimal() and int(step.name) > CUT_AT:
             shutil.rmtree(step)
     (cut_off / "skipped.jsonl").write_text('{"step": 1, "reason": "bad"}\n')
-    shutil.copytree(cut_off, scratch / "run")  # results name the directory
+    shutil.copytree(cut_off, scratch / "run")  # results contain the name of the directory
     status, said = runner.run(*eval_arguments(scratch / "run", scratch / "cut_off_results"))
     if status != 0:
         raise RuntimeError(f"the run without corruption cannot be evaluated:\n{said}")
@@ -339,7 +339,7 @@ def corrupt(scratch: Path, settings: Settings) -> dict[str, Any]:
 
 
 def give_up_reading_all() -> None:
-    """Obey permissions in this process, also if it is root's."""
+    """Drop the capabilities to bypass file permissions in this process."""
     libc = ctypes.CDLL(None)
     header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
     libc.capget(header, data)

@@ -1,15 +1,15 @@
-"""Let the disk fill up at many moments of a run, and check that nothing is lost.
+"""Fill the disk at many different times of a run, and check that nothing is lost.
 
     sudo python scripts/full_disk.py --count=50 --output=results/survival
 
-A tiny run trains in a file system in memory that is too small for it: `--count` sizes between nothing and what the run
-takes, so that it fills up at different writes. Allowed are
+A tiny run trains in an in-memory file system that is too small: `--count` sizes between 0 and the size of the run, so
+that it is full at different writes. Allowed outcomes:
 
-    refused      one line, before or during the training; after the file system was enlarged, the same command ends
-                 with the same bits as a run that always had enough space
-    equal        the run ends with the same bits at once, as the space was enough
+    refused      an error of one line, before or during the training; after the file system was enlarged, the same
+                 command ends bitwise equal to a run with enough space
+    equal        the space was enough, and the run ends bitwise equal
 
-Anything else is reported and makes the status 1. The counts are written to OUTPUT/full_disk.json. Mounting a file
+All other outcomes are reported and make the status 1. The counts are written to OUTPUT/full_disk.json. Mounting a file
 system needs root.
 """
 
@@ -42,7 +42,7 @@ ENOUGH = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     count: int = flag(50, "Number of sizes of the file system.")
     output: str = flag("results/survival", "Directory of the JSON.")
@@ -53,7 +53,7 @@ class Settings:
 
 @contextlib.contextmanager
 def mounted(directory: Path, size: int) -> Iterator[None]:
-    """Mount a file system of this size, in bytes, in memory."""
+    """Mount an in-memory file system of this size, in bytes."""
     mount(directory, f"size={size}")
     try:
         yield
@@ -62,7 +62,7 @@ def mounted(directory: Path, size: int) -> Iterator[None]:
 
 
 def mount(directory: Path, options: str) -> None:
-    """Mount a file system in memory, or change its size."""
+    """Mount an in-memory file system, or change its size."""
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     subprocess.run(command, check=True, capture_output=True)
 
@@ -72,7 +72,7 @@ def main(_: list[str]) -> None:
     settings = from_flags(Settings)
     require(os.geteuid() == 0, "user", os.geteuid(), "must be 0: only root can mount a file system")
     directory = make_results_directory(Path(settings.output))
-    scratch = Path(tempfile.mkdtemp(prefix="full_disk_"))  # each fork would remove a TemporaryDirectory at its end
+    scratch = Path(tempfile.mkdtemp(prefix="full_disk_"))  # a TemporaryDirectory would be removed by each fork
     try:
         result = full_disk(scratch, settings)
     finally:
@@ -85,7 +85,7 @@ def main(_: list[str]) -> None:
 
 
 def full_disk(scratch: Path, settings: Settings) -> dict[str, Any]:
-    """Return the counts of outcomes, and the cases that are not allowed."""
+    """Return the counts of outcomes, and the forbidden outcomes."""
     count, text, disk = settings.count, scratch / "text", scratch / "disk"
     text.mkdir()
     disk.mkdir()

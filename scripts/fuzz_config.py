@@ -1,11 +1,11 @@
-"""Read randomly changed configs, and check that each is accepted or refused in one line.
+"""Read randomly changed configs, and check that each is accepted or rejected in one line.
 
     python scripts/fuzz_config.py --count=1000 --seed=0
 
-Each config is a recipe of `configs/` with one to three fields changed: other types, extreme numbers, unknown or missing
-fields, strings of any characters. It is read as `train.py` reads it, and if it is accepted, the model is traced,
-without device work. Anything but acceptance or an `InputError` of one line is reported and makes the status 1. The
-counts are written to OUTPUT/fuzz_config.json.
+Each config is a recipe of `configs/` with one to three changed fields: other types, extreme numbers, unknown or missing
+fields, strings of any characters. It is read as in `train.py`, and if it is accepted, the model is traced without using
+a device. All outcomes except acceptance and an `InputError` of one line are reported and make the status 1. The counts
+are written to OUTPUT/fuzz_config.json.
 """
 
 import collections
@@ -34,8 +34,8 @@ from dape_jax.provenance import make_results_directory, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (("quickstart", None), ("small", None), ("paper", None), ("che", "task=even_pairs"))
-SLOW_S = 20  # longer than reading and tracing takes, also on a busy machine
-TRACED_LAYERS = 64  # of an accepted model
+SLOW_S = 20  # more than reading and tracing takes on a busy machine
+TRACED_LAYERS = 64  # maximum layers of a model that is traced
 STRANGE: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**32, 2**63, 10**20, -(2**63), 0.0, -0.5, 0.5, 1.0,
     1e308, 1e-320, math.inf, -math.inf, math.nan, "", "auto", "none", "a" * 5000, "\x1b[2J", "\u202e", "\ud800", "1",
@@ -45,7 +45,7 @@ STRANGE: tuple[Any, ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     count: int = flag(1000, "Number of configs.")
     seed: int = flag(0, "Seed of the changes.")
@@ -65,7 +65,7 @@ def paths_of(spec: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 def value_at(spec: Any, path: tuple[str, ...]) -> Any:
-    """Return the value at a path, or None if there is none."""
+    """Return the value at a path, or None if the path does not exist."""
     for name in path:
         if not isinstance(spec, dict) or name not in spec:
             return None
@@ -74,7 +74,7 @@ def value_at(spec: Any, path: tuple[str, ...]) -> Any:
 
 
 def change(spec: dict[str, Any], recipes: list[dict[str, Any]], draw: random.Random) -> str:
-    """Change one field of a config, and return what was done."""
+    """Change one field of a config, and return a description of the change."""
     path = draw.choice(paths_of(spec))
     parent = spec
     for name in path[:-1]:
@@ -109,13 +109,13 @@ def read(spec: dict[str, Any]) -> None:
 
 
 def fuzz(settings: Settings) -> dict[str, Any]:
-    """Return the counts of outcomes, and the configs that are neither accepted nor refused in one line."""
+    """Return the counts of outcomes, and the configs that are neither accepted nor rejected in one line."""
     jax.config.update("jax_platforms", "cpu")
     recipes = []
     for name, argument in RECIPES:
         spec = read_module(ROOT / "configs" / f"{name}.py").get_config(argument).to_dict()
         if "path" in spec["data"]:
-            spec["data"]["path"] = spec["data"]["path"] or "text"  # of the paper's recipe it is required
+            spec["data"]["path"] = spec["data"]["path"] or "text"  # the paper's recipe has no default
         read(spec)
         recipes.append(spec)
     draw = random.Random(settings.seed)
@@ -130,7 +130,7 @@ def fuzz(settings: Settings) -> dict[str, Any]:
         except InputError as error:
             said = printable(str(error))
             outcome = "one line" if len(said.splitlines()) == 1 and len(said) < 8000 else "several lines"
-        except Exception as error:  # of any kind: it is what is looked for
+        except Exception as error:  # of any kind: these are the errors to find
             said = f"{type(error).__name__}: {error}"[:500]
             outcome = type(error).__name__
         if time.monotonic() - started > SLOW_S:

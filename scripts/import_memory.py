@@ -3,11 +3,11 @@
     python scripts/import_memory.py
 
 Checkpoints with the shapes of published models are written as sparse files of zeros, which take no disk space. Each is
-imported by `dape_jax.pretrained.load`, in a process of its own, onto eight simulated devices (--mesh=fsdp=8). The
-memory of these devices is that of the machine, so the peak holds the parameters, in float32; what is beyond them is the
-memory of the import itself, in which the largest tensor decides. The peak is measured before the checkpoint of the run
-is written (`read`), and at the end (`whole`). The 8B model has 6 of its 32 layers, because the parameters of all would
-take 32 GB; the sizes of its tensors, which decide, are the published ones.
+imported by `dape_jax.pretrained.load`, in a separate process, onto eight simulated devices (--mesh=fsdp=8). These
+devices use the machine's memory, so the peak includes the parameters, in float32; the rest is the memory of the import
+itself, which depends on the largest tensor. The peak is measured before the checkpoint of the run is written (`read`),
+and at the end (`whole`). The 8B model has 6 of its 32 layers, because the parameters of all would take 32 GB; its
+tensors have the published sizes.
 
 The results are written to OUTPUT/import_memory.json.
 """
@@ -56,7 +56,7 @@ LLAMA_3_8B = {
 }
 MODELS = {"pythia-2.8b": (PYTHIA_2_8B, "F16"), "llama-3-8b, 6 of 32 layers": (LLAMA_3_8B, "BF16")}
 
-# Runs in the measured process: the import, with the peak before the checkpoint is written.
+# Program of the measured process: the import, with the peak before the checkpoint is written.
 IMPORT = """
 import resource, sys
 from pathlib import Path
@@ -79,7 +79,7 @@ print("whole", peak() - begin)
 
 
 def main(_: list[str]) -> None:
-    """Import every model, print and write the figures."""
+    """Import every model; print and write the figures."""
     output = make_results_directory(Path(OUTPUT.value))
     results = []
     for name, (config, dtype) in MODELS.items():
@@ -126,7 +126,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_sparse(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
-    """Write a safetensors file whose tensors are zeros that take no space."""
+    """Write a sparse safetensors file with zeros."""
     header, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + 2 * math.prod(shape)

@@ -1,21 +1,21 @@
-"""Kill a training run repeatedly, and check that it ends with the same bits as an undisturbed run.
+"""Kill a training run repeatedly, and check that it ends bitwise equal to an uninterrupted run.
 
     python scripts/kill_test.py --kills=100
     python scripts/kill_test.py --kills=20 --storage=s3 --fail=0.01 --slow=0.02
     python scripts/kill_test.py --kills=25 --processes=2
 
-`train.py` trains a tiny model twice with the same command. The first run is not disturbed. The second is killed at
-random moments, by SIGKILL or SIGTERM, and restarted with the same command until it ends. Then the parameters, the
+`train.py` trains a tiny model twice with the same command. The first run is uninterrupted. The second is killed at
+random times, with SIGKILL or SIGTERM, and restarted with the same command until it ends. Then the parameters, the
 optimizer, the counters and the data position of both are compared, array by array and by their digests. The counts are
-written to `results/survival/kill_test.json`, or `kill_test_s3.json`, `kill_test_2_processes.json`. One process takes
-some seconds, most of them for imports.
+written to `results/survival/kill_test.json`, or `kill_test_s3.json`, `kill_test_2_processes.json`. A process takes
+several seconds, mostly for imports.
 
-With `--storage`, the second run is in a bucket of `object_storage.py`, whose requests may fail; the first is on the
-local disk. With `--processes`, a signal goes to one process, and the others must end as well, before all are restarted.
+With `--storage`, the second run is in a bucket of `object_storage.py`, where requests may fail; the first is on the
+local disk. With `--processes`, one process is killed, and the others must also end before all are restarted.
 
-The phase in which a signal arrives is read from a file that the run writes: `OBSERVED` wraps three functions and counts
-their calls, and is otherwise `train.py`. A save continues in the background of the steps that follow; unfinished files
-show whether a save was in progress.
+The phase in which a signal arrives is read from a file written by the run: `OBSERVED` is `train.py` with three
+functions wrapped to count their calls. A save continues in the background of the next steps; unfinished files show
+whether a save was in progress.
 """
 
 import collections
@@ -48,12 +48,12 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import object_storage  # noqa: E402
 
 KILLS = flags.DEFINE_integer("kills", 100, "Number of kills.", lower_bound=1)
-STORAGE = flags.DEFINE_enum("storage", "local", ["local", "s3", "gs"], "Where the run is that is killed.")
+STORAGE = flags.DEFINE_enum("storage", "local", ["local", "s3", "gs"], "Location of the run that is killed.")
 PROCESSES = flags.DEFINE_integer("processes", 1, "Number of processes of a run.", lower_bound=1)
 OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
 
 PHASES = ("start-up", "step", "validation", "save")
-MAX_STEPS = 8  # before a kill; with a checkpoint after every second step, most processes make progress
+MAX_STEPS = 8  # maximum steps before a kill; with a checkpoint every second step, most processes make progress
 TIMEOUT_S = 300  # for one phase of a process, which takes seconds on an idle machine
 ENDED, STOPPED, LOST = 0, 128 + signal.SIGTERM, 128 + signal.SIGABRT
 OTHERS_TIMEOUT_S = 40  # for the other processes of a run to end after one was killed
@@ -104,7 +104,7 @@ class Process:
         self.last_note = ""
 
     def at(self) -> tuple[str, dict[str, int]]:
-        """Return the present phase, and the number of calls by phase."""
+        """Return the current phase, and the number of calls by phase."""
         phase, *calls = self.note.read_text().split()
         return phase, dict(zip(PHASES[1:], map(int, calls), strict=True))
 
@@ -117,7 +117,7 @@ class Process:
             time.sleep(0.0005)
 
     def check_timeout(self) -> None:
-        """Kill the process and raise `RuntimeError` if nothing has happened for too long."""
+        """Kill the process and raise `RuntimeError` if it has made no progress for too long."""
         if (note := self.note.read_text()) != self.last_note:
             self.last_note, self.noted = note, time.monotonic()
         if time.monotonic() - self.noted > TIMEOUT_S:
@@ -125,7 +125,7 @@ class Process:
             raise RuntimeError(f"hangs in {self.at()}:\n{self.tail()}")
 
     def end(self, *more: int) -> int:
-        """Wait for the end and return the status; raise `RuntimeError` if it is an unexpected one."""
+        """Wait for the end and return the status; raise `RuntimeError` if it is unexpected."""
         while self.popen.poll() is None:
             self.check_timeout()
             time.sleep(0.005)
@@ -135,15 +135,15 @@ class Process:
         return status
 
     def end_after_another(self) -> int:
-        """Wait for the end, and return the status, after another process of the run has ended.
+        """Wait for the end after another process of the run has ended, and return the status.
 
-        A process that waits for the others to start would wait for minutes; a launcher kills it, and so does this.
+        A process that waits for the others to start would wait for minutes; this function kills it, as a launcher does.
         """
         end = time.monotonic() + OTHERS_TIMEOUT_S
         while self.popen.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
         self.popen.kill()
-        # jax's runtime aborts it, in any line of its code; Python's handler may fail at printing the stacks then.
+        # jax's runtime may abort it at any line; Python's handler may then fail while printing the stacks.
         return self.end(LOST, -signal.SIGABRT, -signal.SIGSEGV)
 
     def tail(self) -> str:
@@ -169,7 +169,7 @@ def main(_: list[str]) -> None:
     result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
     write_json(output / f"kill_test{of_bucket}{of_processes}.json", result)
     print(json.dumps(result, indent=2), flush=True)
-    os._exit(0)  # the threads of the servers
+    os._exit(0)  # do not wait for the threads of the servers
 
 
 def start(command: list[str], directory: Path, processes: int) -> list[Process]:
@@ -187,17 +187,18 @@ def kill_test(directory: Path, killed: AnyPath, kills: int, seed: int, processes
         directory: directory for text and runs.
         killed: workdir of the run that is killed.
         kills: number of kills.
-        seed: seed of the random moments.
+        seed: seed of the random times.
         processes: number of processes of each run.
 
     Raises:
-        RuntimeError: a run hangs, fails, or ends with other bits.
+        RuntimeError: a run hangs, fails, or ends with different bits.
     """
     text = directory / "text"
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
-    # SIGTERM is noticed within a second, in which a tiny model takes dozens of steps, but few if it saves to a bucket.
+    # SIGTERM is detected within a second. A tiny model takes dozens of steps in this time, but few with saves to a
+    # bucket.
     num_steps = (6 if is_remote(killed) else 12) * kills + 40
     whole = directory / "whole"
     begun = time.monotonic()
@@ -256,11 +257,11 @@ def end_all(run: list[Process]) -> None:
     """Wait for the end of all processes of a run; raise `RuntimeError` if one was killed."""
     for process in run:
         if process.end() != ENDED:
-            raise RuntimeError(f"killed by someone else:\n{process.tail()}")
+            raise RuntimeError(f"killed by another program:\n{process.tail()}")
 
 
 def unfinished(workdir: AnyPath) -> bool:
-    """Return whether there is a step that is not complete, which means that a save is in progress."""
+    """Return whether an incomplete step exists, which means that a save is in progress."""
     entries = list_directory(workdir / "checkpoints")
     if is_remote(workdir):
         return any(name.isdecimal() for name in set(entries) - set(step_names(workdir)))
@@ -311,7 +312,7 @@ def compare(whole: dict[str, Any], killed: dict[str, Any]) -> int:
     """Return the number of arrays, after checking that arrays, digests and data positions are equal.
 
     Raises:
-        RuntimeError: something differs.
+        RuntimeError: they differ.
     """
     other = [name for name in ("data", "digests") if whole[name] != killed[name]]
     arrays = [jax.tree_util.tree_leaves_with_path({k: v for k, v in run.items() if k not in ("data", "digests")})
@@ -320,7 +321,7 @@ def compare(whole: dict[str, Any], killed: dict[str, Any]) -> int:
         if np.asarray(one).tobytes() != np.asarray(two).tobytes():
             other.append(jax.tree_util.keystr(path))
     if other:
-        raise RuntimeError(f"not the same bits as without kills: {other}")
+        raise RuntimeError(f"not bitwise equal to the run without kills: {other}")
     return len(arrays[0])
 
 

@@ -1,13 +1,13 @@
-"""Serve S3 and Google Cloud Storage on the loopback interface, for trying and testing, with requests that fail.
+"""Serve S3 and Google Cloud Storage on the loopback interface, with failing requests, for tests.
 
     python scripts/object_storage.py --fail=0.02 --slow=0.05
 
-It prints the environment in which `train.py`, `eval.py` and the tools take s3://bucket/ and gs://bucket/ from here, as
-lines for a shell, and serves until it is stopped. Nothing is kept.
+It prints shell commands that set the environment in which `train.py`, `eval.py` and the tools use these servers for
+s3://bucket/ and gs://bucket/, and serves until it is stopped. Nothing is stored permanently.
 
-The servers are those of the packages `moto` and `gcp-storage-emulator`. Before each stands a proxy, which answers a
-share of the requests with status 503, drops the answers of as many, delays others, and adds to the second server what
-it lacks: writes that depend on the version of an object.
+The servers are those of the packages `moto` and `gcp-storage-emulator`. A proxy for each answers a share of the
+requests with status 503, drops the answers of the same share, delays others, and adds conditional writes to the second
+server, which does not support them.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from moto.server import ThreadedMotoServer
 
 from dape_jax import command_line
 
-FAIL = flags.DEFINE_float("fail", 0.0, "Share of the requests that fail, half of them after they were carried out.")
+FAIL = flags.DEFINE_float("fail", 0.0, "Share of the requests that fail, half of them after execution.")
 SLOW = flags.DEFINE_float("slow", 0.0, "Share of the requests that take a second longer.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of everything that is random.")
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults.")
 
 BUCKET = "bucket"
 HOST = "127.0.0.1"
@@ -39,7 +39,7 @@ HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 
 class Faults:
-    """Shares of requests that fail and that are slow; may be changed while the servers run."""
+    """Shares of failing and slow requests; may be changed while the servers run."""
 
     def __init__(self, fail: float = 0.0, slow: float = 0.0, seed: int = 0):
         self.fail, self.slow, self.random = fail, slow, random.Random(seed)
@@ -47,16 +47,16 @@ class Faults:
 
 
 def free_port() -> int:
-    """Return a port that no other server has."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
 
 
 def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
-    """Return a server that passes requests on to another, except for faults; its thread runs."""
-    answers: dict[str, tuple[int, Mapping[str, str], bytes]] = {}  # to the parts of uploads
-    writing = threading.Lock()  # so that an object's version is compared and its content written at once
+    """Start a server, in a thread, that forwards requests to another server, except for faults."""
+    answers: dict[str, tuple[int, Mapping[str, str], bytes]] = {}  # answers to the parts of uploads
+    writing = threading.Lock()  # makes the comparison of an object's version and the write atomic
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -74,18 +74,18 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
                     self.answer(503, {"Content-Type": "text/plain"}, b"a fault")
                     return
             status, headers, content = self.conditional(body)
-            if "upload_id=" in self.path:  # the second server forgets an upload when it is complete
+            if "upload_id=" in self.path:  # the second server deletes an upload when it is complete
                 if status == 404:
                     status, headers, content = answers.get(self.path, (status, headers, content))
                 answers[self.path] = status, headers, content
-            if draw < faults.fail:  # carried out, and the answer lost
+            if draw < faults.fail:  # executed, but the answer is lost
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
             self.answer(status, headers, content)
 
         def conditional(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-            """Return the answer, with what the second server lacks: an object's version, to read and as a condition."""
+            """Return the answer, with object versions and conditional writes, which the second server lacks."""
             url = urllib.parse.urlsplit(self.path)
             query = urllib.parse.parse_qs(url.query)
             condition, is_read = query.get("ifGenerationMatch"), "media" in query.get("alt", [])
@@ -138,7 +138,7 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # clients that were killed
+            pass  # killed clients
 
     server = Server((HOST, 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -147,8 +147,8 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
 
 @contextlib.contextmanager
 def servers(faults: Faults) -> Iterator[dict[str, str]]:
-    """Run both servers with one bucket each; yield the environment that leads to them."""
-    for name in ("werkzeug", "gcp_storage_emulator"):  # which log every request
+    """Run both servers with one bucket each; yield the environment variables that select them."""
+    for name in ("werkzeug", "gcp_storage_emulator"):  # they log every request
         logging.getLogger(name).setLevel(logging.CRITICAL)
     s3 = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
     s3.start()

@@ -2,7 +2,7 @@
 
     python scripts/plan_sizes.py [NAME ..]
 
-Runs `python -m dape_jax.planning` for each plan below, or for the named ones. Writes plan.json and plan.md in
+Runs `python -m dape_jax.planning` for all plans below, or for the given names. Writes plan.json and plan.md to
 results/planning/NAME, and results/planning/table.md from all existing plans. Takes 15 to 40 minutes on two cores.
 """
 
@@ -32,7 +32,7 @@ METHOD = "bias=kerple,processor=dape,kernel=3"
 
 
 def plan(name: str) -> None:
-    """Run the planner, which shows its progress. If it fails, exit with its status."""
+    """Run the planner, which prints its progress. If it fails, exit with its status."""
     argument, topology, mesh = PLANS[name]
     command = ["-m", "dape_jax.planning", f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}"]
     command += [f"--mesh={mesh}", f"--output={(OUTPUT / name).relative_to(ROOT)}"]
@@ -42,7 +42,7 @@ def plan(name: str) -> None:
 
 
 def table() -> str:
-    """Return a Markdown table with a line for each existing plan; figures of one chip."""
+    """Return a Markdown table with a row per existing plan; figures are for one chip."""
     lines = [
         "| model | slice | mesh | batch x length | parameters and moments | peak | received | compute | memory "
         "| interconnect | MFU at most |",
@@ -66,7 +66,7 @@ def table() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Make all plans, or the named ones."""
+    """Make all plans, or those given as arguments."""
     names = arguments[1:] or list(PLANS)
     for name in names:
         require(name in PLANS, "NAME", name, f"must be one of {list(PLANS)}")

@@ -1,21 +1,20 @@
-"""Give length to a trained RoPE model: replace its positions, continue briefly, and measure what that costs.
+"""Extend the length of a trained RoPE model: replace its positions, continue training briefly, and measure the cost.
 
-    python -m dape_jax.data.prepare --input=PATH/_sources --output=data/linux-doc --tokenizer=bytes \
-        --validation_fraction=0.05
-    python scripts/retrofit.py --data=data/linux-doc --workdir=runs/retrofit
+    python scripts/corpora.py --corpus=manuals --output=data/manuals
+    python scripts/retrofit.py --data=data/manuals --workdir=runs/retrofit
 
-A model in the shape of Pythia (parallel residual, RoPE on a quarter of each head, some 5M parameters) is trained on
-bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a
-constant learning rate: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are evaluated to
+A model with Pythia's architecture (parallel residual, RoPE on a quarter of each head, about 5M parameters) is trained
+on bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a
+constant learning rate: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are evaluated up to
 32 T on the same windows of the same documents, so that differences of two runs have paired intervals over documents.
 
 Recall is measured on text: the last bytes of a sequence are replaced by a passage of another document, and in half of
-the sequences its first bytes as well. How much lower is the loss of the last passage where the model could have read it
-before? The passage's first bytes are the cue and are not scored.
+the sequences the first bytes are replaced by the same passage. Recall is the difference in loss of the last passage
+between the two halves. The passage's first bytes are the cue and are not scored.
 
-Each finished part is kept: the same command resumes, and commands for different seeds can run at once. Results are
-written to OUTPUT: `retrofit.*` with perplexities, `pairs.*` with what DAPE adds, `recall.*` with recall and the loss by
-position.
+Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. Results
+are written to OUTPUT: `retrofit.*` with perplexities, `pairs.*` with the effect of DAPE, `recall.*` with recall and the
+loss by position.
 """
 
 import dataclasses
@@ -62,25 +61,25 @@ from dape_jax.training.checkpoint import step_names
 
 ROOT = Path(__file__).resolve().parent.parent
 
-DATA = flags.DEFINE_string("data", "data/linux-doc", "Corpus of bytes that `prepare` has written.")
-WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the models.")
+DATA = flags.DEFINE_string("data", "data/manuals", "Corpus of bytes written by `prepare`.")
+WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the run directories.")
 OUTPUT = flags.DEFINE_string("output", "results/retrofit", "Directory of the results.")
-SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; repeat it.", lower_bound=0)
+SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; may be repeated.", lower_bound=0)
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of the original training; a multiple of 100.", lower_bound=100)
-WAY = flags.DEFINE_multi_string("way", [], "Name of a way to continue, see WAYS; repeat it. All if it is not given.")
+WAY = flags.DEFINE_multi_string("way", [], "Name of a way to continue, see WAYS; may be repeated. All if not given.")
 
 TRAIN_LENGTH, BATCH_SIZE = 128, 16
 SIZES = {"num_hidden_layers": 4, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 1280}
 PEAK, CONTINUED = 1e-3, 5e-4  # learning rates
 PERCENTS = (2, 5, 10, 20, 40)
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-QUICK = (128, 1024, 4096)  # lengths before the last point, and of recall
+QUICK = (128, 1024, 4096)  # lengths of all points but the last, and of recall
 WINDOWS = 32
 PASSAGE, CUE = 32, 8  # bytes
 KERPLE = "rotary=none,bias=kerple"
 DAPE = "processor=dape,channels=16"
 
-# What each way continues with: stages of percent of the original steps, argument of configs/continue.py, and flags.
+# Stages of each way to continue: percent of the original steps, argument of configs/continue.py, and flags.
 Stage = tuple[float, str, tuple[str, ...]]
 WAYS: dict[str, list[Stage]] = {
     "RoPE": [(40, "", ())],
@@ -95,7 +94,7 @@ WAYS: dict[str, list[Stage]] = {
     "Kerple + DAPE1x3, only these": [
         (40, f"{KERPLE},{DAPE},kernel=3", ("--config.init.train_only=bias,processor",)),
     ],
-    # Angles are divided by more and more, and then removed.
+    # Angles are divided by increasing factors, and then removed.
     "Kerple + DAPE1x3, RoPE faded": [
         (5, f"rotary=pi,bias=kerple,{DAPE},kernel=3", ("--config.model.rotary.factor=2.0",)),
         (5, "", ("--config.model.rotary.factor=8.0",)),
@@ -103,7 +102,7 @@ WAYS: dict[str, list[Stage]] = {
         (25, "rotary=none", ()),
     ],
 }
-# What DAPE, a bias or another start is compared with.
+# Pairs of ways to compare, which differ in DAPE, a bias or the start.
 PAIRS = {
     "RoPE + DAPE1x3": "RoPE",
     "RoPE + Kerple + DAPE1x3": "RoPE",
@@ -127,19 +126,19 @@ class Study:
     steps: int
 
     def percent(self, percent: float) -> int:
-        """Return a share of the original steps."""
+        """Return the number of steps that is this percentage of the original steps."""
         return round(self.steps * percent / 100)
 
     def original(self, seed: int) -> Path:
-        """Return the directory of the model that PyTorch has trained."""
+        """Return the directory of the model trained in PyTorch."""
         return self.workdir / f"original-{seed}"
 
     def imported(self, seed: int) -> Path:
-        """Return the run that it is imported as."""
+        """Return the run directory of the imported model."""
         return self.workdir / f"imported-{seed}"
 
     def continued(self, way: str, seed: int, stage: int) -> Path:
-        """Return the run of a stage of a way."""
+        """Return the run directory of a stage of a way."""
         name = "".join(c if c.isalnum() else "-" for c in way.lower()).replace("--", "-").replace("--", "-")
         return self.workdir / f"{name}-{seed}-{stage}"
 
@@ -171,7 +170,7 @@ def main(_: list[str]) -> None:
 
 
 def train_original(study: Study, seed: int) -> None:
-    """Train the model in PyTorch with AdamW, a warm-up and a cosine schedule, and save it as transformers does."""
+    """Train the model in PyTorch with AdamW, warm-up and a cosine schedule, and save it with transformers."""
     directory = study.original(seed)
     if (directory / "config.json").exists():
         return
@@ -224,7 +223,7 @@ def continue_way(study: Study, way: str, stages: list[Stage], seed: int) -> list
             settings = {
                 "data.path": study.data,
                 "data.tokenizer": "bytes",
-                "data.seed": 100 + seed,  # other windows than those of the original training
+                "data.seed": 100 + seed,  # windows in another order than in the original training
                 "train.train_length": TRAIN_LENGTH,
                 "train.batch_size": BATCH_SIZE,
                 "train.num_steps": num_steps,
@@ -249,7 +248,7 @@ def continue_way(study: Study, way: str, stages: list[Stage], seed: int) -> list
 
 
 def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, step: int, rotary: str) -> dict[str, Any]:
-    """Return losses of every window by length, in nats per byte of the last 128; they are kept in a file.
+    """Return the loss of every window by length, in nats per byte of the last 128, and save it in a file.
 
     The original and the last point of a way also have the loss by position, and recall.
     """
@@ -286,7 +285,7 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
 def recall(
     programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[ScoredWindow]
 ) -> dict[str, list[float]]:
-    """Return by length how much lower the loss of each passage is where it was at the start as well, in nats."""
+    """Return, by length, the decrease in loss of each passage if it was also at the start, in nats."""
     passages = [store.document(window.document)[-PASSAGE:] for window in (*windows[1:], windows[0])]
 
     def batch(length: int, is_repeated: bool, rows: Int[np.ndarray, "B"]) -> dict[str, np.ndarray]:
@@ -336,7 +335,7 @@ def mean_perplexity(seeds: dict[int, dict[str, Any]], length: int) -> float:
 def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], length: int) -> dict[str, Any]:
     """Return the change of perplexity in per cent, paired by seed and window, and that of each seed.
 
-    The 95 % bootstrap interval is over documents. It does not tell how other seeds would come out.
+    The 95 % bootstrap interval is over documents. It does not include the variation over seeds.
     """
     documents, changes, each = [], [], {}
     for seed, point in ours.items():
@@ -351,7 +350,7 @@ def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], len
 
 
 def in_percent(difference_nats: float) -> float:
-    """Return the change of a perplexity that a difference of losses is."""
+    """Return the change of perplexity, in per cent, that corresponds to a difference of losses."""
     return 100 * math.expm1(difference_nats)
 
 
@@ -397,7 +396,7 @@ def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
 
 
 def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
-    """Write the gain from an earlier copy of a passage, and where the loss by position breaks."""
+    """Write the gain from an earlier copy of a passage, and the position at which the loss breaks."""
     rows = [["continued as", "steps", *(f"recall at {length}" for length in QUICK), "breaks at", "last octave"]]
     table = {key: seeds for key, seeds in by_seed(points).items() if key[1] in (0, max(PERCENTS))}
     results = []
@@ -411,8 +410,8 @@ def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
         places = ", ".join("no" if each is None else f"{each:,}" for each in breaks)
         rows.append([way, f"{percent} %", *cells, places, f"{np.mean(last_octave):.2f}"])
     caption = (
-        f"Recall: by how many nats per byte the loss of the last {PASSAGE - CUE} bytes is lower where the same "
-        f"{PASSAGE} bytes were at the start of the sequence as well ({WINDOWS} passages). Position where the loss "
+        f"Recall: decrease in loss, in nats per byte, of the last {PASSAGE - CUE} bytes if the same "
+        f"{PASSAGE} bytes were also at the start of the sequence ({WINDOWS} passages). Position at which the loss "
         f"breaks in windows of {max(LENGTHS):,}, for each seed, and the mean loss of the last half in nats."
     )
     report.save("recall", output, {"recall": results}, caption, rows, positions_figure(table), print)
@@ -428,7 +427,7 @@ def style(way: str) -> dict[str, Any]:
 
 
 def steps_figure(summary: list[dict[str, Any]]) -> Figure:
-    """Draw perplexity against steps of continuation, at 1, 8 and 32 times the train length."""
+    """Plot perplexity against steps of continued training, at 1, 8 and 32 times the train length."""
     drawing = Figure(figsize=(13, 5), layout="constrained")
     panels = drawing.subplots(1, len(QUICK))
     original = {each["way"]: each["perplexity"] for each in summary if each["percent"] == 0}
@@ -450,7 +449,7 @@ def steps_figure(summary: list[dict[str, Any]]) -> Figure:
 
 
 def positions_figure(table: dict[Key, dict[int, dict[str, Any]]]) -> Figure:
-    """Draw the smoothed loss by position, as the mean over seeds."""
+    """Plot the smoothed loss by position, as the mean over seeds."""
     drawing = Figure(figsize=(8, 6), layout="constrained")
     axes = drawing.subplots()
     for (way, percent), seeds in table.items():
@@ -468,7 +467,7 @@ def positions_figure(table: dict[Key, dict[int, dict[str, Any]]]) -> Figure:
 
 
 def plain_ticks(axes: Axes) -> None:
-    """Label a logarithmic axis of losses or perplexities by plain numbers."""
+    """Label a logarithmic axis of losses or perplexities with plain numbers."""
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
 

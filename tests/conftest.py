@@ -1,4 +1,4 @@
-"""Strict JAX for every test: eight simulated devices, no silent promotion of ranks, annotations checked at run time."""
+"""Strict JAX for all tests: eight simulated devices, no implicit rank promotion, annotations checked at run time."""
 
 import atexit
 import fcntl
@@ -12,8 +12,8 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
-# The suite's time is compilation: LLVM's optimisation doubles it, XLA's newer emitter of fused loops triples it, and
-# small programs in several parts take a tenth longer. Command lines started by tests inherit these flags.
+# Most of the suite's time is compilation: LLVM's optimisation doubles it, XLA's newer emitter of fused loops triples
+# it, and splitting small programs makes it a tenth longer. Command lines started by tests inherit these flags.
 FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -21,11 +21,11 @@ FLAGS = (
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
-gc.set_threshold(100_000, 20, 20)  # tracing makes many objects: with the defaults a tenth of the time is collections
+gc.set_threshold(100_000, 20, 20)  # tracing makes many objects: by default a tenth of the time is collections
 # One compilation cache for all workers, command lines and later runs: its key covers program, options and versions.
 CACHE = Path(__file__).parents[1] / ".pytest_cache" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most programs are small ones
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most programs are small
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -36,7 +36,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(os._exit, 0)  # a worker has reported all that it has: freeing its programs takes 4 s
+    atexit.register(os._exit, 0)  # a worker has sent all reports: freeing its programs would take 4 s
 
 
 CACHED_BYTES = 2 * 2**20
@@ -56,9 +56,9 @@ def call(function: Callable, *args: Any) -> Any:
     return function(*args)
 
 
-# CPython keeps frames in chunks of 16 KiB. A loop whose calls cross the end of a chunk maps and unmaps the next chunk
-# in each call, and tracing is deep enough to do this often: a tenth of the time. A frame as large as this one gets a
-# chunk of 2 MiB, which has 1 MiB left for all frames above it.
+# CPython stores frames in chunks of 16 KiB. A loop whose calls cross the end of a chunk maps and unmaps the next chunk
+# in each call. Tracing is deep, so that this takes a tenth of the time. A frame as large as this one gets a chunk of
+# 2 MiB, with 1 MiB left for all frames above it.
 call.__code__ = call.__code__.replace(co_stacksize=2**17)
 
 
@@ -75,8 +75,8 @@ last_look = time.monotonic()
 def few_memory_mappings():
     """Drop compiled programs before the process reaches Linux' limit of 65,530 memory mappings, where it crashes.
 
-    One test of an interpreted kernel adds up to 6,500, small tests about 3,000 in 10 seconds: to look after every test
-    that ends 10 seconds after the last look is enough, and costs little.
+    One test of an interpreted kernel adds up to 6,500, small tests about 3,000 in 10 seconds: a check after a test, at
+    most every 10 seconds, is enough and cheap.
     """
     global last_look
     yield
@@ -86,19 +86,19 @@ def few_memory_mappings():
             gc.unfreeze()
             gc.collect()
         last_look = time.monotonic()
-    gc.freeze()  # what is left stays, most of it programs: collections would look through all of it again and again
+    gc.freeze()  # the remaining objects are mostly programs: collections need not traverse them repeatedly
 
 
 @pytest.fixture
 def float64():
-    """Double precision inside one test."""
+    """Enable double precision in one test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture
 def smooth_leaky_relu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round off the kink of DAPE's LeakyReLU, across which rounding may carry a feature that decides a gradient."""
+    """Smooth the kink of DAPE's LeakyReLU: rounding may move a feature across it and change a gradient."""
     import jax.numpy as jnp
 
     from dape_jax.model import processors
@@ -116,10 +116,10 @@ def smooth_leaky_relu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def trained_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train the runs of `tiny.SPEC` once per session and return their root, which all xdist workers share.
+    """Train the runs of `tiny.SPEC` once and return their root, which all xdist workers share.
 
-    Holds text/, cache/, runs/none (no processor) and runs/dape, each with checkpoints at steps 2 and 4.
-    Read only: other workers use it at the same time. `trained_runs` returns copies that a module may write to.
+    Contains text/, cache/, runs/none (no processor) and runs/dape, each with checkpoints at steps 2 and 4.
+    Read-only: other workers use it at the same time. `trained_runs` returns copies that a module may write to.
     """
     import tiny
 
@@ -142,7 +142,7 @@ def trained_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained_runs(trained_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return this module's own copies of the session's runs, named none and dape, in one directory."""
+    """Return this module's own copies of the trained runs, named none and dape, in one directory."""
     runs = tmp_path_factory.mktemp("trained") / "runs"
     shutil.copytree(trained_root / "runs", runs)
     return [runs / "none", runs / "dape"]
@@ -150,7 +150,7 @@ def trained_runs(trained_root: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def trained_run(trained_runs: list[Path]) -> Path:
-    """Return this module's own copy of the session's run with kerple and DAPE 1x3."""
+    """Return this module's own copy of the trained run with kerple and DAPE 1x3."""
     return trained_runs[1]
 
 

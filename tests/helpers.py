@@ -35,13 +35,13 @@ ALL_PROCESSORS |= {
 
 @dataclasses.dataclass(frozen=True)
 class Cached:
-    """Attend as generation does: a few rows at a time, against a cache whose unwritten columns hold random numbers."""
+    """Attend as in generation: a few rows at a time, against a cache with random numbers in unwritten columns."""
 
     num_rows: int = 3
     num_unused: int = 3
 
     def __call__(self, q, k, v, q_pos, k_pos, score_mod, mask):
-        attend = jax.jit(Dense().__call__, static_argnames="mask")  # traced once for all steps of one size
+        attend = jax.jit(Dense().__call__, static_argnames="mask")  # traced once for all steps of the same size
         unused = 10_000 + jnp.arange(self.num_unused, dtype=k_pos.dtype)
         batch, length, *kv_shape = k.shape
         cache = [7 * make_qkv(length + self.num_unused, batch, *kv_shape)[0].astype(k.dtype) for _ in range(2)]
@@ -66,26 +66,26 @@ LENGTH = 11
 
 
 def is_valid(bias: str, processor: str, *others: str) -> bool:
-    """Return whether a processor has all that it reads: without a bias, one of the bias alone has nothing."""
+    """Return whether a processor has its inputs: a processor that reads only the bias needs one."""
     return not (bias == "nope" and processor == "of_bias")
 
 
 def meetings(case: Sequence[Any], groups: Sequence[tuple[int, ...]]) -> set[tuple]:
-    """Return the values that meet in a case: for each group of axes, their values in it."""
+    """Return the combinations of values in a case: for each group of axes, their values."""
     return {(axes, tuple(case[axis] for axis in axes)) for axes in groups}
 
 
 def covering(
     axes: Sequence[Sequence], groups: Sequence[tuple[int, ...]], seed: int = 0, valid: Callable[..., bool] = is_valid
 ) -> list:
-    """Return a sample of the product of `axes` in which all values of every group of axes meet, if that is valid.
+    """Return a sample of the product of `axes` with all valid combinations of values of every group of axes.
 
-    Greedy: the next case is the first of a shuffled product in which most values meet that have not met yet.
+    Greedy: the next case is the first of a shuffled product with the most combinations that are still missing.
 
     Args:
         axes: values of each axis.
-        groups: for example (0, 1): each value of axis 0 meets each value of axis 1.
-        seed: of the shuffle.
+        groups: for example (0, 1): all combinations of a value of axis 0 and a value of axis 1.
+        seed: seed of the shuffle.
         valid: whether a case of the product is valid.
     """
     product = [case for case in itertools.product(*axes) if valid(*case)]
@@ -100,7 +100,7 @@ def covering(
 
 
 def pairwise(axes: Sequence[Sequence], seed: int = 0, valid: Callable[..., bool] = is_valid) -> list:
-    """Return a sample of the product of `axes` in which every valid pair of values of two axes meets."""
+    """Return a sample of the product of `axes` with every valid pair of values of two axes."""
     return covering(axes, list(itertools.combinations(range(len(axes)), 2)), seed, valid)
 
 
@@ -114,10 +114,11 @@ AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, KINDS)
 
 @functools.cache
 def sample() -> list[tuple[str, str, str, str]]:
-    """Return a sample of the product of `AXES` in which every valid pair of values of two axes meets.
+    """Return a sample of the product of `AXES` with every valid pair of values of two axes.
 
-    Dense attention is cheap to compile: every bias meets every processor there. Another implementation knows nothing of
-    biases and processors: it meets each of them once, in a layer that is in the sample with dense attention too.
+    Dense attention is cheap to compile, so it is tested with every pair of bias and processor. The other
+    implementations do not depend on the bias or processor: each is tested once with every bias and processor, in a
+    layer that is also in the sample with dense attention.
     """
     dense = pairwise((ALL_BIASES, ALL_PROCESSORS, KINDS))
     others = covering(
@@ -129,7 +130,7 @@ def sample() -> list[tuple[str, str, str, str]]:
 
 
 def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
-    """Return the whole product as parameters of a test; all cases outside of `sample` are slow."""
+    """Return the complete product as parameters of a test; cases that are not in `sample` are slow."""
     sample = set(sample)
     return [
         pytest.param(*case, marks=() if case in sample else pytest.mark.slow)
@@ -156,7 +157,7 @@ def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, dty
         bias=make_bias(bias, heads, head_dim), processor=make_processor(processor, heads, bias != "nope", dtype)
     )
     graphdef, params = nnx.split(layer, nnx.Param)
-    # Parameters that start at 0 would hide errors in their inputs.
+    # Parameters at 0 would hide errors in their inputs.
     draw = np.random.default_rng(2)
     params = jax.tree.map(
         lambda p: jnp.asarray(p if p.any() else (0.3 * draw.normal(size=p.shape)).astype(p.dtype)),
@@ -190,7 +191,7 @@ def make_weight(out: jax.Array) -> jax.Array:
 def compiled(bias: str, processor: str, implementation: str, kind: str = "full", causal: bool = True) -> Callable:
     """Return `run(qkv, q_pos, k_pos, weight) -> out, (gradients of parameters, gradients of qkv)`, compiled once.
 
-    The gradients are those of (out * weight).sum(): a weight that is 0 except for some rows selects these rows.
+    The gradients are those of (out * weight).sum(): a weight that is 0 except in some rows selects these rows.
     """
     params, attend = make_layer(bias, processor)
     window = KINDS[kind].get("window")

@@ -61,7 +61,7 @@ def test_implementations_agree(bias, processor, implementation, kind):
 
 @pytest.mark.parametrize("length", [1, 2, 3, 23])
 def test_implementations_agree_at_any_length(length):
-    """One token, one block, ragged last blocks; grouped heads, and a window longer than one block."""
+    """Test one token, one block, ragged last blocks, grouped heads, and a window longer than one block."""
     params, attend = make_layer("kerple", "dape5", heads=4)
     qkv = make_qkv(length, 1, heads=4, kv_heads=2)
     weight = make_weight(qkv[0])
@@ -82,7 +82,7 @@ def test_implementations_agree_at_any_length(length):
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_combination(data):
-    """Any method, sizes, window and implementation: strictly causal, prefix-invariant, equal to dense."""
+    """Random methods, sizes, windows and implementations are strictly causal, prefix-invariant and equal to dense."""
     methods = [pair for pair in itertools.product(ALL_BIASES, ALL_PROCESSORS) if is_valid(*pair)]
     bias, processor = data.draw(st.sampled_from(methods), "method")
     length = data.draw(st.integers(2, 30), "length")
@@ -112,7 +112,7 @@ ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("
 
 @pytest.mark.parametrize(("bias", "processor", "window"), every_case(ON_MESH, ON_MESH_QUICK))
 def test_rows_over_devices_agree(bias, processor, window):
-    """Rows striped over context and tensor, heads whole: dense on one device, values and all gradients."""
+    """Rows striped over context and tensor equal dense on one device, in values and all gradients."""
     params, attend = make_layer(bias, processor, heads=4)
     qkv = make_qkv(24, heads=4, kv_heads=2)
     weight = make_weight(qkv[0])
@@ -142,9 +142,9 @@ BFLOAT16_QUICK = [("kerple", "dape3"), ("nope", "causal2"), ("cope", "none"), ("
 def test_bfloat16_is_near_float32(bias, processor):
     """Inputs and convolutions in bfloat16: values, and all gradients together.
 
-    A smooth LeakyReLU: rounding may carry a hidden feature that is almost 0 over the kink, and in a layer as small as
-    this one that feature alone can be several per cent of the gradient. Larger errors are allowed where the gradient
-    of Kerple's power weighs the rounding of the probabilities by dist^2, and where CoPE's jumps as a position passes an
+    LeakyReLU is smoothed: rounding may move a hidden feature that is almost 0 across the kink, and in a small layer
+    this feature can be several per cent of the gradient. Larger errors are allowed where the gradient of Kerple's power
+    multiplies rounding errors of the probabilities by dist^2, and where CoPE's gradient jumps as a position passes an
     integer.
     """
     qkv = make_qkv(16)
@@ -194,7 +194,7 @@ def test_bfloat16_operands_accumulate_in_float32():
     ),
 )
 def test_grouped_heads_are_shared_heads(bias, implementation):
-    """Two key heads for six query heads: the same as each of the two repeated three times, gradients summed."""
+    """Two key heads for six query heads equal the two repeated three times, with gradients summed."""
     params, attend = make_layer(bias, "dape3", heads=6)
     q, k, v = make_qkv(9, heads=6, kv_heads=2)
     weight = make_weight(q)
@@ -209,7 +209,7 @@ def test_grouped_heads_are_shared_heads(bias, implementation):
 
 @pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
 def test_a_batch_is_its_sequences(bias, processor):
-    """Each sequence alone gives the same values; parameters have the sum of the gradients of each."""
+    """Sequences give the same values alone, and gradients of parameters are sums over sequences."""
     params, attend = make_layer(bias, processor)
     qkv = make_qkv(9, batch=3)
     weight = make_weight(qkv[0])
@@ -240,7 +240,7 @@ HALO = (
 
 @pytest.mark.parametrize(("width", "options", "window"), every_case(HALO, pairwise(HALO)))
 def test_blocks_read_the_halo_of_a_row(width, options, window):
-    """Options that no cache can serve read keys beside those that a row sees: blockwise reads them too (`key_halo`)."""
+    """Options without a cache read keys next to the visible ones: blockwise reads them too (`key_halo`)."""
     options = dict(option.split("=") if "=" in option else (option, True) for option in options.split(","))
     processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))
     bias = BIASES["kerple"]().build(2, 4, nnx.Rngs(0))
@@ -253,8 +253,8 @@ def test_blocks_read_the_halo_of_a_row(width, options, window):
 
 
 @pytest.mark.parametrize("bias", ALL_BIASES)
-def test_biases_are_functions_of_positions_alone(bias):
-    """No length and no offset in the arrays: a corner of a large bias is the small bias, far away too."""
+def test_biases_are_functions_of_positions_only(bias):
+    """Biases depend on no length and no offset: a corner of a large bias is the small bias, also far away."""
     layer = ALL_BIASES[bias]().build(2, 4, nnx.Rngs(0))
     if bias in BIASES and layer is not None:
         q_pos, k_pos = jnp.array([1000, 3, 5]), jnp.array([0, 2, 3, 999])
@@ -262,7 +262,7 @@ def test_biases_are_functions_of_positions_alone(bias):
         whole = jax.device_get(values(jnp.arange(1001), jnp.arange(1001)))
         assert np.abs(whole[:, 1000, 0] - whole[:, 1000, 1000]).max() > 1e-3
         np.testing.assert_allclose(values(q_pos, k_pos), whole[:, q_pos][:, :, k_pos], rtol=1e-5, atol=1e-5)
-    if bias not in ("nope", "fire"):  # FIRE's norm is of the position itself
+    if bias not in ("nope", "fire"):  # FIRE's norm depends on the position itself
         run, qkv = compiled(bias, "dape3", "dense"), make_qkv()
         near, far = (run(qkv, POS + start, POS + start, make_weight(qkv[0]))[0] for start in (0, 100_000))
         np.testing.assert_allclose(near, far, atol=tolerance(bias))
@@ -270,7 +270,7 @@ def test_biases_are_functions_of_positions_alone(bias):
 
 @pytest.mark.parametrize("bias", BIASES)
 def test_bidirectional_biases_are_of_the_distance(bias):
-    """b(i, j) = b(j, i), and where the key is not after the query it is the causal bias."""
+    """b(i, j) = b(j, i), and if the key is not after the query it is the causal bias."""
     layer = BIASES[bias]().build(3, 4, nnx.Rngs(0))
     if layer is None:
         return
@@ -282,7 +282,7 @@ def test_bidirectional_biases_are_of_the_distance(bias):
 
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 5 else pytest.mark.slow) for seed in range(40)])
 def test_matmuls_and_convolution_agree(monkeypatch, seed):
-    """A TPU computes with matmuls the same numbers as all others with a convolution, gradients too."""
+    """Matmuls on a TPU and a convolution elsewhere give the same values and gradients."""
     draw = random.Random(seed)
     width = draw.randint(1, 7)
     left, right = draw.randint(0, width - 1), draw.randint(0, width - 1)

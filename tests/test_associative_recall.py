@@ -1,4 +1,4 @@
-"""Proposition 1 as `docs/associative_recall.md` constructs it: the page's code is run, and every claim is checked."""
+"""Proposition 1, as in `docs/associative_recall.md`: the page's code is run, and every claim is checked."""
 
 import contextlib
 import io
@@ -19,8 +19,8 @@ from dape_jax.model.attention import attend, score
 from dape_jax.model.processors import DapeConfig
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "associative_recall.md"
-HAKUNA, MATATA = 0, 1  # where a test needs no others: words are interchangeable, since their embeddings are
-KERNELS = {  # those that the page says recall, with their alignment
+HAKUNA, MATATA = 0, 1  # used if a test needs no other words: words are interchangeable, because their embeddings are
+KERNELS = {  # kernels that recall according to the page, with their alignment
     "paper": ((-1.0, 1.0), "causal"),
     "shift": ((-1.0, 0.0), "causal"),
     "equation5": ((-1.0, 2.0), "causal"),
@@ -30,7 +30,7 @@ KERNELS = {  # those that the page says recall, with their alignment
 
 @pytest.fixture(scope="module")
 def page():
-    """What the page's code defines, and what it prints."""
+    """Return the names that the page's code defines, and its output."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) == 1, f"{PAGE}: one block of python is what this file tests, not {len(blocks)}"
     names, printed = {"__name__": "associative_recall"}, io.StringIO()
@@ -41,7 +41,7 @@ def page():
 
 @pytest.fixture(scope="module")
 def read(page):
-    """`recall` on one-hot embeddings, compiled once for each shape; the processor is named by its kernel."""
+    """Compute `recall` on one-hot embeddings, compiled once per shape, for the processor with this kernel."""
     processors = {name: page.linear_processor(*kernel) for name, kernel in KERNELS.items()}
     processors |= {"none": None, "flipped": page.linear_processor((1.0, -1.0))}
 
@@ -56,7 +56,7 @@ def read(page):
 
 
 def draw_text(rng, vocab: int, length: int, times: int, place: str = "random") -> tuple[np.ndarray, int, int]:
-    """Other tokens at random, none "Hakuna", with "Hakuna Matata" `times` times among them, and "Hakuna" at the end."""
+    """Draw a text of random other tokens with "Hakuna Matata" `times` times among them, and "Hakuna" at the end."""
     hakuna, matata = rng.choice(vocab, 2, replace=False)
     others = rng.choice(np.delete(np.arange(vocab), hakuna), length - 1 - 2 * times)
     pieces = [[other] for other in others] + [[hakuna, matata]] * times
@@ -68,12 +68,12 @@ def draw_text(rng, vocab: int, length: int, times: int, place: str = "random") -
 
 
 def weights(tokens_BS, beta: float) -> np.ndarray:
-    """exp(score) of the last row after the kernel [-1, 1], from the page's table and in NumPy alone."""
+    """Return exp(score) of the last row after the kernel [-1, 1], from the page's table, in NumPy."""
     match_BS = np.asarray(tokens_BS) == np.asarray(tokens_BS)[:, -1:]
     return np.exp(beta * (np.pad(match_BS, ((0, 0), (1, 0)))[:, :-1] - match_BS.astype(float)))
 
 
-def test_page_prints_what_it_says(page):
+def test_page_prints_its_output(page):
     (said,) = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     assert page.printed == said
 
@@ -93,7 +93,7 @@ def test_operator_is_the_linear_convolution_of_the_keys(page, name):
 
 
 def test_every_short_text_has_the_shares_of_the_table(read):
-    """All texts of six tokens over four words that end with "Hakuna"; and all kernels recall where they should."""
+    """Check all texts of six tokens over four words that end with "Hakuna", and recall with all kernels."""
     vocab, length, beta = 4, 6, 3.0
     texts_BS = np.array([(*text, HAKUNA) for text in itertools.product(range(vocab), repeat=length - 1)])
     weights_BS = weights(texts_BS, beta)
@@ -109,12 +109,12 @@ def test_every_short_text_has_the_shares_of_the_table(read):
     total = hits * math.exp(beta) + starts * math.exp(-beta) + length - 2 * hits - 1
     np.testing.assert_allclose(weights_BS.sum(1), total)
 
-    # e^3 is more than any count here: right wherever one token alone, but for "Hakuna", follows "Hakuna".
+    # e^3 exceeds all counts here, so recall is right if exactly one token other than "Hakuna" follows "Hakuna".
     follows_BV = np.einsum("BS,BSV->BV", (after_BS & ~match_BS).astype(int), is_BSV) > 0
     consistent = follows_BV.sum(1) == 1
     assert consistent.sum() > 500
     for name in KERNELS:
-        # The pure shift recalls "Hakuna" after "Hakuna" as well, a second successor.
+        # The pure shift also recalls "Hakuna" after "Hakuna", a second successor.
         asked = consistent & ~(after_BS & match_BS).any(1) if name == "shift" else consistent
         answers = read(texts_BS, vocab, beta, name).argmax(1)
         np.testing.assert_array_equal(answers[asked], follows_BV[asked].argmax(1))
@@ -162,7 +162,7 @@ def test_hakuna_gives_matata(page, read, vocab, length, times, batch):
 
 @pytest.mark.parametrize(("vocab", "length"), [(3, 8), (3, 4096), (6, 4096), (40, 500)])
 def test_sharpness_of_the_arg_max_is_the_least(read, vocab, length):
-    """The other tokens all the same, or all as different as V - 2 words can be: e^beta must beat the largest count."""
+    """e^beta must exceed the largest count, whether the other tokens are all equal or as different as possible."""
     for kinds in (1, vocab - 2):
         others = 2 + np.arange(length - 3) % kinds
         text = np.concatenate([others[:3], [HAKUNA, MATATA], others[3:], [HAKUNA]])
@@ -172,7 +172,7 @@ def test_sharpness_of_the_arg_max_is_the_least(read, vocab, length):
 
 
 def test_sharpness_where_hakuna_is_the_rival(read):
-    """ "Hakuna" itself has r + 1 columns of e^-beta, and one of weight 1 for each time that it follows itself."""
+    """ "Hakuna" itself has r + 1 columns of e^-beta, and a column of weight 1 each time it follows itself."""
     needed = math.log(2) / 2
     for margin, answer in ((0.01, MATATA), (-0.01, HAKUNA)):
         assert read([[HAKUNA, MATATA, HAKUNA]], 3, needed + margin).argmax() == answer
@@ -183,7 +183,7 @@ def test_sharpness_where_hakuna_is_the_rival(read):
 
 
 def test_minus_identity_on_unit_vectors_is_too_blunt(read):
-    """At beta = 1 three of any other token outvote "Matata", two do not, and at 4096 next to nothing is left of it."""
+    """At beta = 1 three copies of another token outweigh "Matata", two do not, and at 4096 its share is almost 0."""
     assert read([[2, HAKUNA, MATATA, 2, HAKUNA]], 3, 1.0).argmax() == MATATA
     assert read([[2, HAKUNA, MATATA, 2, 2, HAKUNA]], 3, 1.0).argmax() == 2
     text = [HAKUNA, MATATA] + [2] * 4093 + [HAKUNA]
@@ -192,7 +192,7 @@ def test_minus_identity_on_unit_vectors_is_too_blunt(read):
 
 @pytest.mark.parametrize("beta", [0.5, 3.0, 12.0])
 def test_without_the_convolution_no_better_than_chance(read, beta):
-    """The first "Hakuna" before each of the other tokens in turn: as many right answers, and one multiset."""
+    """Put the first "Hakuna" before each other token in turn: each has another answer, but the multiset is the same."""
     rng = np.random.default_rng(0)
     vocab, num_others, most = 12, 62, 15
     others = np.concatenate([np.full(most, 7), rng.choice(np.delete(np.arange(1, vocab), 6), num_others - most)])
@@ -205,16 +205,16 @@ def test_without_the_convolution_no_better_than_chance(read, beta):
         np.testing.assert_allclose(share_BV, np.tile(share_BV[:1], (num_others, 1)), rtol=0, atol=1e-6)
         right = (share_BV.argmax(1) == others).sum()
         if sign < 0:
-            assert right == most  # it names the most frequent token, which is all that the multiset tells
+            assert right == most  # it predicts the most frequent token, the only information in the multiset
         elif 2 * math.exp(beta) > most:
-            assert right == 0  # it names "Hakuna"
+            assert right == 0  # it predicts "Hakuna"
         assert right <= most
     right = (read(texts, vocab, max(beta, 3.0)).argmax(1) == others).sum()
     assert right == num_others
 
 
 def test_only_neighbours_tell_the_order(page, read):
-    """Permuting the earlier tokens changes nothing without the convolution, nor with DAPE V1's; with it, the answer."""
+    """Permuting earlier tokens changes the answer with the convolution, but not without it or with DAPE V1."""
     rng = np.random.default_rng(1)
     vocab, length, beta = 30, 50, 8.0
     text, hakuna, matata = draw_text(rng, vocab, length, 1)
@@ -231,7 +231,7 @@ def test_only_neighbours_tell_the_order(page, read):
         for share_BV in (read(texts, vocab, beta, "none", sign), np.asarray(blind(sign))):
             np.testing.assert_allclose(share_BV, np.tile(share_BV[:1], (len(texts), 1)), rtol=0, atol=1e-6)
 
-    # One layer only: the causal mask tells a second layer, in which earlier rows have seen different pasts.
+    # One layer only: a second layer could use the order, since earlier rows see different prefixes.
     @jax.jit
     def two_layers():
         pos = jnp.arange(length)
@@ -243,7 +243,7 @@ def test_only_neighbours_tell_the_order(page, read):
 
 
 def test_adjacent_pairs_are_all_that_it_sees(read):
-    """Same adjacent pairs in another order: the same shares, to rounding. So it cannot prefer the latest successor."""
+    """Permuting adjacent pairs keeps the shares, up to rounding, so it cannot prefer the latest successor."""
     a, b, c = 2, 3, 4
     one = [HAKUNA, a, c, HAKUNA, b, c, HAKUNA]
     other = [HAKUNA, b, c, HAKUNA, a, c, HAKUNA]
@@ -269,16 +269,16 @@ def test_no_earlier_hakuna_is_not_noticed(read):
 
 
 def test_hakuna_hakuna(read):
-    """The kernel [-1, 1] cannot recall that a token follows itself; the pure shift can."""
+    """Kernel [-1, 1] cannot recall that a token follows itself; the pure shift can."""
     beta, vocab = 9.0, 5
     text = [2, HAKUNA, HAKUNA, 3, 2, HAKUNA, HAKUNA, 4, HAKUNA, HAKUNA, 2, 4, HAKUNA]  # itself 3 times, 3, 4 and 2 once
     assert read([text], vocab, beta, "shift").argmax() == HAKUNA
     share_V = read([text], vocab, beta)[0]
     np.testing.assert_allclose(share_V, [0, 0, 1 / 3, 1 / 3, 1 / 3], rtol=0, atol=1e-3)
-    # It does not stand in the way of "Hakuna Hakuna Matata", nor of a last "Hakuna" after another.
+    # It does not prevent "Hakuna Hakuna Matata", nor a last "Hakuna" after another.
     text = [2, HAKUNA, HAKUNA, MATATA, 2, 3, HAKUNA, HAKUNA]
     assert read([text], vocab, beta).argmax() == MATATA
-    # Alone it leaves what stood in the text before, and the current token's own column at weight 1.
+    # Alone it keeps the earlier columns, and the current token's own column at weight 1.
     share_V = read([[2, 2, 3, HAKUNA, HAKUNA]], vocab, beta)[0]
     np.testing.assert_allclose(share_V, [1 / 4, 0, 2 / 4, 1 / 4, 0], rtol=0, atol=1e-4)
 
@@ -305,7 +305,7 @@ def test_residual_stream_needs_a_louder_head(read):
 
 
 def test_mask_hides_what_the_match_with_itself_points_at(page, read):
-    """Every row has +beta on the next column, which holds its answer; the attention of all rows still ignores it."""
+    """+beta is on the next column of every row, which contains its answer; attention still ignores it."""
     vocab, length, beta = 7, 24, 5.0
     texts_BS = np.random.default_rng(4).integers(0, vocab, (3, length))
     processor = page.linear_processor()
@@ -327,14 +327,14 @@ def test_mask_hides_what_the_match_with_itself_points_at(page, read):
 
 
 def unit_vectors(rng, vocab: int, width: int) -> tuple[np.ndarray, float]:
-    """Random embeddings, and the largest inner product between two of them."""
+    """Return random embeddings, and the largest inner product between two of them."""
     embed_VK = rng.normal(size=(vocab, width))
     embed_VK /= np.linalg.norm(embed_VK, axis=1, keepdims=True)
     return embed_VK.astype(np.float32), np.abs(embed_VK @ embed_VK.T - np.eye(vocab)).max()
 
 
 def test_nearly_orthogonal_embeddings(page):
-    """Wide random embeddings recall with the sharpness that the page gives; narrow ones do not, however sharp."""
+    """Wide random embeddings recall with the page's sharpness; narrow ones do not at any sharpness."""
     rng = np.random.default_rng(5)
     vocab, length, times, eps = 200, 400, 2, 0.1
     texts, _, matata = zip(*(draw_text(rng, vocab, length, times) for _ in range(16)), strict=True)

@@ -21,7 +21,7 @@ from dape_jax.model.scores import Mask, causal_runs
 
 
 def test_inputs_of_the_convolution_and_residual():
-    """inputs="scores" does not read B, inputs="bias" does not read A, and without the residual B is not added."""
+    """Check that inputs="scores" does not read B, inputs="bias" does not read A, and residual=False does not add B."""
     draw = np.random.default_rng(0)
     scores, other = draw.standard_normal((2, 3, 2, 5, 5), np.float32)
     bias, other_bias = draw.standard_normal((2, 1, 2, 5, 5), np.float32)
@@ -48,7 +48,7 @@ def test_inputs_of_the_convolution_and_residual():
     [pytest.param(b, marks=() if b in ("nope", "kerple", "cope") else pytest.mark.slow) for b in ALL_BIASES],
 )
 def test_identity_starts_as_the_base(bias):
-    """With init="identity" no bit differs from plain attention, and the second convolution has a gradient."""
+    """With init="identity" results are bitwise plain attention's, and the second convolution has a gradient."""
 
     @jax.jit
     def build():
@@ -77,7 +77,7 @@ def test_identity_starts_as_the_base(bias):
 @pytest.mark.parametrize("halo", [(0, 0), (2, 1)])
 @pytest.mark.parametrize("num_runs", [1, 2, 4])
 def test_runs_read_the_keys_that_their_rows_see(num_runs, halo, row_stride):
-    """Brute force: up to the last column at which a row of the run can be; in windows, enough for any block."""
+    """Compare by brute force: keys up to the last column of a row of the run; with a window, enough for any block."""
     rows, block, (left, right) = 11, 2, halo
     keys = rows * row_stride
     runs = causal_runs(rows, keys, block, num_runs, Mask(row_stride=row_stride), halo)
@@ -92,7 +92,7 @@ def test_runs_read_the_keys_that_their_rows_see(num_runs, halo, row_stride):
 
 
 def test_compile_time_does_not_grow_with_length():
-    """The program of blockwise attention has the same number of instructions at any length."""
+    """Blockwise attention compiles to the same number of instructions at any length."""
 
     def num_instructions(length, block_size=16):
         params, attend = make_layer("kerple", "dape3")
@@ -107,7 +107,7 @@ def test_compile_time_does_not_grow_with_length():
 
 
 def test_blockwise_memory_is_linear_in_length():
-    """Peak memory of forward and backward, as the compiler plans it, grows with T and not with T squared."""
+    """Peak memory of forward and backward, by the compiler's plan, grows with T, not with T squared."""
 
     def temporary_bytes(length, implementation):
         params, attend = make_layer("kerple", "dape3", heads=4, head_dim=16)
@@ -124,7 +124,7 @@ def test_blockwise_memory_is_linear_in_length():
 
 
 def test_a_window_bounds_the_memory_of_a_block():
-    """With a window, temporary memory grows by queries, keys, values and results laid out in blocks, and no more."""
+    """With a window, temporary memory grows only by queries, keys, values and results in blocks."""
 
     def temporary_bytes(length, window):
         params, attend = make_layer("kerple", "dape3", heads=4, head_dim=16)

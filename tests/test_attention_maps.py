@@ -1,4 +1,4 @@
-"""Attention maps: they are what the layer computes, pooled exactly, and land on a page."""
+"""Attention maps: equal to the layer's attention, pooled exactly, and written to a page."""
 
 import dataclasses
 import json
@@ -49,18 +49,18 @@ COLUMNS = {
 
 @pytest.fixture(scope="module")
 def root(trained_root) -> Path:
-    """Directory of the session's text."""
+    """Return the directory of the text."""
     return trained_root
 
 
 @pytest.fixture(scope="module")
 def workdir(trained_run) -> Path:
-    """A trained run."""
+    """Return a trained run."""
     return trained_run.rename(trained_run.parent / "a <b> $^$")
 
 
 def config_of(root: Path, changes: dict) -> TransformerConfig:
-    """Of the model of the small run, with memory that is linear in length."""
+    """Return the config of the small run's model, with memory linear in length."""
     config = RunConfig.from_dict(tiny.spec(root, **changes)).model
     return dataclasses.replace(config, attention=Blockwise(block_size=16))
 
@@ -71,7 +71,7 @@ def layer_of(model: Transformer, layer: int) -> Block:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model none of whose parameters is at 0."""
+    """Model without parameters at 0."""
 
     graphdef: nnx.GraphDef
     params: dict[str, Any]
@@ -86,7 +86,7 @@ class Model:
 
 
 def model_and_input(root: Path, case: str) -> tuple[TransformerConfig, Model, np.ndarray]:
-    """A model's config, the model, and what goes into one of its layers."""
+    """Return a model's config, the model, and the input of one of its layers."""
     config = config_of(root, CASES[case])
     graphdef, abstract = model_structure(config)
     draw = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def model_and_input(root: Path, case: str) -> tuple[TransformerConfig, Model, np
 def dense_maps(
     config: TransformerConfig, model: Model, x_BTD: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """All pairs of layer 1 at once, from the definition; which of them are visible; and the values, for all heads."""
+    """Return all pairs of layer 1, from the definition, the mask, and the values, for all heads."""
 
     def project(model, x_BTD):
         block = layer_of(model, 1)
@@ -133,7 +133,7 @@ def dense_maps(
 
 @pytest.mark.parametrize("case", CASES)
 def test_pooled_maps_are_the_definition(root, case):
-    """At a length that is no multiple of a block or of a cell: means of cells, and statistics of all visible pairs."""
+    """Check means of cells and statistics of all visible pairs, at a length that blocks and cells do not divide."""
     config, model, x_BTD = model_and_input(root, case)
     expected, mask_TT, _ = dense_maps(config, model, x_BTD)
 
@@ -205,7 +205,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(root):
 
 
 def check_page(page: Path, length: int) -> dict:
-    """The page links a readable figure for each layer; the JSON has statistics for every layer and head."""
+    """Check that the page links a readable figure per layer, and that the JSON has statistics per layer and head."""
     text = page.read_text()
     content = json.loads((page.parent / "attention_maps.json").read_text())
     assert sorted(file.name for file in page.parent.iterdir()) == [
@@ -289,7 +289,7 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
 
 @pytest.mark.parametrize("name", ["layer-00.png", "attention_maps.json"])
 def test_a_file_that_cannot_be_written_is_one_line(workdir, tmp_path, name):
-    (tmp_path / name).mkdir()  # even root cannot replace it by a file
+    (tmp_path / name).mkdir()  # a directory, which even root cannot replace by a file
     with pytest.raises(InputError, match=rf"^output = .*: cannot be written to: .*{name}'$"):
         attention_maps(workdir, length=16, output=tmp_path)
     assert not (tmp_path / "index.html").exists()
@@ -318,5 +318,5 @@ def test_command_line(workdir, tmp_path):
 
 
 def test_importing_it_defines_no_flags():
-    """They have the names of other command lines' flags."""
+    """Importing must not define flags, which have the names of other command lines' flags."""
     assert "length" not in flags.FLAGS

@@ -1,4 +1,4 @@
-"""Run the benchmarks end to end at tiny sizes: they measure what was requested and agree with the formulas."""
+"""Run the benchmarks end to end at tiny sizes: they measure the requested cases and agree with the formulas."""
 
 import dataclasses
 import json
@@ -59,8 +59,8 @@ def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_
         assert row["time_ratios"]["dense"] == row["min_ms"] / rows[0]["min_ms"]
         assert row["memory_ratios"]["dense"] == row["peak_mib"] / rows[0]["peak_mib"]
     fused, torch = content["left_out"]
-    assert fused.startswith("fused is left out")
-    assert "torch is left out: PyTorch is not installed" in torch
+    assert fused.startswith("fused is skipped")
+    assert "torch is skipped: PyTorch is not installed" in torch
     errors, table = capsys.readouterr().err, (tmp_path / "cpu.txt").read_text()
     assert all(line in errors and line in table for line in (fused, torch))
     assert len(table.splitlines()) == 2 + 1 + len(rows)
@@ -96,7 +96,7 @@ def test_wrong_results_and_failures_are_reported_and_the_others_measured(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's compiler of itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside PyTorch's compiler
 def test_torch_computes_the_same(tmp_path):
     pytest.importorskip("torch")
     attention.run(tiny(tmp_path, vs="torch", batch=2))
@@ -113,7 +113,7 @@ def test_torch_computes_the_same(tmp_path):
 @pytest.mark.parametrize("direction", attention.DIRECTIONS)
 @pytest.mark.parametrize("name", ["dense", "blockwise", attention.PLAIN])
 def test_compiled_flops_are_those_of_the_formula(name, direction):
-    """Count all pairs of a query and a key, not only the causal ones; bodies of scans as often as they run."""
+    """Count all pairs of a query and a key, not only the causal ones, and trip counts of scans."""
     length = 64
     settings = attention.Settings(lengths=(length,), channels=4, block_size=8, num_buckets=1)
     case = attention.Case(settings, "125m", length, direction)
@@ -157,7 +157,7 @@ def test_bad_settings_of_attention(changes, words):
         attention.Settings(**changes)
 
 
-def test_the_kernel_is_refused_where_there_is_none(tmp_path):
+def test_the_kernel_is_refused_on_a_platform_without_one(tmp_path):
     with pytest.raises(InputError, match="--implementations = 'fused'"):
         attention.run(tiny(tmp_path, implementations=("dense", "fused")))
     assert not list(tmp_path.iterdir())
@@ -167,7 +167,7 @@ def test_the_kernel_is_refused_where_there_is_none(tmp_path):
 
 
 class Device:
-    """Computes for a millisecond after each call, which takes no time itself; waiting takes a hundredth in addition."""
+    """Device that computes for 1 ms after each call; calling takes no time, and waiting 10 ms."""
 
     def __init__(self, monkeypatch):
         self.now = self.free_at = 0.0
@@ -182,7 +182,7 @@ class Device:
 
 @pytest.mark.parametrize(("platform", "expected"), [("gpu", 1e-3 + 1e-2 / 9), ("cpu", 1.1e-2)])
 def test_a_device_is_not_waited_for_after_every_call(monkeypatch, platform, expected):
-    """A sample of one call takes 11 ms here; nine are queued, to take a tenth of a second."""
+    """One call takes 11 ms here; nine are queued, which takes a tenth of a second."""
     device = Device(monkeypatch)
     monkeypatch.setattr(measure, "device_platform", lambda: platform)
     monkeypatch.setattr(measure, "WARMUP_CALLS", 1)
@@ -194,7 +194,7 @@ def test_a_device_is_not_waited_for_after_every_call(monkeypatch, platform, expe
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what is resident")
 @pytest.mark.parametrize("mebibytes", [64, pytest.param(200, marks=pytest.mark.slow)])
 def test_memory_of_a_call(mebibytes):
-    """Two arrays at once, one of which is freed before the end."""
+    """Measure a call with two arrays at the same time, of which it frees one."""
 
     def call() -> np.ndarray:
         first = np.ones(mebibytes * MIB // 8)
@@ -329,7 +329,7 @@ def test_ratios_of_cycles_and_programs_that_do_not_fit_are_shown():
 
 @pytest.mark.slow
 def test_cycles_of_a_training_step(libtpu):
-    """In a model of two layers, DAPE takes more cycles than Kerple alone, and more of them in its kernels."""
+    """In a model of two layers, DAPE takes more cycles than Kerple alone, and more in its kernels."""
     run = {m: step.read_config("paper", "125m", m, 512, 2, "auto") for m in ("kerple", "dape1x3-kerple")}
     found = {}
     for method, each in run.items():

@@ -1,7 +1,7 @@
-"""Which keys a query row depends on, over every bias x processor x implementation.
+"""Causality: the keys that a query row depends on, for every bias x processor x implementation.
 
-Strict causality is bitwise: neither values nor gradients of a row know anything about later tokens, tokens before its
-window, or padding.
+Strict causality is bitwise: values and gradients of a row do not depend on later tokens, tokens before its window, or
+padding.
 """
 
 import itertools
@@ -40,7 +40,7 @@ POS = np.arange(LENGTH, dtype=np.int32)
 
 
 def test_every_pair_of_values_meets():
-    """The sample of the default suite holds every valid pair of values of two axes, and is much smaller than all."""
+    """Check that the default sample has every valid pair of values of two axes, and is far smaller than all."""
     cases = [case.values for case in every_case(AXES, ())]
 
     def pairs(cases):
@@ -54,8 +54,8 @@ def test_every_pair_of_values_meets():
 
 
 @pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, sample()))
-def test_rows_depend_on_visible_keys_alone(bias, processor, implementation, kind):
-    """Future, keys before the window, and padding change no bit and have a gradient of exactly 0; rows in any order."""
+def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind):
+    """Later keys, keys before the window, and padding change no bit and have gradient 0; rows are in any order."""
     run = compiled(bias, processor, implementation, kind)
     window = KINDS[kind].get("window") or LENGTH
     qkv, other = (make_qkv(seed=seed, kv_heads=KINDS[kind].get("kv_heads")) for seed in (1, 2))
@@ -129,7 +129,7 @@ def test_a_prefix_of_the_input_gives_a_prefix_of_the_output(bias, processor, imp
     chex.assert_trees_all_close(step(q[:, -1:], k, v, POS[-1:]), whole[:, -1:], atol=tolerance(bias))
 
 
-def test_a_window_as_long_as_the_input_is_no_window():
+def test_a_window_as_long_as_the_input_equals_no_window():
     params, attend = make_layer("kerple", "dape3")
     q, k, v = make_qkv()
     run = jax.jit(lambda window: attend(params, q, k, v, Dense(), window=window), static_argnums=0)
@@ -138,7 +138,7 @@ def test_a_window_as_long_as_the_input_is_no_window():
     assert np.abs(narrow - none).max() > 1e-4
 
 
-def test_the_mask_is_what_its_docstring_draws():
+def test_the_mask_agrees_with_its_docstring():
     drawn = [line.split()[2:7] for line in Mask.__doc__.splitlines() if line.strip().startswith("q ")]
     seen = np.array([[mark == "x" for mark in row] for row in drawn])
     assert seen.shape == (5, 5)
@@ -197,8 +197,8 @@ def test_columns_that_a_convolution_reads(width, alignment):
 
 @pytest.mark.parametrize("width", [1, 3, 5, 7])
 @pytest.mark.parametrize("implementation", ["dense", "blockwise"])
-def test_the_listing_edge_differs_in_the_last_rows_alone(width, implementation):
-    """The paper's listing changes its last W//2 rows when a key is appended; all other rows are those of "prefix"."""
+def test_the_listing_edge_differs_only_in_the_last_rows(width, implementation):
+    """Appending a key changes the last W//2 rows of the paper's listing; all other rows are those of "prefix"."""
     bias = BIASES["alibi"]().build(2, 4, nnx.Rngs(0))
     qkv = make_qkv(13)
     pos, half = jnp.arange(13), width // 2

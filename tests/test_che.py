@@ -1,4 +1,4 @@
-"""The algorithmic tasks end to end: golden tapes, losses and protocol, the encoder, training, accuracy by length."""
+"""Algorithmic tasks end to end: golden tapes, losses and protocol, the encoder, training, accuracy by length."""
 
 import dataclasses
 import gc
@@ -150,7 +150,7 @@ def test_golden_che_loss_and_accuracy(folder, task):
 
 @in_every_folder
 def test_golden_che_protocol(folder):
-    """The config's constants equal the reference's, except the number of steps (200,000 as in the paper)."""
+    """Constants of the config equal the reference's, except the number of steps (200,000 as in the paper)."""
     golden = json.loads((folder / "protocol.json").read_text())
     config = get_config("task=even_pairs")
     model, reference = config.model, golden["model_transformer_encoder"]
@@ -298,13 +298,13 @@ def test_a_processor_that_padding_would_change_is_refused(option):
 
 
 def test_dropout_keeps_the_expectation():
-    """Dropout zeroes or scales attention's addition to the residual stream and keeps its mean."""
+    """Dropout zeroes or scales attention's output before the residual stream and keeps its mean."""
     config = dataclasses.replace(encoder("nope", "plain"), norm_first=True, dropout=0.25)
 
     @nnx.jit
     def build():
         block = Block(config, rngs=nnx.Rngs(0))
-        block.mlp.down_FD[...] = jnp.zeros((64, 16))  # no feed-forward output: the block is linear in what is dropped
+        block.mlp.down_FD[...] = jnp.zeros((64, 16))  # no MLP output: linear in the dropped values
         return block
 
     graphdef, params = nnx.split(build(), nnx.Param)
@@ -398,7 +398,7 @@ def test_a_run_with_dropout_is_resumed_exactly(runs, root, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_devices_that_share_a_tape_train_the_same():
-    """Loss, gradient and accuracy of one step on all devices equal those on one. (Dropout is off: it would differ.)"""
+    """Loss, gradient and accuracy of one step on all devices equal those on one. Dropout is off: it would differ."""
     argument = "task=duplicate_string,bias=kerple,processor=dape,positions=80"
     run = TaskRunConfig.from_dict(spec(argument, model__dropout=0.0))
     graphdef, _ = model_structure(run.model)
@@ -457,7 +457,7 @@ def test_accuracy_equals_that_of_a_plain_loop(runs, evaluated):
 
 
 def test_only_output_symbols_count(runs, monkeypatch, tmp_path):
-    """Answer 0 everywhere, which is also the target of input symbols and padding: right are the answers that are 0."""
+    """Answer 0 everywhere, also the target of input symbols and padding: only answers of 0 count as right."""
     monkeypatch.setattr(
         accuracy, "run_in_batches", lambda *_, num_rows, **__: np.zeros((num_rows, 1), np.int32), raising=True
     )
@@ -494,7 +494,7 @@ def test_accuracy_with_random_positions_equals_that_of_a_plain_loop(random, tmp_
 
 
 def test_every_model_answers_the_same_strings():
-    """The strings depend on task and length, not on seed, batch size or positions."""
+    """Strings depend on task and length, not on seed, batch size or positions."""
     asked = {}
     for seed, batch_size, padded, max_position in ((0, 5, 48, None), (7, 12, 64, None), (3, 4, 48, 100)):
         config = TaskConfig("reverse_string", 0, 8, max_position, seed)
@@ -529,7 +529,7 @@ def check_table(paths: ReportPaths, header: list[str]) -> list[dict[str, Any]]:
 
 
 def test_report_has_means_and_accuracies_of_every_run(evaluated):
-    """The means are over the lengths in the caption; equal models have bit-identical results."""
+    """Means are over the lengths in the caption; equal models have bit-identical results."""
     found = check_table(evaluated, ["<=", "5", ">", "5", "2", "5", "6", "20"])
     assert "<= 5: mean over 2 lengths; > 5, the score: mean over 2 lengths, 6 to 20." in evaluated.table
     assert "Chance: 50.00 (reverse_string)" in evaluated.table
@@ -638,7 +638,7 @@ def test_columns_are_evaluated_lengths(lengths):
 
 
 def test_the_longest_tapes_need_little_memory():
-    """A thousand output tokens after 500 inputs, with DAPE, by the compiler's prediction."""
+    """Check the compiler's prediction for 1,000 output tokens after 500 inputs, with DAPE."""
     run = TaskRunConfig.from_dict(get_config("task=duplicate_string,bias=kerple,processor=dape").to_dict())
     run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, lengths=(500,)))
     trained = TrainedModel(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1), "newest")
@@ -727,7 +727,7 @@ def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, no_weig
 
 
 def test_a_good_evaluation_reads_weights_before_it_writes(runs, tmp_path, no_weights):
-    """The check above can fail: this mesh divides the padded tapes."""
+    """Check that the test above can fail: this mesh divides the padded tapes."""
     with pytest.raises(AssertionError, match="weights were read"):
         evaluate_tasks(runs[:1], mesh=MeshConfig(1, 1, 8, 1), lengths=(3,), output=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -762,10 +762,10 @@ def test_models_that_cannot_be_compared_are_named(runs, root, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
-# When one read of a damaged step fails, Orbax never awaits the others, which warn when they are collected: here.
+# If one read of a damaged step fails, Orbax never awaits the others, which warn when they are garbage-collected.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_checkpoint_is_named(runs, root, tmp_path):
-    """A damaged checkpoint is refused if it is requested by number."""
+    """Requesting a damaged checkpoint by number is an error."""
     shutil.copytree(root / "dape", tmp_path / "run")
     merged = (tmp_path / "run" / "checkpoints" / "4" / "params" / "d").glob("*")  # the files that restoring reads
     flip(max(merged, key=lambda file: file.stat().st_size), 1000)
@@ -776,7 +776,7 @@ def test_a_damaged_checkpoint_is_named(runs, root, tmp_path):
 
 
 def test_a_step_that_is_deleted_during_the_evaluation_is_replaced_by_a_newer_one(runs, root, tmp_path, monkeypatch):
-    """The table is shown although nothing can be written."""
+    """Print the table even if nothing can be written."""
     workdir, shown = tmp_path / "run", []
     shutil.copytree(root / "dape", workdir)
     (tmp_path / "accuracy.json").mkdir()  # even root cannot replace it by a file

@@ -1,4 +1,4 @@
-"""The command lines as a user types them, in processes of their own."""
+"""Command lines as typed by a user, in separate processes."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def train_arguments(root: Path, config: str, workdir: Path, *more: str) -> list[
 
 @pytest.mark.slow
 def test_train_twice_then_evaluate(root, tmp_path):
-    """Two methods trained, one of them asked for again, then compared: table, JSON, Markdown and figure."""
+    """Train two methods, one of them twice, and compare them: table, JSON, Markdown and figure."""
     for name, config in (
         ("kerple", "configs/quickstart.py:processor=none"),
         ("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3,vocab=257"),
@@ -78,8 +78,8 @@ def test_train_twice_then_evaluate(root, tmp_path):
     assert list((tmp_path / "kerple" / "tensorboard").iterdir())
 
 
-# Imports once and forks for each command line, which then runs as in a process of its own, up to its exit handlers. To
-# tear the interpreter down as well would copy all memory that the processes share.
+# Imports once and forks for each command line, which then runs as in a new process, up to its exit handlers.
+# Finalising the interpreter as well would copy all memory that the processes share.
 FORKED = """
 import atexit, gc, json, os, runpy, sys
 import dape_jax.training.loop
@@ -244,6 +244,6 @@ def test_every_config_says_how_to_run_it(config):
 
 
 def test_the_package_has_no_hidden_defaults():
-    """A config's `.get(key, default)` would be a knob that no config file shows."""
+    """`.get(key, default)` of a config would be an option that no config file shows."""
     for file in [*(ROOT / "dape_jax").rglob("*.py"), *(ROOT / "configs").glob("*.py")]:
         assert not re.search(r"\b(config|cfg|spec|choice|c)\.get\(", file.read_text()), file

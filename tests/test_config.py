@@ -1,4 +1,4 @@
-"""Configs: extreme and strange values are refused in one line, before any device work."""
+"""Configs: extreme and strange values are rejected in one line, before a device is used."""
 
 import copy
 import dataclasses
@@ -100,7 +100,7 @@ ADDED_TO_MODEL = (
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_config_of_an_older_version_means_the_same(recipe):
-    """Results of older versions stay those of the same recipes: what is left of the two configs is equal."""
+    """Results of older versions still belong to the same recipes: both configs have the same identity."""
     now = resolved(read_run(copy.deepcopy(RECIPES[recipe]) | {"init": {"source": None, "train_only": None}}))
     now["model"]["rotary"] = choose("rotary", "rope")
     old = copy.deepcopy(now)

@@ -57,7 +57,7 @@ def texts(store: TokenStore) -> list[bytes]:
 
 
 def memory_store(num_tokens: int) -> TokenStore:
-    """A store whose token at position i is i, so that every window says where it came from."""
+    """Return a store whose token at position i is i, so that a window shows its position."""
     sidecar = Sidecar(1, "bytes", 257, "<u2", 1, num_tokens, "0" * 64, "train", "memory", "0" * 64)
     return TokenStore(Path("memory"), sidecar, np.arange(num_tokens, dtype="<u2"), np.array([0, num_tokens], "<i8"))
 
@@ -70,7 +70,7 @@ def made(tmp_path: Path) -> tuple[DataConfig, Corpus]:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> tuple[DataConfig, Path]:
-    """A corpus to copy and damage, and the name of its directory."""
+    """Return a corpus to copy and damage, and the name of its directory."""
     root = tmp_path_factory.mktemp("pristine")
     made_config = config(write(root / "text", DOCUMENTS), root / "cache")
     return made_config, load_corpus(made_config).train.directory.parent
@@ -153,7 +153,7 @@ def test_standard_library_leaves_out_links_that_leave_it(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_no_standard_library_source_names_the_way_out(tmp_path: Path, monkeypatch, exists: bool):
+def test_a_missing_standard_library_names_the_alternative(tmp_path: Path, monkeypatch, exists: bool):
     library = write(tmp_path / "lib", [b"x = 1"] * 3, "m{}.py") if exists else tmp_path / "none"
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
     with pytest.raises(InputError, match=r"--config\.data\.path"):
@@ -167,7 +167,7 @@ documents_of_any_bytes = st.lists(st.binary(min_size=1, max_size=50).map(lambda 
 
 @quick
 @given(documents_of_any_bytes, st.floats(0.05, 0.95))
-def test_each_document_is_on_one_side_and_none_is_lost(documents: list[bytes], fraction: float):
+def test_each_document_is_in_one_split_and_none_is_lost(documents: list[bytes], fraction: float):
     documents = documents + DOCUMENTS[:10]  # so that both sides usually have some
     with tempfile.TemporaryDirectory() as root:
         path = write(Path(root, "text"), documents)
@@ -179,7 +179,7 @@ def test_each_document_is_on_one_side_and_none_is_lost(documents: list[bytes], f
         assert Counter(train + validation) == Counter(documents)
 
 
-def test_identical_texts_fall_on_one_side(tmp_path: Path):
+def test_identical_texts_are_in_one_split(tmp_path: Path):
     loaded = load_corpus(config(write(tmp_path / "text", DOCUMENTS * 3), tmp_path / "cache"))
     train, validation = Counter(texts(loaded.train)), Counter(texts(loaded.validation))
     assert set((train + validation).values()) == {3}
@@ -201,7 +201,7 @@ def test_a_larger_fraction_only_moves_documents_into_validation(document: bytes,
         assert corpus.split_of(document, max(a, b)) == "validation"
 
 
-def test_the_fraction_is_what_is_held_out():
+def test_the_validation_fraction_is_held_out():
     validation = sum(corpus.split_of(f"{i}".encode(), 0.2) == "validation" for i in range(10_000))
     assert abs(validation - 2000) < 5 * 40  # five standard deviations
 
@@ -227,7 +227,7 @@ def test_store_roundtrip(made: tuple[DataConfig, Corpus]):
 def test_unchanged_inputs_are_not_read_again(made: tuple[DataConfig, Corpus]):
     made_config, first = made
     written = {file: file.stat().st_mtime_ns for file in Path(made_config.cache_dir).rglob("*")}
-    for file in Path(made_config.path).iterdir():  # other text, same size and time: only who reads it can tell
+    for file in Path(made_config.path).iterdir():  # other text, same size and time: only reading shows it
         stat = file.stat()
         file.write_bytes(b"?" * stat.st_size)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -238,7 +238,7 @@ def test_unchanged_inputs_are_not_read_again(made: tuple[DataConfig, Corpus]):
 
 
 @pytest.mark.parametrize("change", ["content", "touch", "add", "remove", "rename", "fraction", "place"])
-def test_changed_inputs_make_a_new_store_and_spare_the_old(made: tuple[DataConfig, Corpus], change: str):
+def test_changed_inputs_make_a_new_store_and_keep_the_old_one(made: tuple[DataConfig, Corpus], change: str):
     made_config, first = made
     path, changes = Path(made_config.path), {}
     match change:
@@ -285,7 +285,7 @@ def test_verify_detects_any_flipped_byte(pristine: tuple[DataConfig, Path], data
 
 @quick
 @given(st.data())
-def test_damaged_offsets_never_pass_for_whole(pristine: tuple[DataConfig, Path], data: st.DataObject):
+def test_damaged_offsets_are_detected(pristine: tuple[DataConfig, Path], data: st.DataObject):
     _, directory = pristine
     with tempfile.TemporaryDirectory() as root:
         copy = Path(shutil.copytree(directory / "train", Path(root, "train")))
@@ -300,7 +300,7 @@ def test_damaged_offsets_never_pass_for_whole(pristine: tuple[DataConfig, Path],
         try:
             store = open_store(copy)
             store.verify()
-            np.testing.assert_array_equal(store.offsets, before)  # what was damaged means nothing, such as padding
+            np.testing.assert_array_equal(store.offsets, before)  # the damaged bytes are not used, for example padding
         except InputError as error:
             message = str(error)
         assert message is None or (str(copy / SIDECAR_FILE) in message and "\n" not in message)
@@ -360,7 +360,7 @@ def test_a_missing_file_is_reported_and_not_rebuilt(made: tuple[DataConfig, Corp
     made_config, first = made
     lost = first.validation.directory / name
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    with pytest.raises(InputError, match=r"store\.json.*delete .* to build it again"):
+    with pytest.raises(InputError, match=r"store\.json.*delete .* to rebuild it"):
         load_corpus(made_config)
     assert not lost.exists()
     shutil.rmtree(first.train.directory.parent)
@@ -386,7 +386,7 @@ def test_a_token_file_of_another_length_is_refused(made: tuple[DataConfig, Corpu
         load_corpus(made_config)
 
 
-# store: builds that do not end well
+# store: failing builds
 
 
 def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch):
@@ -406,7 +406,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path, monkeypatch):
     assert Counter(texts(load_corpus(made_config).train)) <= Counter(DOCUMENTS)
 
 
-def test_a_killed_build_is_never_taken_for_whole(tmp_path: Path):
+def test_a_killed_build_is_never_used(tmp_path: Path):
     path = write(tmp_path / "text", DOCUMENTS)
     script = (
         "import os, signal, sys\n"
@@ -429,7 +429,7 @@ def test_a_killed_build_is_never_taken_for_whole(tmp_path: Path):
     assert after.digest == load_corpus(config(path, tmp_path / "clean")).digest
 
 
-def test_whoever_builds_first_is_used(tmp_path: Path, monkeypatch):
+def test_the_first_finished_build_is_used(tmp_path: Path, monkeypatch):
     made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache")
     split_of = corpus.split_of
     theirs = []
@@ -448,14 +448,17 @@ def test_whoever_builds_first_is_used(tmp_path: Path, monkeypatch):
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [ours.train.directory.parent.name]
 
 
-# store: what the user is told
+# store: messages
 
 
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"path": ""}, "data.path = ''"),
-        ({"tokenizer": "gpt2"}, r"data.tokenizer = 'gpt2': must be None .*, 'bytes', the path of a tokenizer\.json"),
+        (
+            {"tokenizer": "gpt2"},
+            r"data.tokenizer = 'gpt2': must be None .*, 'bytes', or the path or name .* of a tokenizer\.json",
+        ),
         ({"cache_dir": ""}, "data.cache_dir = ''"),
         ({"validation_fraction": 0.0}, "data.validation_fraction = 0.0"),
         ({"validation_fraction": 1.0}, "data.validation_fraction = 1.0"),
@@ -481,7 +484,7 @@ def test_nothing_to_read_names_the_path(tmp_path: Path, path: str):
 
 
 @pytest.mark.parametrize(("fraction", "side"), [(1e-9, "validation"), (1 - 1e-9, "train")])
-def test_an_empty_side_names_the_fraction(tmp_path: Path, fraction: float, side: str):
+def test_an_empty_split_names_the_fraction(tmp_path: Path, fraction: float, side: str):
     made_config = config(write(tmp_path / "text", DOCUMENTS), tmp_path / "cache", validation_fraction=fraction)
     with pytest.raises(InputError, match=rf"data.validation_fraction = {fraction!r}: leaves no {side} .*data.path = "):
         load_corpus(made_config)
@@ -497,7 +500,7 @@ def test_a_cache_that_cannot_be_written_names_the_field(tmp_path: Path):
 # batches: windows
 
 sizes = st.tuples(st.integers(2, 400), st.integers(1, 12)).filter(lambda pair: pair[0] > pair[1])  # num_tokens, T
-# Grain takes 5 ms to find the place of one of 3 windows in their shuffled order, and 0.1 ms for one of 100.
+# Grain takes 5 ms to find the position of a window in a shuffled order of 3, and 0.1 ms in one of 100.
 larger_sizes = st.tuples(st.integers(400, 4000), st.integers(1, 12))
 
 
@@ -531,7 +534,7 @@ def test_pickled_windows_carry_no_tokens(tmp_path: Path):
 
 
 def rows_of(store: TokenStore, length: int, batch: int, steps: int, shard=(0, 1), seed=0, state=None):
-    """The windows that one process reads, by the position of their first token, step by step; and the state after."""
+    """Return the first positions of the windows that one process reads in each step, and the final state."""
     iterator = train_batches(
         store, train_length=length, global_batch_size=batch, seed=seed, shard_index=shard[0], num_shards=shard[1]
     )
@@ -575,7 +578,7 @@ def test_order_differs_between_epochs_and_between_seeds(seed: int):
         return rows_of(store, 1, 64, 3, seed=seed)[0]
 
     orders = epochs(seed) + epochs(seed + 1)
-    assert len({tuple(order) for order in orders}) == 6  # seed + 1 is no shifted copy of seed either
+    assert len({tuple(order) for order in orders}) == 6  # nor is the order of seed + 1 a shifted copy
     assert sorted(orders[0]) != orders[0]
     assert epochs(seed) == epochs(seed)
 
@@ -618,7 +621,7 @@ def test_shards_share_the_global_batch(size: tuple[int, int], num_shards: int, r
 
 @quick
 @given(larger_sizes, st.integers(0, 10))
-def test_another_batch_size_goes_on_where_the_last_one_stopped(size: tuple[int, int], before: int):
+def test_another_batch_size_resumes_where_the_last_one_stopped(size: tuple[int, int], before: int):
     num_tokens, length = size
     store = memory_store(num_tokens)
     first, state = rows_of(store, length, 8, before)
@@ -630,10 +633,10 @@ def test_another_batch_size_goes_on_where_the_last_one_stopped(size: tuple[int, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_length": 100}, "train_length = 100: at most 99: memory holds 100 tokens"),
+        ({"train_length": 100}, "train_length = 100: must be at most 99: memory has 100 tokens"),
         ({"train_length": 0}, "train_length = 0"),
         ({"global_batch_size": 0}, "train.batch_size = 0"),
-        ({"global_batch_size": 6, "num_shards": 4}, "train.batch_size = 6: a positive multiple of .* 4"),
+        ({"global_batch_size": 6, "num_shards": 4}, "train.batch_size = 6: must be a positive multiple of .* 4"),
         ({"num_shards": 0}, "num_shards = 0"),
         ({"shard_index": 1}, "shard_index = 1"),
         ({"seed": -1}, "data.seed = -1"),
@@ -673,9 +676,9 @@ def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], bat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 100}, "length = 100: at most 99"),
+        ({"length": 100}, "length = 100: must be at most 99"),
         ({"length": 0}, "length = 0"),
-        ({"batch_size": 10}, "batch_size = 10: 1 to the 9 windows of length 10 in the 100 tokens of memory"),
+        ({"batch_size": 10}, "batch_size = 10: must be 1 to 9, the number of windows of length 10 in memory"),
         ({"batch_size": 0}, "batch_size = 0"),
         ({"num_batches": 0}, "num_batches = 0"),
     ],

@@ -37,8 +37,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("localhost:1234", None, None), ["--num_processes, --process_id", "must be given together"]),
-        ((None, 2, 0), ["--coordinator", "must be given together"]),
+        (("localhost:1234", None, None), ["--num_processes, --process_id", "must be set together"]),
+        ((None, 2, 0), ["--coordinator", "must be set together"]),
         (("localhost", 2, 0), ["--coordinator", "'localhost'", "host:port"]),
         (("localhost:http", 2, 0), ["--coordinator", "host:port"]),
         (("localhost:65536", 2, 0), ["--coordinator", "host:port"]),
@@ -74,7 +74,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux says who listens")
 @pytest.mark.parametrize(("host", "is_local"), [("localhost", True), ("127.0.0.1", True), ("0.0.0.0", False)])
-def test_a_local_coordinator_listens_on_the_loopback_interface_alone(host, is_local):
+def test_a_local_coordinator_listens_only_on_the_loopback_interface(host, is_local):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -206,7 +206,7 @@ def test_a_program_for_one_process_refuses_several(monkeypatch, name):
 @given(start=st.integers(0, 50), noticed_at=st.integers(0, 60), num_steps=st.integers(1, 60))
 @settings(deadline=None)
 def test_sigterm_at_any_time_stops_a_run_once(start, noticed_at, num_steps):
-    """jax answers True for one number only, one above the last that any process asked about."""
+    """Check with a stop number one above the last queried: jax returns True for one number only."""
     asked = []
 
     def reached(number):
@@ -237,7 +237,7 @@ class StopsAfter3(PreemptionGuard):
 
 @pytest.mark.slow
 def test_a_stopped_run_resumes_exactly_and_its_step_is_never_the_best(root, tmp_path, monkeypatch):
-    """Stopped between two validations, with one checkpoint kept: bitwise the uninterrupted run."""
+    """Stop between two validations, keeping one checkpoint: bitwise equal to the uninterrupted run."""
     spec = tiny.spec(root, train__max_to_keep=1, train__num_steps=4, model__num_layers=1)
     spec["model"]["processor"] = {"name": "none"}
     loop.train(spec, tmp_path / "whole")
@@ -274,7 +274,7 @@ def state_of(workdir: Path, spec: dict) -> tuple:
 class Run:
     """`train.py` in some processes that share four devices.
 
-    `last_flags`, `last_directory` and `last_path` are what only the last process has: more flags, another working
+    `last_flags`, `last_directory` and `last_path` apply only to the last process: more flags, another working
     directory, and a directory with Python packages.
     """
 
@@ -400,7 +400,7 @@ def test_two_processes_are_one(root, tmp_path, one_process):
     assert one.wait() == [0], one.texts()
     assert_same_result(tmp_path / "two_one", one_process)
 
-    # If one process cannot decode its part of a step, both skip the step. A damaged config is that of the step.
+    # If one process cannot decode its part of a step, both skip the step.
     workdir = tmp_path / "two_damaged"
     shutil.copytree(tmp_path / "two", workdir)
     (workdir / "config.json").write_text("{")
@@ -423,7 +423,7 @@ def test_two_processes_resume_the_run_of_one_with_context_parallelism(root, tmp_
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_die_together(root, tmp_path):
-    """SIGTERM to one stops both at the same step; kill -9 of one ends the other within half a minute."""
+    """SIGTERM to one process stops both at the same step; SIGKILL of one ends the other within half a minute."""
     workdir = tmp_path / "run"
     endless = (
         "--config.train.num_steps=100000",
@@ -503,7 +503,7 @@ def test_a_process_that_no_other_joins_ends_with_one_line():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
-    assert re.fullmatch(r"error: processes: after 2 seconds, not all have joined.*\n", done.stderr), done.stderr
+    assert re.fullmatch(r"error: processes: not all have joined after 2 seconds.*\n", done.stderr), done.stderr
 
 
 @pytest.mark.slow
@@ -513,7 +513,7 @@ def test_the_same_error_on_all_processes_names_none(root, tmp_path):
 
 @pytest.mark.slow
 def test_a_wrong_corpus_on_one_process_ends_all(root, tmp_path):
-    """Its path leads to another corpus on process 1, or to none: each process has its own working directory."""
+    """Relative paths lead to another corpus on process 1, or to none: its working directory differs."""
     here, there = tmp_path / "here", tmp_path / "there"
     for directory, words in ((here, "keys and values "), (there, "queries and keys ")):
         (directory / "text").mkdir(parents=True)
@@ -543,7 +543,7 @@ def test_processes_agree_on_the_steps_before_they_resume(root, tmp_path, one_pro
 
 @pytest.mark.slow
 def test_another_version_on_one_process_ends_all(root, tmp_path):
-    """Of another package: this one's version may stand beside train.py, whose directory is searched first."""
+    """Change another package's version: ours may be next to train.py, whose directory is searched first."""
     metadata = tmp_path / "packages" / "optax-99.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: optax\nVersion: 99\n")
@@ -581,5 +581,5 @@ GLOO = (
         (ValueError("closed by peer"), False),
     ],
 )
-def test_a_lost_process_is_told_from_a_bug(error, is_lost):
+def test_a_lost_process_is_distinguished_from_a_bug(error, is_lost):
     assert distributed._is_lost_connection(error) == is_lost

@@ -1,4 +1,4 @@
-"""Evaluation: the paper's protocol, to the bit the same twice, and what it leaves behind."""
+"""Evaluation: the paper's protocol, bit-exact repetition, and the written files."""
 
 import dataclasses
 import errno
@@ -97,13 +97,13 @@ def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
 
 
 def untrained(spec: dict[str, Any]) -> TrainedModel:
-    """A model that no checkpoint is of."""
+    """Return a model without a checkpoint."""
     run = RunConfig.from_dict(spec)
     return TrainedModel(Path("test"), 0, run, "", run.mesh, "newest")
 
 
 def store_of(lengths: list[int]) -> TokenStore:
-    """A token store in memory: document d is d * 1000 + 0, 1, 2, ..."""
+    """Return a token store in memory, whose document d is d * 1000 + 0, 1, 2, ..."""
     tokens = np.concatenate([d * 1000 + np.arange(n, dtype=np.uint32) for d, n in enumerate(lengths)])
     sidecar = Sidecar(1, "bytes", 257, "<u4", len(lengths), len(tokens), "", "validation", "", "")
     return TokenStore(Path(), sidecar, tokens, np.concatenate([[0], np.cumsum(lengths)]))
@@ -147,7 +147,7 @@ def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, ma
     windows = choose_windows(store, longest, max_windows)
     room = sum((n - 1) // longest for n in document_lengths)
     assert len(set(windows)) == len(windows) == min(max_windows, room)
-    # No document gives two windows while another that is long enough gives none.
+    # No document has two windows while another, long enough, has none.
     used = np.bincount([w.document for w in windows], minlength=len(document_lengths))
     if used.max() > 1:
         assert all(used[d] for d, n in enumerate(document_lengths) if n > longest)
@@ -171,7 +171,7 @@ def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, ma
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.1, 50)), min_size=1, max_size=30), st.integers(1, 64))
 def test_perplexity_is_of_the_sum(rows, tokens_each):
-    """exp(sum of nll / number of tokens), not a mean of perplexities; the interval holds it."""
+    """Perplexity is exp(sum of nll / number of tokens), not a mean of perplexities; the interval contains it."""
     documents, nlls = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
     result = length_result(7, documents, np.outer(nlls, np.full(tokens_each, 1 / tokens_each)))
     assert result["perplexity"] == pytest.approx(math.exp(nlls.sum() / (len(rows) * tokens_each)))
@@ -186,8 +186,8 @@ def test_perplexity_is_of_the_sum(rows, tokens_each):
 
 
 def test_training_loss_is_the_evaluators_loss(root):
-    """The same batch, at the train length, through the training step and through the evaluator's."""
-    run = RunConfig.from_dict(tiny.spec(root, train__num_steps=4))  # the programs of the session's run
+    """Compare the training step and the evaluator on the same batch, at the train length."""
+    run = RunConfig.from_dict(tiny.spec(root, train__num_steps=4))  # the programs of the trained run
     mesh = make_mesh(run.mesh)
     corpus = load_corpus(run.data)
     batch = next(train_batches(corpus.train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1))
@@ -203,7 +203,7 @@ def test_training_loss_is_the_evaluators_loss(root):
 
 
 def test_blockwise_beyond_a_threshold_changes_no_result(root):
-    """The evaluator's blockwise lengths give what dense ones give."""
+    """Blockwise and dense lengths of the evaluator give the same results."""
     results, changes = [], {"model__num_layers": 1, "evaluation__lengths": (16, 64)}
     mesh, params = make_mesh_of_all(), None
     for blockwise_from in (1, 10_000):
@@ -221,7 +221,7 @@ def test_blockwise_beyond_a_threshold_changes_no_result(root):
 
 @pytest.mark.parametrize("mesh", [pytest.param("context=8", marks=pytest.mark.slow), "fsdp=2,context=4"])
 def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
-    """A mesh is how, not what: the same perplexities, to rounding, dense and blockwise."""
+    """Perplexities do not depend on the mesh, up to rounding, dense and blockwise."""
     found, expected = (
         read_runs(evaluate(runs[1:], mesh=m, lengths=(16, 64), output=tmp_path / str(n)).directory)
         for n, m in enumerate((read_mesh("--mesh", mesh), None))
@@ -273,8 +273,8 @@ def test_another_corpus_can_be_scored(runs, root, tmp_path):
     assert digest != load_corpus(data).digest
 
 
-def test_evaluation_reads_params_alone(runs, tmp_path):
-    """A run whose optimizer state is gone can still be evaluated."""
+def test_evaluation_reads_params_only(runs, tmp_path):
+    """Evaluate a run without optimizer state."""
     copy = tmp_path / "dape"
     shutil.copytree(runs[1], copy)
     shutil.rmtree(copy / "checkpoints" / "4" / "opt_state")
@@ -286,7 +286,7 @@ def test_evaluation_reads_params_alone(runs, tmp_path):
 
 
 def test_any_checkpoint_can_be_evaluated(runs, tmp_path):
-    """The newest, the best by validation loss, or one by its number."""
+    """Evaluate the newest checkpoint, the best by validation loss, or one by number."""
 
     def step_of(step: str) -> int:
         return read_runs(evaluate(runs[1:], step=step, lengths=(16,), output=tmp_path / step).directory)[0]["step"]
@@ -296,9 +296,9 @@ def test_any_checkpoint_can_be_evaluated(runs, tmp_path):
 
 @pytest.mark.slow
 def test_a_rope_model_is_evaluated_as_trained_and_stretched(root, runs, tmp_path):
-    """A row for each way; at the train length all are what was trained, beyond it all are different.
+    """Report one row per variant of RoPE, equal at the train length and different beyond.
 
-    A model without RoPE beside it has one row.
+    A model without RoPE in the same report has one row.
     """
     rope = {"name": "rope", "base": 10_000.0}
     changes = {"model__rotary": rope, "model__bias": {"name": "nope"}, "model__processor": {"name": "none"}}
@@ -373,7 +373,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
 
 
 def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path, monkeypatch):
-    """Uncommitted changes of the source are refused for results/ alone; those of other results do not count."""
+    """Uncommitted changes of the source are rejected only for results/; changes of other results are ignored."""
     clone = tmp_path / "clone"
     results = clone / "results"
     monkeypatch.setattr(provenance, "ROOT", clone)
@@ -424,7 +424,7 @@ def test_a_window_longer_than_any_document_names_the_longest(root):
 
 
 def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tmp_path):
-    """Equation 6, by hand, from what the other protocol gives when the last T_train tokens are scored."""
+    """Compute equation 6 from the other protocol with the last T_train tokens scored."""
     written = evaluate(runs, protocol="delta", output=tmp_path)
     evaluate(runs, last_tokens=16, output=tmp_path)
     deltas, perplexities = read_runs(tmp_path, "delta"), read_runs(tmp_path)
@@ -438,7 +438,7 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_same_tokens(runs, tm
             assert delta["local"] == local["perplexity"]
             assert delta["full"] == full["perplexity"]
             assert delta["low"] <= delta["delta"] <= delta["high"]
-            # Paired by documents: a model's easy and hard documents are not taken for noise of the difference.
+            # Paired by documents: variation between easy and hard documents is not noise of the difference.
             assert delta["high"] - delta["low"] < local["high"] - local["low"]
     assert written.figure == tmp_path / "delta.png"
     for table in (written.table, (tmp_path / "delta.md").read_text()):
@@ -455,7 +455,7 @@ def test_delta_is_positive_where_context_helps(rows, saved):
     documents, local = np.array([document for document, _ in rows]), np.array([nll for _, nll in rows])
     result = delta_result(64, documents, *(np.outer(nll, np.full(16, 1 / 16)) for nll in (local, local - saved)))
     assert result["delta"] == pytest.approx(result["local"] - result["full"])
-    # Every document saves the same nll for every window, so no draw of documents changes the sign.
+    # Every document gains the same nll in every window, so no sample of documents changes the sign.
     assert np.sign(result["delta"]) == np.sign(saved) or result["delta"] == pytest.approx(0)
     if result["low"] is not None and result["high"] is not None:
         assert result["low"] >= 0 or saved < 0
@@ -507,8 +507,8 @@ def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, 
 
 
 @pytest.mark.parametrize("breaks_at", [None, 100, 700])
-def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
-    """Loss that goes up by twice the margin at a position, under noise ten times as large."""
+def test_a_break_is_found_and_noise_is_not_a_break(breaks_at):
+    """Find a loss that rises by twice the margin at a position, with noise ten times as large."""
     nll = np.random.default_rng(0).normal(2.0, 10 * MARGIN_NATS, (64, 1024))
     if breaks_at is not None:
         nll[:, breaks_at - 1 :] += 2 * MARGIN_NATS
@@ -516,7 +516,7 @@ def test_a_break_is_found_where_it_is_and_noise_is_none(breaks_at):
     if breaks_at is None:
         assert found is None
     else:
-        # The smoothed curve is over the margin when half of what it covers is beyond the break.
+        # The smoothed curve exceeds the margin when half of its window is beyond the break.
         assert breaks_at * 2**-SMOOTHED_OCTAVES < found < breaks_at * 2**SMOOTHED_OCTAVES
 
 
@@ -562,7 +562,7 @@ def test_a_perplexity_too_large_for_a_float_is_infinite(local, full):
 
 @pytest.mark.parametrize("first_nan", [None, 40, 200])
 def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
-    """They do not change the smoothed loss of positions before them."""
+    """NaN does not change the smoothed loss of earlier positions."""
     nll = np.random.default_rng(0).normal(2.0, 0.1, (8, 256))
     expected = positions_result(np.arange(8), nll, 64)
     if first_nan is not None:
@@ -614,7 +614,7 @@ def test_a_model_that_diverged_is_named_and_does_not_affect_the_others(
 @pytest.mark.parametrize("kind", ["perplexity", "delta"])
 @pytest.mark.parametrize("value", [1.7e308, 1e99, math.inf, math.nan], ids=str)
 def test_figures_leave_out_points_that_cannot_be_drawn(tmp_path, kind, value):
-    """The number is in the table all the same."""
+    """Omitted points are still in the table."""
     common = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
     each = {"length": 16, "perplexity": 3.0, "low": 2.0, "high": 4.0, **common}
     deltas = [{"length": 32, "local": 3.0, "full": 2.0, "delta": 1.0, "low": 0.5, "high": 1.5}]
@@ -717,7 +717,7 @@ def test_a_step_chosen_by_number_that_is_deleted_is_named(runs, tmp_path, monkey
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("name", ["config.json", "checkpoints", "checkpoints/4", "checkpoints/4/config", "text"])
 def test_files_that_cannot_be_read_are_one_line(runs, root, tmp_path, monkeypatch, name, number):
-    """Every call of the operating system on a path, and below it, fails, as on a file server that is gone."""
+    """Let all system calls on and below a path fail, as on an unreachable file server."""
     workdir = copy_of(runs[1], tmp_path)
     denied = str(root / "text" if name == "text" else workdir / name)
 
@@ -747,7 +747,7 @@ def test_files_that_cannot_be_read_are_one_line(runs, root, tmp_path, monkeypatc
 
 
 def compiled_at(run: RunConfig, length: int, last_tokens: int, **model):
-    """The scoring step of one sequence for each device; nothing is allocated."""
+    """Compile the scoring step for one sequence per device; nothing is allocated."""
     config = dataclasses.replace(run.model, **model)
     mesh = make_mesh(run.mesh)
     graphdef, abstract = model_structure(model_at(config, length, run.evaluation, "rope", 16))
@@ -762,7 +762,7 @@ def compiled_at(run: RunConfig, length: int, last_tokens: int, **model):
 
 
 def growth(run: RunConfig, length: int, last_tokens: int | None = None) -> float:
-    """By how much predicted memory grows when the length does so fourfold."""
+    """Return the growth of predicted memory when the length is multiplied by four."""
     short, long = (predicted_bytes(compiled_at(run, n, last_tokens or n)) for n in (length, 4 * length))
     return long / short
 
@@ -770,7 +770,7 @@ def growth(run: RunConfig, length: int, last_tokens: int | None = None) -> float
 def test_predicted_memory_is_linear_in_length(root):
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     assert growth(run, 8192, last_tokens=16) <= 4.3
-    assert growth(run, 8192) <= 4.3  # by position, where every token is scored
+    assert growth(run, 8192) <= 4.3  # by position: every token is scored
     dense = RunConfig.from_dict(tiny.spec(root, model__num_layers=1, evaluation__blockwise_from=10**6))
     assert growth(dense, 1024, last_tokens=16) > 12  # what the figure would be if anything were quadratic
 
@@ -790,17 +790,17 @@ def test_predicted_memory_is_linear_in_length_for_every_method(root, bias, proce
 
 
 def test_no_more_than_a_chunk_of_logits_is_held(root):
-    """By position at a large vocabulary, where [T, V] logits would be most of the memory."""
+    """Check by position at a large vocabulary, where [T, V] logits would take most of the memory."""
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     length, vocab_size = 8192, 20_000
     found = predicted_bytes(compiled_at(run, length, length, vocab_size=vocab_size, num_outputs=vocab_size))
     assert found < length * vocab_size * 4 / 2
     small = predicted_bytes(compiled_at(run, 1024, 1024, vocab_size=vocab_size, num_outputs=vocab_size))
-    assert small > 1024 * vocab_size * 4  # a chunk of them is there, and counted
+    assert small > 1024 * vocab_size * 4  # a chunk of logits is counted
 
 
 def test_unembedding_in_chunks_changes_no_value(root):
-    """Chunks that divide the tokens, and chunks that leave some over."""
+    """Test chunks that divide the number of tokens and chunks that do not."""
     run = RunConfig.from_dict(tiny.spec(root, model__num_layers=1))
     mesh = make_mesh(run.mesh)
     params = init_params(run.model, 0, mesh)
@@ -814,8 +814,8 @@ def test_unembedding_in_chunks_changes_no_value(root):
             np.testing.assert_allclose(plain[:, -last_tokens:], chunked, rtol=1e-6)
 
 
-def test_what_does_not_fit_is_refused_with_what_does(runs, root, tmp_path, monkeypatch):
-    """Before any weights are read; the length that is named fits, and twice that does not."""
+def test_a_length_that_does_not_fit_is_refused_with_one_that_does(runs, root, tmp_path, monkeypatch):
+    """Reject before weights are read; the named length fits, and twice this length does not."""
     run = RunConfig.from_dict(tiny.spec(root))
     needed = {length: predicted_bytes(compiled_at(run, length, 16)) for length in (16, 32, 64)}
     assert needed[16] < needed[32] < needed[64]
@@ -836,7 +836,7 @@ def test_what_does_not_fit_is_refused_with_what_does(runs, root, tmp_path, monke
 
 
 def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypatch):
-    """As compilers for TPUs do, which know the chip's memory."""
+    """Compilers for TPUs run out of memory because they know the chip's memory."""
     mesh = make_mesh_of_all()
 
     class Step:
@@ -869,8 +869,8 @@ def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypa
         compile_with("RESOURCE_EXHAUSTED")
 
 
-def test_what_was_predicted_is_what_runs(root, caplog):
-    """Scoring compiles nothing more, and a prediction for long lengths is in the log."""
+def test_the_predicted_program_is_the_one_that_runs(root, caplog):
+    """Scoring compiles no other programs, and the prediction for long lengths is logged."""
     model = untrained(tiny.spec(root))
     mesh, store = make_mesh(model.mesh), load_corpus(model.run.data).validation
     params = init_params(model.run.model, 0, mesh)
@@ -879,7 +879,7 @@ def test_what_was_predicted_is_what_runs(root, caplog):
         compiled = compile_lengths(model, "rope", len(windows))
     (said,) = [record.getMessage() for record in caplog.records if record.name == programs.__name__]
     assert said.startswith("test: length 64 is predicted to take 0.00 GiB on each device, where ")
-    score_windows(compiled, params, mesh, store, windows, "test")  # whatever else there is to compile
+    score_windows(compiled, params, mesh, store, windows, "test")  # compiles the remaining functions
     caplog.clear()
     with jax.log_compiles(True):
         score_windows(compiled, params, mesh, store, windows, "test")
@@ -909,7 +909,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("version", GROUPS)
 @pytest.mark.parametrize("place", ["", "a", "a/b"])
-def test_the_hosts_memory_is_what_it_says_and_what_a_control_group_leaves(tmp_path, version, place):
+def test_available_memory_is_limited_by_host_and_control_group(tmp_path, version, place):
     (line, top, limit, usage, cache), MIB = GROUPS[version], 2**20
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal:   8192000 kB\nMemAvailable:    4096 kB\nHugePages_Total:   0\n")
@@ -922,7 +922,7 @@ def test_the_hosts_memory_is_what_it_says_and_what_a_control_group_leaves(tmp_pa
         (group / limit).write_text(f"{said}\n")
         assert host_available_bytes(tmp_path) == expected * MIB
     (group / "memory.stat").write_text(f"anon 5\n{cache} {5 * MIB}\n")
-    assert host_available_bytes(tmp_path) == 4 * MIB  # 5 allowed, 1 of them used for good
+    assert host_available_bytes(tmp_path) == 4 * MIB  # 5 allowed, of which 1 is permanently used
     (group / limit).write_text(f"{3 * MIB}\n")
     assert host_available_bytes(tmp_path) == 2 * MIB
 

@@ -1,4 +1,4 @@
-"""Test the experiments: the catalogue agrees with the paper, no run is trained twice, verdicts follow from results."""
+"""Test the experiments: the catalogue agrees with the paper, no run is trained twice, verdicts match results."""
 
 import dataclasses
 import errno
@@ -50,7 +50,7 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_run_has_a_valid_config_of_its_own(name: str, preset: str):
+def test_every_run_has_its_own_valid_config(name: str, preset: str):
     runs = runs_with_one_seed(name, preset)
     assert len({item.name for item in runs}) == len(runs) > 0
     configs = [read_run(config_of(item)) for item in runs]
@@ -157,18 +157,18 @@ def test_the_papers_claims_hold_of_the_papers_table_of_tasks():
     (group,) = report.paper_groups("table6")
     judged = [report.judge(claim, report.lookup_in(group), min_seeds=1) for claim in EXPERIMENTS["table6"].claims]
     assert {judgement.verdict for judgement in judged} == {"holds"}, judged
-    # Where the paper counts tasks, its numbers give its count.
+    # If the paper counts tasks, its numbers give the same count.
     assert [(item.holding, item.comparisons) for item in judged if "of 11" in item.claim] == [(8, 11), (6, 11)]
 
 
-def test_the_papers_numbers_are_shown_only_beside_runs_with_as_many_tokens_in_a_step():
-    """Tables 2 and 5 have more tokens in a step at a train length of 512 or 1024 than figure 3."""
+def test_the_papers_numbers_are_shown_only_with_runs_of_equal_tokens_per_step():
+    """Tables 2 and 5 have more tokens per step at a train length of 512 or 1024 than figure 3."""
     for name, trained_at in (("fig3", {128, 4096}), ("table5", {512})):
         (group,) = [group for group in report.paper_groups(name) if group.data == "arxiv"]
         assert {series.train_length for series in group.series} == trained_at
 
 
-def test_an_experiment_with_one_finished_method_is_drawn_beside_the_papers():
+def test_an_experiment_with_one_finished_method_is_drawn_with_the_papers():
     (paper, *others) = report.paper_groups("fig2")
     figure = report.plot(dataclasses.replace(paper, series=paper.series[:1]))
     (legend,) = [axes.get_legend() for axes in figure.axes if axes.get_legend() is not None]
@@ -258,7 +258,7 @@ def test_a_comparison_with_nan_does_not_hold():
     ],
 )
 def test_a_perplexity_that_is_infinite_is_more_than_any_other(of_low: float, of_high: float, holds: bool):
-    """A model that diverged has one; between two of them nothing is shown, whatever the factor."""
+    """Diverged models have infinite perplexity; a comparison of two of them never holds."""
     low, high = Cell("a", 1, 1), Cell("b", 1, 1)
     values = {low: dict.fromkeys((0, 1), of_low), high: dict.fromkeys((0, 1), of_high)}
     for factor in (0.5, 1.0, 2.0):
@@ -360,7 +360,7 @@ def test_fields_left_out_of_keys_are_fields(name: str):
 
 
 def test_committed_results_are_of_the_catalogues_runs():
-    """Otherwise they would all be trained again."""
+    """Compare the keys: otherwise all runs would be trained again."""
     checked = 0
     for name in ("fig2", "fig5", "table4", "table6"):
         runs = {item.name: item for item in runs_of(EXPERIMENTS[name], Settings("small", seeds=(0, 1)))}
@@ -403,7 +403,7 @@ def get_config(argument):
 
 @pytest.fixture
 def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
-    """Return results and workdirs for three tiny experiments: two on a text that share a model, and one on tasks."""
+    """Return results and workdirs of three tiny experiments: two on a text with a shared model, and one on tasks."""
     sizes = {"model__num_layers": 1, "model__processor": {"name": "none"}}
     spec = tiny.spec(tmp_path, train__num_steps=2, evaluation__lengths=(16, 32), **sizes)
     (tmp_path / "configs").mkdir()
@@ -431,7 +431,7 @@ def run_tiny(name: str, world: dict[str, str], seeds: tuple[int, ...] = (), task
 
 @pytest.fixture
 def trained(monkeypatch) -> list[tuple[str, int]]:
-    """Return the list of models that would be trained, by bias and seed. Nothing is; results are made from the seed."""
+    """Return the list of models that would be trained, by bias and seed; results are computed from the seed instead."""
     models = []
 
     def train(config, workdir):
@@ -706,12 +706,12 @@ def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeyp
     [
         ("fig99", {}, ["experiment", "fig99", "fig2"]),
         ("table6", {"tasks": ("even_pears",)}, ["--tasks", "even_pears", "even_pairs"]),
-        ("table6", {"tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "each once"]),
+        ("table6", {"tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "duplicates"]),
         ("table6", {"data": "stdlib"}, ["--data", "stdlib", "own strings"]),
         ("fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
         ("fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
         ("fig2", {"preset": "paper"}, ["--data", "paper"]),
-        ("fig2", {"seeds": (1, 1)}, ["--seeds", "each once"]),
+        ("fig2", {"seeds": (1, 1)}, ["--seeds", "duplicates"]),
         ("one", {"preset": "tiny", "data": "/nowhere"}, ["data.path", "/nowhere"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Export: transformers gives the logits, tokens and log-likelihoods that the run gives; and back, bit by bit."""
+"""Export: transformers gives the run's logits, tokens and log-likelihoods; importing it again is bit-exact."""
 
 import copy
 import json
@@ -121,7 +121,7 @@ def test_logits_are_those_of_the_run(name, exported):
 
 @pytest.mark.parametrize("name", [param for param in EVERY_MODEL if param.values[0] != "listing"])
 def test_greedy_generation_is_that_of_the_run(name, exported):
-    """With transformers' cache, of prompts of different lengths that are padded to the left."""
+    """Generate with transformers' cache, from prompts of different lengths padded to the left."""
     workdir, directory = exported(name)
     trained = read_trained(workdir, "newest", {})
     mesh, params = restore(trained)
@@ -182,7 +182,7 @@ def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
 
 
 def test_many_layers_in_several_files(tmp_path, monkeypatch):
-    """More than ten, whose names are not in alphabetical order."""
+    """Use more than ten layers, whose names are not in alphabetical order."""
     workdir = make_run(tmp_path / "run", num_layers=12)
     monkeypatch.setattr(export, "_FILE_BYTES", 30_000)
     export.export_run(workdir, tmp_path / "out")
@@ -195,8 +195,8 @@ def test_many_layers_in_several_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "fire"])
-def test_what_pytorch_saves_is_imported(name, exported, tmp_path):
-    """A model that was loaded, changed and saved by transformers, with its code."""
+def test_a_model_saved_by_pytorch_is_imported(name, exported, tmp_path):
+    """Import a model that transformers has loaded, changed and saved, with its code."""
     workdir, directory = exported(name)
     model = load_model(directory)
     with torch.no_grad():
@@ -213,7 +213,7 @@ def test_what_pytorch_saves_is_imported(name, exported, tmp_path):
 
 
 def test_training_in_pytorch(exported):
-    """The loss is the mean over next tokens; gradients are the same with gradient checkpointing."""
+    """Check that the loss is the mean over next tokens, and that gradient checkpointing changes no gradient."""
     _, directory = exported("pythia")
     x = torch.tensor(tokens())
     gradients = []
@@ -244,7 +244,7 @@ def test_a_layer_that_is_computed_again_does_not_append_to_a_cache(exported):
 
 
 def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
-    """As `Trainer` asks of models that take any argument: it then does not divide by the number of batches."""
+    """`Trainer` requires this of models that accept any argument: it does not divide by the number of batches."""
     model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
     labels = x.clone()
     labels[0, :13] = -100
@@ -259,7 +259,7 @@ def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
 
 @pytest.mark.slow
 def test_trainer_with_accumulation(exported, tmp_path):
-    """Two batches of 2 make the step that one batch of 4 makes."""
+    """Two batches of 2 give the same step as one batch of 4."""
     x, trained = tokens(4), []
     data = [{"input_ids": row, "labels": row} for row in x.tolist()]
     for batch, steps in ((4, 1), (2, 2)):
@@ -311,7 +311,7 @@ def test_arguments_that_would_be_ignored_are_refused(options, message, exported)
 
 
 def test_padding(exported):
-    """To the left and to the right; tokens after padding on the right are refused, also those after a cache."""
+    """Pad to the left and to the right; tokens after padding on the right are rejected, also after a cache."""
     model, x = load_model(exported("pythia")[1]), torch.tensor(tokens())
     mask = torch.ones_like(x)
     mask[0, :4], mask[1, 15:] = 0, 0
@@ -334,7 +334,7 @@ def test_a_tuple_is_returned_on_request(exported):
 
 
 def test_tokenizers_give_the_same_ids(exported, tmp_path):
-    """Of bytes, and of a BPE; transformers adds no token."""
+    """Check bytes and a BPE; transformers adds no token."""
     texts = ["plain text, and more", "\x00\x7f ünïcödé 日本\n\n  x", "<|endoftext|>"]
     of_bytes = transformers.AutoTokenizer.from_pretrained(exported("llama")[1])
     for text in texts[:2]:
@@ -351,7 +351,7 @@ def test_tokenizers_give_the_same_ids(exported, tmp_path):
     assert theirs.eos_token_id == bpe.end_of_document
 
 
-def test_what_cannot_be_cached_is_refused(exported):
+def test_a_model_that_cannot_be_cached_is_refused(exported):
     """Rows of the paper's listing change when a token is appended."""
     model = load_model(exported("listing")[1])
     x = torch.tensor(tokens())
@@ -384,7 +384,7 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_command_lines(exported, tmp_path):
-    """Export, import and evaluate, each by its command."""
+    """Export, import and evaluate with the command lines."""
     workdir, _ = exported("llama")
     command = run_command("-m", "dape_jax.pretrained.export", f"--workdir={workdir}", f"--output={tmp_path}/out")
     assert command.returncode == 0, command.stderr
@@ -407,7 +407,7 @@ def test_the_command_lines(exported, tmp_path):
 
 @pytest.mark.slow
 def test_lm_eval_gives_the_same_log_likelihoods(exported):
-    """Its hf backend on the exported directory, and our adapter on the run."""
+    """Compare lm-eval's hf backend on the exported directory and our adapter on the run."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 

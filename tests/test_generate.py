@@ -1,4 +1,4 @@
-"""Generation: the cache gives what the full forward gives, draws are what they are said to be, input is named."""
+"""Generation: the cache agrees with the full forward, draws have the right distribution, errors name the input."""
 
 import dataclasses
 import errno
@@ -48,7 +48,7 @@ from dape_jax.training.checkpoint import restore_config, restore_params
 
 GREEDY = Sampling(temperature=0.0)
 BIAS_OPTIONS = {
-    # Small enough for the positions of these tests to reach what lies beyond.
+    # Small enough for positions of these tests to exceed them.
     "t5": {"num_buckets": 8, "max_distance": 12},
     "fire": {"threshold": 6},
     "cope": {"num_positions": 6},
@@ -85,7 +85,7 @@ def make_config(bias: str, processor: str, rotary: str = "none", **changes) -> T
 
 
 def random_params(config: TransformerConfig) -> Params:
-    """Random parameters: zeros, as some have in the beginning, could hide a mistake."""
+    """Return random parameters: initial zeros could hide an error."""
     draw = np.random.default_rng(1)
 
     def random(path: tuple, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -96,12 +96,12 @@ def random_params(config: TransformerConfig) -> Params:
 
 
 def mixed_cases() -> list:
-    """Three processors or more for every bias and three biases for every processor, with other options sprinkled in.
+    """Return at least three processors for every bias and three biases for every processor, with other options varied.
 
-    That every bias goes with every processor is a matter of attention alone, whose tests have them all with a cache.
-    Here each bias, each processor and each rotary variant meets every number of key heads, a window and none. Every
-    second case of the first of three diagonals runs by default, with all rotary variants and numbers of key heads, and
-    t5's, whose bias all layers share.
+    Attention's own tests have every bias and processor with a cache. Here each bias, each processor and each rotary
+    variant is tested with every number of key heads, with and without a window. By default every second case of the
+    first of three diagonals runs, with all rotary variants and numbers of key heads, and t5, whose bias all layers
+    share.
     """
     biases = list(CHOICES["bias"])
     cases = []
@@ -119,7 +119,7 @@ def mixed_cases() -> list:
 
 @pytest.mark.parametrize(("bias", "processor", "rotary", "options"), mixed_cases())
 def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, options):
-    """A prompt at once, then token by token, then several at once, then token by token: all logits are the same."""
+    """Extend by a prompt, single tokens, several tokens, and single tokens again: all logits are the same."""
     config = make_config(bias, processor, rotary, **options)
     params = random_params(config)
     tokens_BT = np.random.default_rng(1).integers(0, 11, (2, 18), np.int32)
@@ -185,14 +185,14 @@ def prompt_of(length: int) -> np.ndarray:
 def tokens_of(
     model: tuple[TransformerConfig, Params], prompts: list, num: int, sampling: Sampling, mesh=None, **more
 ) -> np.ndarray:
-    """All tokens of a generation, [prompts, steps]."""
+    """Return all tokens of a generation, [prompts, steps]."""
     mesh = one_device() if mesh is None else mesh
     return np.stack(list(generate(*model, mesh, prompts, max_new_tokens=num, sampling=sampling, **more)), axis=1)
 
 
 @pytest.mark.slow
 def test_each_of_a_ragged_batch_generates_what_it_generates_alone(model):
-    """And what the full forward finds most probable; lengths to either side of a chunk's edge are among them."""
+    """Compare also with the argmax of the full forward; lengths include both sides of a chunk's edge."""
     config, params = model
     prompts = [prompt_of(length) for length in (1, CHUNK, CHUNK + 1, CHUNK + 2, 5)]
     together = tokens_of(model, prompts, 9, GREEDY)
@@ -208,7 +208,7 @@ def test_each_of_a_ragged_batch_generates_what_it_generates_alone(model):
 
 @pytest.mark.parametrize("length", [CHUNK + 2, pytest.param(CHUNK + 1, marks=pytest.mark.slow)])
 def test_logits_of_a_ragged_batch_are_those_of_each_alone(model, length):
-    """Lengths at which the last row is, or is not, in another chunk than those before it."""
+    """Use lengths at which the last row is, or is not, in another chunk than the rows before it."""
     config, params = model
     prompts = [prompt_of(3), prompt_of(length)]
 
@@ -228,7 +228,7 @@ def test_logits_of_a_ragged_batch_are_those_of_each_alone(model, length):
         np.testing.assert_allclose(found, row[len(prompt) - 1], atol=1e-5)
 
 
-def test_a_draw_depends_on_seed_index_and_position_alone(model):
+def test_a_draw_depends_only_on_seed_index_and_position(model):
     prompts, sampling = [prompt_of(length) for length in (4, 9, 6)], Sampling(temperature=2.0)
     tokens = tokens_of(model, prompts, 12, sampling)
     np.testing.assert_array_equal(tokens_of(model, prompts, 12, sampling), tokens)
@@ -241,7 +241,7 @@ def test_a_draw_depends_on_seed_index_and_position_alone(model):
 
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_mesh_changes_no_token(model, data):
-    """Eight devices, three prompts: filled up, split over the batch, and the caches stay split."""
+    """With eight devices and three prompts, the batch is padded and split, and the caches stay split."""
     config, params = model
     mesh = make_mesh(MeshConfig(data=data, fsdp=8 // data, context=1, tensor=1))
     params = place(params, mesh)
@@ -255,7 +255,7 @@ def test_a_mesh_changes_no_token(model, data):
 
 
 def test_memory_is_linear_in_length_and_the_caches_are_not_copied(model):
-    """Prefill and decode write into the cache that they are given, and what they take besides grows with its length."""
+    """Prefill and decode update their cache in place, and other memory grows linearly with its length."""
     config, mesh, batch = dataclasses.replace(model[0], num_layers=8), one_device(), 2
     _, params = model_structure(config)
 
@@ -307,7 +307,7 @@ def test_a_sequence_ends_at_the_end_token_and_the_stream_with_the_last(model):
 
 
 def test_a_prompt_may_end_with_the_end_token(model):
-    """A new document begins there: the prompt's own end token ends nothing."""
+    """End tokens in a prompt only start a new document."""
     free = tokens_of(model, [np.array([3])], 5, GREEDY)
     assert 3 not in free
     np.testing.assert_array_equal(tokens_of(model, [np.array([3])], 5, GREEDY, end_token=3), free)
@@ -324,13 +324,13 @@ LOGITS = st.lists(st.floats(-8, 8, width=16) | st.sampled_from([0.0, 1.0]), min_
 
 
 def draw(logits: list[float], sampling: Sampling, num: int = 64) -> np.ndarray:
-    """Draws from one row of logits."""
+    """Draw tokens from one row of logits."""
     logits_BV = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (num, len(logits)))
     return np.asarray(sample(logits_BV, jax.random.split(jax.random.key(7), num), sampling))
 
 
 def truncated(logits: list[float], sampling: Sampling, slack: float = 0.0) -> np.ndarray:
-    """The probabilities that a draw should have, in double precision; `slack` is added to top_p."""
+    """Return the expected probabilities of a draw, in double precision; `slack` is added to top_p."""
     scaled = np.asarray(logits, float) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")
     kept = np.zeros(len(scaled), bool)
@@ -371,7 +371,7 @@ def test_only_tokens_of_the_truncated_set_are_drawn(logits, temperature, top_k, 
     ],
 )
 def test_frequencies_are_the_probabilities(sampling):
-    """Within five standard errors, in 40,000 draws; two of the logits are equal."""
+    """Compare within five standard errors, in 40,000 draws; two of the logits are equal."""
     logits, num = [0.5, 2.0, -1.0, 2.0, 0.0, 1.0], 40_000
     expected = truncated(logits, sampling)
     found = np.bincount(draw(logits, sampling, num), minlength=6) / num
@@ -449,7 +449,7 @@ def test_models_that_no_cache_can_serve_are_refused_with_the_reason(processor, w
     ],
 )
 def test_bad_requests_are_named_at_the_call(model, prompts, changes, words):
-    """Not at the first step."""
+    """Raise at the call, not at the first step."""
     options = {"max_new_tokens": 2, "sampling": GREEDY} | changes
     with pytest.raises(InputError) as error:
         generate(*model, one_device(), [np.array(prompt, int) for prompt in prompts], **options)
@@ -462,7 +462,7 @@ def test_bad_requests_are_named_at_the_call(model, prompts, changes, words):
 @settings(deadline=None, max_examples=200)
 @given(st.text().map(str.encode) | st.binary(), st.lists(st.integers(0, 6), max_size=20))
 def test_streamed_pieces_are_the_text_of_the_whole(content, cuts):
-    """Characters of several bytes are not broken, wherever the tokens come apart; the end of a document is no text."""
+    """Characters of several bytes are not split between pieces; the end of a document is not part of the text."""
     text, pieces, start = TextStream(Bytes()), [], 0
     for cut in cuts:
         piece = np.frombuffer(content[start : start + cut], np.uint8)
@@ -481,7 +481,7 @@ def trained(trained_run) -> Path:
 
 
 def expected_tokens(workdir: Path, prompts: list[bytes], num: int, sampling: Sampling) -> list[list[int]]:
-    """Straight from the library, on one device."""
+    """Return the tokens directly from the library, on one device."""
     config = RunConfig.from_dict(restore_config(workdir)[1]["config"]).model
     mesh = one_device()
     _, abstract = model_structure(config)
@@ -494,7 +494,7 @@ def expected_tokens(workdir: Path, prompts: list[bytes], num: int, sampling: Sam
 
 
 def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_path, capsys, monkeypatch):
-    """An empty prompt is the beginning of a document; --output has all of it and is not written over."""
+    """Empty prompts start a document; --output contains everything and is not overwritten."""
     prompts, sampling, file = (
         ["the läng".encode(), b"", b"scores\x1b"],
         Sampling(temperature=1.0),
@@ -568,7 +568,7 @@ def test_a_model_that_cannot_be_cached_is_refused_by_the_command_line(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_line_continues_prompts(trained, tmp_path):
-    """From flags and a file, streamed; a batch of three gives the first prompt the same text."""
+    """Read prompts from flags and a file, streamed; in a batch of three the first prompt gives the same text."""
     (tmp_path / "prompt.txt").write_text("the attention\n")
     arguments = ["--max_new_tokens=20", "--seed=3", "--top_k=0", "--temperature=1.5", "--step=best"]
     alone = run(*generate_arguments(trained, f"--prompt_file={tmp_path}/prompt.txt", *arguments))

@@ -1,9 +1,9 @@
-"""Every method against vectors of the reference implementations.
+"""Golden tests: every method against vectors of the reference implementations.
 
-Float64: all outputs and all gradients to 1e-10. Float32: all outputs within 4 times the error that the reference itself
-makes in float32, which every file records. A file that is put into `tests/golden`, or into the folder
-`$DAPE_GOLDEN_DIR`, is tested without any new code unless it holds a new method. The slow tests run every file in both
-dtypes, dense and blockwise; the others every method, every size and every file of a plain bias.
+Float64: all outputs and all gradients to 1e-10. Float32: all outputs within 4 times the reference's own error in
+float32, which every file records. Files in `tests/golden` or the directory `$DAPE_GOLDEN_DIR` are tested without new
+code, except for new methods. The slow tests run every file in both dtypes, dense and blockwise; the others every
+method, every size and every file of a plain bias.
 """
 
 import collections
@@ -49,7 +49,7 @@ def read_meta(file: Path) -> dict:
 
 
 def longest_of_each_method(found: list[Path]) -> set[Path]:
-    """Return the file with most positions of each method, in every folder."""
+    """Return the file with the most positions of each method, in every directory."""
     by_method = {}
     for file in sorted(found, key=lambda file: read_meta(file)["T"]):
         by_method[file.parent, read_meta(file)["name"]] = file
@@ -148,7 +148,7 @@ def heads_last(x):
 
 
 def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
-    """Return the outputs that the file of a module holds; the loss is made of the last."""
+    """Return the outputs in the file of a module; the loss is computed from the last."""
     bias, processor = build(params, meta, **options)
     pos = jnp.arange(meta["T"])
     mask = pos[None, :] <= pos[:, None]
@@ -166,7 +166,7 @@ def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
 
 
 def attention_outputs(inputs: dict, params: dict, meta: dict, attention) -> dict:
-    """Return the outputs that the file of an attention layer holds."""
+    """Return the outputs in the file of an attention layer."""
     bias, processor = build(params, meta)
     pos = jnp.arange(meta["T"])
     q, k, v = (heads_last(inputs[name]) for name in "qkv")
@@ -224,7 +224,7 @@ def one_per_width_and_length() -> list:
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("file", one_per_width_and_length())
 def test_golden_where_we_differ(file):
-    """Our edge differs from the listing in its last W//2 rows alone; with `leak` we are the listing without tril."""
+    """Edge "prefix" differs from the listing only in the last W//2 rows; `leak` is the listing without tril."""
     data, meta = load(file)
     params, half, T = select(data, "param."), meta["k"] // 2, meta["T"]
 

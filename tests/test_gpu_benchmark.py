@@ -1,4 +1,4 @@
-"""Test the measurement on one GPU, on a CPU: processes, restarts, limits and the summary; at the end all of it."""
+"""Test the measurement on one GPU, on a CPU: processes, restarts, limits, the summary, and all of it together."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_a_group_records_every_step_and_resumes_after_the_case_that_ended_it(tmp
             "last": prepare("last"),
         }
 
-    # An earlier process had prepared the first case, and was killed in the second.
+    # An earlier process prepared the first case, and was killed in the second.
     earlier = [("first", "prepares"), ("first", "prepared"), ("deadly", "prepares")]
     text = "".join(json.dumps({"group": "g", "case": case, "status": status}) + "\n" for case, status in earlier)
     (tmp_path / "results.jsonl").write_text(text)
@@ -183,7 +183,7 @@ def test_the_summary_has_figures_failures_and_what_is_missing(tmp_path):
     results = gpu.read_results(path)
     text = gpu.summarize(results, "DIR")
     for words in (
-        "fused right 2.0e-03 (q), OTHER BITS IN A SECOND RUN; dense WRONG 2.0e+00 (k)",
+        "fused right 2.0e-03 (q), DIFFERENT BITS IN A SECOND RUN; dense WRONG 2.0e+00 (k)",
         "out of memory",
         "fused                  2.048 (12), error 1.0e-03",
         "350m/kerple/512/1/dense                  min_ms 15, mfu 0.4, 0.750 of dape1x3-kerple, dense",
@@ -231,7 +231,7 @@ def test_everything_is_measured_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_the_training_of_full_size_begins(tmp_path, monkeypatch):
-    """With one layer and two steps instead of all."""
+    """Train with one layer and two steps only."""
     measurement = gpu.Measurement(tmp_path, 300, tiny=False, processes=1)
     changes = ["model.num_layers=1", "train.num_steps=2", "train.batch_size=8"]
     flags = [f"--config.{change}" for change in changes]

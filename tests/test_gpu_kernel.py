@@ -37,7 +37,7 @@ FUSED = functools.partial(attend_fused, platform="gpu", interpret=True)
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Use blocks of 16 rows and bands of 16 offsets, so that a few dozen rows have several of both and several runs.
+    """Use blocks of 16 rows and bands of 16 offsets, so that a few dozen rows have several blocks, bands and runs.
 
     Taps are a loop if there are more than five.
     """
@@ -145,7 +145,7 @@ def test_equal_to_dense(bias, processor, options):
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_equal_to_dense_for_any_sizes(small_tiles, data):
-    """For any positions of the rows among the keys."""
+    """Test any positions of the rows among the keys."""
     heads = data.draw(st.sampled_from([1, 2, 6, 17]))
     length, row_stride = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 3))
     compare(
@@ -161,7 +161,7 @@ def test_equal_to_dense_for_any_sizes(small_tiles, data):
 
 
 def test_every_value_is_written_and_unseen_ones_are_not_read():
-    """The interpreter initialises outputs with NaN. Rows have keys after them and keys before the window."""
+    """Check with NaN in uninitialised outputs; rows have keys after them and before the window."""
     t = gpu.Tiling(jnp.dtype("float32"), heads=2, channels=5, width=3, pad=1, reach=7, row_stride=1, interpret=True)
     rows, keys, taps = 16, 140, t.taps_per_dot * t.padded_heads
     shapes = [(2, rows, 2, 4), (2, keys, 2, 4), *[(taps, 16)] * 2, *[(keys + 1, 16)] * 2, (1, rows, 16), (2, rows, 16)]
@@ -231,7 +231,7 @@ def on_mesh(attention, mesh, dtype=jnp.float32, **options):
 
 
 def test_on_a_mesh():
-    """Gradients are summed over devices. (The interpreter does not support the check of varying axes.)"""
+    """Sum gradients over devices; the interpreter does not support the check of varying axes."""
     two, one = (jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,)) for size in (2, 1))
     (step, args), (on_one, _) = on_mesh(FUSED, two, check_vma=False), on_mesh(Dense(), one, check_vma=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), step(*args), on_one(*args))
@@ -262,7 +262,7 @@ ALL_KERNELS = {"dape_forward_kernel", "dape_scores_gradient_kernel", "dape_param
     ],
 )
 def test_lowers_for_cuda(dtype, length):
-    """Up to Triton's own language. The rest needs the compiler of a GPU."""
+    """Lower to Triton's language; the next steps need a GPU's compiler."""
     params, run = make_layer("kerple", PROCESSORS["W3"], heads=12, dtype=dtype)
     pos = jnp.arange(length)
     qkv = [jax.ShapeDtypeStruct((2, length, 12, 64), dtype)] * 3
@@ -275,7 +275,7 @@ def test_lowers_for_cuda(dtype, length):
 
 @OUTDATED
 def test_lowers_for_cuda_on_a_mesh():
-    """With the check of varying axes, and rematerialised layers in a scan."""
+    """Lower with the check of varying axes, and rematerialised layers in a scan."""
 
     def layers(q, *args):
         @jax.checkpoint
@@ -324,7 +324,7 @@ def test_auto_takes_as_many_rows_as_memory_allows():
 
 @pytest.mark.parametrize(("kv_heads", "window", "length"), [(4, None, 40), (2, 7, 37)])
 def test_plain_attention_is_as_accurate_as_dense(kv_heads, window, length):
-    """Values and gradients; and NaN, as for the other kernels, if positions are not consecutive."""
+    """Compare values and gradients; positions that are not consecutive give NaN, as for the other kernels."""
     q, k, v, weight = normal((2, length, 4, 16), *[(2, length, kv_heads, 16)] * 2, (2, length, 4, 16))
     pos = jnp.arange(length) + 5
 
@@ -348,14 +348,14 @@ def test_plain_attention_is_as_accurate_as_dense(kv_heads, window, length):
 
 @pytest.fixture
 def installed_cudnn(monkeypatch):
-    """Let JAX's function lower where cuDNN is not installed."""
+    """Make JAX's function lower without cuDNN."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
 
 
 @pytest.mark.usefixtures("installed_cudnn")
 @pytest.mark.parametrize("on_devices", [1, 2])
 def test_plain_attention_lowers_to_cudnn(on_devices):
-    """Also in a `shard_map` with the check of varying axes."""
+    """Lower also in a `shard_map` with the check of varying axes."""
 
     def plain(q, k, v, q_pos, k_pos, _, mask):
         return attend_fused(q, k, v, q_pos, k_pos, mask=mask, platform="gpu")

@@ -179,7 +179,7 @@ def test_logits_in_float64(name, runs, monkeypatch):
 
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_loss_and_gradients_are_those_of_transformers(name, runs, directories):
-    """Of every parameter, each in its own layout: the gradient of a tensor is converted as the tensor itself is."""
+    """Compare the gradients of all parameters; a tensor's gradient is converted like the tensor."""
     model, (config, params) = theirs(name), ours(runs(name))
     x = tokens()
     model.zero_grad()
@@ -254,8 +254,8 @@ def read_run_with(workdir: Path, **model: Any) -> TransformerConfig:
 # ---- a run like any other
 
 
-def test_an_imported_run_is_continued_and_evaluated_beside_its_continuation(runs, tmp_path, text):
-    """Its weights start a run with another method; both are evaluated on the text of that run, one also with YaRN."""
+def test_an_imported_run_is_continued_and_evaluated_with_its_continuation(runs, tmp_path, text):
+    """Start a run with another method from its weights; evaluate both on that run's text, one also with YaRN."""
     spec = checkpoint.read_config(runs("pythia"))["config"]
     spec["model"] |= {"rotary": {"name": "none"}, "bias": {"name": "kerple"}}
     spec["data"] |= {"path": str(text), "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.3}
@@ -285,7 +285,7 @@ def text(tmp_path_factory) -> Path:
     return directory
 
 
-def test_an_imported_run_has_no_text_of_its_own(runs, text, tmp_path):
+def test_an_imported_run_has_no_text(runs, text, tmp_path):
     with pytest.raises(InputError, match=r"data.path = None: .*was imported, without a text; name one with --data"):
         evaluate([runs("pythia")])
     spec = checkpoint.read_config(runs("pythia"))["config"]
@@ -298,14 +298,14 @@ def test_an_imported_run_has_no_text_of_its_own(runs, text, tmp_path):
 
 def test_a_run_is_not_overwritten(runs, directories):
     before = sorted(file for file in runs("pythia").rglob("*"))
-    with pytest.raises(InputError, match=r"workdir = .*: must not hold a run yet"):
+    with pytest.raises(InputError, match=r"workdir = .*: must not contain a run"):
         import_run(directories("llama3"), runs("pythia"), tokenizer="bytes")
     assert sorted(file for file in runs("pythia").rglob("*")) == before
 
 
 @pytest.mark.slow
 def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp_path, capsys, caplog):
-    """Imported, continued on raw text that its tokens change, evaluated, and asked to write on."""
+    """Import the model, continue it on raw text that its tokens change, evaluate it, and generate."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"vocab_size": 448, **TIED}))
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
@@ -325,7 +325,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     spec["train"] |= {"validation_batches": 1}
     spec["init"] = {"source": str(tmp_path / "run"), "train_only": None}
     loop.train(spec, tmp_path / "continued")
-    assert "1 of 13 documents are not the text of their tokens" in caplog.text
+    assert "1 of 13 documents cannot be decoded exactly" in caplog.text
     options = PerplexityOptions(lengths=(16,), last_tokens=16, max_windows=4, data=str(words))
     evaluate([tmp_path / "run", tmp_path / "continued"], options, output=tmp_path / "results")
     results = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
@@ -364,7 +364,7 @@ def test_log_likelihoods_of_the_harness_are_those_of_transformers(runs):
 
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("mix", marks=pytest.mark.slow)])
 def test_parameters_are_put_where_the_mesh_says(mesh, directories, tmp_path, runs):
-    """On eight devices, in shards; the same bits as on one."""
+    """Shards on eight devices are bitwise equal to one device."""
     sizes = {"fsdp": MeshConfig(1, 8, 1, 1), "mix": MeshConfig(2, 2, 1, 2)}[mesh]
     source = open_source(directories("llama3"))
     config = read_trained(runs("llama3"), "newest", {}).run.model
@@ -398,7 +398,7 @@ def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_
 
 
 def test_old_names_of_options_mean_the_same(directories):
-    """Configs of transformers 4, as published ones are."""
+    """Read configs of transformers 4, such as published ones."""
     new = json.loads((directories("llama3") / "config.json").read_text())
     scaling = dict(new["rope_parameters"])
     old = {name: value for name, value in new.items() if name != "rope_parameters"}
@@ -416,7 +416,7 @@ def test_old_names_of_options_mean_the_same(directories):
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2"])
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
-    """Such as Mistral's window and its number of key/value heads. Null, and what is off, asks for nothing."""
+    """Check, for example, Mistral's window and number of key/value heads. Null and disabled options are accepted."""
     sizes = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 32}
     sizes |= {"intermediate_size": 24}
     whole = transformers.AutoConfig.for_model(kind, **sizes).to_dict()
@@ -464,7 +464,7 @@ print(json.dumps(runpy.run_path("scripts/import_memory.py")["measure"](config, "
 
 @pytest.mark.slow
 def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
-    """Beyond the parameters, which are on simulated devices, and 0.3 GB of compiler and allocator."""
+    """Measure memory beyond the parameters, on simulated devices, and 0.3 GB of compiler and allocator."""
     config = {"model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 64, "num_attention_heads": 8}
     config |= {"intermediate_size": 2048, "vocab_size": 50304}
     command = [sys.executable, "-c", MEASURE, json.dumps(config), str(tmp_path)]
@@ -472,7 +472,7 @@ def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["parameter_bytes"] > 8 * found["largest_tensor_bytes"]  # or a second copy would be within the bound
+    assert found["parameter_bytes"] > 8 * found["largest_tensor_bytes"]  # so that a second copy would be too large
     allowed = found["largest_tensor_bytes"] + 300 * 2**20
     assert found["parameter_bytes"] > 2 * allowed
     assert 0 < found["peak_read_bytes"] - found["parameter_bytes"] < allowed
@@ -537,7 +537,7 @@ def test_configs_that_are_refused(case, directories, tmp_path):
 
 
 def refused(directory: Path, tmp_path: Path, message: str, tokenizer: str | None = "bytes") -> None:
-    """Assert that an import ends with one short line, and leaves no run behind."""
+    """Assert that an import ends with one short line, and without a run directory."""
     with pytest.raises(InputError, match=message) as error:
         import_run(directory, tmp_path / "run", tokenizer=tokenizer)
     assert "\n" not in str(error.value)
@@ -592,7 +592,7 @@ def in_another_dtype(directory: Path) -> None:
 
 
 def another_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Return a damage that puts something else in the place of a file."""
+    """Return a damage that replaces a file."""
 
     def replace(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
@@ -738,7 +738,7 @@ def test_damaged_checkpoints_are_refused_in_one_line(case, directories, tmp_path
 
 
 def test_the_cache_of_the_hub_is_followed_but_no_further(directories, tmp_path, runs):
-    """Its files are links from snapshots/COMMIT to blobs."""
+    """Files of the hub's cache are links from snapshots/COMMIT to blobs."""
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "0123"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The package's import graph, read from its source: no cycles, not even through imports in functions or for types."""
+"""Import graph of the package, read from its source: no cycles, not even through imports in functions or for types."""
 
 import ast
 import graphlib

@@ -34,7 +34,7 @@ IDENTITY = DAPE | {"init": "identity"}
 
 
 class StartedError(Exception):
-    """Carries the state with which a run starts."""
+    """Error with the initial state of a run."""
 
 
 def start(monkeypatch, spec: dict[str, Any], workdir: Path) -> TrainState:
@@ -70,7 +70,7 @@ def logits(spec: dict[str, Any], params: dict[str, Any]) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def sources(trained_root) -> Path:
-    """Return the directory of the session's runs `none` and `dape`, which have steps 2 and 4. Read only."""
+    """Return the directory of the trained runs `none` and `dape`, which have steps 2 and 4. Read-only."""
     return trained_root / "runs"
 
 
@@ -81,7 +81,7 @@ def sources(trained_root) -> Path:
 def test_a_continued_run_starts_with_the_parameters_of_the_step(
     trained_root, sources, tmp_path, monkeypatch, which, step
 ):
-    """And with its validation loss; the optimizer and the position in the data are new."""
+    """Compare also the validation loss; the optimizer and the position in the data are new."""
     spec = tiny.spec(trained_root, init__source=f"{sources}/dape{which}", train__seed=3)
     state = start(monkeypatch, spec, tmp_path / "run")
     source = saved_arrays(sources / "dape", step)
@@ -107,7 +107,7 @@ def planned_state(spec: dict[str, Any]) -> TrainState:
 
 
 def test_a_new_identity_processor_changes_the_logits_by_rounding(trained_root, sources, tmp_path, monkeypatch, caplog):
-    """The program is another one, whose sums the compiler orders differently."""
+    """Check up to rounding: the compiler orders the sums of the new program differently."""
     plain = tiny.spec(trained_root, model__processor={"name": "none"})
     expected = logits(plain, saved_arrays(sources / "none", 4)["params"])
     found = {}
@@ -194,7 +194,7 @@ def frozen_spec(trained_root, sources) -> dict[str, Any]:
 def test_frozen_parameters_are_bit_unchanged_and_a_resumed_run_is_bit_exact(
     frozen_spec, sources, tmp_path, monkeypatch
 ):
-    """Also if the source is gone when the run resumes."""
+    """Check also that the source may be deleted when the run resumes."""
     loop.train(frozen_spec, tmp_path / "whole")
     source = tmp_path / "source"
     shutil.copytree(sources / "dape", source)
@@ -233,7 +233,7 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_from_the_source_agai
 
 
 def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
-    """With accumulation and in float16. A step with an overflow leaves all parameters as they are."""
+    """Check with accumulation and in float16. A step with an overflow changes no parameter."""
     spec = tiny.spec(trained_root, model__dtype="float16")
     run = read_run(spec)
     mesh, optimizer = make_mesh(run.mesh), make_optimizer(run.optimizer, 10)

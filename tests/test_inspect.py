@@ -1,4 +1,4 @@
-"""What `inspect` says of a corpus is what its stores hold, and a damaged corpus is told in one line."""
+"""`inspect` reports the content of a corpus's stores, and a damaged corpus in one line."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07 \u202eright to left\u2028line\r\n日本語 "
 
 @pytest.fixture(scope="module", params=["bytes", "bpe"])
 def corpus(request, tmp_path_factory) -> Corpus:
-    """Forty files of words and one that would drive a terminal."""
+    """Return a corpus of forty files of words and one with control sequences."""
     root = tmp_path_factory.mktemp("inspect")
     text = tiny.write_text(root / "text")
     (text / "hostile.txt").write_text(HOSTILE * 20)
@@ -46,7 +46,7 @@ def directory_of(corpus: Corpus) -> Path:
 
 
 def copied(corpus: Corpus, to: Path) -> Path:
-    """A copy to damage."""
+    """Return a copy to damage."""
     for store in (corpus.train, corpus.validation):
         (to / store.sidecar.split).mkdir(parents=True)
         for file in store.directory.iterdir():
@@ -75,11 +75,15 @@ def test_counts_lengths_and_samples_are_the_stores(corpus, capsys):
         text = [tokenizer.decode(tokens) for tokens in documents]
         assert summary["bytes_per_token"] == pytest.approx(sum(map(len, text)) / sizes.sum())
         assert [sample["text"] for sample in summary["samples"]] == [whole.decode()[:200] for whole in text]
-        for said in (f"{len(sizes):,} documents", f"{summary['num_tokens']:,} tokens", f"digest {store.digest}: right"):
+        for said in (
+            f"{len(sizes):,} documents",
+            f"{summary['num_tokens']:,} tokens",
+            f"digest {store.digest}: verified",
+        ):
             assert said in printed
 
 
-def test_a_text_cannot_drive_the_terminal(corpus, capsys):
+def test_control_characters_of_a_text_are_escaped(corpus, capsys):
     inspect_corpus(directory_of(corpus), samples=1000)
     printed = capsys.readouterr().out
     assert r"\x1b[2J" in printed  # the hostile text was shown
@@ -104,7 +108,7 @@ def test_one_store_can_be_inspected_alone(corpus, capsys):
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 2**40)), min_size=1, max_size=30))
 def test_the_histogram_holds_every_length_once(corpus, sizes):
-    """Also where a store is larger than what is held at once, and than what quantiles are taken of."""
+    """Check also with a store larger than a chunk, and larger than the sample for quantiles."""
     num_tokens = sum(sizes) + len(sizes)
     sidecar = dataclasses.replace(corpus.train.sidecar, num_documents=len(sizes), num_tokens=num_tokens)
     tokens = np.broadcast_to(np.uint16(0), num_tokens)
@@ -132,9 +136,9 @@ def test_output_holds_the_same_and_is_never_overwritten(corpus, tmp_path, capsys
         (output / name).unlink()
 
 
-def test_what_was_rejected_is_counted(corpus, tmp_path, capsys):
+def test_rejected_records_are_counted(corpus, tmp_path, capsys):
     directory = copied(corpus, tmp_path / "corpus")
-    assert "rejected" not in inspect_corpus(directory)  # a corpus without a record says nothing of it
+    assert "rejected" not in inspect_corpus(directory)  # a corpus without a record has no such counts
     record = json.loads((directory_of(corpus) / "record.json").read_text())
     record["rejected"] = {"not JSON\x1b": 1200, "no such field": 0}
     (directory / "record.json").write_text(json.dumps(record))
@@ -163,7 +167,7 @@ def test_no_text_of_a_damaged_corpus_is_shown(corpus, tmp_path, capsys):
     file.write_bytes(data)
     with pytest.raises(InputError, match=r"train/store\.json: digest"):
         inspect_corpus(directory, output=str(tmp_path / "output"))
-    assert ": right" not in capsys.readouterr().out
+    assert ": verified" not in capsys.readouterr().out
     assert not list((tmp_path / "output").iterdir())
 
 
@@ -201,7 +205,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess:
 def test_the_command_line(corpus, tmp_path):
     done = run(directory_of(corpus), "--samples=100", f"--output={tmp_path}/output")
     assert done.returncode == 0, done.stderr
-    assert len(re.findall("digest [0-9a-f]{64}: right", done.stdout)) == 2
+    assert len(re.findall("digest [0-9a-f]{64}: verified", done.stdout)) == 2
     assert r"\u65e5" in done.stdout  # a terminal that is not UTF-8
     assert json.loads((tmp_path / "output" / JSON_FILE).read_text())["source"] == corpus.train.sidecar.source
 

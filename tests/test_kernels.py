@@ -51,7 +51,7 @@ OF_DISTANCE = [name for name in BIASES if name != "fire"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layer and its sizes."""
+    """Layer and its sizes."""
 
     bias: str = "kerple"
     width: int = 3
@@ -150,7 +150,7 @@ def compiled(case: Case, implementation: str):
     """Return values and all gradients as a function of q, k, v, dout, q_pos and k_pos, compiled.
 
     Tests share the few programs that are compiled by default; more would hold too many memory mappings (`conftest.py`).
-    TPU kernels have blocks of 32 rows, so that few rows are many blocks.
+    TPU kernels have blocks of 32 rows, so that few rows have several blocks.
     """
     both, params = case.run(IMPLEMENTATIONS[implementation])
     with pytest.MonkeyPatch.context() as patch:
@@ -237,7 +237,7 @@ def assert_close(found, exact, tolerance: float) -> None:
     + slowly(each(MORE, *KERNELS) + each(MORE_PLAIN, "tpu") + each(MORE | MORE_PLAIN, "dense", "blockwise")[::3]),
 )
 def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
-    """Also: two calls give equal bits, and rows and gradients do not depend on later tokens."""
+    """Check also that two calls are bitwise equal, and that rows and gradients do not depend on later tokens."""
     run, arrays, positions = compiled(case, implementation), case.arrays(), case.positions()
     found = jax.device_get(run(*arrays, *positions))
     assert_close(found, expected(case), 3e-5 if case.bias == "sandwich" else 1e-5)
@@ -310,7 +310,7 @@ def test_golden(file, implementation):
     each({"dape": Case(channels=16)}, *KERNELS) + each({"plain": Case("alibi", plain=True)}, "tpu"),
 )
 def test_bfloat16_is_as_accurate_as_dense(case, implementation):
-    """The bias without a processor has no parameters: their gradients would cancel to less than rounding."""
+    """Use a bias without parameters if there is no processor: gradients would cancel to less than rounding."""
     arrays = case.arrays(jnp.bfloat16)
     exact = jax.tree.leaves(in_float64(case, arrays))
 
@@ -342,7 +342,7 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
     ],
 )
 def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
-    """With NaNs in uninitialised memory, copies delayed to their waits, and detection of races."""
+    """Run with NaNs in uninitialised memory, copies delayed to their waits, and detection of races."""
     monkeypatch.setattr(tpu.tiling, "BLOCKS", (32,))
     monkeypatch.setattr(tpu.tiling, "PHASES", (case.phases,))
     careful = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True, dma_execution_mode="on_wait")
@@ -372,7 +372,7 @@ def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
 
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_positions_that_are_not_consecutive_give_nan(implementation):
-    """In all rows, also those that see no key. Positions are known only when the program runs."""
+    """Check all rows, also those that see no key. Positions are known only when the program runs."""
     case = CASES["alibi-causal4"]
     run, arrays, pos = compiled(case, implementation), case.arrays(), np.arange(case.length, dtype=np.int32)
 
@@ -467,7 +467,7 @@ def on(kind: str):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), (AxisType.Auto,), abstract_device=device))
 
 
-def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
+def test_auto_chooses_by_platform_length_and_support_and_logs_it_once(caplog):
     def choice(implementation, bias=None, window=None):
         args = *shapes(case, jnp.bfloat16), ScoreMod(bias or kerple, processor), Mask(window=window)
         return implementation.choose(*args, platform=attention.device_platform())
@@ -495,7 +495,7 @@ def test_auto_chooses_by_platform_length_and_support_and_says_so_once(caplog):
 
 
 def test_auto_equals_the_implementation_that_it_chooses():
-    """The programs are the same, values and all gradients."""
+    """Compare the programs of values and all gradients."""
     blockwise = attention.BLOCKWISE["cpu"]
     for length, chosen, other in [(20, Dense(), blockwise), (45, blockwise, Dense())]:
         case = Case(length=length)
@@ -511,7 +511,7 @@ def test_auto_equals_the_implementation_that_it_chooses():
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
 @pytest.mark.parametrize("sizes", [(12, 64), (16, 64), (32, 80), (32, 128)])
 def test_blocks_fit_into_vmem(kind, sizes):
-    """Or the reason says that none does."""
+    """Check that blocks fit, or that the reason says that none does."""
     heads, head_dim = sizes
     config = DapeConfig(3, 32)
     for length in (2048, 131_072):
@@ -631,7 +631,7 @@ STRIPED = Case(heads=4, groups=2, batch=4, length=72)
 def test_striped_rows_equal_one_device(sizes):
     """Divide batch and rows over devices; compare values and all gradients with the reference.
 
-    Two devices at most: devices that wait for each other inside the interpreter need a core each, or never finish.
+    At most two devices: devices that wait for each other inside the interpreter need a core each, or never finish.
     """
     with jax.set_mesh(make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])):
         both, params = STRIPED.run(OnMesh(Fused("tpu")))
@@ -648,7 +648,7 @@ CHANGES = [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": 
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
 def test_every_kind_of_operator_can_be_traced_on_a_mesh(changes, implementation, monkeypatch):
-    """All operands of a kernel must vary over the same mesh axes, also those that are constant in some operators."""
+    """Operands of a kernel must all vary over the same mesh axes, even if they are constant in some operators."""
     case = dataclasses.replace(STRIPED, **changes)
     monkeypatch.setattr(attention, "device_platform", lambda: implementation)
     with jax.set_mesh(make_mesh(MeshConfig(1, 2, 2, 2), jax.devices())):

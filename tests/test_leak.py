@@ -1,4 +1,4 @@
-"""The paper's information-leak experiment (section 4.5, figure 6): without tril, rows read the future.
+"""Information leak, the paper's experiment (section 4.5, figure 6): without tril, rows read the future.
 
 A centered kernel reads to its right. Row i sees columns up to i, and without tril the convolutions carry the scores of
 columns i + 1 .. i + 2 (W//2) into them: numbers that depend on the next token, one per head, which training can use.
@@ -102,7 +102,7 @@ def fresh_nll(leak: bool, seed: int, batch_size: int = 1000) -> np.ndarray:
 
 
 def lower_bound(nll_nats: np.ndarray) -> float:
-    """Return a lower bound of the mean nll of a model that does not see its targets; it fails once in about 30000.
+    """Return a lower bound of the mean nll of a model that does not see its targets; it fails in 1 of 30,000 cases.
 
     If the next token is uniform and independent of the inputs, no prediction has an expected nll below ln V. The only
     error of the estimate is then that of sampling: the nlls minus their conditional means are uncorrelated, and over N
@@ -115,8 +115,8 @@ def lower_bound(nll_nats: np.ndarray) -> float:
 def test_without_tril_random_tokens_are_predicted():
     """With a leak the loss on new random tokens falls far below ln V, at every row that the leak reaches.
 
-    The first row sees one column, so its softmax is 1 whatever the score, and the target of the last row is not among
-    the inputs: there the loss is that of chance.
+    The first row sees one column, so its softmax is always 1, and the target of the last row is not an input: there the
+    loss is that of chance.
     """
     nll_BT = fresh_nll(leak=True, seed=0)
     assert nll_BT[:, 1:-1].mean() < 0.1
@@ -157,9 +157,9 @@ def layer(implementation: str, **options) -> Callable[..., jax.Array]:
     ],
 )
 def test_how_far_a_leak_reaches(implementation, kernel_width, alignment, leak, reach):
-    """A change of key j reaches the rows from j - 2 (W//2) on if the kernel is centered and leaks, else from j on.
+    """Changing key j affects rows j - 2 (W//2) and later if the kernel is centered and leaks, else rows j and later.
 
-    It changes the score of key j and nothing else of the rows before j; no bit of the other rows may change.
+    It changes only the score of key j in the rows before j; no bit of the other rows may change.
     """
     q, k, v = make_qkv(14)
     run = layer(implementation, kernel_width=kernel_width, alignment=alignment, leak=leak)

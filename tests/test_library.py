@@ -1,4 +1,4 @@
-"""`docs/library.md`: its code is run, its claims are checked, and the names that it calls stable are pinned here."""
+"""`docs/library.md`: its code is run, its claims are checked, and its stable names are listed here."""
 
 import ast
 import dataclasses
@@ -33,8 +33,8 @@ from dape_jax.planning.flops import forward_flops
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"
 
-# What other programs rely on. To take a name or an argument away, or to change the name or the shape of a parameter,
-# breaks them: whoever edits this decides to.
+# Other programs rely on these names. Removing a name or an argument, or changing the name or the shape of a parameter,
+# breaks them, so edit this list only deliberately.
 STABLE = {
     *("attend", "Dense", "Blockwise", "Fused", "Auto", "ScoreMod", "Mask", "score", "Scores", "masked_softmax"),
     *("dape", "key_convolution", "distances", "alibi", "alibi_slopes", "kerple", "kerple_power", "sandwich", "t5"),
@@ -102,21 +102,21 @@ PARAMETERS = {  # with four heads of eight dims
 
 
 def python_blocks(path: Path) -> list[str]:
-    """The blocks of Python in a page, each at its own line numbers."""
+    """Return the blocks of Python in a page, with their line numbers."""
     text = path.read_text()
     found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return ["\n" * text[: block.start(1)].count("\n") + block[1] for block in found]
 
 
 def imported(block: str) -> list[tuple[str, str]]:
-    """(module, name) of all that a block imports from this package."""
+    """Return (module, name) of a block's imports from this package."""
     froms = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.ImportFrom)]
     return [(node.module, alias.name) for node in froms if node.module.startswith("dape_jax") for alias in node.names]
 
 
 @pytest.fixture(scope="module")
 def names():
-    """All that the page's code defines, one block after the other."""
+    """Run the page's blocks of code in order, and return the names that they define."""
     blocks = python_blocks(PAGE)
     assert blocks, f"{PAGE}: no Python"
     names = {"__name__": "library"}
@@ -141,7 +141,7 @@ def test_stable_names():
     assert set(dape_jax.__all__) == STABLE
     assert len(dape_jax.__all__) == len(STABLE)
     submodules = {path.stem for path in (ROOT / "dape_jax").iterdir()}
-    assert not STABLE & submodules  # a function would stand where `import dape_jax.that` looks for a module
+    assert not STABLE & submodules  # a function would hide the module of the same name
 
 
 @pytest.mark.parametrize("name", sorted(STABLE))
@@ -156,7 +156,7 @@ def test_stable_name_is_there_with_its_documentation(name):
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_stable_arguments(name):
-    """Those pinned are there, in their places and by their names; those added since have a default."""
+    """Stable arguments exist, in their positions and with their names; newer ones have a default."""
     parameters = inspect.signature(operator.attrgetter(name)(dape_jax)).parameters
     positional, _, by_name = (part.split() for part in ARGUMENTS[name].partition("*"))
     given_by_position = [x for x, parameter in parameters.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
@@ -168,7 +168,7 @@ def test_stable_arguments(name):
 
 @pytest.mark.parametrize("name", list(dape_jax.BIASES | dape_jax.CONTEXTUAL | dape_jax.PROCESSORS))
 def test_stable_parameters(name):
-    """All by keyword, as `build` is called on the page."""
+    """Call `build` with keywords only, as on the page."""
 
     def build():
         if name in dape_jax.PROCESSORS:
@@ -179,14 +179,14 @@ def test_stable_parameters(name):
     assert jax.tree.map(jnp.shape, params.get("module", {})) == PARAMETERS.get(name, {})
 
 
-def test_page_uses_stable_names_alone():
+def test_page_uses_only_stable_names():
     used = [pair for block in python_blocks(PAGE) for pair in imported(block)]
     assert {module for module, _ in used} == {"dape_jax"}
     assert {name for _, name in used} <= STABLE
 
 
 def test_readme_is_python():
-    """But for what is left out, written `...`."""
+    """Check that README's code is valid Python; omitted parts are written `...`."""
     blocks = [block for block in python_blocks(ROOT / "README.md") if "..." not in block]
     assert blocks
     for block in blocks:
@@ -202,7 +202,7 @@ heavy += ["dape_jax.data", "dape_jax.training", "dape_jax.evaluation"]
 print(*[name for name in heavy if name in sys.modules])
 
 ours = [name for name in sys.modules if name.startswith("dape_jax")]
-for first in ours:  # in a package that is not there yet, no matter what is imported first
+for first in ours:  # in a package that is not yet imported, in any order
     for name in ours:
         sys.modules.pop(name, None)
     importlib.import_module(first)
@@ -218,7 +218,7 @@ except RuntimeError:
 
 
 def test_import_is_light_and_touches_no_device():
-    """On a platform that is not there, any computation would raise."""
+    """Import on an unknown platform, where any computation would raise."""
     environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
     command = [sys.executable, "-c", IMPORTING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
@@ -246,7 +246,7 @@ def test_pure_op_is_module_is_attend(page):
     close(by_module, by_function)
     close(out, page.attended_BTHK)
     plain = page.fast_attend(*page.args, bias=page.bias)
-    assert np.abs(out - plain).max() > 1e-2  # there is something to compare
+    assert np.abs(out - plain).max() > 1e-2  # otherwise the comparison would be trivial
 
 
 def test_jit(page):
@@ -287,7 +287,7 @@ def test_linen(page):
     close(page.linen_BTHK, page.attention(params, *page.args[:4]))
 
 
-# The model that is not ours.
+# Models of other projects.
 
 
 def test_model_learns(page, names, monkeypatch):
@@ -319,7 +319,7 @@ def test_models_train_together_as_they_do_alone(page):
         _, params = jax.jit(page.init_model)(keys[e])
         params, _, loss = page.step(params, page.optimizer.init(params), jax.random.key(6))
         close(page.losses_E[e], loss, atol=1e-5)
-        # Adam's first step is the sign of the gradient, so what has none is left to rounding.
+        # Adam's first step is the sign of the gradient, so where it is 0, rounding determines the step.
         stepped, expected = (nnx.to_pure_dict(x) for x in (jax.tree.map(lambda x, e=e: x[e], page.models), params))
         close(stepped["processor"]["scores_WHC"], expected["processor"]["scores_WHC"], atol=1e-4)
 
@@ -354,7 +354,7 @@ def test_rotary_is_of_distances(page):
 
 
 def test_contextual_bias_is_read(page):
-    """Its table starts at zero."""
+    """CoPE's table starts at zero."""
     none = attend(*page.args, bias=lambda q, k, causal: jnp.zeros((4, 24, 24)), processor=page.processor)
     close(page.contextual_BTHK, none)
     filled = nnx.clone(page.cope_bias)
@@ -416,7 +416,7 @@ def test_own_bias_and_processor(page):
 
 
 def test_derivatives(page, monkeypatch):
-    """Reverse over reverse equals forward over reverse, with the convolution as JAX differentiates it."""
+    """Reverse over reverse equals forward over reverse with JAX's own gradient of the convolution."""
     x_C, ones_C = page.hidden_bias_C, page.ones_C
     for derivative in (
         lambda: jax.jvp(page.loss_of, (x_C,), (ones_C,)),
@@ -436,7 +436,7 @@ def test_derivatives(page, monkeypatch):
     "options", [{"kernel_width": 1}, {"kernel_width": 3}, {"kernel_width": 2, "alignment": "causal"}]
 )
 def test_padding_and_packing(page, options):
-    """With W > 1 a masked key on the left is not the same as none there. (On the right: `test_causality.py`.)"""
+    """With W > 1, a masked key on the left differs from no key. For the right side see `test_causality.py`."""
     config = DapeConfig(channels=8, **options)
     processor = config.build(num_heads=4, rngs=nnx.Rngs(11))
     other = jax.random.normal(jax.random.key(12), (3, 2, 6, 4, 8))
@@ -476,7 +476,7 @@ def test_causal_and_window_may_be_closed_over(page):
 
 @dataclasses.dataclass(frozen=True)
 class Capped(dape_jax.Processor):
-    """A processor that defines nothing but `__call__`."""
+    """Processor that defines only `__call__`."""
 
     def __call__(self, scores_BHTS, bias_BHTS, mask_TS):
         total_BHTS = scores_BHTS if bias_BHTS is None else scores_BHTS + bias_BHTS
@@ -485,7 +485,7 @@ class Capped(dape_jax.Processor):
 
 @dataclasses.dataclass(frozen=True)
 class CappedConfig(dape_jax.ProcessorConfig):
-    """A config that defines nothing but `build`."""
+    """Config that defines only `build`."""
 
     def build(self, num_heads, *, has_bias=True, dtype=None, rngs):
         return Capped()
@@ -495,7 +495,7 @@ class CappedConfig(dape_jax.ProcessorConfig):
     "implementation", [Dense(), Blockwise(block_size=4, num_buckets=3)], ids=["dense", "blockwise"]
 )
 def test_minimal_processor_in_a_model(implementation):
-    """It runs in training, cached decoding and FLOP counting, and changes the logits."""
+    """Minimal processors work in training, cached decoding and FLOP counting, and change the logits."""
     config = read_model(SPEC["model"] | {"vocab_size": 11})
     plain = dataclasses.replace(config, attention=Dense(), processor=PlainConfig())
     config = dataclasses.replace(config, attention=implementation, processor=CappedConfig())
@@ -534,7 +534,7 @@ def test_minimal_processor_in_a_model(implementation):
 
 @pytest.fixture
 def no_annotations():
-    """The package as users run it: without annotations checked at run time."""
+    """Run the package as users do: without checking annotations at run time."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -552,7 +552,7 @@ B, T, H, G, K = 2, 16, 4, 2, 8
         ([(B, H, T, K), (B, H, T, K), (B, H, T, K)], (T, T), ["q_BTHK", "[B, H, T, K]", "[B, T, H, K]", "T = 16"]),
         ([(B, T, H, K), (B, G, T, K), (B, G, T, K)], (T, T), ["k_BSGK", "[B, G, S, K]", "[B, S, G, K]", "S = 16"]),
         ([(B, T, H, K), (B, T, G, K), (B, G, T, K)], (T, T), ["v_BSGK", "[B, G, S, K]", "[B, S, G, K]"]),
-        # As many rows as heads: keys of fewer heads, or of more rows, tell.
+        # As many rows as heads: fewer key heads, or more keys, show the layout.
         ([(B, H, H, K), (B, G, H, K), (B, G, H, K)], (H, H), ["k_BSGK", "[B, G, S, K]"]),
         ([(B, H, H, K), (B, H, T, K), (B, H, T, K)], (H, T), ["k_BSGK", "[B, G, S, K]"]),
         ([(B, H, H, K), (B, H, H, K), (B, H, H, K)], (T, T), ["q_BTHK", "(2, 4, 4, 8)", "T = 16"]),
@@ -587,7 +587,7 @@ def test_a_mask_checks_its_fields(options):
 @pytest.mark.parametrize("num_runs", [1, 2, 3, 9])
 @pytest.mark.parametrize("block", [1, 4, 5])
 def test_causal_runs_read_every_visible_key(num_rows, num_keys, row_stride, num_runs, block):
-    """Each block once, in order; the last column that a row of a run may be at is read, and nothing after its halo."""
+    """Runs contain each block once, in order; they read their rows' last column and no key after the halo."""
     halo = (0, 2)
     mask = dape_jax.Mask(row_stride=row_stride)
     runs = causal_runs(num_rows, num_keys, block, num_runs, mask, halo)

@@ -1,4 +1,4 @@
-"""The harness gets log-likelihoods of the full forward and strings of greedy generation, whatever the batch."""
+"""lm-eval harness: log-likelihoods of the full forward and strings of greedy generation, for any batch."""
 
 import copy
 import dataclasses
@@ -73,7 +73,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def model(trained_run) -> DapeLM:
-    """A model with perturbed parameters, so that the strings that it generates differ."""
+    """Return a model with perturbed parameters, so that the generated strings differ."""
     model = DapeLM(trained_run, max_length=LONGEST)
     run = model.info.run
     run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, blockwise_from=100))
@@ -96,9 +96,9 @@ def requests_of(kind: str, *arguments: tuple) -> list:
 
 
 def log_probs(model: DapeLM, tokens: list[int], length: int = LONGEST) -> np.ndarray:
-    """Of every token but the first, from the full forward: one program, since what comes after them does not matter.
+    """Return log-probabilities of all tokens but the first, from the full forward, in one program for all lengths.
 
-    (It does to some models: `length` is how many tokens there are.)
+    For models in which later tokens matter, `length` is the number of tokens.
     """
     rest = np.random.default_rng(0).integers(0, 256, length - len(tokens) + 1)
     inputs_BT = np.array([[*tokens[:-1], *rest]])
@@ -108,7 +108,7 @@ def log_probs(model: DapeLM, tokens: list[int], length: int = LONGEST) -> np.nda
 
 
 def shortened(model: DapeLM, max_length: int) -> DapeLM:
-    """The same model, its parameters not read again."""
+    """Return the same model with another maximum length, without reading its parameters again."""
     other = copy.copy(model)
     other.max_length = max_length
     return other
@@ -120,7 +120,7 @@ def full_forward(config):
 
 
 def greedy_ids(model: DapeLM, prompt: list[int], num: int) -> list[int]:
-    """Straight from the library, one prompt at a time."""
+    """Return greedy ids directly from the library, one prompt at a time."""
     num_ids = model._tokenizer.vocab_size
     steps = generate(
         model.info.run.model,
@@ -135,7 +135,7 @@ def greedy_ids(model: DapeLM, prompt: list[int], num: int) -> list[int]:
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """As the harness cuts what has come up to the first stop: stop by stop."""
+    """Cut a text at the first stop, as the harness does: stop by stop."""
     text = next((text[:end] for end in range(len(text)) if any(stop in text[:end] for stop in stops)), text)
     for stop in stops:
         text = text.split(stop)[0]
@@ -146,7 +146,7 @@ def cut(text: str, stops: list[str]) -> str:
 
 
 def test_log_likelihoods_are_those_of_the_full_forward(model):
-    """Rows of every width, and continuations from one token to more than a chunk."""
+    """Test rows of every width, and continuations from one token to more than a chunk."""
     cases = [(1, 1), (30, 9), (63, 1), (64, 1), (5, 60), (90, 12), (1, 200), (120, CHUNK - 60), (40, CHUNK + 5)]
     requests = [(("", ""), ids_of(context), ids_of(scored, seed=1)) for context, scored in cases]
     widths = {padded_width(context + scored - 1, LONGEST) for context, scored in cases}
@@ -176,7 +176,7 @@ def test_scores_depend_neither_on_padding_nor_on_the_batch(model, lengths, rando
 
 
 def test_padding_content_changes_nothing(model):
-    """Not only zeros."""
+    """Pad with other tokens than zeros."""
     rows = [ScoredRow(ids_of(length), 3) for length in (9, 20, 33)]
     batch = make_batch((rows * 3)[:8], 64)
     padded = jax.tree.map(np.copy, batch)
@@ -189,8 +189,8 @@ def test_padding_content_changes_nothing(model):
     np.testing.assert_array_equal(np.asarray(expected[0]) > 0, np.tile(np.arange(64) < 3, (8, 1)))
 
 
-def test_greedy_is_what_generation_gives(model, monkeypatch):
-    """Which draws from the tokenizer's ids alone: here fewer than the model has."""
+def test_greedy_agrees_with_generation(model, monkeypatch):
+    """Generation draws only ids of the tokenizer, which here has fewer than the model."""
     monkeypatch.setattr(model, "_tokenizer", type("Fewer", (Bytes,), {"vocab_size": 60})())
     context = ids_of(17)
     greedy = greedy_ids(model, context, 6)
@@ -202,7 +202,7 @@ def test_greedy_is_what_generation_gives(model, monkeypatch):
 
 
 def test_contexts_as_the_harness_has_them(model):
-    """An empty one is the end of a document; spaces at the end of one belong to the continuation."""
+    """Empty contexts are the end of a document; trailing spaces of a context belong to the continuation."""
     pairs = [("", "the text"), ("scores of", " a"), ("scores of ", "a"), ("  ", "rows"), ("ä", "ö")]
     found = [total for total, _ in model.loglikelihood(requests_of("loglikelihood", *pairs), disable_tqdm=True)]
     split = [("", "the text"), ("scores of", " a"), ("scores of", " a"), ("", "  rows"), ("ä", "ö")]
@@ -232,7 +232,7 @@ def test_an_empty_continuation_is_named(model, pair):
 
 
 def own_windows(ids: list[int], longest: int) -> list[tuple[list[int], int]]:
-    """Tokens and how many of them are scored: as many inputs as fit before every window's end."""
+    """Return tokens and the number of scored ones, with as many inputs as fit before each window's end."""
     whole, windows = [END, *ids], []
     for first in range(0, len(ids), longest):
         stop = min(first + longest, len(ids))
@@ -253,7 +253,7 @@ def test_rolling_log_likelihood_is_that_of_our_own_windows(model):
 
 @pytest.mark.parametrize("max_length", [pytest.param(1, marks=pytest.mark.slow), SHORT, LONGEST])
 def test_every_token_is_scored_once(model, max_length):
-    """To a model that finds all tokens equally probable a text is worth its number of tokens."""
+    """With a uniform model, the log-likelihood of a text is proportional to its number of tokens."""
     model = shortened(model, max_length)
     model._params = model._params | {"unembedding_DV": jnp.zeros_like(model._params["unembedding_DV"])}
 
@@ -270,7 +270,7 @@ def test_every_token_is_scored_once(model, max_length):
 
 @pytest.mark.parametrize("changes", [{"edge": "listing"}, pytest.param({"leak": True}, marks=pytest.mark.slow)])
 def test_models_that_cannot_generate_are_scored_without_padding(model, changes):
-    """Padding would change their rows."""
+    """Score without padding, which would change the rows of these models."""
     processor = dataclasses.replace(model.info.run.model.processor, **changes)
     run = dataclasses.replace(model.info.run, model=dataclasses.replace(model.info.run.model, processor=processor))
     other = copy.copy(model)
@@ -289,7 +289,7 @@ def test_models_that_cannot_generate_are_scored_without_padding(model, changes):
 
 @pytest.mark.slow
 def test_no_array_of_length_times_vocabulary(model):
-    """Four times the length takes little more memory where nearly all of it is logits."""
+    """With four times the length, memory grows little although most of it is logits."""
     config = dataclasses.replace(model.info.run.model, vocab_size=50_000, num_outputs=50_000, attention=Blockwise(16))
     _, params = model_structure(config)
 
@@ -306,7 +306,7 @@ def test_no_array_of_length_times_vocabulary(model):
 
 
 def greedy_text(model: DapeLM, context: str, num: int) -> str:
-    """What follows, with no stop but the end of the document."""
+    """Return the greedy continuation, which stops only at the end of the document."""
     room = model.max_length - num
     ids = np.array(greedy_ids(model, (list(context.encode()) or [END])[-room:], num))
     ids = ids[: np.flatnonzero(ids == END)[0]] if END in ids else ids
@@ -314,7 +314,7 @@ def greedy_text(model: DapeLM, context: str, num: int) -> str:
 
 
 def test_texts_are_those_of_greedy_generation_cut_at_the_stop(model):
-    """Ragged contexts, of which one is empty and one too long; stops of several tokens, as a list, alone and none."""
+    """Test ragged contexts, an empty and a too long one; stops of several tokens, in a list, alone, and none."""
     contexts = ["the", "scores of a ", "", "rows and columns " * 20]
     arguments, expected = [], []
     for context in contexts:
@@ -341,7 +341,7 @@ def test_drawn_texts_repeat_and_requests_that_are_the_same_do_not_share_them(mod
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.text(st.sampled_from("ab é\n"), max_size=30), min_size=1, max_size=3), st.data())
 def test_no_step_is_taken_after_the_last_stop(texts, data):
-    """Stops are found as soon as their last byte is there, and nothing of them or after them is kept."""
+    """Stops are found at their last byte, and neither they nor the text after them is kept."""
     stops = data.draw(st.lists(st.text(st.sampled_from("ab é\n"), min_size=1, max_size=3), max_size=3))
     needed = max(steps_needed(text, stops) for text in texts)
     columns = [[*text.encode(), *[END] * 40] for text in texts]
@@ -358,7 +358,7 @@ def test_no_step_is_taken_after_the_last_stop(texts, data):
 
 
 def steps_needed(text: str, stops: list[str]) -> int:
-    """Bytes of the shortest beginning that has a stop in it, or all of them and the end."""
+    """Return the length in bytes of the shortest prefix with a stop, or of all bytes and the end."""
     found = [end for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)]
     return len(text[: found[0]].encode()) if found else len(text.encode()) + 1
 
@@ -406,7 +406,7 @@ def test_bad_generation_kwargs_are_named(gen_kwargs, words):
 
 @pytest.fixture(scope="module")
 def tasks(model, tmp_path_factory) -> Path:
-    """Task files and their data; half of the answers of `words_until` are what the model generates."""
+    """Write task files and their data; half of the answers of `words_until` are the model's own."""
     directory = tmp_path_factory.mktemp("tasks")
     draw = np.random.default_rng(3)
     documents = []

@@ -1,4 +1,4 @@
-"""Check that pairs in the published layout are read exactly; anything else is refused by file and field."""
+"""Check that pairs in the published layout are read exactly; other files are rejected with file and field."""
 
 import struct
 from collections.abc import Callable
@@ -20,7 +20,7 @@ DOCUMENTS: Documents = [[[5, 6, 7]], [[1], [], [2, 3], [40_000]], [], [[]], [[9,
 
 
 def write(prefix: Path, documents: Documents, dtype: str = "uint16") -> Path:
-    """A pair as the official code's builder leaves it."""
+    """Write a pair as the official code's builder does."""
     sequences = [sequence for document in documents for sequence in document]
     sizes = [len(sequence) for sequence in sequences]
     tokens = b"".join(
@@ -56,7 +56,7 @@ def read(path: Path) -> list[list[int]]:
     dtype=st.sampled_from(["uint16", "int32"]),
     documents=st.lists(st.lists(st.lists(st.integers(0, 65_535), max_size=5), max_size=4), max_size=6),
 )
-def test_pairs_come_back_token_for_token(tmp_path_factory, dtype, documents):
+def test_pairs_are_read_token_for_token(tmp_path_factory, dtype, documents):
     dataset = open_indexed(write(tmp_path_factory.getbasetemp() / "pair", documents, dtype))
     assert dataset.dtype == dtype
     assert dataset.num_documents == len(documents)
@@ -193,19 +193,19 @@ def test_a_damaged_pair_is_refused_by_file_and_field(tmp_path, case):
 
 
 @pytest.mark.parametrize("path", ["", "/", ".", "a\0b", "/nowhere/pair.bin"])
-def test_what_is_no_pair_is_refused(path):
+def test_other_files_are_refused(path):
     with pytest.raises(InputError, match="cannot be read"):
         open_indexed(Path(path))
 
 
-def test_a_directory_is_no_pair(tmp_path):
+def test_a_directory_is_refused(tmp_path):
     (tmp_path / "pair.idx").mkdir()
     with pytest.raises(InputError, match=r"pair\.idx: cannot be read"):
         open_indexed(tmp_path / "pair")
 
 
-def test_a_count_that_lies_takes_no_memory(tmp_path):
-    """Sparse files of terabytes whose header fits them: refused after the first piece."""
+def test_a_wrong_count_takes_no_memory(tmp_path):
+    """Sparse files of terabytes with a matching header are rejected after the first piece."""
     prefix = tmp_path / "pair"
     num_sequences, num_offsets = 2**37, 2**37
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 5, num_sequences, num_offsets)
@@ -222,7 +222,7 @@ numbers = st.one_of(st.integers(-3, 20), st.integers(-(2**63), 2**63 - 1)).map(l
 
 @settings(max_examples=400, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(["uint16", "int32"]), suffix=st.sampled_from([".idx", ".idx", ".bin"]))
-def test_mutated_pairs_are_whole_or_refused(tmp_path_factory, data, dtype, suffix):
+def test_mutated_pairs_are_valid_or_refused(tmp_path_factory, data, dtype, suffix):
     prefix = write(tmp_path_factory.getbasetemp() / "mutated", DOCUMENTS, dtype)
     file = Path(f"{prefix}{suffix}")
     written = bytearray(file.read_bytes())

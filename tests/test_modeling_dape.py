@@ -1,4 +1,4 @@
-"""The PyTorch operator and model against the golden vectors, and against JAX: the same values and gradients."""
+"""PyTorch operator and model: values and gradients of the golden vectors and of JAX."""
 
 import functools
 import itertools
@@ -55,7 +55,7 @@ def random_params(module: Any, seed: int) -> Any:
 
 
 def operator_cases() -> list:
-    """Every bias with DAPE1x3 and without, and every processor with a bias and without; fast: each bias once."""
+    """Return every bias with and without DAPE1x3, every processor with and without a bias; the quick ones once."""
     biases, processors = list(ALL_BIASES), list(ALL_PROCESSORS)
     chosen = {*itertools.product(biases, ("none", "dape3")), *itertools.product(("kerple", "nope"), processors)}
     chosen -= {("nope", "of_bias")}
@@ -69,7 +69,7 @@ def operator_cases() -> list:
 
 @pytest.mark.parametrize(("bias", "processor"), operator_cases())
 def test_values_and_gradients_are_those_of_jax(bias, processor, float64):
-    """In float64, of inputs and parameters, with grouped keys and a window, in one block and in blocks of rows."""
+    """Compare in float64, with grouped keys and a window, in one block and in blocks of rows."""
     H, K, window = 4, 6, 7
     score_mod = ScoreMod(
         random_params(make_bias(bias, H, K), 1),
@@ -126,7 +126,7 @@ GOLDEN = [
 
 @pytest.mark.parametrize("file", GOLDEN)
 def test_golden(file, float64):
-    """Outputs and the gradients of queries, keys and values in float64 to 1e-10; outputs in float32."""
+    """Compare outputs and gradients of queries, keys and values in float64 to 1e-10, and outputs in float32."""
     data, meta = load(file)
     params = {x.removeprefix("param."): jnp.asarray(value) for x, value in data.items() if x.startswith("param.")}
     ours = build(params, meta)
@@ -187,7 +187,7 @@ def layer(heads: int, width: int) -> tuple[theirs.Kerple, theirs.Dape]:
     window=st.none() | st.integers(1, 9),
 )
 def test_blocks_rows_and_padding_change_nothing(length, rows, heads, width, block_size, num_left, window):
-    """The last rows alone, as from a cache; rows in blocks; and padding to the left, which holds other numbers."""
+    """Compare the last rows alone, as with a cache; rows in blocks; and padding to the left with other numbers."""
     bias, processor = layer(heads, width)
     options = {"bias": bias, "processor": processor, "window": window}
     torch.manual_seed(length)
@@ -218,7 +218,7 @@ LEAKING = {
     ],
 )
 def test_rows_of_every_method_are_the_same_alone_in_blocks_and_padded(bias, processor, window):
-    """The last rows alone, as from a cache; in blocks; and after padding, a different amount for each sequence."""
+    """Compare the last rows alone, as with a cache; in blocks; and with different padding for each sequence."""
     torch.manual_seed(0)
     module = theirs.make_bias({"name": bias} | SMALL_BIAS.get(bias, {}), 4, 6)
     config = (ALL_PROCESSORS | LEAKING)[processor]
@@ -258,7 +258,7 @@ def test_rows_of_every_method_are_the_same_alone_in_blocks_and_padded(bias, proc
 
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_the_convolution_of_accelerators_is_that_of_cpus(width, monkeypatch):
-    """By matmuls, since cuDNN would round float32; values and gradients."""
+    """Compare values and gradients of the matmuls, used because cuDNN would round float32."""
     torch.manual_seed(0)
     x, kernel = torch.randn(2, 3, 4, 9, dtype=torch.float64), torch.randn(width, 3, 5, dtype=torch.float64)
     results = []
@@ -308,9 +308,9 @@ def test_rotary_embeddings_are_those_of_jax(rotary, float64):
 
 
 def test_memory_of_long_inputs_is_linear():
-    """8,192 keys with 1 head: all scores would take 256 MiB in float32, those of a block of 64 rows 2 MiB.
+    """With 8,192 keys and 1 head, all scores would take 256 MiB in float32, and a block of 64 rows takes 2 MiB.
 
-    With a window of 30, rows of a block read 64 + 29 keys and the convolution's one more.
+    With a window of 30, the rows of a block read 64 + 29 keys, and one more for the convolution.
     """
     torch.manual_seed(0)
     bias, processor = theirs.Kerple(1), theirs.Dape(1, True, channels=1)
@@ -364,6 +364,6 @@ def test_every_method_is_in_both():
         (lambda: theirs.DapeConfig(causal=False), "causal = False: must be True"),
     ],
 )
-def test_what_is_not_possible_is_named(make, message):
+def test_impossible_options_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def make_run(**changes) -> RunConfig:
-    """The tiny run with dotted changes, . as __; no corpus is needed."""
+    """Return the tiny run with changes of dotted fields, . as __; no corpus is needed."""
     spec = copy.deepcopy(SPEC)
     for name, value in changes.items():
         section, field = name.split("__")
@@ -66,7 +66,7 @@ def test_computed_pairs_include_the_needed_ones(blocks, block, buckets, window, 
 
 @pytest.mark.parametrize(("length", "window"), [(60, None), (200, 70), (2048, None), (2048, 300), (8192, None)])
 def test_computed_pairs_of_the_kernel_are_nearly_those_of_its_tiles(length, window):
-    """The formula leaves out the columns that two tiles compute."""
+    """Compare up to the columns that two tiles compute, which the formula omits."""
     q = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
     sizes = {"width": 3, "pad": 1, "num_channels": 32, "dtype": jnp.dtype(jnp.bfloat16)}
     tiling, _ = tpu.tilings(q, q, **sizes, row_stride=1, window=window, device_kind="TPU v5 lite")
@@ -104,7 +104,7 @@ def test_every_processor_has_pair_flops(name):
     ],
 )
 def test_the_formula_agrees_with_xla(bias, processor, remat):
-    """One dense layer has no loop, so the compiler's own analysis can count it. It counts elementwise work too."""
+    """Compare one dense layer, which has no loop, with the compiler's own count, which includes elementwise work."""
     run = make_run(
         model__num_layers=1,
         model__width=512,
@@ -232,7 +232,7 @@ def test_collectives_count_once_per_run_of_their_loop_and_once_per_channel():
     size = 8 * 128 * 4
     received = {c.kind: (c.count, c.num_bytes) for c in work.collectives}
     assert received == {
-        # Channel 7: both fusions are parts of one. Channel 8: started outside the loop, it runs beside it.
+        # Channel 7: both fusions are parts of one. Channel 8: started outside the loop, it overlaps with it.
         "all-gather": (12 + 1, 12 * size * 3 // 4 + size // 2),
         "reduce-scatter": (12, 12 * size * 3 // 4),
         "all-reduce": (1, 2 * (size + 4) // 2),
@@ -242,7 +242,7 @@ def test_collectives_count_once_per_run_of_their_loop_and_once_per_channel():
     assert work.matmul_flops == 12 * 2 * 8 * 128 * 128
 
 
-def test_buffers_are_padded_to_tiles_and_vmem_is_no_traffic():
+def test_buffers_are_padded_to_tiles_and_vmem_is_not_traffic():
     work = hlo.read_work(PROGRAM)
     assert (16 * 128 * 4, "f32[5,12]", "jit(step)/wide") in work.largest  # dim 0 is the minor: 12 x 5 -> 16 x 128
     without = hlo.read_work(PROGRAM.replace("T(8,128)S(1)} copy", "T(8,128)} copy"))
@@ -325,7 +325,7 @@ COMPILED = {
     "fits": True,
     "compile_seconds": 1.0,
     "peak_bytes": 1 << 30,
-    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "results beside them": 0, "program": 1 << 20},
+    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "other results": 0, "program": 1 << 20},
     "work": dataclasses.asdict(hlo.read_work(PROGRAM)),
 }
 
@@ -429,7 +429,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.slow
 def test_a_step_is_compiled_for_a_slice_without_having_it(libtpu):
-    """With accumulation, whose sums over chips are in a loop: the compiler has failed on these."""
+    """Compile with accumulation, whose sums over chips are in a loop, on which the compiler has failed."""
     changes = {"model__width": 256, "model__num_heads": 4, "model__dtype": "bfloat16", "model__vocab_size": 512}
     changes |= {"train__train_length": 64, "train__batch_size": 8, "model__num_layers": 3, "model__remat": "full"}
     run = make_run(train__accumulation_steps=2, **changes)

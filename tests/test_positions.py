@@ -1,4 +1,4 @@
-"""Rotary embedding and its variants, and the biases that no golden vector holds, against their formulas."""
+"""Rotary embedding and its variants, and the biases without golden vectors, against their formulas."""
 
 import functools
 
@@ -26,7 +26,7 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 16), np.float
 
 
 @pytest.mark.parametrize("name", ROTARY)
-def test_products_depend_on_the_distance_alone(name):
+def test_products_depend_only_on_the_distance(name):
     rotary = ROTARY[name](**OPTIONS.get(name, {}))
     q, k = X, X[::-1]
     pos = jnp.array([0, 1, 5, 9, 40])
@@ -62,8 +62,8 @@ def test_ntk_leaves_the_fastest_angle_and_divides_the_slowest():
     assert np.all(np.diff(ratio) < 0)
 
 
-def test_yarn_interpolates_the_slow_angles_alone():
-    """Angles with more than 32 turns over the train length are RoPE's, those with less than one are divided."""
+def test_yarn_interpolates_only_slow_angles():
+    """Angles with more than 32 turns over the train length are RoPE's; those with less than one turn are divided."""
     length, head_dim = 4096, 128
     rope = Rope().frequencies(head_dim)
     turns = length * rope / (2 * np.pi)
@@ -87,7 +87,7 @@ def test_a_fraction_of_a_head_is_a_smaller_head_and_the_rest_unchanged(name):
 
 
 def test_llama3_divides_slow_angles_and_keeps_fast_ones():
-    """Its released code, one angle after the other."""
+    """Compare with the released code, one angle at a time."""
     rope = Llama3Rope(500_000.0, 8.0, 1.0, 4.0, 8192)
     expected = []
     for w in Rope(500_000.0).frequencies(128):
@@ -105,7 +105,7 @@ def test_llama3_divides_slow_angles_and_keeps_fast_ones():
 @pytest.mark.parametrize("head_dim", [2, 4, 8, 64, 128])
 @pytest.mark.parametrize("base", [100.0, 10_000.0, 1e6])
 def test_yarn_agrees_with_the_released_code_at_every_train_length(head_dim, base):
-    """Also at train lengths at which no angle turns once."""
+    """Compare also at train lengths at which no angle completes a turn."""
 
     def released(length: int, factor: float) -> np.ndarray:
         def correction_dim(rotations: float) -> float:
@@ -127,7 +127,7 @@ def test_yarn_agrees_with_the_released_code_at_every_train_length(head_dim, base
 
 
 def test_yarn_against_figures_worked_out_by_hand():
-    """K = 8, train length 64, base 10000: r turns at dim 8 log(64 / 2 pi r) / (2 log 10000), so the ramp is 0 .. 2."""
+    """With K = 8, train length 64, base 10000: r turns at dim 8 log(64 / 2 pi r) / (2 log 10000), ramp 0 .. 2."""
     found = Yarn(factor=2.0, train_length=64).frequencies(8)
     low, high = 0, np.ceil(8 * np.log(64 / (2 * np.pi)) / (2 * np.log(10_000)))
     assert high == 2
@@ -147,7 +147,7 @@ def test_sandwich_is_its_formula():
 
 
 def test_kerple_power_is_its_formula_and_holds_its_parameters():
-    """-a dist^p; p held inside 0.01 .. 2 and a from 0.01 on, with the gradient at the held value."""
+    """Compare with -a dist^p, p clamped to 0.01 .. 2 and a to at least 0.01, with the gradient at the clamped value."""
     pos = jnp.asarray(np.arange(6))
     p, a = np.float32([0.5, 3.0, -1.0]), np.float32([0.7, 0.2, 0.001])
     held_p, held_a = np.float32([0.5, 2.0, 0.01]), np.float32([0.7, 0.2, 0.01])
@@ -172,7 +172,7 @@ def test_kerple_power_is_its_formula_and_holds_its_parameters():
 @pytest.mark.parametrize("name", [name for name in BIASES if name not in ("nope", "fire")])
 @pytest.mark.parametrize("causal", [True, False])
 def test_distance_biases_are_their_table(name, causal):
-    """`of_distance` at any shape, which the kernels tabulate, is the bias of positions."""
+    """`of_distance` at any shape, from which the kernels make tables, equals the bias of positions."""
     q_pos, k_pos = jnp.array([500, 3, 41]), jnp.asarray(np.arange(0, 500, 7))
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""DAPE in bfloat16 and float16 is right at any length: one row against many keys, compared with float64."""
+"""DAPE in bfloat16 and float16 is accurate at any length: one row against many keys, compared with float64."""
 
 import functools
 from fractions import Fraction
@@ -34,7 +34,7 @@ FAST = [("alibi", "bfloat16", 8192), ("kerple_power", "float16", 2048), ("kerple
 
 @pytest.mark.parametrize(("bias", "dtype", "length"), every_case(AXES, FAST, valid=lambda *_: True))
 def test_scores_are_right_at_any_length(bias, dtype, length):
-    """Among scores that have weight. What float32 cannot resolve, Kerple's power far away, 16 bits need not either."""
+    """Compare scores with weight, except those that float32 cannot resolve either (Kerple's power far away)."""
     rows, params = last_row(bias, length, DAPE)
     expected = exact(rows, params, DAPE)
     in_float32 = largest_error(jax.device_get(process(rows, params, DAPE, "float32")), expected)
@@ -46,7 +46,7 @@ def test_scores_are_right_at_any_length(bias, dtype, length):
 
 
 def test_the_formula_as_written_loses_what_dape_keeps():
-    """The benchmark computes the same function both times: only the dtype of the hidden features differs."""
+    """Check that the benchmark computes the same function twice: only the dtype of the hidden features differs."""
     rows, params = last_row("alibi", 2048, DAPE)
     in_float32 = jax.device_get(as_written(rows, params, "float32"))
     assert largest_error(in_float32, exact(rows, params, DAPE)) < 1e-4
@@ -64,7 +64,7 @@ def test_the_formula_as_written_loses_what_dape_keeps():
 @settings(max_examples=60, deadline=None)
 @given(st.floats(-1e3, 1e3, width=32), st.floats(-1e3, 1e3, width=32) | st.floats(-1e9, 1e9, width=32))
 def test_the_change_of_leaky_relu_is_a_difference(x, center):
-    """Also where no digit of it would be left if the two terms were computed in float32."""
+    """Compare also where all digits would cancel if the two terms were computed in float32."""
 
     def leaky_relu(y: Fraction) -> Fraction:
         return y if y > 0 else Fraction(SLOPE) * y
@@ -103,7 +103,7 @@ def test_every_form_is_right_far_away(bias, config):
     ],
 )
 def test_float16_is_finite_far_away(bias, length):
-    """A bias of up to 7e10 and features of it, where the largest number of float16 is 65,504."""
+    """Use a bias of up to 7e10; the largest number of float16 is 65,504."""
     rows, params = last_row(bias, length, DAPE)
     assert np.abs(rows[1]).max() > 65_504
     assert np.isfinite(jax.device_get(process(rows, params, DAPE, "float16"))).all()
@@ -114,7 +114,7 @@ def test_float16_is_finite_far_away(bias, length):
 )
 @pytest.mark.usefixtures("smooth_leaky_relu")
 def test_gradients_are_right_far_away(bias, dtype):
-    """Of the probabilities, with respect to scores, bias and every parameter."""
+    """Compare gradients of the probabilities with respect to scores, bias and every parameter."""
     (scores, bias_HS, mask), params = last_row(bias, 4096, DAPE)
     weight = np.random.default_rng(2).standard_normal(scores.shape, np.float32)
 
@@ -139,7 +139,7 @@ def test_gradients_are_right_far_away(bias, dtype):
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_kernels_are_right_far_away(platform):
-    """The last rows of 1,200 keys in bfloat16 equal dense attention in float32, up to the rounding of q, k and v."""
+    """Compare the last rows of 1,200 keys in bfloat16 with dense attention in float32 on rounded q, k and v."""
     heads, length, rows = 3, 1200, 8
 
     @nnx.jit
@@ -202,7 +202,7 @@ def matmuls(jaxpr) -> list:
     [pytest.param(bias, marks=() if bias in ("fire", "transformer_xl") else pytest.mark.slow) for bias in ALL_BIASES],
 )
 def test_operands_in_float32_are_not_rounded(bias, dtype):
-    """Every matmul and convolution of a training step says so, since TPUs and GPUs round by default.
+    """Matmuls and convolutions of a training step set the precision, since TPUs and GPUs round by default.
 
     With bfloat16, gradients in float32 meet activations in bfloat16: those are rounded.
     """

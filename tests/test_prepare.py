@@ -1,4 +1,4 @@
-"""Check corpus preparation: every good document once, or one line of refusal; no incomplete corpus is ever opened."""
+"""Check corpus preparation: every valid document once, or an error of one line; incomplete corpora are never opened."""
 
 import bz2
 import contextlib
@@ -46,7 +46,7 @@ quick = settings(max_examples=25, deadline=None)
 
 @pytest.fixture(scope="module", autouse=True)
 def no_fsync() -> Iterator[None]:
-    """Power cuts are not simulated, and waiting for the disk would take most of the time."""
+    """Disable fsync: power failures are not simulated, and waiting for the disk would take most of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -91,7 +91,7 @@ def parquet_file(**columns: pyarrow.Array | list) -> bytes:
 
 
 def write_input(kind: str, root: Path) -> str:
-    """DOCUMENTS as files of a kind; what --input then is."""
+    """Write DOCUMENTS as files of a kind; return the value of --input."""
     root.mkdir(exist_ok=True)
     lines = b"".join(LINES)
     match kind:
@@ -143,7 +143,7 @@ def write(file: Path, *parts: bytes) -> Path:
     return file
 
 
-# what goes in
+# input
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +265,7 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     prepared = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.record.skipped == {"binary file": 1}
-    again = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output lies in the input
+    again = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output is in the input
     assert again.was_complete
 
 
@@ -380,7 +380,7 @@ def test_a_damaged_pair_is_one_bad_record(tmp_path: Path):
 
 @quick
 @given(st.sampled_from(["gz", "zst"]), st.data())
-def test_what_comes_before_a_truncation_is_kept(compression: str, data: st.DataObject):
+def test_records_before_a_truncation_are_kept(compression: str, data: st.DataObject):
     whole = members(gzip.compress if compression == "gz" else zstandard.compress)
     cut = whole[: data.draw(st.integers(0, len(whole)))]
     with tempfile.TemporaryDirectory() as root:
@@ -389,10 +389,10 @@ def test_what_comes_before_a_truncation_is_kept(compression: str, data: st.DataO
     bad = [item for item in found if isinstance(item, BadRecord)]
     kept = [item.content.decode() for item in found if isinstance(item, Document)]
     assert kept == DOCUMENTS[: len(kept)]
-    # A cut between two members loses what is behind it in silence, but for the line, or the letter, that it cuts.
+    # A cut between two members loses the rest silently, except for the line, or the character, that it cuts.
     assert bad == found[len(kept) :]
     assert len(bad) <= 1
-    # Of one byte nothing tells that a member of gzip, which has two to be known by, would begin there.
+    # One byte does not show that a member of gzip, which has a magic number of two bytes, would begin there.
     unknown = {"corrupt archive"} if compression == "gz" and cut.endswith(b"\x1f") else set()
     assert {item.reason for item in bad} <= {"truncated archive", "not JSON", "not UTF-8"} | unknown
     assert all(item.line == len(kept) + 1 for item in bad)
@@ -450,7 +450,7 @@ def test_lines_do_not_depend_on_buffers(lines: list[bytes], size: int, compressi
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is looked up in /proc")
 def test_memory_is_bounded(tmp_path: Path):
-    """A line of 256 MB of zeros, rows that share one large value, and training on one long document."""
+    """Test a line of 256 MB of zeros, rows that share one large value, and training on one long document."""
     with open(tmp_path / "a.jsonl.zst", "wb") as file:
         block = zstandard.compress(bytes(2**26))
         for _ in range(4):
@@ -478,12 +478,12 @@ def test_memory_is_bounded(tmp_path: Path):
     assert kib < 100 * 2**10
 
 
-# stopped and started
+# interruptions
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory) -> Path:
-    """Good and bad records in several kinds of files."""
+    """Write good and bad records in several kinds of files."""
     root = tmp_path_factory.mktemp("mixed")
     write(root / "a.jsonl", *(line for pair in zip(LINES, [b"{}\n", b"x\n"] * 20, strict=True) for line in pair))
     write(root / "b.jsonl.zst", members(zstandard.compress)[:-50])
@@ -493,7 +493,7 @@ def mixed(tmp_path_factory) -> Path:
     return root
 
 
-def test_the_number_of_workers_decides_nothing(tmp_path: Path, mixed: Path):
+def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, mixed: Path):
     one = command.prepare(config(mixed, tmp_path / "one"))
     with sizes(build, _SHARD_BYTES=500):
         two = command.prepare(config(mixed, tmp_path / "two", workers=2))
@@ -504,7 +504,7 @@ def test_the_number_of_workers_decides_nothing(tmp_path: Path, mixed: Path):
 
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
-    """Hundreds of corpora would each tell what they leave out."""
+    """Silence the log: hundreds of corpora would each report skipped records."""
     logger = logging.getLogger("dape_jax")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -541,7 +541,7 @@ def test_an_interrupted_build_resumes_to_the_same_result(mixed: Path, stops: lis
 
 
 def interrupted(given: PrepareConfig, shards: int) -> Path:
-    """Stop a build after some shards; returns the directory of the first."""
+    """Stop a build after some shards; return the directory of the first."""
     write_shard, calls = build.write_shard, iter(range(shards))
 
     def stopped(*arguments):
@@ -604,7 +604,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are looked up in /proc")
-def test_killed_at_any_moment_it_resumes_to_the_same_digest(tmp_path: Path):
+def test_killed_at_any_time_it_resumes_to_the_same_digest(tmp_path: Path):
     source = write_many(tmp_path)
     begun = time.monotonic()
     whole = start(source, tmp_path / "whole", "--workers=2")
@@ -641,7 +641,7 @@ def test_killed_at_any_moment_it_resumes_to_the_same_digest(tmp_path: Path):
 
 @pytest.fixture
 def caught_sigint():
-    """Catch SIGINT: in tests that a shell runs in the background it is ignored, which their children would inherit."""
+    """Catch SIGINT: in a background job of a shell it is ignored, which child processes would inherit."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -653,7 +653,7 @@ def test_ctrl_c_and_a_dead_worker_end_it_with_one_line(tmp_path: Path):
     source = write_many(tmp_path)
     for victim, status, message in [
         ("group", 130, "interrupted"),
-        ("worker", 2, "error: workers = 2: one of them died"),
+        ("worker", 2, "error: workers = 2: a worker died"),
     ]:
         running = start(source, tmp_path / victim, "--workers=2", start_new_session=True)
         deadline = time.monotonic() + 100
@@ -679,7 +679,7 @@ class Dying(Bytes):
 @pytest.mark.slow
 def test_a_dead_worker_is_one_line(tmp_path: Path):
     files = corpus.find_files(str(write(tmp_path / "a.jsonl", *LINES)))
-    with pytest.raises(InputError, match="workers = 2: one of them died"):
+    with pytest.raises(InputError, match="workers = 2: a worker died"):
         build._write_shards(tmp_path, files, plain_selection(), Dying(), workers=2, strict=False)
 
 
@@ -721,11 +721,11 @@ def test_the_same_recipe_again_does_nothing(tmp_path: Path):
     assert again.was_complete
     assert (again.corpus.digest, again.record) == (first.corpus.digest, first.record)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
-    assert "was complete" in command.summary(again)
+    assert "already complete" in command.summary(again)
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial"])
-def test_what_others_made_is_not_touched(tmp_path: Path, name: str):
+def test_files_of_other_programs_are_not_changed(tmp_path: Path, name: str):
     (tmp_path / name).mkdir()
     write(tmp_path / name / "thesis.tex", b"text")
     with pytest.raises(InputError, match=f"{name}"):
@@ -753,7 +753,7 @@ def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
         write(place / ".tokenizer.json.0123.partial", b"{")
     write_json(directory / "recipe.json", read_json(tmp_path / "whole/recipe.json"))
     assert command.prepare(given).corpus.digest == whole.corpus.digest
-    directory.mkdir()  # killed when it had just renamed the corpus
+    directory.mkdir()  # killed just after renaming the corpus
     write_json(directory / "recipe.json", read_json(tmp_path / "whole/recipe.json"))
     assert command.prepare(given).was_complete
     assert not directory.exists()
@@ -829,7 +829,7 @@ def test_a_trained_tokenizer_is_complete_and_not_trained_again(tmp_path: Path, m
     assert load_corpus(copied).digest == made.digest  # raw text goes through the same builder
 
 
-def test_a_tokenizer_is_trained_on_the_training_side_alone(tmp_path: Path):
+def test_a_tokenizer_is_trained_only_on_the_training_split(tmp_path: Path):
     def trained(output: str, documents: list[str]) -> str:
         source = write(
             tmp_path / f"{output}.jsonl", *(json.dumps({"text": text}).encode() + b"\n" for text in documents)
@@ -856,7 +856,7 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
     assert [(bad["line"], bad["reason"]) for bad in rejected(tmp_path / "b")] == [(1, "cannot be encoded")]
 
 
-# what the user is told
+# messages
 
 
 @pytest.mark.parametrize(
@@ -872,8 +872,8 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"train_bpe_bytes": 0}, "train_bpe_bytes = 0"),
         ({"text_field": ""}, "text_field = ''"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
-        ({"where": ("meta.ok=no",)}, "no documents there: 40 filtered"),
-        ({"text_field": "words"}, r"no documents there: 40 bad \(no such field\)"),
+        ({"where": ("meta.ok=no",)}, "no documents found: 40 filtered"),
+        ({"text_field": "words"}, r"no documents found: 40 bad \(no such field\)"),
         ({"min_length": 0}, "min_length = 0"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
         ({"max_length": 2**40}, "max_length = "),
@@ -892,13 +892,13 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
         command.prepare(config(source, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-    # What is wrong in itself leaves nothing that would be in the way of the right command.
+    # A rejected command leaves no files that would make the corrected command fail.
     assert (tmp_path / "out.partial").exists() == ("documents" in message)
 
 
 def test_ids_train_no_tokenizer(tmp_path: Path):
     write_pair(tmp_path / "pair", [[[1, 2]]])
-    with pytest.raises(InputError, match=r"train_bpe = 300: \.bin files hold ids"):
+    with pytest.raises(InputError, match=r"train_bpe = 300: \.bin files contain ids"):
         command.prepare(config(tmp_path / "pair.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
 
 
@@ -915,7 +915,7 @@ def test_files_and_directories_that_cannot_be_used_are_named(tmp_path: Path, mon
         command.prepare(config(source, tmp_path / "out"))
 
 
-def test_the_name_of_a_file_cannot_drive_the_terminal(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_control_characters_of_a_file_name_are_escaped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="dape_jax")
     source = write(tmp_path / "a\x1b[2J\n.jsonl", *LINES, b"{}\n")
     command.prepare(config(source, tmp_path / "out"))
@@ -971,7 +971,7 @@ malformed_lines = st.lists(
 
 @st.composite
 def mutated(draw, content: bytes) -> bytes:
-    """A few bytes changed, cut out, doubled or put in; mostly what was whole is no more."""
+    """Change, remove, double or insert a few bytes; most results are invalid."""
     data = bytearray(content)
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -1012,7 +1012,7 @@ VALID = {
 
 @st.composite
 def malformed_files(draw) -> dict[str, bytes]:
-    """Files by name: one or two kinds, whole or not, and sometimes a good one beside them."""
+    """Draw files by name: one or two kinds, valid or not, and sometimes also a valid one."""
     files = {}
     for i in range(draw(st.integers(1, 2))):
         suffix = draw(st.sampled_from(sorted(VALID)))
@@ -1076,7 +1076,7 @@ def test_more_malformed_input_ends_in_a_corpus_or_one_line(files: dict[str, byte
 
 @pytest.fixture(scope="module")
 def small_store(tmp_path_factory) -> dict[str, bytes]:
-    """The files of a complete corpus."""
+    """Return the files of a complete corpus."""
     root = tmp_path_factory.mktemp("small")
     source = write(root / "a.jsonl", *LINES[:12])
     command.prepare(config(source, root / "out", tokenizer=None, train_bpe=260))
@@ -1113,12 +1113,12 @@ def check_store(files: dict[str, bytes], data: st.DataObject) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_malformed_store_is_whole_or_refused(small_store: dict[str, bytes], data: st.DataObject):
+def test_a_malformed_store_is_valid_or_refused(small_store: dict[str, bytes], data: st.DataObject):
     check_store(small_store, data)
 
 
 @pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(st.data())
-def test_more_malformed_stores_are_whole_or_refused(small_store: dict[str, bytes], data: st.DataObject):
+def test_more_malformed_stores_are_valid_or_refused(small_store: dict[str, bytes], data: st.DataObject):
     check_store(small_store, data)

@@ -1,4 +1,4 @@
-"""Many devices are one device: every mesh axis, alone and mixed, on eight simulated devices."""
+"""Sharding: eight simulated devices equal one device, on every mesh axis, alone and combined."""
 
 import functools
 import itertools
@@ -66,7 +66,7 @@ def random_rows(*shape: int) -> np.ndarray:
 
 
 def three_steps(run: RunConfig, mesh: Mesh, **options):
-    """Losses, and the parameters after them; what has gradient 0 in truth stays, so momentum and not Adam."""
+    """Return losses and parameters; with momentum, not Adam, so that parameters with gradient 0 do not change."""
     graphdef, _ = model_structure(run.model)
     optimizer = optax.sgd(0.5, momentum=0.9)
     state = init_state(run.model, optimizer, 0, mesh)
@@ -100,7 +100,7 @@ def root(tmp_path_factory):
     ],
 )
 def test_eight_devices_are_one(root, bias, processor, mesh):
-    """Losses, parameters and momenta (each the sum of every gradient so far) after three steps."""
+    """Compare losses, parameters and momenta (sums of all gradients so far) after three steps."""
     expected_losses, expected = one_device(root, bias, processor)
     sizes = MeshConfig(*MESHES[mesh])
     losses, found = three_steps(make_run(root, bias, processor), make_mesh(sizes), logits_chunk_tokens=16)
@@ -131,7 +131,7 @@ def test_every_architecture_on_eight_devices(root, name, mesh):
     ids=str,
 )
 def test_other_attention_on_every_mesh(root, mesh, options):
-    """Windows, dense attention and recomputation, with two parts in a step."""
+    """Test windows, dense attention and recomputation, with two parts in a step."""
     run = make_run(root, "cope", "dape", **options)
     expected_losses, expected = three_steps(run, ONE)
     losses, found = three_steps(run, make_mesh(MeshConfig(*MESHES[mesh])), accumulation_steps=2)
@@ -142,7 +142,7 @@ def test_other_attention_on_every_mesh(root, mesh, options):
 DENSE, BLOCKS = {"name": "dense"}, {"name": "blockwise", "block_size": 16, "num_buckets": 2}
 
 
-# The compiler counts the body of a loop once, so blocks of rows are compared only where each device has as many.
+# The compiler counts the body of a loop once, so compare blocks of rows only if all devices have the same number.
 @pytest.mark.parametrize(
     ("mesh", "attention"),
     [
@@ -152,7 +152,7 @@ DENSE, BLOCKS = {"name": "dense"}, {"name": "blockwise", "block_size": 16, "num_
     ],
 )
 def test_every_device_computes_its_share(root, mesh, attention):
-    """About an eighth of the work and of the activations on each of eight devices, as the compiler plans it."""
+    """Work and activations on each of eight devices are about an eighth of the total, by the compiler's plan."""
     run = make_run(root, "kerple", "dape", width=32, attention=attention)
     graphdef, _ = model_structure(run.model)
     optimizer = make_optimizer(run.optimizer, 10)
@@ -175,7 +175,7 @@ def test_every_device_computes_its_share(root, mesh, attention):
     "mesh", [pytest.param(mesh, marks=() if mesh in ("tensor", "mix") else pytest.mark.slow) for mesh in MESHES]
 )
 def test_state_is_where_the_table_says(root, mesh):
-    """Parameters by the table, moments with their parameters, and what is made is what was planned."""
+    """Parameters follow the table, moments their parameters, and the state has the planned shardings."""
     run = make_run(root, "kerple", "dape")
     optimizer = make_optimizer(run.optimizer, 10)
     made, planned = (
@@ -206,8 +206,8 @@ def test_state_is_where_the_table_says(root, mesh):
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5), st.integers(0, 2))
 @settings(max_examples=10, deadline=None)
-def test_dealt_rows_come_back(num_context, rows_each, dim):
-    """Dealt, device i of n has the rows i, n + i, ..; collected they are the text again."""
+def test_striped_rows_are_restored(num_context, rows_each, dim):
+    """Striped, device i of n has rows i, n + i, ..; unstriped, the sequence is restored."""
     length = num_context * rows_each
     shape = tuple(length if d == dim else 2 for d in range(3))
     x = np.arange(np.prod(shape)).reshape(shape)
@@ -227,7 +227,7 @@ def test_dealt_rows_come_back(num_context, rows_each, dim):
 @pytest.mark.parametrize("length", [64, 512])
 @pytest.mark.parametrize("n", [2, 8])
 def test_causal_work_is_balanced(length, n):
-    """Keys that a device's rows see: no device has n / T more than another, relative to the mean."""
+    """Numbers of visible keys of two devices differ by at most n / T, relative to the mean."""
     seen = np.array([sum(row + 1 for row in range(device, length, n)) for device in range(n)])
     assert (seen.max() - seen.min()) / seen.mean() < 2 * n / length
     in_runs = np.array([sum(row + 1 for row in range(d * length // n, (d + 1) * length // n)) for d in range(n)])
@@ -245,7 +245,7 @@ def test_causal_work_is_balanced(length, n):
     ids=str,
 )
 def test_unembedding_in_parts_is_the_whole(root, sizes, parts):
-    """Values and gradients, at sizes that divide the length and that do not; and no array of logits of all of it."""
+    """Compare values and gradients, at sizes that do and do not divide the length; no array has all logits."""
     run = make_run(root, "nope", "none", num_layers=1)
     graphdef, _ = model_structure(run.model)
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: np.prod(sizes)])
@@ -281,7 +281,7 @@ def scaled(params, factor):
 
 
 def make_step(root, **model):
-    """A state, and the step as a function of it and of a factor that its parameters are multiplied with before."""
+    """Return a state, and the step as a function of it and of a factor that first multiplies its parameters."""
     run = make_run(root, "nope", "none", num_layers=1, attention={"name": "dense"}, **model)
     graphdef, _ = model_structure(run.model)
     state = init_state(run.model, make_optimizer(run.optimizer, 100), 0, ONE)
@@ -301,7 +301,7 @@ def make_step(root, **model):
 
 @pytest.mark.slow
 def test_float16_trains_as_float32_does(root, monkeypatch):
-    """Losses and parameters after three steps; so many steps without an overflow double the scale."""
+    """Compare losses and parameters after three steps, after which the scale doubles if there is no overflow."""
     monkeypatch.setattr("dape_jax.training.step.STEPS_TO_DOUBLE", 3)
     expected_losses, expected = three_steps(make_run(root, "kerple", "dape"), ONE)
     losses, found = three_steps(make_run(root, "kerple", "dape", dtype="float16"), ONE)
@@ -312,7 +312,7 @@ def test_float16_trains_as_float32_does(root, monkeypatch):
 
 
 def test_an_overflow_in_float16_is_skipped_and_halves_the_scale(root):
-    """And is no bad step; the first scale that fits is found."""
+    """Overflows are not bad steps; the first scale without an overflow is found."""
     state, take = make_step(root, dtype="float16")
     scale = jax.device_put(np.float32(2.0**40), state.health.loss_scale.sharding)
     state = state._replace(health=state.health._replace(loss_scale=scale))
@@ -334,13 +334,13 @@ def test_an_overflow_in_float16_is_skipped_and_halves_the_scale(root):
 
 @pytest.mark.slow
 def test_small_gradients_survive_in_float16(root):
-    """Gradients that are lost among float16's smallest numbers without a scale are right with it."""
+    """Gradients that underflow in float16 without a loss scale are right with it."""
 
     def gradient(dtype, scale=None):
         run = make_run(root, "kerple", "dape", dtype=dtype)
         graphdef, _ = model_structure(run.model)
         state = init_state(run.model, optax.sgd(1.0), 0, ONE)
-        # A small unembedding makes what flows back through it small.
+        # A small unembedding makes gradients small.
         params = state.params | {"unembedding_DV": state.params["unembedding_DV"] * 1e-4}
         health = state.health if scale is None else state.health._replace(loss_scale=jnp.float32(scale))
         before = jax.device_get(params["layers"]["mlp"]["up_DF"])
@@ -359,7 +359,7 @@ def test_small_gradients_survive_in_float16(root):
 
 
 def test_a_bad_step_changes_nothing_but_the_count(root):
-    """A loss that is NaN or infinite changes neither parameters nor optimizer."""
+    """NaN or infinite losses change neither parameters nor optimizer."""
     state, take = make_step(root)
     for _ in range(2):
         state, metrics = take(state)
@@ -380,7 +380,7 @@ def test_a_bad_step_changes_nothing_but_the_count(root):
 
 
 def poisoned(monkeypatch, bad: set[int]):
-    """Make the loop's steps of these numbers give NaN, without harm to the state that goes in."""
+    """Make the loop's steps with these numbers return NaN, without changing their input."""
 
     def make(graphdef, *args, **options):
         step, number = make_train_step(graphdef, *args, **options), []
@@ -416,7 +416,7 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monk
         (4, "bad", "nan"),
     ]
     assert (tmp_path / "skipped" / "checkpoints" / "6").exists()
-    # Step 5 is taken again by a run that goes on from 4: it is recorded once.
+    # A run that resumes from 4 repeats step 5, which is recorded once.
     assert [json.loads(line)["step"] for line in (tmp_path / "stopped" / "skipped.jsonl").read_text().splitlines()] == [
         3
     ]
@@ -462,7 +462,7 @@ def test_meshes_are_read():
         ({"data": 4, "context": 2}, {}, ["train.batch_size = 6", "4"]),
     ],
 )
-def test_what_does_not_divide_is_named(root, tmp_path, mesh, model, words):
+def test_sizes_that_do_not_divide_are_named(root, tmp_path, mesh, model, words):
     spec = tiny.spec(
         root,
         train__train_length=12 if "context" in mesh else 16,
@@ -484,7 +484,7 @@ def test_the_tables_specs():
 
 
 def test_attention_on_one_device_is_the_implementations_own():
-    """Nothing is added to the program where there is nothing to split."""
+    """If nothing is split, nothing is added to the program."""
     x, pos = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32), jnp.arange(8)
     with jax.set_mesh(ONE):
         program = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x, pos)).lower(x).as_text()
@@ -492,7 +492,7 @@ def test_attention_on_one_device_is_the_implementations_own():
 
 
 def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
-    """As the README's: no module, no parameters."""
+    """Test a plain function as in the README, without parameters."""
 
     def bias(q_pos, k_pos, *, causal=True):
         return jnp.tile(-1.0 * (q_pos[:, None] - k_pos[None, :])[None], (2, 1, 1))

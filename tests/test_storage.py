@@ -1,4 +1,4 @@
-"""Buckets: paths, errors, leases, the local copy of a corpus, and whole runs, against two servers that misbehave."""
+"""Buckets: paths, errors, leases, the local copy of a corpus, and complete runs, with two unreliable servers."""
 
 import importlib.util
 import json
@@ -54,7 +54,7 @@ def environment(faults) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(params=["s3", "gs"])
 def bucket(request, environment, faults) -> Iterator[epath.Path]:
-    """Return a directory in a bucket of either kind, and let no request fail when the test has ended."""
+    """Return a directory in a bucket of either kind; disable failures when the test has ended."""
     yield storage.to_path(f"{request.param}://bucket/{request.node.originalname}-{time.monotonic_ns()}", "path")
     faults.fail = faults.slow = 0.0
 
@@ -220,7 +220,7 @@ def test_a_run_that_cannot_renew_its_lease_ends(bucket, quick, monkeypatch):
 
 
 def test_one_of_many_gets_the_lease(bucket, quick, faults, monkeypatch):
-    """Also when requests fail, and when they are carried out but the answer is lost."""
+    """Check also when requests fail, and when they are executed but the answer is lost."""
     monkeypatch.setattr(storage, "_WATCH_SECONDS", 60.0)  # a request that fails is repeated for seconds
     faults.fail = 0.1
     for _ in range(3):
@@ -288,7 +288,7 @@ def test_a_corpus_in_a_bucket_is_copied_once(bucket, tmp_path, faults):
     assert found.train.directory.parent == tmp_path / "cache" / found.digest[:16]
     before = faults.num_requests
     assert store.load_corpus(config_of(bucket, tmp_path / "cache")).digest == found.digest
-    assert faults.num_requests - before < 10  # two sidecars, with what the libraries ask before
+    assert faults.num_requests - before < 10  # two sidecars, and the libraries' other requests
     assert not list((tmp_path / "cache").glob(".tmp-*"))
 
 
@@ -312,7 +312,7 @@ def test_a_damaged_corpus_in_a_bucket_gets_no_name(bucket, tmp_path):
     content[5] ^= 1
     tokens.write_bytes(content)
     upload(local, bucket)
-    with pytest.raises(InputError, match=r"digest = .*the files beside it give"):
+    with pytest.raises(InputError, match=r"digest = .*must be the files' "):
         store.load_corpus(config_of(bucket, tmp_path / "cache"))
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 
@@ -338,7 +338,7 @@ def test_a_damaged_step_is_moved_and_an_older_one_read(bucket, caplog):
 
 
 @pytest.mark.slow
-def test_an_unfinished_save_is_no_step(bucket):
+def test_an_unfinished_save_is_not_a_step(bucket):
     save_steps(bucket, 1, 2)
     (bucket / "checkpoints" / "2" / "commit_success.txt").unlink()
     assert checkpoint.step_names(bucket) == ["1"]
@@ -356,7 +356,7 @@ def test_steps_that_are_not_kept_are_deleted(bucket):
 
 
 @pytest.mark.parametrize("message", ["UNAVAILABLE: Error reading", "DEADLINE_EXCEEDED: slow", "PERMISSION_DENIED: no"])
-def test_a_lost_network_is_no_damage(environment, monkeypatch, message):
+def test_a_network_error_is_not_damage(environment, monkeypatch, message):
     bucket = storage.to_path(f"s3://bucket/lost-{time.monotonic_ns()}", "")
     save_steps(bucket, 1)
 
@@ -417,7 +417,7 @@ def train_arguments(path: object, workdir: object, cache: Path, num_steps: int =
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
-    """A run in a bucket whose requests fail ends with the bits of a local one; `eval.py` and the tools read it."""
+    """Train in a bucket with failing requests, bitwise equal to a local run; `eval.py` and the tools read it."""
     local = prepared(tmp_path)
     corpus = storage.to_path(f"{scheme}://bucket/{scheme}-corpus", "")
     upload(local, corpus)
@@ -463,8 +463,8 @@ def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_network_that_is_lost_ends_a_run_in_one_line(environment, faults, tmp_path):
-    """It ends when its lease has not been renewed for a minute, or before, by an error of what it was doing."""
+def test_a_lost_network_ends_a_run_with_one_line(environment, faults, tmp_path):
+    """Runs end when their lease has not been renewed for a minute, or earlier with an error of another request."""
     local = prepared(tmp_path)
     workdir = storage.to_path("s3://bucket/lost/a", "")
     command = [sys.executable, *map(str, train_arguments(local, workdir, tmp_path / "unused", num_steps=100_000))]

@@ -134,7 +134,7 @@ def test_a_digest_depends_on_every_bit_and_not_on_the_mesh(dtype, place, bit):
 
 
 def test_a_digest_depends_on_the_order_of_the_values():
-    """A plain sum would not change when rows are swapped or values rotated."""
+    """Swap rows and rotate values, which would not change a plain sum."""
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
     others = [values[::-1], values.T, np.roll(values, 1), values.reshape(4, 16).repeat(2, 0)[:, ::2], -values]
     digests = [checkpoint.leaf_digests({"a": jnp.asarray(a)})["a"] for a in [values, *others]]
@@ -163,7 +163,7 @@ def test_a_step_is_restored_on_any_mesh(saved, mesh):
 
 
 def test_a_flipped_bit_in_any_file_is_an_error_or_has_no_effect(workdir):
-    """A flip in a JSON item is always detected; elsewhere some bytes are not used to restore any array."""
+    """Flips in JSON items are always detected; in other files some bytes are not used to restore any array."""
     for step in (1, 2):
         shutil.rmtree(workdir / "checkpoints" / str(step))
     target, expected = abstract(small_state(3)), jax.device_get(small_state(3))
@@ -448,7 +448,7 @@ def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, saved):
 
 
 def test_a_lock_that_is_a_symbolic_link_is_refused(tmp_path):
-    """Another user could have put it there, to have a file of ours overwritten."""
+    """Reject the link: another user could have created it so that one of our files is overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "run").mkdir()
@@ -504,7 +504,7 @@ def test_side_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("item", ["params", "data"])
 def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, number, item):
-    """It stays where it is, and the older ones are not used instead."""
+    """Unreadable steps are not moved, and older steps are not used instead."""
     handler = {"params": ocp.StandardCheckpointHandler, "data": ocp.JsonCheckpointHandler}[item]
 
     def restore(*_args, **_options):
@@ -519,7 +519,7 @@ def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, nu
 
 @pytest.mark.parametrize("name", ["config", "config/metadata", "metrics/metrics", "params"])
 def test_a_file_without_permission_is_not_damage(workdir, monkeypatch, name):
-    """Orbax says that it is missing. Root may read everything, so the system's answer is simulated."""
+    """Orbax reports it as missing. Root may read everything, so the system's answer is simulated."""
     denied = workdir / "checkpoints" / "3" / name
     shutil.move(denied, workdir / "elsewhere")
     denied.mkdir()  # there, but of the wrong kind: reading it fails
@@ -593,7 +593,7 @@ with checkpoint.open_checkpoints(Path(sys.argv[1]), 1) as manager:
 
 
 def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
-    """A limit on the size of files makes the same calls fail as a full disk."""
+    """Simulate a full disk by a limit on the size of files, which makes the same calls fail."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", DISK_FULL, str(tmp_path)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
@@ -613,7 +613,7 @@ def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_ten_kills_end_with_the_same_bits(tmp_path):
-    """SIGKILL and SIGTERM during start-up, steps, validations and saves; see `scripts/kill_test.py`."""
+    """Send SIGKILL and SIGTERM during start-up, steps, validations and saves; see `scripts/kill_test.py`."""
     command = [sys.executable, "scripts/kill_test.py", "--kills=10", "--seed=1", f"--output={tmp_path}"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
@@ -633,7 +633,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 def test_corrupted_files_are_skipped_or_refused(tmp_path):
-    """A few cases of `scripts/corrupt.py`, whose outcomes are known."""
+    """Run a few cases of `scripts/corrupt.py` with known outcomes."""
     kinds, ways = "--kinds=config.json$|params/_METADATA", "--ways=deleted,random bytes,unreadable"
     run = run_script("scripts/corrupt.py", kinds, ways, f"--output={tmp_path}")
     assert run.returncode == 0, run.stderr[-5000:]
@@ -650,7 +650,7 @@ def test_corrupted_files_are_skipped_or_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
 def test_a_full_disk_loses_nothing(tmp_path):
-    """Three sizes of `scripts/full_disk.py`; the last is enough but for one block or so."""
+    """Run three sizes of `scripts/full_disk.py`; the last is about one block too small."""
     run = run_script("scripts/full_disk.py", "--count=3", f"--output={tmp_path}")
     if "mount" in run.stderr and "CalledProcessError" in run.stderr:
         pytest.skip("this machine's root cannot mount a file system")

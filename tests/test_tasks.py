@@ -1,4 +1,4 @@
-"""The algorithmic tasks: golden examples, the form and frequencies of samples, and answers by independent methods."""
+"""Algorithmic tasks: golden examples, format and frequencies of samples, and answers by independent methods."""
 
 import itertools
 import json
@@ -140,7 +140,7 @@ def test_golden_che_sampler(folder, task):
 
 
 def test_unknown_is_the_first_digit_from_a_uniform_index():
-    """In (1+2), indices 4, 0 and 1 lead to the first digit, 2 and 3 to the second."""
+    """In (1+2), indices 4, 0 and 1 select the first digit, 2 and 3 the second."""
     num = 20_000
     inputs_BN = draw("solve_equation", num, 7)
     share_2 = (inputs_BN[:, 1:4:2] == CHARACTERS["solve_equation"].index("x")).mean(axis=0)
@@ -196,7 +196,7 @@ def test_samples_of_every_length_are_inputs_and_are_solved(task):
 
 
 def test_is_input_rejects_other_strings():
-    """The check above can fail."""
+    """Check that `is_input` can fail."""
     refused = {
         "modular_arithmetic": ["1+", "+1", "1_2", "12"],
         "stack_manipulation": ["-0", "01-0", "00", "-"],
@@ -312,7 +312,7 @@ def check_answers(task: str, inputs_BN: np.ndarray) -> None:
     ],
 )
 def test_answers_at_the_extremes(task, inputs):
-    """Rare cases in random inputs: long carries, products that are never 0, empty stacks, roots of squares."""
+    """Test rare cases of random inputs: long carries, products other than 0, empty stacks, roots of squares."""
     for string in inputs:
         assert len(string) >= 495
         check_answers(task, symbols(task, string))
@@ -320,7 +320,7 @@ def test_answers_at_the_extremes(task, inputs):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_permutation_invariant(task):
-    """The answer is independent of the order of symbols exactly in the tasks that are `permutation_invariant`."""
+    """Answers are independent of the order of symbols if and only if the task is `permutation_invariant`."""
     inputs_BN = draw(task, 3000, 7)
     targets_BM = TASKS[task].solve(inputs_BN)
     answers: dict[bytes, set[bytes]] = {}

@@ -1,4 +1,4 @@
-"""Check tokenizers: no text is lost, none ends a document, and a file is accepted unchanged or refused."""
+"""Check tokenizers: no text is lost or ends a document, and a file is accepted unchanged or rejected."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ SPACES = [" " * n for n in range(24, 1, -1)]
 ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
-# Texts that hold special tokens, cut characters, runs of spaces and what normal forms would change.
+# Texts with special tokens, cut characters, runs of spaces, and characters that normalisation would change.
 texts = st.lists(
     st.one_of(
         st.text(),
@@ -74,7 +74,7 @@ texts = st.lists(
 
 
 def gpt2() -> dict[str, Any]:
-    """A file in the form of GPT-2's: no type of the model, merges as strings, the end of a document last."""
+    """Return a file like GPT-2's: no type of the model, merges as strings, the end of a document last."""
     trained = json.loads(train_bpe(TEXTS, 400).content)
     vocab = {token: id - 1 for token, id in trained["model"]["vocab"].items() if id}
     end = len(vocab)
@@ -100,7 +100,7 @@ def gpt2() -> dict[str, Any]:
 
 
 def neox() -> dict[str, Any]:
-    """A file in the form of GPT-NeoX-20B's without its NFC: two special tokens first, runs of spaces added last."""
+    """Return a file like GPT-NeoX-20B's without its NFC: two special tokens first, runs of spaces added last."""
     content = gpt2()
     del content["model"]["vocab"]["<|endoftext|>"]
     vocab = {token: id + 2 for token, id in content["model"]["vocab"].items()}
@@ -112,7 +112,7 @@ def neox() -> dict[str, Any]:
 
 
 def qwen() -> dict[str, Any]:
-    """A file in the form of Qwen's, and of most newer ones: words are split by a regular expression of its own."""
+    """Return a file like Qwen's and most newer ones: words are split by the file's regular expression."""
     content = gpt2()
     del content["model"]["vocab"]["<|endoftext|>"]
     end = len(content["model"]["vocab"])
@@ -151,7 +151,7 @@ def tokenizer(form, tmp_path_factory) -> Tokenizer:
     return read_tokenizer(write(tmp_path_factory.mktemp(form), FORMS[form]))
 
 
-# what is encoded comes back
+# lossless encoding
 
 
 @quick
@@ -166,8 +166,8 @@ def test_text_is_lossless_and_never_ends_a_document(tokenizer, text):
 
 @quick
 @given(text=texts)
-def test_text_comes_back_token_by_token(tokenizer, text):
-    """Also where a character is cut: generation shows it when its last byte has come."""
+def test_text_is_decoded_token_by_token(tokenizer, text):
+    """Decode also split characters: generation shows a character after its last byte."""
     ids = tokenizer.encode(text.encode())
     stream = TextStream(tokenizer)
     shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
@@ -178,7 +178,7 @@ def test_text_comes_back_token_by_token(tokenizer, text):
 
 def test_a_character_of_several_tokens_waits_for_its_last_byte(tokenizer):
     ids = tokenizer.encode("x𝔸y".encode())
-    assert ids.size > 3  # the tokenizer has cut it, or this shows nothing
+    assert ids.size > 3  # otherwise the tokenizer has not split it, and the test is trivial
     stream = TextStream(tokenizer)
     shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
     assert [text for text in shown if text] == ["x", "𝔸", "y"]
@@ -187,7 +187,7 @@ def test_a_character_of_several_tokens_waits_for_its_last_byte(tokenizer):
 @quick
 @given(text=st.lists(st.sampled_from([*TEXTS, *SPACES, "a", "é", "日", "\n", "\t", " the", "!!", "'s"])).map("".join))
 def test_ids_are_those_of_the_library(form, tokenizer, text):
-    """Without special tokens in the text, they are upstream's ids."""
+    """Without special tokens in the text, ids equal upstream's."""
     upstream = library.Tokenizer.from_str(json.dumps(FORMS[form]))
     assert tokenizer.encode(text.encode()).tolist() == upstream.encode(text, add_special_tokens=False).ids
 
@@ -204,12 +204,12 @@ def test_special_tokens_are_where_the_file_has_them(form, tokenizer):
 
 def test_ids_outside_the_vocabulary_are_refused(tokenizer):
     for ids in ([-1], [5, tokenizer.vocab_size]):
-        with pytest.raises(InputError, match=rf"{tokenizer.name} knows 0 to {tokenizer.vocab_size - 1}"):
+        with pytest.raises(InputError, match=rf"{tokenizer.name} has 0 to {tokenizer.vocab_size - 1}"):
             tokenizer.decode(np.array(ids))
 
 
 def test_ids_may_have_gaps(tmp_path):
-    """A token whose id stands far off counts for the vocabulary; what is between stands for no text."""
+    """Tokens with large ids extend the vocabulary; unused ids decode to no text."""
     content = copy.deepcopy(FORMS["trained"])
     vocab = content["model"]["vocab"]
     vocab["é"] = 1000  # the byte E9
@@ -233,7 +233,7 @@ def test_bytes_that_are_not_utf8_are_refused(tokenizer, text):
 @quick
 @given(text=texts, words=st.lists(st.sampled_from(["the", "scores", "12", "é", "日本"]), min_size=1, max_size=40))
 def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
-    """Words give the ids of the whole text, and what has no place to cut is lossless all the same."""
+    """Words give the ids of the whole text, and a text without a position to cut is also lossless."""
     sentence = " ".join(words).encode()
     whole = tokenizer.encode(sentence)
     with pytest.MonkeyPatch.context() as patch:
@@ -251,7 +251,7 @@ def sentencepiece_bpe() -> library.Tokenizer:
 
 
 def unigram() -> library.Tokenizer:
-    """A file in the form of T5's: compatible characters and runs of spaces are one."""
+    """Return a file like T5's: compatible characters and runs of spaces are merged."""
     made = library.Tokenizer(library.models.Unigram())
     spaces = library.normalizers.Replace(library.Regex(" {2,}"), " ")
     made.normalizer = library.normalizers.Sequence([library.normalizers.NFKC(), spaces])
@@ -262,7 +262,7 @@ def unigram() -> library.Tokenizer:
 
 
 def wordpiece() -> library.Tokenizer:
-    """A file in the form of BERT's: lower case, and a space between all words."""
+    """Return a file like BERT's: lower case, and a space between all words."""
     made = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
     made.normalizer, made.decoder = library.normalizers.BertNormalizer(), library.decoders.WordPiece()
     made.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
@@ -272,7 +272,7 @@ def wordpiece() -> library.Tokenizer:
 
 
 def word_level() -> library.Tokenizer:
-    """Whole words, without a decoder."""
+    """Return a file with complete words and without a decoder."""
     made = library.Tokenizer(library.models.WordLevel(unk_token="[UNK]"))
     made.pre_tokenizer = library.pre_tokenizers.Whitespace()
     options = {"special_tokens": ["[UNK]", "<eos>"], "show_progress": False}
@@ -287,11 +287,11 @@ def upstream(request) -> library.Tokenizer:
 
 @pytest.fixture(scope="module")
 def other(upstream, tmp_path_factory) -> Tokenizer:
-    """The same tokenizer as `upstream`, read by this package; it is lossy."""
+    """Return the tokenizer of `upstream`, read by this package; it is lossy."""
     return read_tokenizer(write(tmp_path_factory.mktemp("other"), json.loads(upstream.to_str())), lossy=True)
 
 
-# Without special tokens, which Unigram has among its pieces: a text with one would end its document, and is refused.
+# Without special tokens, which are pieces of Unigram: a text with one would end its document, and is rejected.
 plain_texts = st.lists(
     st.one_of(st.text(), st.sampled_from([*TEXTS, "\ufffd", "é", "日", "\n", "  ", " the", "▁", "don't"])), max_size=6
 ).map("".join)
@@ -310,7 +310,7 @@ def test_other_models_give_the_ids_and_the_text_of_the_library(upstream, other, 
 
 
 def test_a_continuation_keeps_the_space_before_it(tmp_path):
-    """Of sentencepiece's "▁the", which without its context is "the"."""
+    """Test sentencepiece's "▁the", which without its context is "the"."""
     tokenizer = read_tokenizer(write(tmp_path, json.loads(sentencepiece_bpe().to_str())), lossy=True)
     whole, prompt = tokenizer.encode(b"The scores of a text"), tokenizer.encode(b"The scores")
     assert whole[: prompt.size].tolist() == prompt.tolist()
@@ -337,7 +337,7 @@ def test_other_models_encode_long_texts_in_pieces(other, words):
 
 
 def test_a_text_is_not_cut_where_that_would_change_it(tmp_path):
-    """A model that merges across words, or sees the end of a text."""
+    """Test models that merge across words, or whose ids depend on the end of a text."""
     content = json.loads(sentencepiece_bpe().to_str())
     content["normalizer"]["normalizers"].append({"type": "Replace", "pattern": {"Regex": "$"}, "content": "!"})
     tokenizer = read_tokenizer(write(tmp_path, content), lossy=True)
@@ -363,19 +363,19 @@ def test_other_models_are_saved_and_named(other, tmp_path):
 
 
 def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):
-    """Raw text of a model that exists already is accepted with a warning."""
+    """Raw text of an existing model is accepted with a warning."""
     file = write(tmp_path, json.loads(sentencepiece_bpe().to_str()))
     documents = tmp_path / "text"
     documents.mkdir()
     for number in range(12):
         (documents / f"{number}.txt").write_text(f"document {number}" + (" ▁ " if number % 4 == 0 else " of words é"))
     config = DataConfig(str(documents), file, str(tmp_path / "cache"), 0.5, 0)
-    with pytest.raises(InputError, match="loses text, which only `prepare --lossy` accepts"):
+    with pytest.raises(InputError, match="loses text, which is accepted only by `prepare --lossy`"):
         load_corpus(config)
     for _ in range(2):  # built, and then found
         caplog.clear()
         loaded = load_corpus(config, lossy=True)
-        assert "3 of 12 documents are not the text of their tokens: the tokenizer bpe-" in caplog.text
+        assert "3 of 12 documents cannot be decoded exactly: the tokenizer bpe-" in caplog.text
     store = loaded.train
     texts = [store.tokenizer.decode(store.document(i)).decode() for i in range(store.num_documents)]
     assert all(text.startswith("document ") for text in texts)
@@ -399,19 +399,19 @@ def test_training_gives_the_size_that_was_asked_for(vocab_size):
     assert {tokenizer.decode(np.array([id])) for id in range(1, 257)} == {bytes([byte]) for byte in range(256)}
 
 
-def test_texts_with_too_little_to_merge_are_told(caplog):
+def test_texts_with_too_little_to_merge_give_a_warning(caplog):
     tokenizer = train_bpe(["abc"], 1000)
     assert tokenizer.vocab_size == 259  # the bytes, the end, ab and abc
     assert "259" in caplog.text
 
 
-def test_training_makes_no_noise(capfd):
+def test_training_prints_nothing(capfd):
     train_bpe(TEXTS, 300)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("vocab_size", [-1, 0, 256, 2**20 + 1, 10**15])
-def test_a_vocabulary_without_room_for_the_bytes_or_too_large_is_refused(vocab_size):
+def test_a_vocabulary_too_small_for_the_bytes_or_too_large_is_refused(vocab_size):
     with pytest.raises(InputError, match=rf"train_bpe = {vocab_size}: 257 .* to 1048576"):
         train_bpe(TEXTS, vocab_size)
 
@@ -475,7 +475,7 @@ def test_another_tokenizer_is_not_overwritten(tmp_path):
     first, second = train_bpe(TEXTS, 300), train_bpe(TEXTS, 301)
     save_tokenizer(first, tmp_path)
     for other in (second, Bytes()):
-        with pytest.raises(InputError, match=rf"{first.name}.*in the way of the tokenizer {other.name}"):
+        with pytest.raises(InputError, match=rf"{first.name}.*must be {other.name} or missing"):
             save_tokenizer(other, tmp_path)
     assert saved_tokenizer(tmp_path).name == first.name
 
@@ -523,7 +523,7 @@ def test_a_run_is_complete_without_its_corpus(tmp_path, capsys):
 def test_a_workdir_with_another_tokenizer_is_refused_before_the_run_begins(tmp_path):
     workdir = tmp_path / "run"
     save_tokenizer(train_bpe(TEXTS, 300), workdir)
-    with pytest.raises(InputError, match="in the way of the tokenizer bytes"):
+    with pytest.raises(InputError, match="must be bytes or missing"):
         train(tiny.spec(tmp_path), workdir)
     assert {file.name for file in workdir.iterdir()} == {TOKENIZER_FILE, "run.lock"}
 
@@ -569,7 +569,7 @@ def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path):
         prepare(PrepareConfig(**fields, output=str(tmp_path / "no"), tokenizer=spec))
     prepared = prepare(PrepareConfig(**fields, output=str(tmp_path / "out"), tokenizer=spec, lossy=True))
     assert prepared.record.num_lossy == 4
-    assert "4 documents that their tokens do not give back" in summary(prepared)
+    assert "4 documents cannot be decoded exactly from their tokens" in summary(prepared)
     stores = (prepared.corpus.train, prepared.corpus.validation)
     found = [store.tokenizer.decode(store.document(i)).decode() for store in stores for i in range(store.num_documents)]
     assert sorted(found) == sorted(unicodedata.normalize("NFC", document) for document in documents)
@@ -588,28 +588,28 @@ def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
 
 WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
 REFUSED = {
-    "no model": (changed("model", to=None), "the tokenizers library refuses it"),
-    "WordPiece": (changed("model", "type", to="WordPiece"), "the tokenizers library refuses it"),
-    "end elsewhere": (changed("model", to=WORD_LEVEL), r"id = 0: the tokenizers library makes it 2"),
+    "no model": (changed("model", to=None), "the tokenizers library rejects it"),
+    "WordPiece": (changed("model", "type", to="WordPiece"), "the tokenizers library rejects it"),
+    "end elsewhere": (changed("model", to=WORD_LEVEL), r"id = 0: must be 2, the library's id"),
     "no decoder": (changed("decoder", to=None), "decoder must be present"),
     "dropout": (changed("model", "dropout", to=0.1), "model.dropout must be null"),
-    "vocabulary of words": (changed("model", "vocab", to=["a"]), "the tokenizers library refuses it"),
-    "id is text": (changed("model", "vocab", "a", to="1"), "the tokenizers library refuses it"),
-    "id is true": (changed("model", "vocab", "a", to=True), "the tokenizers library refuses it"),
-    "id is negative": (changed("model", "vocab", "a", to=-1), "the tokenizers library refuses it"),
+    "vocabulary of words": (changed("model", "vocab", to=["a"]), "the tokenizers library rejects it"),
+    "id is text": (changed("model", "vocab", "a", to="1"), "the tokenizers library rejects it"),
+    "id is true": (changed("model", "vocab", "a", to=True), "the tokenizers library rejects it"),
+    "id is negative": (changed("model", "vocab", "a", to=-1), "the tokenizers library rejects it"),
     "id is huge": (changed("model", "vocab", "a", to=2**31), r"model.vocab must be of ids from 0"),
     "id is taken": (changed("model", "vocab", "a", to=70), "model.vocab must be without two tokens of one id"),
-    "merges": (changed("model", "merges", to={}), "library refuses it"),
-    "merge of one": (changed("model", "merges", 0, to=["a"]), "library refuses it"),
-    "merge of unknown": (changed("model", "merges", 0, to=["a", "no token"]), "library refuses it"),
-    "merge into unknown": (changed("model", "merges", 0, to=["ÿ", "ÿ"]), "library refuses it"),
+    "merges": (changed("model", "merges", to={}), "library rejects it"),
+    "merge of one": (changed("model", "merges", 0, to=["a"]), "library rejects it"),
+    "merge of unknown": (changed("model", "merges", 0, to=["a", "no token"]), "library rejects it"),
+    "merge into unknown": (changed("model", "merges", 0, to=["ÿ", "ÿ"]), "library rejects it"),
     "no added tokens": (changed("added_tokens", to=[]), r"added_tokens must be with one that ends .*</s>"),
-    "added token": (changed("added_tokens", 0, to="<|endoftext|>"), "the tokenizers library refuses it"),
-    "added id is text": (changed("added_tokens", 0, "id", to="0"), "library refuses it"),
+    "added token": (changed("added_tokens", 0, to="<|endoftext|>"), "the tokenizers library rejects it"),
+    "added id is text": (changed("added_tokens", 0, "id", to="0"), "library rejects it"),
     "end is not special": (changed("added_tokens", 0, "special", to=False), "must be special"),
     "added id": (changed("added_tokens", 0, "id", to=7), r"added token '<\|endoftext\|>': id = 7"),
-    "unknown part": (changed("pre_tokenizer", to={"type": "Nothing"}), "the tokenizers library refuses it"),
-    "half a character": (changed("normalizer", to="\ud800"), "is no tokenizer.json"),
+    "unknown part": (changed("pre_tokenizer", to={"type": "Nothing"}), "the tokenizers library rejects it"),
+    "half a character": (changed("normalizer", to="\ud800"), "is not a tokenizer.json"),
 }
 
 
@@ -633,7 +633,7 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, case):
     "data",
     [b"", b"[]", b"null", b"7", b"{", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}', b"9" * 10_000, b'{"model": NaN}'],
 )
-def test_what_is_no_tokenizer_is_refused(tmp_path, data):
+def test_other_files_are_refused(tmp_path, data):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(data)
     with pytest.raises(InputError, match=r"data.tokenizer = .*tokenizer.json") as refused:
@@ -650,7 +650,7 @@ def test_a_file_too_large_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("spec", ["", "gpt2", "/nowhere/tokenizer.json", "a\0b", "x" * 10_000])
-def test_a_name_that_is_no_file_is_refused(spec):
+def test_a_missing_file_is_refused(spec):
     with pytest.raises(InputError, match=r"data.tokenizer = .*: must be 'bytes', or the path of"):
         read_tokenizer(spec)
 
@@ -661,14 +661,14 @@ def test_a_directory_is_refused(tmp_path):
 
 
 def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
-    """A regular expression of the file that gives up on a text makes the library panic, not raise."""
+    """Let a regular expression of the file fail on a text: the library panics and does not raise."""
     regex = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     content = copy.deepcopy(FORMS["trained"])
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [regex, BYTE_LEVEL]}
     tokenizer = read_tokenizer(write(tmp_path, content))
     with pytest.raises(InputError, match=rf"cannot be encoded by the tokenizer {tokenizer.name}: .*retry-limit"):
         tokenizer.encode(b"a" * 40 + b"!")
-    capfd.readouterr()  # where it panicked, in the library's own words
+    capfd.readouterr()  # the library's message about the panic
     assert tokenizer.decode(tokenizer.encode(b"another text")) == b"another text"
 
 
@@ -680,14 +680,14 @@ json_values = st.recursive(
 
 
 def places(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Where a value stands, of a long list or dict only what is at its beginning."""
+    """Return the paths of all values; of a long list or dict only the first ones."""
     items = node.items() if type(node) is dict else enumerate(node) if type(node) is list else ()
     return [path, *(place for key, part in [*items][:12] for place in places(part, (*path, key)))]
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), value=json_values, delete=st.booleans())
-def test_a_damaged_file_is_whole_or_refused(tmp_path_factory, data, value, delete):
+def test_a_damaged_file_is_valid_or_refused(tmp_path_factory, data, value, delete):
     content = copy.deepcopy(FORMS[data.draw(st.sampled_from(sorted(FORMS)))])
     *outer, last = data.draw(st.sampled_from(places(content)[1:]))
     place: Any = content
@@ -702,7 +702,7 @@ def test_a_damaged_file_is_whole_or_refused(tmp_path_factory, data, value, delet
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), junk=st.binary(max_size=4))
-def test_a_cut_file_is_whole_or_refused(tmp_path_factory, data, junk):
+def test_a_truncated_file_is_valid_or_refused(tmp_path_factory, data, junk):
     written = json.dumps(FORMS["gpt2"]).encode()
     begin = data.draw(st.integers(0, len(written)))
     end = data.draw(st.integers(begin, min(len(written), begin + 4)) | st.just(len(written)))

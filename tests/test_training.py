@@ -39,7 +39,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
 @pytest.fixture(scope="module")
 def root(trained_root) -> Path:
-    """Return the directory of the session's text."""
+    """Return the directory of the text."""
     return trained_root
 
 
@@ -52,7 +52,7 @@ def saved_arrays(workdir: Path, step: int) -> dict:
 
 
 def interrupt_at(monkeypatch, batch: int) -> None:
-    """Make the loop die where it would place its batch number `batch`, counting validation batches."""
+    """Make the loop fail when it places batch number `batch`, counting validation batches."""
     calls = []
 
     def put(*args):
@@ -76,7 +76,7 @@ def first_result(function: Callable) -> Callable:
 
 
 def small_spec(root: Path, **changes: Any) -> dict[str, Any]:
-    """Return the config of the session's run with DAPE, with changes such as train__num_steps=3."""
+    """Return the config of the trained run with DAPE, with changes such as train__num_steps=3."""
     return tiny.spec(root, **({"train__num_steps": 4} | changes))
 
 
@@ -92,9 +92,9 @@ def run(whole, tmp_path) -> Path:
 
 
 def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, whole, tmp_path, monkeypatch):
-    """Parameters, optimizer and data position, after deaths before a checkpoint, in a validation and after it.
+    """Compare parameters, optimizer and data position after kills before a checkpoint, in a validation and after it.
 
-    The interrupted run validates and saves after every step, the other one after every second: no number changes.
+    The interrupted run validates and saves after every step, the other run after every second: no number changes.
     """
     spec = small_spec(root, train__eval_interval=1, train__checkpoint_interval=1)
     for name in ("make_train_step", "make_nll_step"):  # every start has the same programs: compile them once
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
     monkeypatch.setattr(loop, "make_train_step", poisoned)
     with pytest.raises(NonFiniteError, match=r"step 5: .*loss_nats = nan"):
         loop.train(small_spec(root, train__num_steps=20), tmp_path / "run")
-    assert len(calls) <= 6  # metrics come one step late, no later
+    assert len(calls) <= 6  # metrics come exactly one step late
     with ocp.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
         assert sorted(manager.all_steps()) == [2, 4]
     chex.assert_tree_all_finite(saved_arrays(tmp_path / "run", 4)["params"])
@@ -175,7 +175,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
 
 @pytest.mark.parametrize("sessions", [[(3.0, 1.0, 9.0, 8.0, 7.0)], [(3.0, 1.0), (9.0,), (8.0, 7.0)]])
 def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
-    """Also if the run is resumed in between. (Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here.)"""
+    """Check also with a resumed run. Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here."""
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
     for losses in sessions:
@@ -280,7 +280,7 @@ def test_gradients_are_clipped_by_their_global_norm(root):
 
 
 def test_training_learns(root, tmp_path):
-    """The loss falls from that of a uniform guess to well below it in twenty steps on repeated words."""
+    """Loss falls from that of chance to well below it in twenty steps on repeated words."""
     spec = small_spec(root, train__num_steps=20, train__eval_interval=20, train__checkpoint_interval=20)
     run = RunConfig.from_dict(spec)
     loop.train(spec, tmp_path / "run")
@@ -369,7 +369,7 @@ def test_a_damaged_config_file_is_named(root, tmp_path):
     ids=["missing", "cut", "a list", "deep", "no object", "no digest"],
 )
 def test_a_missing_or_damaged_config_is_restored_from_the_newest_checkpoint(root, run, caplog, content):
-    """It is compared all the same, and written again."""
+    """Check that the restored config is compared and written again."""
     file = run / "config.json"
     before = file.read_text()
     if content is None:
@@ -385,7 +385,7 @@ def test_a_missing_or_damaged_config_is_restored_from_the_newest_checkpoint(root
 
 @pytest.mark.slow
 def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
-    """With another mesh, accumulation, remat and attention: the same data and, up to rounding, the same parameters."""
+    """Resume with another mesh, accumulation, remat and attention: same data and, up to rounding, parameters."""
     spec = tiny.spec(root, optimizer__learning_rate=1e-3)
     loop.train(spec, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -435,7 +435,7 @@ def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():
 
 @pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.slow)])
 def test_chunked_logits_save_memory_and_change_nothing(root, length):
-    """4 x length tokens at V = 8192: all logits take length / 8 MiB in float32, those of a chunk an eighth of that."""
+    """With 4 x length tokens at V = 8192, all logits take length / 8 MiB in float32, a chunk an eighth of that."""
     spec = small_spec(root, model__num_layers=1, model__num_heads=1, model__vocab_size=8192)
     spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     model = RunConfig.from_dict(spec).model

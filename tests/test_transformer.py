@@ -1,4 +1,4 @@
-"""The model: its invariants end to end, its sizes, its initial values."""
+"""Model: invariants end to end, sizes, and initial values."""
 
 import dataclasses
 import functools
@@ -84,7 +84,7 @@ def logits_of(graphdef: nnx.GraphDef):
 
 
 def tokens(batch: int, length: int) -> np.ndarray:
-    """Return tokens of which longer ones begin with shorter ones."""
+    """Return tokens; longer sequences begin with the shorter ones."""
     return np.random.default_rng(0).integers(0, 11, (length, batch), np.int32).T
 
 
@@ -97,7 +97,7 @@ def count(params) -> int:
     [pytest.param(*method, marks=() if method in FAST_METHODS else pytest.mark.slow) for method in METHODS],
 )
 def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
-    """f(x[:t]) = f(x)[:t], whatever follows t, at four times the length and more."""
+    """Check f(x[:t]) = f(x)[:t] for any later tokens, at four times the length and more."""
     config = make_config(bias={"name": bias}, processor={"name": processor}, rotary={"name": rotary})
     graphdef, params = random_model(config)
     x, step = tokens(2, 40), logits_of(graphdef)
@@ -182,7 +182,7 @@ def test_tied_logits_are_products_with_the_embedding():
 
 
 def test_the_architectures_have_every_option_with_every_value():
-    """Tests run over `ARCHITECTURES`; an option that is added to the model is to be added there."""
+    """Tests run over `ARCHITECTURES`; add new options of the model there."""
     configs = [make_config(**options) for options in (GPT_NEOX, *ARCHITECTURES.values())]
     for field in dataclasses.fields(TransformerConfig):
         values = {getattr(config, field.name) for config in configs}
@@ -204,7 +204,7 @@ def test_the_architectures_have_every_option_with_every_value():
     ],
 )
 def test_trained_short_runs_sixteen_times_longer(bias, processor):
-    """Every method takes a gradient step at T and then runs at 16 T: nothing in it holds a length."""
+    """Take a gradient step at T with every method, then run at 16 T: no parameter depends on a length."""
     graphdef, params = random_model(make_config(bias={"name": bias}, processor={"name": processor}))
 
     def loss(params, x):
@@ -272,7 +272,7 @@ def test_sizes_are_the_papers(size, expected):
 
 @functools.cache
 def documented() -> dict[str, str]:
-    """Name -> the parameters of a layer, as docs/methods.md says: a formula in the shape legend's letters."""
+    """Return the formula, in letters of the shape legend, of each method's parameters in docs/methods.md."""
     found = {}
     for line in DOCS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -283,7 +283,7 @@ def documented() -> dict[str, str]:
 
 
 def value_of(formula: str, sizes: dict[str, int]) -> float:
-    """Sums of products of letters and numbers, and one division."""
+    """Evaluate a formula: sums of products of letters and numbers, and one division."""
     formula, _, divisor = formula.partition("/")
     total = sum(
         np.prod([sizes[x] if x.isalpha() else int(x) for x in term.replace(" ", "").split("*")])
@@ -309,7 +309,7 @@ def count_without_methods() -> int:
 @pytest.mark.parametrize("kernel", [{}, {"kernel_width": 5, "channels": 7}, {"kernel_width": 2, "alignment": "causal"}])
 @pytest.mark.parametrize("bias", ALL_BIASES)
 def test_parameter_counts_are_those_that_the_docs_give(bias, kernel):
-    """As printed at the start of training: of the biases, of the score convolutions, and all."""
+    """Compare the counts printed at the start of training: biases, score convolutions, and total."""
     dape = choose("processor", "dape", **kernel)
     config = make_config(bias=choose("bias", bias), processor=dape)
     counts = parameter_counts(model_structure(config)[1])
@@ -326,7 +326,7 @@ def test_parameter_counts_are_those_that_the_docs_give(bias, kernel):
 
 
 def test_every_method_starts_from_the_same_model():
-    """What a bias or a processor draws does not change what the rest of the model draws."""
+    """Random initial values of a bias or processor do not change those of the rest of the model."""
 
     def shared(**changes):
         params = initial_params(**changes)
@@ -343,7 +343,7 @@ def test_every_method_starts_from_the_same_model():
 
 @pytest.mark.parametrize("bias", ["kerple", *(pytest.param(bias, marks=pytest.mark.slow) for bias in ("nope", "cope"))])
 def test_identity_starts_as_its_base_and_trains(bias):
-    """With init="identity" the logits are the base's to the bit; both convolutions move within two steps."""
+    """With init="identity" the logits are bitwise those of the base; both convolutions change within two steps."""
     x = jnp.asarray(tokens(2, 17))
     changes = {"bias": {"name": bias}, "processor": choose("processor", "dape", init="identity")}
     graphdef, _ = model_structure(make_config(**changes))
@@ -367,7 +367,7 @@ def test_identity_starts_as_its_base_and_trains(bias):
 
 @pytest.mark.parametrize("changes", [{"num_kv_heads": 1}, {"window": 5}, {"num_kv_heads": 1, "window": 5}], ids=str)
 def test_grouped_queries_and_windows(changes):
-    """Causal at any length, fewer parameters with fewer key heads, blind beyond layers x (window - 1) with a window."""
+    """Check causality, the number of parameters with fewer key heads, and the range layers x (window - 1)."""
     (graphdef, params), x = random_model(make_config(**changes)), tokens(2, 40)
     step = logits_of(graphdef)
     whole = np.asarray(step(params, x))
@@ -397,7 +397,7 @@ def test_grouped_queries_and_windows(changes):
     ids=str,
 )
 def test_extending_a_cache_is_the_whole_forward(attention, window):
-    """Whatever the model's driver, which elsewhere may take its rows for the last of the keys."""
+    """Test all implementations, some of which otherwise assume that their rows are the last of the keys."""
     config, x = make_config(attention=attention, window=window), tokens(2, 19)
     graphdef, params = random_model(config)
     extend = jax.jit(lambda params, *args: nnx.merge(graphdef, params).extend(*args))
@@ -410,7 +410,7 @@ def test_extending_a_cache_is_the_whole_forward(attention, window):
 
 
 def test_the_bias_that_the_readme_adds():
-    """Five lines, and the model trains with it."""
+    """Train a model with the bias of five lines."""
     readme = (DOCS.parents[1] / "README.md").read_text()
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "InverseConfig" in block]
     names = {"dataclasses": dataclasses, "ClassVar": ClassVar, "jnp": jnp, "distances": distances}
@@ -428,7 +428,7 @@ def test_the_bias_that_the_readme_adds():
     [("dape,kernel=1", 256, "leaky_relu"), ("dape,kernel=3", 256, "leaky_relu"), ("none", 64, "relu")],
 )
 def test_fire_has_other_settings_under_dape(size, processor, threshold, activation):
-    """As in the official configurations: a confound where FIRE and DAPE-FIRE are compared (`docs/methods.md`)."""
+    """Settings of FIRE depend on DAPE, as in the official configurations: a confound (`docs/methods.md`)."""
     get_config = runpy.run_path(str(DOCS.parents[1] / "configs" / "paper.py"))["get_config"]
     bias = get_config(f"{size},bias=fire,processor={processor}").model.bias.to_dict()
     assert bias == {"name": "fire", "threshold": threshold, "width": 32, "initial_c": 0.1, "activation": activation}
@@ -443,7 +443,7 @@ def test_a_cache_that_could_not_be_right_is_refused():
 
 
 def test_initial_values():
-    """Normal with std sqrt(2/(5D)), and 2/(L sqrt(D)) for what writes into the residual stream; biases 0."""
+    """Check std sqrt(2/(5D)), and 2/(L sqrt(D)) for matrices that write to the residual stream; biases are 0."""
     params = initial_params(width=256, num_layers=3)
     attention, mlp = params["layers"]["attention"], params["layers"]["mlp"]
     small, output = np.sqrt(2 / (5 * 256)), 2 / (3 * np.sqrt(256))
@@ -466,7 +466,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
     assert logits.dtype == jnp.float32
     full = logits_of(model_structure(make_config())[0])(params, tokens(2, 9))
     np.testing.assert_allclose(logits, full, atol=0.2)
-    assert np.abs(logits - full).max() > 1e-4  # the dtype makes a difference
+    assert np.abs(logits - full).max() > 1e-4  # the dtype changes the result
 
 
 @pytest.mark.parametrize(

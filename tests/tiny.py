@@ -1,4 +1,4 @@
-"""The config of a run that is small enough for a test, and a text for it."""
+"""Config and text of a run that is small enough for a test."""
 
 import copy
 import dataclasses
@@ -104,9 +104,9 @@ def spec(root: Path, **changes: Any) -> dict[str, Any]:
 
 
 def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:
-    """Return a tokenizer.json in the form of Llama 1's and 2's.
+    """Return a tokenizer.json like Llama 1's and 2's.
 
-    Spaces are "▁", one is put before a text, and characters outside of the alphabet are bytes.
+    Spaces are "▁", one is put before a text, and characters outside the alphabet are bytes.
     """
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace = tokenizers.normalizers.Replace(" ", "▁")
@@ -123,7 +123,7 @@ def sentencepiece_bpe(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def changed_corpus(directory: Path) -> Callable[[DataConfig], Corpus]:
-    """Return a `load_corpus` that reads the text as if a file had been added to it; `directory` holds the copy."""
+    """Return a `load_corpus` that reads the text as if a file had been added to it; the copy is in `directory`."""
 
     def load_changed(config: DataConfig, lossy: bool = False) -> Corpus:
         text = directory / "text"

@@ -1,6 +1,6 @@
-"""Paths -> input files, and the split that a document belongs to.
+"""Paths -> input files, and the split of a document.
 
-In: `config.data.path`, or the inputs of `prepare`. Out: the files that it names, in a fixed order. Next:
+In: `config.data.path`, or the inputs of `prepare`. Out: the files that they name, in a fixed order. Next:
 `prepare.records`, which reads them.
 """
 
@@ -20,26 +20,26 @@ Split = Literal["train", "validation"]
 
 STDLIB = "stdlib"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
-_STDLIB_MIN_FILES = 100  # a complete one has more than a thousand; a zipped or stripped one a handful
+_STDLIB_MIN_FILES = 100  # a complete library has more than a thousand; a zipped or stripped one fewer than ten
 
 
 class InputFile(NamedTuple):
-    """One file to read, and the properties that tell whether it has changed since."""
+    """Input file, with the properties that show whether it has changed."""
 
     path: str  # local path, or URL
     num_bytes: int
-    version: int | str  # modification time in ns; of a remote file, the key of its file system
+    version: int | str  # modification time in ns; for a remote file, the key of its file system
 
 
 def find_files(path: str, field: str = "data.path") -> list[InputFile]:
-    """Return the files that a path names, sorted by path; their content is not read.
+    """Return the files that a path names, sorted by path, without reading them.
 
-    A path is "stdlib" (the source of this interpreter's own standard library), a directory (every file under it, except
+    A path is "stdlib" (the source of this interpreter's standard library), a directory (every file under it, except
     hidden files and linked directories), a glob (`**` descends; a file counts once), one file, or the URL of any of
-    these on a file system known to fsspec (gs://, s3://, hf://). Messages name the `field` that gave it.
+    these on a file system supported by fsspec (gs://, s3://, hf://). `field` is the name of the path in messages.
 
     Raises:
-        InputError: nothing is there, this installation has no standard library source, or a package is missing.
+        InputError: no file is found, this installation has no standard library source, or a package is missing.
     """
     if path == STDLIB:
         return _find_stdlib(field)
@@ -53,13 +53,13 @@ def find_files(path: str, field: str = "data.path") -> list[InputFile]:
             raise InputError(f"{field} = {path!r}: cannot be read: {error}") from error
     if not found:
         raise InputError(
-            f"{field} = {path!r}: no files there; give a file, a directory or a glob that matches some, or {STDLIB!r}"
+            f"{field} = {path!r}: no files there; give a file, a directory or a glob that matches files, or {STDLIB!r}"
         )
     return found
 
 
 def unique_files(found: Iterable[InputFile], excluded: Sequence[Path] = ()) -> list[InputFile]:
-    """Return each file once: also a pair of .bin and .idx, as its .bin; without files under `excluded` directories."""
+    """Return each file once, a pair of .bin and .idx as its .bin, without files under `excluded` directories."""
     files: dict[str, InputFile] = {}
     for file in found:
         prefix, suffix = os.path.splitext(file.path)
@@ -77,7 +77,7 @@ def is_remote(path: str) -> bool:
 
 
 def absolute(path: str) -> str:
-    """Return a local path as an absolute one, a URL as it is."""
+    """Return a local path as an absolute path, and a URL unchanged."""
     return path if is_remote(path) else os.path.abspath(path)
 
 
@@ -87,7 +87,7 @@ def _find_local(root: Path) -> list[Path]:
     if root.is_dir():
         return [file for file in _walk(root) if file.is_file()]
     matches = sorted(glob.glob(str(root), recursive=True), reverse=True)
-    unique = {os.path.realpath(match): Path(match) for match in matches}  # ** follows links in a circle
+    unique = {os.path.realpath(match): Path(match) for match in matches}  # ** follows circular links
     return [file for file in unique.values() if file.is_file()]
 
 
@@ -100,7 +100,7 @@ def _find_remote(url: str, field: str) -> list[InputFile]:
             for name, info in sorted(found.items())
             if info["type"] == "file" and not os.path.basename(name).startswith(".")
         ]
-    except Exception as error:  # each file system raises exceptions of its own; ImportError names the missing package
+    except Exception as error:  # file systems define their own exceptions; ImportError names the missing package
         text = " ".join(str(error).split())
         raise InputError(f"{field} = {url!r}: cannot be read: {type(error).__name__}: {text}") from error
 
@@ -110,7 +110,7 @@ def _find_stdlib(field: str) -> list[InputFile]:
     found = [
         file
         for file in (_walk(root, _STDLIB_EXCLUDED) if root.is_dir() else ())
-        # Debian links sitecustomize.py into /etc: a link that leaves the tree is no part of Python.
+        # Debian links sitecustomize.py into /etc: a link to a file outside the tree is not part of Python.
         if file.suffix == ".py" and file.is_file() and file.resolve().is_relative_to(root)
     ]
     if len(found) < _STDLIB_MIN_FILES:
@@ -122,7 +122,7 @@ def _find_stdlib(field: str) -> list[InputFile]:
 
 
 def _walk(root: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield every file under root, except hidden ones and those in linked directories."""
+    """Yield every file under root, except hidden files and files in linked directories."""
 
     def stop(error: OSError) -> None:
         raise error  # os.walk would otherwise skip an unreadable directory silently
@@ -138,10 +138,10 @@ def _stat(file: Path) -> InputFile:
 
 
 def split_of(document: bytes, validation_fraction: float) -> Split:
-    """Return the split of a document, decided by a hash of its content alone.
+    """Return the split of a document, which depends only on a hash of its content.
 
-    Two copies of a document are therefore never in both splits, whatever their names, places and order. A document is
-    its text, or its token ids as bytes.
+    Copies of a document are therefore always in the same split, independent of their names, locations and order. A
+    document is its text, or its token ids as bytes.
     """
     hash_in_64_bits = int.from_bytes(hashlib.sha256(document).digest()[:8])
     return "validation" if hash_in_64_bits < validation_fraction * 2**64 else "train"

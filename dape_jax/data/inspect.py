@@ -1,9 +1,9 @@
-"""Inspect a prepared corpus: counts, document lengths, samples, and whether its digest is still right.
+"""Inspect a prepared corpus: print counts, document lengths and samples, and verify its digest.
 
     python -m dape_jax.data.inspect data/arxiv
     python -m dape_jax.data.inspect data/arxiv/validation --samples=10 --output=results/arxiv
 
-In: a directory that `prepare` has written, or one of its two stores. Out: a summary on the terminal and, on request,
+In: a directory written by `prepare`, or one of its two stores. Out: a summary on the terminal and, on request,
 `inspect.json` and `lengths.png`. The corpus is not changed. Samples are shown after the digest is checked, with control
 characters escaped.
 """
@@ -29,20 +29,20 @@ from dape_jax.storage import require_local
 JSON_FILE, FIGURE_FILE = "inspect.json", "lengths.png"
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
 
-_CHUNK = 2**20  # documents whose lengths are in memory at once
-_MAX_RANKED = 2**22  # documents for quantiles; of a larger store, a sample
-_NUM_DECODED = 500  # documents for bytes per token
-_MAX_DECODED_TOKENS = 4096  # of each
-_SHOWN_CHARS = 200  # of a sample
-_BAR_CHARS = 50  # of the longest bar
+_CHUNK = 2**20  # documents whose lengths are in memory at a time
+_MAX_RANKED = 2**22  # documents used for quantiles; a larger store is sampled
+_NUM_DECODED = 500  # documents used for bytes per token
+_MAX_DECODED_TOKENS = 4096  # tokens decoded of each document
+_SHOWN_CHARS = 200  # characters of a sample
+_BAR_CHARS = 50  # width of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
 class InspectConfig:
     """Options of `inspect_corpus`; each field is a flag."""
 
-    samples: int = flag(3, "Documents of each store whose beginning is shown.")
-    seed: int = flag(0, "Seed of the choice of documents.")
+    samples: int = flag(3, "Number of documents per store whose beginning is printed.")
+    seed: int = flag(0, "Seed of the random choice of documents.")
     output: str | None = flag(None, f"Directory for {JSON_FILE} and {FIGURE_FILE}; not written if unset.")
 
     def __post_init__(self):
@@ -54,7 +54,7 @@ def inspect_corpus(directory: Path, config: InspectConfig) -> dict[str, Any]:
     """Print a summary of a corpus (train/ and validation/) or of one store, and return the content of inspect.json.
 
     Raises:
-        InputError: there is no corpus, it is damaged, or the output holds such files already.
+        InputError: there is no corpus, it is damaged, or the output has such files already.
     """
     stores = _open(directory)
     record = read_record(directory / RECORD_FILE) if (directory / RECORD_FILE).exists() else None
@@ -97,7 +97,7 @@ def _open(directory: Path) -> list[TokenStore]:
 
 
 def _inspect_store(store: TokenStore, config: InspectConfig) -> dict[str, Any]:
-    """Print the summary of one store, and return it."""
+    """Print and return the summary of one store."""
     size = f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
     print(f"\n{store.sidecar.split}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {size}")
     lengths = _lengths(store, config.seed)
@@ -109,15 +109,15 @@ def _inspect_store(store: TokenStore, config: InspectConfig) -> dict[str, Any]:
         span = f"{row['from']:,}" if row["from"] == row["to"] else f"{row['from']:,} to {row['to']:,}"
         print(f"  {span:>27} {row['documents']:>13,}  {'#' * -(-row['documents'] * _BAR_CHARS // most)}".rstrip())
     store.verify()
-    print(f"  digest {store.digest}: right")
+    print(f"  digest {store.digest}: verified")
     rate = _bytes_per_token(store, config.seed)
     if rate is not None:
         megabytes = rate * (store.num_tokens - store.num_documents) / 1e6
-        print(f"  {rate:.3f} bytes of text per token, {megabytes:,.1f} MB in all, estimated from a sample")
+        print(f"  {rate:.3f} bytes of text per token, {megabytes:,.1f} MB in total, estimated from a sample")
     samples = []
     for document in _choose(store, config.samples, config.seed).tolist():
         tokens = store.document(document)
-        # A character has 4 bytes at most, and a token at least one.
+        # A character has at most 4 bytes, and a token at least one.
         text = store.tokenizer.decode(tokens[: 4 * _SHOWN_CHARS]).decode("utf-8", "replace")[:_SHOWN_CHARS]
         samples.append({"document": document, "tokens": len(tokens) - 1, "text": text})
         print(f"  document {document:,}, {len(tokens) - 1:,} tokens: {printable(text)}")
@@ -134,7 +134,7 @@ def _inspect_store(store: TokenStore, config: InspectConfig) -> dict[str, Any]:
 
 def _lengths(store: TokenStore, seed: int) -> dict[str, Any]:
     """Return statistics of the tokens per document, without end_of_document: mean, quantiles, counts by powers of 2."""
-    counts = np.zeros(65, np.int64)  # by the number of binary digits of the length
+    counts = np.zeros(65, np.int64)  # indexed by the number of binary digits of the length
     for first in range(0, store.num_documents, _CHUNK):
         lengths = np.diff(store.offsets[first : first + _CHUNK + 1]) - 1
         _, digits = np.frexp(lengths.astype(np.float64))
@@ -154,14 +154,14 @@ def _lengths(store: TokenStore, seed: int) -> dict[str, Any]:
 
 
 def _choose(store: TokenStore, number: int, seed: int) -> Int64[np.ndarray, "documents"]:
-    """Return a sorted sample of documents; all of them if there are no more."""
+    """Return a sorted sample of at most `number` documents."""
     if number >= store.num_documents:
         return np.arange(store.num_documents)
     return np.sort(np.random.default_rng(seed).choice(store.num_documents, number, replace=False))
 
 
 def _bytes_per_token(store: TokenStore, seed: int) -> float | None:
-    """Return the bytes of text per token at the beginning of some documents, or None if they are empty."""
+    """Return the bytes of text per token, from the beginning of sampled documents, or None if they are empty."""
     num_bytes = num_tokens = 0
     for document in _choose(store, _NUM_DECODED, seed).tolist():
         tokens = store.document(document)[:-1][:_MAX_DECODED_TOKENS]
@@ -171,7 +171,7 @@ def _bytes_per_token(store: TokenStore, seed: int) -> float | None:
 
 
 def _draw(splits: dict[str, Any], file: Path) -> None:
-    """Draw the share of each store's documents by length."""
+    """Plot the share of each store's documents by length."""
     figure = Figure((6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for split, summary in splits.items():
@@ -188,10 +188,10 @@ def _draw(splits: dict[str, Any], file: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Parse flags, print the summary."""
+    """Parse flags and print the summary."""
     require(len(arguments) == 2, "DIR", "", "must be the directory of a prepared corpus, or of one of its stores")
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
     require_local(arguments[1], "DIR")
     inspect_corpus(Path(arguments[1]), command_line.from_flags(InspectConfig))
 

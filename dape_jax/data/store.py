@@ -1,11 +1,11 @@
-"""Tokens on disk, mapped into memory: of a prepared corpus, or built once from raw text.
+"""Token stores on disk, memory-mapped: of a prepared corpus, or built once from raw text.
 
 In: a `DataConfig`. Out: a `Corpus` of two `TokenStore`s. Next: `batches`.
 
-A corpus is a directory of two stores, train/ and validation/, in the format of `prepare.build`. `data.path` names one
-that `prepare` has made, or raw text. The corpus of raw text is kept in cache_dir/<16 hex digits of the inputs'
-fingerprint>. It is built in a temporary directory .tmp-* beside it and renamed, so a final name means a complete
-corpus. A killed build leaves its .tmp-* behind, which is never read and may be deleted.
+A corpus is a directory of two stores, train/ and validation/, in the format of `prepare.build`. `data.path` is the path
+of a corpus made by `prepare`, or of raw text. The corpus of raw text is stored in cache_dir/<16 hex digits of the
+inputs' fingerprint>. It is built in a temporary directory .tmp-* next to it and renamed, so a directory with the final
+name is complete. A killed build leaves its .tmp-* directory, which is never read and may be deleted.
 """
 
 import contextlib
@@ -50,25 +50,25 @@ from dape_jax.storage import errors, require_local
 logger = logging.getLogger(__name__)
 
 _TOKENIZERS = (
-    "must be None (that of a prepared corpus), 'bytes', the path of a tokenizer.json or its name, bpe-<16 hex digits>"
+    "must be None (the prepared corpus's), 'bytes', or the path or name (bpe-<16 hex digits>) of a tokenizer.json"
 )
 _NAME = "(bpe|unigram|wordpiece|wordlevel)-[0-9a-f]{16}"
-_MAX_LENGTH = 2**30  # of a document of raw text, in bytes
-_CHUNK = 2**20  # offsets that are checked at once
-_DIGEST_BYTES = 2**24  # that are hashed at once
+_MAX_LENGTH = 2**30  # maximum bytes of a document of raw text
+_CHUNK = 2**20  # offsets that are checked at a time
+_DIGEST_BYTES = 2**24  # bytes that are hashed at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """The text for training and evaluation."""
+    """Text for training and evaluation."""
 
     # A prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these. None for an imported
-    # model, whose text is not known.
+    # model, whose training text is unknown.
     path: str | None
-    tokenizer: str | None  # "bytes", a tokenizer.json's path or its name; None for that of a prepared corpus
+    tokenizer: str | None  # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's
     cache_dir: str  # directory for the stores of raw text, and for copies of corpora in buckets
     validation_fraction: float  # share of raw text's documents for validation
-    seed: int  # of the order of the training windows
+    seed: int  # seed of the order of the training windows
 
     def __post_init__(self):
         require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {corpus.STDLIB!r}")
@@ -84,7 +84,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Tokens of one split, mapped from disk. Opening it reads almost nothing; it pickles as its path."""
+    """Memory-mapped tokens of one split. Opening it reads almost nothing; it is pickled as its path."""
 
     directory: Path
     sidecar: Sidecar
@@ -103,22 +103,22 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """SHA-256 that identifies the data, recorded in checkpoints."""
+        """SHA-256 of the data, recorded in checkpoints."""
         return self.sidecar.digest
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """Tokenizer of the tokens."""
         return saved_tokenizer(self.directory)
 
     def document(self, index: int) -> UInt[np.ndarray, "document_tokens"]:
-        """Return the tokens of one document, its end_of_document last."""
+        """Return the tokens of one document, including its end_of_document."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def verify(self) -> None:
-        """Read everything and compare it with the recorded digest.
+        """Compute the digest of all data and compare it with the recorded one.
 
         Raises:
             InputError: the files have changed since they were written.
@@ -131,42 +131,42 @@ class TokenStore:
                 bar.update(len(block))
         found.update(np.ascontiguousarray(self.offsets, "<i8").data)
         field = f"{self.directory / SIDECAR_FILE}: digest"
-        require(found.hexdigest() == self.digest, field, self.digest, f"the files beside it give {found.hexdigest()}")
+        require(found.hexdigest() == self.digest, field, self.digest, f"must be the files' {found.hexdigest()}")
 
     def __reduce__(self):
-        # A memory map pickles as all of its contents, which Grain's worker processes would each receive.
+        # A memory map is pickled with all of its content, which would be sent to each of Grain's worker processes.
         return open_store, (self.directory,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """The two splits of a corpus; no document is in both."""
+    """Corpus with two disjoint splits."""
 
     train: TokenStore
     validation: TokenStore
 
     @property
     def digest(self) -> str:
-        """SHA-256 of both splits: the same text, tokenizer and split give the same digest on every machine."""
+        """SHA-256 of both splits. The same text, tokenizer and split give the same digest on every machine."""
         return hashlib.sha256(f"{self.train.digest} {self.validation.digest}".encode()).hexdigest()
 
 
 def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
     """Return the token stores of a corpus: a prepared one, or one of raw text.
 
-    The stores of raw text are built once, then reused without reading the text while its files stay the same. Raw text
-    is read as by `prepare` with default options, except that a document may have a GiB.
+    The stores of raw text are built once, then reused without reading the text as long as its files do not change. Raw
+    text is read as `prepare` reads it with default options, except that a document may have up to 1 GiB.
 
     Args:
-        config: the text.
-        lossy: accept a tokenizer that loses raw text, and log a warning with the number of documents that it changes:
-            for a model that exists already, whose tokenizer is no choice.
+        config: config of the corpus.
+        lossy: accept a tokenizer that loses raw text, and log a warning with the number of documents that it changes.
+            For an existing model, whose tokenizer cannot be chosen.
 
     Raises:
-        InputError: no input, no document in one split, a directory that cannot be written to, no tokenizer or another
-            one than the prepared corpus's, or a damaged store.
+        InputError: there is no input, a split has no documents, a directory cannot be written to, the tokenizer is
+            missing or differs from the prepared corpus's, or a store is damaged.
     """
-    allowed = "must be the path of a text: this model was imported, and its own text is not known"
+    allowed = "must be the path of a text: this model was imported, and its training text is unknown"
     require(config.path is not None, "data.path", config.path, allowed)
     assert config.path is not None
     path = Path(os.path.expanduser(config.path))
@@ -178,7 +178,7 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
         name, given = loaded.train.sidecar.tokenizer, config.tokenizer
         if given is not None and not re.fullmatch(rf"bytes|{_NAME}", given):
             given = read_tokenizer(given, lossy=True).name
-        allowed = f"data.path = {config.path!r} was prepared with {name!r}; None takes that"
+        allowed = f"data.path = {config.path!r} was prepared with {name!r}; None selects it"
         require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
         return loaded
     if config.tokenizer is None:
@@ -188,7 +188,7 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
     tokenizer = read_tokenizer(config.tokenizer, lossy=lossy)
     files = corpus.unique_files(corpus.find_files(config.path))
     selection = Selection("text", (), 1, _MAX_LENGTH, config.validation_fraction)
-    # Paths count because archives unpack with equal times: two corpora could agree in everything else.
+    # The paths are part of the key: files unpacked from archives may have equal sizes and times in different corpora.
     inputs = [(corpus.absolute(file.path), file.num_bytes, file.version) for file in files]
     fingerprint = json_digest([FORMAT_VERSION, tokenizer.name, dataclasses.asdict(selection), inputs])
     directory = cache / fingerprint[:16]
@@ -197,22 +197,22 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
     try:
         loaded = open_corpus(directory, fingerprint)
     except InputError as error:
-        raise InputError(f"{error}; delete {directory} to build it again") from error
+        raise InputError(f"{error}; delete {directory} to rebuild it") from error
     if tokenizer.loss is not None:
         record = read_record(directory / RECORD_FILE)
         if record.num_lossy:
             logger.warning(
-                "%s: %d of %d documents are not the text of their tokens: the tokenizer %s is lossy",
+                "%s: %d of %d documents cannot be decoded exactly: the tokenizer %s is lossy",
                 *(config.path, record.num_lossy, record.num_documents.total(), tokenizer.name),
             )
     return loaded
 
 
 def open_corpus(directory: Path, fingerprint: str | None = None) -> Corpus:
-    """Map the two stores of a complete directory; they are checked by `open_store`, and against each other.
+    """Map the two stores of a complete directory, after checking each (`open_store`) and one against the other.
 
     Raises:
-        InputError: a file is missing or damaged, or the stores do not belong together or to this fingerprint.
+        InputError: a file is missing or damaged, or the stores do not match each other or the fingerprint.
     """
     stores = {split: open_store(directory / split) for split in SPLITS}
     train = stores["train"].sidecar
@@ -229,7 +229,7 @@ def open_corpus(directory: Path, fingerprint: str | None = None) -> Corpus:
 
 
 def _is_prepared(path: Path) -> bool:
-    """Return whether a directory is a corpus of ours, complete or not, and therefore no raw text."""
+    """Return whether a directory is a prepared corpus, complete or not, and therefore not raw text."""
     of_store = (SIDECAR_FILE, TOKENS_FILE, OFFSETS_FILE)
     names = (RECORD_FILE, *(f"{split}/{name}" for split in SPLITS for name in of_store))
     try:
@@ -258,10 +258,10 @@ def prepared_stores(url: str) -> dict[str, Sidecar]:
 
 
 def local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
-    """Return a local copy of the prepared corpus at a URL, cache/<16 hex digits of its digest>, made if missing.
+    """Return a local copy of the prepared corpus at a URL, cache/<16 hex digits of its digest>; make it if missing.
 
-    Of the processes of a machine one copies and the others wait. A copy is compared with its digests before it gets its
-    name, so that name means a complete one.
+    One process of a machine copies and the others wait. A copy gets its final name after its digests are verified, so a
+    directory with that name is complete.
 
     Raises:
         InputError: the URL cannot be read, the copy differs from its digest, or the cache is full or not writable.
@@ -288,7 +288,7 @@ def local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
 
 
 def _copy(url: str, target: Path) -> None:
-    """Copy the files of a corpus, if there is space for them."""
+    """Copy the files of a corpus, after checking that they fit on the disk."""
     with _reading(url):
         system, root = fsspec.url_to_fs(url)
         sizes = {name: info["size"] for name, info in system.find(root, detail=True).items() if info["size"]}
@@ -318,10 +318,10 @@ def _reading(url: str) -> Iterator[None]:
 
 
 def open_store(directory: Path) -> TokenStore:
-    """Map a store on disk. Everything is checked except the tokens themselves, which `verify` reads.
+    """Map a store on disk. Everything is checked except the tokens themselves; `verify` checks those.
 
     Raises:
-        InputError: a file is missing or damaged; names the sidecar, the field and its value.
+        InputError: a file is missing or damaged; the message names the sidecar, the field and its value.
     """
     file = directory / SIDECAR_FILE
     sidecar = _read_sidecar(file)
@@ -330,8 +330,8 @@ def open_store(directory: Path) -> TokenStore:
         dtype = token_dtype(tokenizer.vocab_size)
         tokens = np.memmap(directory / TOKENS_FILE, dtype, mode="r")
         offsets = np.lib.format.open_memmap(directory / OFFSETS_FILE, mode="r")
-    except Exception as error:  # a damaged header makes numpy raise half a dozen kinds, some of several lines
-        raise InputError(f"{file}: the files beside it cannot be read: {error!r}") from error
+    except Exception as error:  # numpy raises many kinds of errors for damaged headers, some of several lines
+        raise InputError(f"{file}: the files next to it cannot be read: {error!r}") from error
     found = {
         "format_version": FORMAT_VERSION,
         "tokenizer": tokenizer.name,
@@ -397,7 +397,7 @@ def _build(
                 raise
             logger.info("%s: another process built it first; using that one", directory)
         sync_directory(directory.parent)
-    except OSError as error:  # of writing: reading raises `InputError`
+    except OSError as error:  # from writing: reading raises `InputError`
         raise InputError(f"data.cache_dir = {config.cache_dir!r}: cannot be written to: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -3,10 +3,9 @@
 In: a document's bytes (`corpus`). Out: an array of ids below `vocab_size`. Next: `prepare.build`, which appends
 `end_of_document` to every document and writes the ids to disk.
 
-A tokenizer is lossless, decode(encode(text)) == text, so that perplexities per byte can be compared and generated text
-is what the model was trained on; a `tokenizer.json` that loses text must be asked for (`prepare --lossy`), or be that
-of a pretrained model. A store or a run's workdir has the `tokenizer.json` that its tokens were made with; without one,
-they are bytes.
+A tokenizer is lossless, decode(encode(text)) == text, so that perplexities per byte are comparable and generated text
+looks like the training text. A lossy `tokenizer.json` is accepted only with `prepare --lossy` or for a pretrained
+model. A store or a run's workdir contains the `tokenizer.json` of its tokens; without the file, tokens are bytes.
 """
 
 import contextlib
@@ -30,30 +29,30 @@ from dape_jax.storage import AnyPath, errors, exists, is_remote, to_path
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
-# The first of these that a file has ends its documents.
+# The first of these in the file's vocabulary is the end-of-document token.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 
 _MAX_FILE_BYTES = 64 * 2**20  # the largest published files have about 30 MiB
-_MAX_TRAINED_VOCAB_SIZE = 2**20  # the trainer allocates memory for all of it at once
-_PIECE_CHARS = 2**18  # the library takes more than 100 bytes of memory per byte of text
-_TRAINING_PIECE_CHARS = 2**14  # and trains on 256 of these at once
+_MAX_TRAINED_VOCAB_SIZE = 2**20  # the trainer allocates memory for the whole vocabulary
+_PIECE_CHARS = 2**18  # encoding needs more than 100 bytes of memory per byte of text
+_TRAINING_PIECE_CHARS = 2**14  # training processes 256 pieces at a time
 
 
 class Bytes:
-    """Ids 0 to 255 are the bytes themselves, 256 ends a document."""
+    """Byte tokenizer: ids 0 to 255 are the bytes, 256 is end_of_document."""
 
-    name = "bytes"  # recorded beside the tokens: tokenizers of one name give the same ids
+    name = "bytes"  # recorded with the tokens: tokenizers with the same name give the same ids
     vocab_size = 257  # one more than the largest id
     end_of_document = 256  # follows the last token of a document; no text is encoded to it
-    loss = None  # an example of text that does not come back from its ids
+    loss = None  # an example of text that cannot be decoded from its ids, if the tokenizer is lossy
     decodes_tokens_alone = True  # decode(a + b) == decode(a) + decode(b)
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """Return the ids of a text, without `end_of_document`; a view, not a copy."""
+        """Return the ids of a text, without `end_of_document`, as a view."""
         return np.frombuffer(text, np.uint8)
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
-        """Return the text of the ids; `end_of_document` has none.
+        """Return the text of the ids; the text of `end_of_document` is empty.
 
         Raises:
             InputError: an id outside the vocabulary.
@@ -63,19 +62,19 @@ class Bytes:
 
 
 class HfTokenizer:
-    """The tokenizer of a Hugging Face `tokenizer.json`.
+    """Tokenizer of a Hugging Face `tokenizer.json`.
 
-    Tokens of a byte-level BPE, such as GPT-2's or Llama 3's, are bytes. Those of other models (BPE, Unigram, WordPiece,
-    WordLevel) are decoded by the library: a token's text may then depend on the tokens before it.
+    Tokens of a byte-level BPE, such as GPT-2's or Llama 3's, are decoded here, as bytes. Tokens of other models (BPE,
+    Unigram, WordPiece, WordLevel) are decoded by the library: a token's text may depend on the tokens before it.
 
-    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It pickles as `content`. Messages
-    name the file as `where`.
+    The attributes are those of `Bytes`, and `content`: the file, with sorted keys. It is pickled as `content`. `where`
+    is the name of the file in messages.
 
     Raises:
-        InputError: the library refuses the file, or accepts it although the ids would be wrong.
+        InputError: the library rejects the file, or accepts it although the ids would be wrong.
 
-    Differs: special tokens that are written out in a text are encoded as the text that they are, so that no text can
-        end a document; no token is put around a text, and the file's truncation and padding are ignored.
+    Differs: special tokens that occur in a text are encoded as ordinary text, so that no text can end a document; no
+        special tokens are added to a text, and the file's truncation and padding are ignored.
     """
 
     def __init__(self, content: str | bytes, where: str = "the tokenizer"):
@@ -87,9 +86,9 @@ class HfTokenizer:
             parsed: Any = json.loads(content)
             self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
             digest = hashlib.sha256(self.content.encode()).hexdigest()
-        except (ValueError, RecursionError) as error:  # also half a surrogate pair: JSON, but not Unicode
-            raise InputError(f"{where}: is no {TOKENIZER_FILE}: {error}") from error
-        with _library_errors(f"{where}: the tokenizers library refuses it"):
+        except (ValueError, RecursionError) as error:  # half a surrogate pair is JSON, but not Unicode
+            raise InputError(f"{where}: is not a {TOKENIZER_FILE}: {error}") from error
+        with _library_errors(f"{where}: the tokenizers library rejects it"):
             self._library = tokenizers.Tokenizer.from_str(self.content)
         self._library.encode_special_tokens = True
         self._library.no_truncation()
@@ -102,11 +101,9 @@ class HfTokenizer:
         check(max(vocab.values(), default=0) < 2**31, "model.vocab", "of ids from 0 to 2**31 - 1")
         added = self._library.get_added_tokens_decoder()
         for token in parsed["added_tokens"] if added else ():
-            # The library numbers added tokens one after another and ignores the numbers in the file.
+            # The library numbers added tokens consecutively and ignores the ids in the file.
             found, name = self._library.token_to_id(token["content"]), f"added token {token['content']!r}"
-            require(
-                found == token["id"], f"{where}: {name}: id", token["id"], f"the tokenizers library makes it {found}"
-            )
+            require(found == token["id"], f"{where}: {name}: id", token["id"], f"must be {found}, the library's id")
         ends = {token.content: id for id, token in added.items() if token.content in END_TOKENS}
         check(bool(ends), "added_tokens", f"with one that ends a document: {' or '.join(END_TOKENS)}")
         end = min(ends, key=END_TOKENS.index)
@@ -117,11 +114,11 @@ class HfTokenizer:
         self.end_of_document = ends[end]
         is_bpe = isinstance(model, tokenizers.models.BPE)
         self.decodes_tokens_alone = is_bpe and isinstance(self._library.decoder, tokenizers.decoders.ByteLevel)
-        self._bytes_of: dict[int, bytes] = {}  # of each token, if tokens are decoded alone
+        self._bytes_of: dict[int, bytes] = {}  # bytes of each token, if tokens can be decoded separately
         if self.decodes_tokens_alone:
             byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
             for token, id in vocab.items():
-                # A token that is not spelt in the byte alphabet is, as for the library, its own text.
+                # A token with other characters than those of the byte alphabet is its own text, as in the library.
                 is_spelt = all(char in byte_of for char in token)
                 self._bytes_of[id] = bytes(byte_of[char] for char in token) if is_spelt else token.encode()
             self._bytes_of |= {id: token.content.encode() for id, token in added.items()}
@@ -137,17 +134,17 @@ class HfTokenizer:
                 break
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """Return the ids of a text; of a lossless tokenizer, every text is checked to come back from them.
+        """Return the ids of a text; unless the tokenizer is lossy, check that they decode to the text.
 
         Raises:
-            InputError: the text is not UTF-8, or the tokenizer cannot encode it, or not without loss.
+            InputError: the text is not UTF-8, or the tokenizer cannot encode it or loses a part of it.
         """
         try:
             string = text.decode()
         except UnicodeDecodeError as error:
             raise InputError(
                 f"text = {text[error.start : error.start + 20]!r}, from byte {error.start} on: not UTF-8, which the "
-                f"tokenizer {self.name} needs; the tokenizer {Bytes.name!r} takes any"
+                f"tokenizer {self.name} needs; the tokenizer {Bytes.name!r} accepts any bytes"
             ) from error
         return np.concatenate([self._encode_piece(piece) for piece in _pieces(string, _PIECE_CHARS, self._cut)])
 
@@ -169,7 +166,7 @@ class HfTokenizer:
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
         """Return the text of the ids; a token of a byte-level BPE may be a part of a character.
 
-        Ids below `vocab_size` that the file gives to no token have no text: a model can draw them.
+        Ids below `vocab_size` without a token in the file decode to no text: a model can sample them.
 
         Raises:
             InputError: an id outside the vocabulary.
@@ -182,7 +179,7 @@ class HfTokenizer:
             return self._library.decode(shown, skip_special_tokens=False).encode()
 
     def _find_cut(self) -> str | None:
-        """Return how `_pieces` may cut a long text so that the ids stay the same, or None if it may not."""
+        """Return the `cut` with which `_pieces` splits a text without changing the ids, or None if there is none."""
 
         def ids(text: str) -> list[int]:
             return self._library.encode(text, add_special_tokens=False).ids
@@ -201,10 +198,11 @@ Tokenizer = Bytes | HfTokenizer
 
 
 def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False) -> Tokenizer:
-    """Return the tokenizer that a config or a command line names: "bytes", or the path of a `tokenizer.json`.
+    """Return the tokenizer named by a config or a command line: "bytes", or the path of a `tokenizer.json`.
 
     Raises:
-        InputError: neither, or a file that is damaged or, unless `lossy`, that loses text. It names `field`.
+        InputError: the name is invalid, the file is damaged, or it loses text and `lossy` is False. The message names
+            `field`.
     """
     if spec == Bytes.name:
         return Bytes()
@@ -215,12 +213,12 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False
         raise InputError(f"{where}: must be {Bytes.name!r}, or the path of a Hugging Face {TOKENIZER_FILE} that exists")
     tokenizer = _read(file, where)
     if tokenizer.loss is not None and not lossy:
-        raise InputError(f"{where}: loses text, which only `prepare --lossy` accepts: {tokenizer.loss}")
+        raise InputError(f"{where}: loses text, which is accepted only by `prepare --lossy`: {tokenizer.loss}")
     return tokenizer
 
 
 def saved_tokenizer(directory: AnyPath) -> Tokenizer:
-    """Return the tokenizer of a store or a run: the tokenizer.json in its directory, or bytes if there is none.
+    """Return the tokenizer of a store or a run: the tokenizer.json in its directory, or `Bytes` if there is none.
 
     Raises:
         InputError: the file is damaged.
@@ -230,15 +228,15 @@ def saved_tokenizer(directory: AnyPath) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
-    """Write a tokenizer for `saved_tokenizer`, atomically; bytes need no file.
+    """Write a tokenizer for `saved_tokenizer`, atomically; `Bytes` needs no file.
 
     Raises:
-        InputError: the directory cannot be made or written to, or holds another tokenizer.
+        InputError: the directory cannot be created or written to, or contains another tokenizer.
     """
     file = directory / TOKENIZER_FILE
     if exists(file):
         found = saved_tokenizer(directory).name
-        require(found == tokenizer.name, str(file), found, f"is in the way of the tokenizer {tokenizer.name}")
+        require(found == tokenizer.name, str(file), found, f"must be {tokenizer.name} or missing")
     elif isinstance(tokenizer, HfTokenizer):
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -248,14 +246,14 @@ def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Return a byte-level BPE trained on some documents, in any order. Words are split as by GPT-2.
+    """Train a byte-level BPE on documents, in any order. Words are split as in GPT-2.
 
-    Id 0 is <|endoftext|>, the next 256 are the bytes, and merges take the rest; the vocabulary is smaller than
-    `vocab_size` only if nothing is left to merge. Memory holds the distinct words with their counts, so a sample of a
-    large corpus is enough.
+    Id 0 is <|endoftext|>, the next 256 are the bytes, and the rest are merges; the vocabulary is smaller than
+    `vocab_size` only if no pairs are left to merge. Memory grows with the number of distinct words, so train on a
+    sample of a large corpus.
 
     Raises:
-        InputError: the vocabulary is smaller than the bytes need, or too large.
+        InputError: `vocab_size` is too small for the bytes, or too large.
     """
     check_trained_vocab_size(vocab_size)
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -273,12 +271,12 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = HfTokenizer(library.to_str())
     assert tokenizer.loss is None
     if tokenizer.vocab_size < vocab_size:
-        logger.warning("the documents give a vocabulary of %d: nothing is left to merge", tokenizer.vocab_size)
+        logger.warning("the vocabulary has only %d tokens: no pairs are left to merge", tokenizer.vocab_size)
     return tokenizer
 
 
 def byte_tokenizer_json() -> str:
-    """Return the `tokenizer.json` whose ids are those of `Bytes`, for other programs: one token for each byte."""
+    """Return a `tokenizer.json` with the ids of `Bytes`, one token per byte, for other programs."""
     library = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={char: byte for byte, char in enumerate(_byte_alphabet())}, merges=[])
     )
@@ -298,14 +296,14 @@ def check_trained_vocab_size(vocab_size: int) -> None:
 def _check_ids(tokenizer: Tokenizer, ids: Integer[np.ndarray, "tokens"]) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise InputError(
-            f"ids in [{ids.min()}, {ids.max()}]: the tokenizer {tokenizer.name} knows 0 to {tokenizer.vocab_size - 1}"
+            f"ids in [{ids.min()}, {ids.max()}]: the tokenizer {tokenizer.name} has 0 to {tokenizer.vocab_size - 1}"
         )
 
 
 def _byte_alphabet() -> list[str]:
-    """Return the character of each byte in a vocabulary, as in GPT-2's.
+    """Return the character that represents each byte in a vocabulary, as in GPT-2.
 
-    Visible characters of Latin-1 are unchanged; the other bytes take, in order, U+0100 and up.
+    Visible characters of Latin-1 are unchanged; the other bytes are, in order, U+0100 and up.
     """
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(0x100, 0x200))
@@ -314,24 +312,24 @@ def _byte_alphabet() -> list[str]:
 
 @contextlib.contextmanager
 def _library_errors(where: str) -> Iterator[None]:
-    """Raise `InputError` for the library's errors: plain Exceptions, and for a panic a BaseException of its own."""
+    """Raise `InputError` for the library's errors: Exceptions, and its own BaseException for a panic."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(f"{where}: {str(error)[:200]!r}") from error  # it may quote a text or a file
+        raise InputError(f"{where}: {str(error)[:200]!r}") from error  # shortened: it may quote a text or a file
 
 
 def _pieces(text: str, size: int, cut: str | None = "anywhere") -> Iterator[str]:
-    """Yield a long text in pieces, which are encoded one by one to bound the library's memory.
+    """Yield a long text in pieces, which are encoded separately to bound the library's memory.
 
-    Cuts are after a letter or a digit and before white space, where GPT-2 and similar tokenizers cut as well, so the
-    ids are those of the whole text. Without such a place, a piece is longer than `size` characters.
+    Cuts are after a letter or a digit and before white space, where GPT-2 and similar tokenizers also split, so the
+    ids are those of the whole text. Without such a position, a piece is longer than `size` characters.
 
         cut = "before"     "one two"  ->  "one", " two"
-        cut = "anywhere"   the same, but a piece of `size` characters without such a place is cut at its end
-        cut = "at"         "one two"  ->  "one", "two", at single spaces: for a tokenizer that puts one before a text
+        cut = "anywhere"   the same, but a piece of `size` characters without such a position is cut at its end
+        cut = "at"         "one two"  ->  "one", "two", at single spaces: for tokenizers that prepend a space to a text
         cut = None         the text is not cut
     """
     start = 0
@@ -356,16 +354,16 @@ def _read(file: AnyPath, where: str) -> HfTokenizer:
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error}") from error
     if len(data) > _MAX_FILE_BYTES:
-        raise InputError(f"{where}: more than {_MAX_FILE_BYTES} bytes, so it is no {TOKENIZER_FILE}")
+        raise InputError(f"{where}: is not a {TOKENIZER_FILE}: it has more than {_MAX_FILE_BYTES} bytes")
     return HfTokenizer(data, where)
 
 
 def _probes(added_tokens: list[str]) -> Iterator[str]:
-    """Yield texts that show most losses at load; `HfTokenizer.encode` checks every document."""
+    """Yield texts that reveal most losses when a tokenizer is loaded; `HfTokenizer.encode` checks every document."""
     yield "  Leading and trailing white space \r\n\t\u3000 "
     yield "e\u0301 I don't , we 've ! \ufb01 \uff21 ##x </w> <0x0A> \u2581"
     for token in added_tokens:
         yield f"{token} a{token}{token}  {token} \n{token}"
     yield "".join(map(chr, range(128)))
-    # With these, all bytes of UTF-8: a first byte has at least 64 characters.
+    # Contains all bytes of UTF-8: at least 64 characters share a first byte.
     yield "".join(chr(code) for code in range(128, 0x110000, 61) if not 0xD800 <= code < 0xE000)

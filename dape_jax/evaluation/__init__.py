@@ -1,4 +1,4 @@
-"""The evaluator of the paper: perplexity by length and by position, and accuracy on the algorithmic tasks.
+"""Evaluator of the paper: perplexity by length and by position, and accuracy on the algorithmic tasks.
 
 Reading order: trained (load a model), programs; statistics, perplexity; accuracy; report.
 """

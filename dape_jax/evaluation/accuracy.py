@@ -215,7 +215,7 @@ def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[n
     off_B = right_B * counted_B.sum() - right_B.sum() * counted_B
     variance = np.sum((off_B / counted_B.sum() ** 2) ** 2)
     independent = accuracy * (1 - accuracy) / variance if variance > 0 else len(right_B)
-    z = 1.959964  # 97.5 % of a normal distribution lies below
+    z = 1.959964  # 97.5 % of a normal distribution is below
     centre = (accuracy + z**2 / (2 * independent)) / (1 + z**2 / independent)
     half = z * math.sqrt(accuracy * (1 - accuracy) / independent + (z / (2 * independent)) ** 2)
     half /= 1 + z**2 / independent

@@ -30,7 +30,7 @@ AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 
 
 class DeletedStepError(InputError):
-    """A step was deleted, for example by its training run, after its config was read."""
+    """Error: a step was deleted, for example by its training run, after its config was read."""
 
 
 @dataclasses.dataclass(frozen=True)

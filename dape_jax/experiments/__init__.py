@@ -1,4 +1,4 @@
-"""The paper's experiments by name. Read in this order: catalogue (data), run (train and evaluate), report (judge).
+"""Paper's experiments by name. Reading order: catalogue (data), run (train and evaluate), report (verdicts).
 
 python -m dape_jax.experiments list
 python -m dape_jax.experiments show fig2 --preset=small

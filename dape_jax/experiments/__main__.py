@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> None:
     command, name = [*arguments[1:], "", ""][:2]
     require(command in COMMANDS, "command", command, f"must be one of {list(COMMANDS)}")
     takes_name = command in ("show", "run")
-    allowed = f"must be one of {list(EXPERIMENTS)}" if takes_name else "must be given no name"
+    allowed = f"must be one of {list(EXPERIMENTS)}" if takes_name else "must be empty"
     require(bool(name) == takes_name, command, name, allowed)
     settings = command_line.from_flags(Settings)
     if command == "list":
@@ -34,10 +34,10 @@ def main(arguments: list[str]) -> None:
         for run in runs:
             print(f"  {run.name}, evaluated at {format_lengths(run.lengths)}\n    {train_command(run)}")
     elif command == "run":
-        # Models that differ only in the seed share their compiled programs, also between processes.
+        # Models that differ only in the seed share compiled programs, also between processes.
         jax.config.update("jax_compilation_cache_dir", str(Path(settings.workdirs, "compiled").absolute()))
         files = run_experiment(name, settings)
-        print(f"{len(files)} runs in {files[0].parent}; python -m dape_jax.experiments report compares them")
+        print(f"{len(files)} runs in {files[0].parent}; compare them: python -m dape_jax.experiments report")
     else:
         print(f"report: {report.write(Path(settings.results))}")
 
@@ -46,6 +46,6 @@ if __name__ == "__main__":
     command_line.define_flags(Settings)
     command_line.run(
         main,
-        "interrupted; finished runs are kept, and the same command resumes with the others",
+        "interrupted; finished runs are kept, and the same command continues with the others",
         positional=("COMMAND", "NAME"),
     )

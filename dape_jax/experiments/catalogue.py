@@ -1,8 +1,8 @@
-"""The paper's figures and tables as data: what they compare and what the paper claims. Next: `run.py`, `report.py`.
+"""Paper's figures and tables as data: their models and the paper's claims. Next: `run.py`, `report.py`.
 
 An experiment trains methods x sizes x train lengths on a text, or methods x algorithmic tasks, and evaluates one
-metric. Its claims are inequalities between results. Lengths and sizes here are the paper's; a preset maps them to a
-recipe's. To add an experiment, add an entry to `EXPERIMENTS`; to add a method, a line to `METHODS`.
+metric. Its claims are inequalities between results. Lengths and sizes here are the paper's; a preset maps them to those
+of a recipe. To add an experiment, add an entry to `EXPERIMENTS`; to add a method, a line to `METHODS`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 from dape_jax.errors import require
 from dape_jax.tasks import CHE
 
-# The config argument of each method, under the names of the paper's tables.
+# Config argument of each method, by its name in the paper's tables.
 METHODS = {
     "nope": "bias=nope",
     "rope": "rotary=rope",
@@ -44,11 +44,11 @@ class TaskPreset:
     """Settings for experiments on the algorithmic tasks."""
 
     recipe: str  # file under configs/
-    tasks: tuple[str, ...]  # to run if --tasks is empty
-    methods: tuple[str, ...]  # to run, of those that the experiment has
-    num_steps: int  # of training
-    lengths: tuple[int, ...]  # of the evaluation, in symbols
-    num_sequences: int  # of each evaluation length
+    tasks: tuple[str, ...]  # tasks to run if --tasks is empty
+    methods: tuple[str, ...]  # methods to run, if the experiment has them
+    num_steps: int  # training steps
+    lengths: tuple[int, ...]  # evaluation lengths, in symbols
+    num_sequences: int  # sequences per evaluation length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Preset:
 
     recipe: str  # file under configs/ for models on a text
     sizes: dict[str, str]  # from the paper's sizes to the recipe's
-    length_divisor: int  # the paper's lengths are divided by it
-    batch: int | None  # sequences in a step; None for the recipe's default, which keeps the tokens in a step constant
-    seeds: tuple[int, ...]  # to run if --seeds is empty
-    data: str  # the text if --data is empty; "" where --data is required
+    length_divisor: int  # divisor of the paper's lengths
+    batch: int | None  # sequences per step; None for the recipe's default, which keeps the tokens per step constant
+    seeds: tuple[int, ...]  # seeds to run if --seeds is empty
+    data: str  # text if --data is empty; "" if --data is required
     on_tasks: TaskPreset
 
 
@@ -82,7 +82,7 @@ PRESETS = {
             tasks=("even_pairs", "missing_duplicate_string"),
             methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
             num_steps=1500,
-            # Evenly spread over 1..40 and over 41..500, odd and even in turn.
+            # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
             lengths=(*range(1, 41, 13), *range(41, 501, 51)),
             num_sequences=64,
         ),
@@ -108,7 +108,7 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """The result at `length` of a method trained at `train_length`. Lengths are the paper's."""
+    """Result at `length` of a method trained at `train_length`. Lengths are the paper's."""
 
     method: str
     train_length: int
@@ -118,7 +118,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The best result of some methods on a task: mean accuracy over lengths beyond training."""
+    """Best result of several methods on a task: mean accuracy over lengths beyond training."""
 
     methods: tuple[str, ...]
     task: str
@@ -126,7 +126,7 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Less:
-    """The inequality low < factor * high."""
+    """Inequality low < factor * high."""
 
     low: Cell | Score | float
     high: Cell | Score | float
@@ -135,12 +135,12 @@ class Less:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim of the paper: all of its comparisons hold, or with `at_least` that number of them."""
+    """Claim of the paper: all of its comparisons hold, or `at_least` this number of them."""
 
     text: str
     comparisons: tuple[Less, ...]
     at_least: int | None = None
-    note: str = ""  # on what else differs between the two sides
+    note: str = ""  # other differences between the two sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,18 +148,18 @@ class Experiment:
     """One figure or table. Sizes and lengths are the paper's."""
 
     title: str
-    source: str  # where it is in the paper
+    source: str  # section, figure or table of the paper
     methods: tuple[str, ...]  # keys of METHODS
-    train_lengths: tuple[int, ...]  # in tokens; on tasks a single one, in symbols
+    train_lengths: tuple[int, ...]  # in tokens; for tasks a single length, in symbols
     claims: tuple[Claim, ...]
-    sizes: tuple[str, ...] = ("125m",)  # not used on tasks, where the recipe has one size
-    tasks: tuple[str, ...] = ()  # keys of TASKS, each a training set of its own; empty for models on a text
+    sizes: tuple[str, ...] = ("125m",)  # unused for tasks, where the recipe has one size
+    tasks: tuple[str, ...] = ()  # keys of TASKS, each with its own models; empty for models on a text
     skipped: tuple[tuple[str, int], ...] = ()  # pairs (method, train length) that the paper does not have
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # config fields that differ from the recipe's
-    # "perplexity"; "delta" (appendix A); "step_ms", milliseconds of a training step; or "accuracy", on tasks
+    # "perplexity"; "delta" (appendix A); "step_ms", milliseconds per training step; or "accuracy", for tasks
     metric: str = "perplexity"
-    step_tokens: int | None = None  # tokens in a step at every train length, where the paper keeps them equal
-    step_batch: int | None = None  # sequences in a step, for a measurement of time
+    step_tokens: int | None = None  # tokens per step, if the paper uses the same number at all train lengths
+    step_batch: int | None = None  # sequences per step, for a measurement of time
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
 
 
 def format_lengths(lengths: tuple[int, ...]) -> str:
-    """Return increasing lengths as text: "1 to 40" if there are no gaps, "1, 14, 27" otherwise."""
+    """Format increasing lengths: "1 to 40" if there are no gaps, "1, 14, 27" otherwise."""
     first, last = lengths[0], lengths[-1]
     return f"{first} to {last}" if len(lengths) == last - first + 1 > 2 else ", ".join(map(str, lengths))
 
@@ -191,7 +191,7 @@ def better(
 ) -> tuple[Less, ...]:
     """Return the comparisons of "each method of `low` is better than each of `others`, trained at the same length".
 
-    `lengths` maps a train length to the evaluation lengths to compare at. Results of `others` are multiplied by
+    `lengths` maps a train length to the evaluation lengths of the comparison. Results of `others` are multiplied by
     `factor`.
     """
     return tuple(
@@ -216,12 +216,12 @@ def outscores(high: str | tuple[str, ...], low: str | tuple[str, ...], tasks: tu
 _BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "cope")
 _TABLE2_BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple")
 _KERNELS = tuple(f"dape1x{kernel}-kerple" for kernel in (1, 3, 5, 7))
-_PRINTED_TASKS = tuple(task for task in CHE if task != "binary_multiplication")  # table 6 does not have it
+_PRINTED_TASKS = tuple(task for task in CHE if task != "binary_multiplication")  # table 6 does not contain it
 _ORDERED_TASKS = tuple(task for task in _PRINTED_TASKS if not CHE[task].permutation_invariant)
 _SAME_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 _FIRE_NOTE = (
     "FIRE's official settings depend on DAPE (threshold 256 and LeakyReLU with it, 64 and ReLU without; a preset "
-    "scales the thresholds with its lengths), so the sides differ in more than DAPE. See `choose_method` in "
+    "scales the thresholds with its lengths), so the two sides differ not only in DAPE. See `choose_method` in "
     "`configs/common.py`."
 )
 
@@ -551,13 +551,13 @@ def find_experiment(name: str) -> Experiment:
     """Return an entry of `EXPERIMENTS`.
 
     Raises:
-        InputError: there is none of this name.
+        InputError: the name is unknown.
     """
     require(name in EXPERIMENTS, "experiment", name, f"must be one of {list(EXPERIMENTS)}")
     return EXPERIMENTS[name]
 
 
-# Method, size, train length and task of a model; the size is "" on a task, the task "" on a text.
+# Method, size, train length and task of a model; the size is "" for a task, the task is "" for a text.
 Model = tuple[str, str, int, str]
 
 
@@ -574,5 +574,5 @@ def models_of(experiment: Experiment) -> list[Model]:
 
 
 def paper_tables() -> dict[str, Any]:
-    """Return the numbers that the paper prints; `curves` has one entry for each method and train length."""
+    """Return the numbers printed in the paper; `curves` has one entry per method and train length."""
     return json.loads(resources.files("dape_jax.experiments").joinpath("paper_tables.json").read_text())

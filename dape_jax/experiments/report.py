@@ -1,7 +1,7 @@
 """Compare finished runs with the paper's claims: write `results/README.md`, `report.json` and a figure per experiment.
 
-Input: the files that `run.py` wrote, and the numbers that the paper prints. Lengths and sizes are the paper's in claims
-and in `Series`; tables and figures divide lengths by the preset's divisor.
+Input: the files written by `run.py`, and the numbers printed in the paper. Lengths and sizes in claims and in `Series`
+are the paper's; tables and figures divide lengths by the preset's divisor.
 """
 
 import dataclasses
@@ -34,16 +34,16 @@ from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 
 Verdict = Literal["holds", "does not hold", "not tested"]
-MIN_SEEDS = 2  # one seed does not show the spread
+MIN_SEEDS = 2  # a single seed does not show the spread
 
-# From one side of a comparison to its value for each seed; empty if there is no result.
+# Maps one side of a comparison to its value for each seed; empty if there is no result.
 Lookup = Callable[[Cell | Score], dict[int, float]]
 
 PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
 UNITS = {
     "perplexity": "perplexity",
     "delta": "delta perplexity",
-    "step_ms": "milliseconds of a training step",
+    "step_ms": "milliseconds per training step",
     "accuracy": "accuracy in %",
 }
 
@@ -52,8 +52,8 @@ UNITS = {
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    Sizes and lengths are the paper's; `size` is "" on a task, `task` is "" on a text. `values` are by seed and length.
-    On a task, `within` and `beyond` are, by seed, the means over lengths up to the train length and over longer ones.
+    Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` are by seed and
+    length. For a task, `within` and `beyond` are, by seed, the means over lengths up to the train length, and beyond.
     """
 
     method: str
@@ -75,10 +75,10 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Finished runs of an experiment under one preset on one text (`data`) or on the tasks, or the paper's numbers.
+    """Finished runs of an experiment with one preset on one text (`data`) or on the tasks, or the paper's numbers.
 
-    `about` has commits, devices, versions and times of the runs, and is empty for the paper; `series` has one entry for
-    each model.
+    `about` contains commits, devices, versions and times of the runs, and is empty for the paper; `series` has one
+    entry per model.
     """
 
     experiment: str
@@ -89,17 +89,17 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Name of the group's directory, and stem of its figure."""
+        """Name of the group's directory and stem of its figure."""
         return "-".join(filter(None, (self.preset, self.data)))
 
     @property
     def title(self) -> str:
-        """Name for readers."""
+        """Title of the group in the report."""
         return ", ".join(filter(None, (self.preset, self.data)))
 
     @property
     def divisor(self) -> int:
-        """The number by which the paper's lengths are divided in tables and figures."""
+        """Divisor of the paper's lengths in tables and figures."""
         return 1 if EXPERIMENTS[self.experiment].tasks or not self.about else PRESETS[self.preset].length_divisor
 
     def lengths(self) -> list[int]:
@@ -109,10 +109,9 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """Verdict on a claim: "holds" if every comparison, or as many as the claim needs, holds with every seed.
+    """Verdict on a claim: "holds" if every comparison, or the required number of them, holds with every seed.
 
-    `weakest` is the deciding comparison with its values: of those that the claim needs, the one with the smallest
-    margin.
+    `weakest` is the deciding comparison with its values: the one with the smallest margin among the required number.
     """
 
     claim: str
@@ -126,8 +125,8 @@ class Judgement:
 def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
     """Return the verdict on a claim; lengths in its messages are divided by `divisor`.
 
-    A comparison has the same seed on both sides, and holds if it holds with every seed. A claim is not tested unless
-    it has comparisons, and all of them have results of `min_seeds` seeds.
+    Both sides of a comparison have the same seed, and it holds if it holds with every seed. A claim is "not tested"
+    unless it has comparisons, and all of them have results of `min_seeds` seeds.
     """
     compared, total = [], len(claim.comparisons)
     not_tested = Judgement(claim.text, "not tested", 0, total, "", claim.note)
@@ -153,9 +152,9 @@ def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_S
 
 
 def _margin(low: float, high: float, factor: float) -> float:
-    """Return the relative margin by which `low < factor * high` holds; ±1, its limit, where one of them is infinite."""
+    """Return the relative margin by which `low < factor * high` holds; ±1, its limit, if one of them is infinite."""
     difference = factor * high - low
-    if math.isnan(difference):  # NaN, or two infinities, show nothing
+    if math.isnan(difference):  # NaN, or two infinities, cannot be compared
         return -math.inf
     return math.copysign(1, difference) if math.isinf(difference) else difference / (max(abs(low), abs(high)) or 1)
 
@@ -179,12 +178,12 @@ def _format_spread(values: list[float]) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean, infinite or NaN where `fmean` would raise an error: of infinities, or too large for a float."""
+    """Return the mean; infinity or NaN where `fmean` would raise: for infinities, or sums too large for a float."""
     return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
 
 
 def lookup_in(group: Group) -> Lookup:
-    """Return the function that looks up results in a group."""
+    """Return a function that looks up results in a group."""
 
     def lookup(side: Cell | Score) -> dict[int, float]:
         if isinstance(side, Cell):
@@ -192,7 +191,7 @@ def lookup_in(group: Group) -> Lookup:
             values = [item.values for item in group.series if (item.method, item.size, item.train_length) == model]
             return {seed: of[side.length] for by_seed in values for seed, of in by_seed.items() if side.length in of}
         scores = [item.beyond for item in group.series if item.task == side.task and item.method in side.methods]
-        if len(scores) < len(side.methods):  # the best of all, or none
+        if len(scores) < len(side.methods):  # needs the results of all methods
             return {}
         return {seed: max(score[seed] for score in scores) for seed in set.intersection(*map(set, scores))}
 
@@ -206,7 +205,7 @@ def read_groups(results: Path) -> list[Group]:
     """Return the finished runs under a directory in the catalogue's order.
 
     Raises:
-        InputError: a file is not a results file, or does not belong to those beside it.
+        InputError: a file is not a results file, or does not match the others in its directory.
     """
     groups = []
     for name, experiment in EXPERIMENTS.items():
@@ -224,7 +223,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
     divisor = 1 if experiment.tasks else PRESETS[preset].length_divisor
     values: dict[Model, dict[int, dict[int, float]]] = defaultdict(dict)
     settings: dict[Model, Any] = {}
-    digests: dict[str, str] = {}  # of the text, or of each task
+    digests: dict[str, str] = {}  # digest of the text, or of each task
     runs = []
     for file in files:
         run = read_result(file)
@@ -236,7 +235,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
             if model not in order:  # removed from the catalogue
                 continue
             measured = _measured(run, experiment.metric)
-            # Equal for all seeds of a model; otherwise the range of their results would not be one over seeds.
+            # Must be equal for all seeds of a model; otherwise their range would not be a range over seeds.
             config = identity(run["config"], experiment.metric)
             setting = {key: section | {"seed": 0} for key, section in config.items()}
         except (KeyError, TypeError, ValueError) as error:
@@ -244,7 +243,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
         values[model][run["seed"]] = {length * divisor: value for length, value in measured.items()}
         same_data = run["data"] == digests.setdefault(model[-1], run["data"])
         same_setting = setting == settings.setdefault(model, setting)
-        allowed = "must have the text of the runs beside it and the config of its other seeds"
+        allowed = "must have the text of the other runs and the config of its other seeds"
         require(same_data and same_setting, str(file), run["key"], allowed)
         runs.append(run)
     about = {field: sorted({json.dumps(run[field]) for run in runs}) for field in PROVENANCE}
@@ -276,7 +275,7 @@ def _series(model: Model, values: dict[int, dict[int, float]]) -> Series:
 
 
 def paper_groups(name: str) -> list[Group]:
-    """Return what the paper prints of an experiment, one group for each of its texts, as runs with one seed."""
+    """Return the paper's numbers of an experiment as runs with one seed, one group per text."""
     experiment, tables = EXPERIMENTS[name], paper_tables()
     if experiment.tasks:
         table = tables["table6"]
@@ -295,7 +294,7 @@ def paper_groups(name: str) -> list[Group]:
     assert batch is not None
     found: dict[str, dict[Model, dict[int, float]]] = {"arxiv": defaultdict(dict), "books3": defaultdict(dict)}
     for curve in tables["curves"]:
-        # Where the paper keeps the tokens in a step equal, only the train length 128 has the usual batch size.
+        # If the paper uses equal tokens per step at all train lengths, only train length 128 has the usual batch size.
         usual = batch * curve["train_length"]
         step_tokens = curve["step_tokens"] if "step_tokens" in curve else usual
         if curve["metric"] == experiment.metric and step_tokens == (experiment.step_tokens or usual):
@@ -313,7 +312,7 @@ def paper_groups(name: str) -> list[Group]:
 
 
 def write(results: Path) -> Path:
-    """Write the report on all finished runs and return its README.md.
+    """Write the report on all finished runs and return the path of its README.md.
 
     Raises:
         InputError: there is nothing to report, or the directory cannot be written to.
@@ -349,12 +348,12 @@ def _as_json(groups: list[Group]) -> dict[str, Any]:
 
 _INTRODUCTION = f"""# The paper's experiments, reproduced
 
-`python -m dape_jax.experiments report` writes this page from the results files beside it; `report.json` has the same
-numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M parameters
-and more, bytes of the standard library's source. For the tasks of table 6 it is `configs/che.py` with fewer steps. It
-tests whether a claim holds at that scale; it does not reproduce the paper's numbers.
+`python -m dape_jax.experiments report` writes this page from the results files in this directory; `report.json` has the
+same numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M
+parameters and more, bytes of the standard library's source. For the tasks of table 6 it is `configs/che.py` with fewer
+steps. It tests whether a claim holds at that scale; it does not reproduce the paper's numbers.
 
-A claim **holds** if every comparison in it, or the number that it names, holds with every seed. It is **not tested**
+A claim **holds** if every comparison in it, or the required number of them, holds with every seed. It is **not tested**
 without at least {MIN_SEEDS} seeds of every run that it compares. Values are the mean over seeds ± half their range.
 
 ## Verdicts
@@ -423,12 +422,12 @@ def _section(group: Group) -> str:
         f"{_tables(group, whose)}\n\n"
         f"![{group.experiment}]({group.experiment}/{group.name}.png)\n\n"
         f"`python -m dape_jax.experiments run {group.experiment} --preset={group.preset}`; commit {commits}; "
-        f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in all."
+        f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in total."
     )
 
 
 def _tables(group: Group, whose: str) -> str:
-    """Return a group's table; on tasks one for lengths beyond training, as in the paper, and one for those within."""
+    """Return a group's table; for tasks, one for lengths beyond training, as in the paper, and one for those within."""
     experiment = EXPERIMENTS[group.experiment]
     caption = f"{whose}: {UNITS[experiment.metric]}"
     seeds = sorted({seed for series in group.series for seed in series.values})
@@ -449,7 +448,7 @@ def _tables(group: Group, whose: str) -> str:
 
 
 def _text_rows(group: Group) -> list[list[str]]:
-    """Return header and rows: one row for each model, one column for each length."""
+    """Return header and rows: one row per model, one column per length."""
     lengths, has_sizes = group.lengths(), len({series.size for series in group.series}) > 1
     lengths_here = [str(length // group.divisor) for length in lengths]
     rows = [["method", *(["size"] if has_sizes else []), "trained at", *lengths_here]]
@@ -460,7 +459,7 @@ def _text_rows(group: Group) -> list[list[str]]:
 
 
 def _task_rows(group: Group, *, beyond: bool) -> list[list[str]]:
-    """Return header and rows: one row for each task, one column for chance and one for each method."""
+    """Return header and rows: one row per task, one column for chance and one per method."""
     means = {(series.method, series.task): series.beyond if beyond else series.within for series in group.series}
     methods = [m for m in EXPERIMENTS[group.experiment].methods if any(m == found for found, _ in means)]
     rows = [["task", "level", "chance", *methods]]
@@ -478,7 +477,7 @@ def _task_rows(group: Group, *, beyond: bool) -> list[list[str]]:
 def plot(group: Group) -> Figure:
     """Draw a group: a panel for each task, or for each size and train length with the paper's curves below."""
     experiment = EXPERIMENTS[group.experiment]
-    # One panel compares train lengths where the paper keeps the tokens in a step equal.
+    # One panel compares train lengths if the paper uses the same tokens per step at all of them.
     compares_train_lengths = experiment.step_tokens is not None
 
     def panel_of(series: Series) -> tuple[str, str, int]:
@@ -490,7 +489,7 @@ def plot(group: Group) -> Figure:
     down = -(-len(panels) // across) * len(groups)
     figure = Figure(figsize=(5.4 * across + 1.2, 3.6 * down), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).ravel()
-    # Ours first. The paper may have methods that are not finished here.
+    # Our methods first. The paper may have methods that are not finished here.
     curves = dict.fromkeys(
         (item.method, compares_train_lengths and item.train_length) for shown in groups for item in shown.series
     )
@@ -514,7 +513,7 @@ def plot(group: Group) -> Figure:
         (_scale_task_axes if task else _scale_text_axes)(panel_axes, series)
         panel_axes.set_ylabel(UNITS[experiment.metric])
         panel_axes.grid(alpha=0.3)
-    if experiment.metric != "step_ms":  # bars have their names beside them
+    if experiment.metric != "step_ms":  # bars are labelled on the axis
         lines = {line.get_label(): line for panel in axes for line in panel.get_lines()}
         handles = [line for label, line in lines.items() if not str(label).startswith("_")]
         axes[across - 1].legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -522,7 +521,7 @@ def plot(group: Group) -> Figure:
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
-    """Draw the mean over seeds and the range around it."""
+    """Plot the mean over seeds and their range."""
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None

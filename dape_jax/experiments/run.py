@@ -1,12 +1,12 @@
-"""Run an experiment of the catalogue: train its models, evaluate them, write one file each. Next: `report.py`.
+"""Run an experiment of the catalogue: train its models, evaluate them, write one file per run. Next: `report.py`.
 
     runs/experiments/<16 hex digits>/                       run directory of a model, named by its config and text
     results/fig2/small-stdlib/kerple-xs-T32-seed0.json      the results of a model on a text
     results/table6/small/kerple-even_pairs-seed0.json       the results of a model on an algorithmic task
 
-A file in results/ is written atomically when its run has finished. It is never written again, except for step times
-that were interrupted, because they are only comparable if measured together. Experiments share their models and
-results: figure 2 and table 4 have the same Kerple.
+A file in results/ is written atomically when its run has finished. It is never rewritten, except for interrupted step
+times, which are comparable only if measured together. Experiments share models and results: figure 2 and table 4 have
+the same Kerple.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 CONFIGS = Path(__file__).parents[2] / "configs"
 TIMED_TURNS, TIMED_STEPS = 4, 5  # turns of each model, and steps in a turn
 
-# Fields of every results file, besides the results.
+# Fields of every results file, in addition to the results.
 FIELDS = {
     **dict.fromkeys(("key", "data", "method", "metric", "commit", "device"), str),
     **dict.fromkeys(("train_length", "seed", "num_devices", "num_cpus"), int),
@@ -70,8 +70,8 @@ FIELDS = {
 TEXT_FIELDS = {"paper_size": str, "size": str, "paper_train_length": int}
 TASK_FIELDS = {"task": str}
 
-# Config fields that do not change results: those that may change when a run is resumed, and of the evaluation those
-# that affect only performance. The text and the evaluated lengths are part of a run's key by themselves.
+# Config fields that do not change results: fields that may change when a run resumes, and evaluation fields that affect
+# only performance. The text and the evaluation lengths are separate parts of a run's key.
 UNIDENTIFYING_FIELDS = (
     *(field for field in RESUMABLE_FIELDS if field != "evaluation"),
     *(f"evaluation.{field}" for field in ("lengths", "batch_tokens", "blockwise_from", "block_size")),
@@ -80,23 +80,23 @@ UNIDENTIFYING_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One model of an experiment under a preset, on a text or on an algorithmic task.
+    """One model of an experiment with a preset, on a text or on an algorithmic task.
 
-    Sizes and lengths are the preset's; `paper_size` and `paper_train_length` are the paper's that they replace. On a
-    task lengths are in symbols, those of the paper, and there are no sizes.
+    Sizes and lengths are the preset's; `paper_size` and `paper_train_length` are the corresponding ones of the paper.
+    For a task, lengths are the paper's, in symbols, and there are no sizes.
     """
 
     method: str  # a key of METHODS
     train_length: int
-    lengths: tuple[int, ...]  # of the evaluation
+    lengths: tuple[int, ...]  # evaluation lengths
     seed: int
     recipe: str  # file under configs/
-    argument: str  # of the recipe
-    overrides: dict[str, Any]  # config fields to set, as by flags
+    argument: str  # argument of the recipe
+    overrides: dict[str, Any]  # config fields to set, as with flags
     paper_train_length: int
     size: str = ""
     paper_size: str = ""
-    task: str = ""  # a key of TASKS; "" on a text
+    task: str = ""  # a key of TASKS; "" for a text
 
     @property
     def model(self) -> str:
@@ -111,14 +111,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Flags of the command line; empty ones take the preset's value."""
+    """Flags of the command line; empty flags have the preset's value."""
 
-    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: two CPU cores in minutes, or as published.")
-    data: str = flag("", "Text to train on, as in --config.data.path; the preset's if empty.")
-    seeds: tuple[int, ...] = flag((), "One run of every model for each seed; the preset's if empty.")
+    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: minutes on two CPU cores, or as published.")
+    data: str = flag("", "Training text, as in --config.data.path; the preset's if empty.")
+    seeds: tuple[int, ...] = flag((), "Seeds of every model; the preset's if empty.")
     tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
-    results: str = flag("results", "Directory of the results and of the report.")
-    workdirs: str = flag("runs/experiments", "Directory of the models.")
+    results: str = flag("results", "Directory of the results and the report.")
+    workdirs: str = flag("runs/experiments", "Directory of the run directories.")
 
     def __post_init__(self):
         require_local(self.results, "--results")
@@ -126,14 +126,14 @@ class Settings:
         require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
         for field in ("seeds", "tasks"):
             values = getattr(self, field)
-            require(len(set(values)) == len(values), f"--{field}", values, "must be listed each once")
+            require(len(set(values)) == len(values), f"--{field}", values, "must not contain duplicates")
 
 
 def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     """Return the runs of an experiment, ordered by seed.
 
     Raises:
-        InputError: a task that the experiment does not have, or a text for an experiment on tasks.
+        InputError: the experiment does not have a task, or a text is given for an experiment on tasks.
     """
     if experiment.tasks:
         allowed = "must be empty: this experiment is on tasks, which draw their own strings"
@@ -169,7 +169,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
             if experiment.step_batch is not None:
                 batch = experiment.step_batch
             argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
-            # Where train lengths are compared, every model is evaluated from the shortest of them.
+            # If train lengths are compared, every model is evaluated from the shortest of them.
             shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
             run = Run(
                 method=method,
@@ -188,27 +188,27 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """Return the nested dict of a run's config, as `train.py` would read it.
+    """Return a run's config as a nested dict, as read by `train.py`.
 
     Raises:
-        InputError: the recipe is missing, or refuses its argument.
+        InputError: the recipe is missing, or rejects its argument.
     """
     config = read_module(CONFIGS / run.recipe).get_config(run.argument)
-    config.lock()  # an override of a field that is not there is an error
+    config.lock()  # so that an override of an unknown field raises an error
     config.update_from_flattened_dict(run.overrides)
     return config.to_dict()
 
 
 def train_command(run: Run) -> str:
-    """Return the command that trains a run by hand."""
+    """Return the command that trains a run manually."""
     flags = [f"--config.{field}={value}" for field, value in run.overrides.items()]
     return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
 def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the part of a resolved config that determines a run's results: all of it for times of steps.
+    """Return the part of a resolved config that determines a run's results; for step times, the complete config.
 
-    It is equal for configs of different versions that mean the same.
+    It is equal for equivalent configs of different versions.
     """
 
     def of_section(spec: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run with its config, as nested dict (`spec`) and checked, the digest of its data and its results file."""
+    """Run with its config, as nested dict (`spec`) and checked, the digest of its data and its results file."""
 
     run: Run
     metric: str
@@ -234,13 +234,13 @@ class PlannedRun:
 
     @property
     def key(self) -> str:
-        """Digest that is equal for runs with equal results."""
+        """Digest of everything that determines the run's results."""
         settings = identity(resolved(self.config), self.metric)
         return json_digest([settings, self.data_digest, self.metric, self.run.lengths])
 
     @property
     def workdir_name(self) -> str:
-        """Digest that is equal for runs of equal models."""
+        """Digest of everything that determines the run's model."""
         return json_digest([identity(resolved(self.config), self.metric), self.data_digest])[:16]
 
     def write(self, results: dict[str, Any], seconds: float) -> None:
@@ -264,12 +264,12 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     configs = [read_run(spec) for spec in specs]
     for config in configs:
         model_structure(config.model)
-    # The digest of a text, or of the strings that a task draws, is the same for every seed.
+    # The digest of a text, or of a task's strings, must be the same for every seed.
     unseeded = [dataclasses.replace(config.data, seed=0) for config in configs]
     digests = {
         each: load_corpus(each).digest if isinstance(each, DataConfig) else tapes.digest(each) for each in set(unseeded)
     }
-    # The last part of the text's path names it in results/.
+    # The last component of the text's path is its name in results/.
     text = re.sub(r"[^\w.-]", "_", Path(os.path.expanduser(data)).name) or "text"
     directory = Path(settings.results, name, settings.preset if experiment.tasks else f"{settings.preset}-{text}")
     return [
@@ -282,7 +282,7 @@ def run_experiment(name: str, settings: Settings) -> list[Path]:
     """Run the unfinished runs of an experiment and return the results files of all its runs.
 
     Raises:
-        InputError: bad input, before any device work.
+        InputError: the input is invalid; raised before any device is used.
     """
     planned, workdirs = plan_runs(name, settings), Path(settings.workdirs)
     make_results_directory(Path(settings.results), "--results")
@@ -312,7 +312,7 @@ def run_experiment(name: str, settings: Settings) -> list[Path]:
 
 
 def _check_existing(planned: list[PlannedRun]) -> None:
-    """Raise `InputError` if the directory has results of other data, or of these runs with another config."""
+    """Raise `InputError` if the directory contains results of other data, or of these runs with another config."""
     expected = {item.file: item.key for item in planned}
     digests = {item.run.model: item.data_digest for item in planned}
     for file in sorted(planned[0].file.parent.glob("*-seed*.json")):
@@ -324,7 +324,7 @@ def _check_existing(planned: list[PlannedRun]) -> None:
 
 
 def _run_timings(planned: list[PlannedRun]) -> None:
-    """Measure times of steps: models of one size and seed together, unless all of them are finished."""
+    """Measure step times: models of one size and seed together, unless all of them are finished."""
     for _, group in itertools.groupby(planned, lambda item: (item.run.seed, item.run.size)):
         together = list(group)
         if all(item.file.exists() for item in together):
@@ -350,7 +350,7 @@ def read_result(file: Path) -> dict[str, Any]:
     content = read_json(file)
     fields = FIELDS | (TASK_FIELDS if "task" in content else TEXT_FIELDS)
     wrong = [field for field, kind in fields.items() if not isinstance(content.get(field), kind)]
-    require(not wrong, str(file), wrong, "must be fields of a run's results, each of its type")
+    require(not wrong, str(file), wrong, "must be fields of a run's results, each with its type")
     return content
 
 
@@ -368,9 +368,9 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
 
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
-    """Return the median and quartiles of each model's training steps on random tokens, measured in turns.
+    """Return the median and quartiles of each model's step times on random tokens, measured in turns.
 
-    Only one model is in memory at a time: two of the largest would not fit on a device.
+    Only one model is in memory at a time: two of the largest models would not fit on a device.
     """
     steps: list[Any] = [None] * len(configs)
     seconds: list[list[float]] = [[] for _ in configs]

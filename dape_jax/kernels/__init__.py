@@ -1,11 +1,11 @@
-"""The fused operator: `attention.attend` without scores in memory, for biases that depend only on the distance.
+"""Fused operator: `attention.attend` without scores in memory, for biases that depend only on the distance.
 
 In: the arguments of `attend`. Out: the same values and gradients, or `NotImplementedError` with the reason. Next:
 `attention.py`, whose `Fused` and `Auto` call it.
 
-`tables.py` turns bias and processor into the arrays that a kernel reads: the kernels of the two convolutions, and the
+`tables.py` converts bias and processor to the arrays that a kernel reads: the weights of the two convolutions, and the
 bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels; without bias and processor, a GPU
-uses cuDNN's (`cudnn.py`). `docs/kernel.md` explains how they work.
+uses cuDNN (`cudnn.py`). `docs/kernel.md` explains how they work.
 """
 
 import importlib
@@ -37,15 +37,15 @@ def why_not_fused(
     platform: str,
     device_kind: str | None = None,
 ) -> str | None:
-    """Return why there is no kernel for this attention, or None if there is one.
+    """Return why no kernel supports this attention, or None if one does.
 
     Args:
         q_BTHK: queries, or their shape and dtype.
         k_BSGK: keys, or their shape and dtype.
         score_mod: bias and processor.
         mask: which keys a query sees, and the step between rows.
-        platform: of the devices: "tpu", "gpu" or "cpu".
-        device_kind: of the devices, as JAX calls it, or None for the devices of this process.
+        platform: platform of the devices: "tpu", "gpu" or "cpu".
+        device_kind: JAX's `device_kind` of the devices, or None for the devices of this process.
     """
     bias, processor = score_mod
     if platform not in KERNELS:
@@ -100,16 +100,16 @@ def attend_fused(
         k_BSGK: see `attend`.
         v_BSGK: see `attend`.
         q_pos_T: positions of the queries, each `mask.row_stride` after the previous one.
-        k_pos_S: positions of the keys, consecutive; they include those of the queries. If positions do not comply,
-            which is known only when the program runs, all values are NaN.
+        k_pos_S: positions of the keys, consecutive; they include those of the queries. If positions violate this, which
+            is known only when the program runs, all values are NaN.
         score_mod: a `DistanceBias` or None, and a `Dape` or `Plain`; on GPUs, `Plain` only without a bias.
-        mask: causal; with any window and row stride.
-        platform: whose kernel.
-        interpret: run it in Pallas' interpreter, slowly, on any device: True, or detailed options. Instead of cuDNN's
-            kernel, XLA's implementation of the same function runs.
+        mask: causal, with any window and row stride.
+        platform: platform of the kernel.
+        interpret: run the kernel in Pallas' interpreter, slowly, on any device: True, or detailed options. XLA's
+            implementation of the same function replaces cuDNN's kernel.
 
     Raises:
-        NotImplementedError: there is no kernel for these arguments; the message gives the reason.
+        NotImplementedError: no kernel supports these arguments; the message gives the reason.
     """
     reason = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform)
     if reason is None and v_BSGK.dtype != k_BSGK.dtype:
@@ -128,7 +128,7 @@ def attend_fused(
     if platform == "gpu" and isinstance(processor, Plain):
         out_BTHK = cudnn.attend(q_BTHK, k_BSGK, v_BSGK, window=mask.window, interpret=bool(interpret))
         return jnp.where(consecutive, out_BTHK, jnp.nan)
-    # The column of the first row; a valid one, whatever the positions are.
+    # Column of the first row. It is a valid column even if the positions are not.
     first = jnp.where(consecutive, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
     operator = make_operator(
         bias,
@@ -140,7 +140,7 @@ def attend_fused(
         mask=mask,
         valid=consecutive,
     )
-    kernel = importlib.import_module(f"{__name__}.{platform}")  # one platform's tools need not be there for another's
+    kernel = importlib.import_module(f"{__name__}.{platform}")  # other platforms' tools may be missing
     return kernel.attend(
         *vary_alike(q_BTHK, k_BSGK, v_BSGK, first, operator),
         dtype=dtype,

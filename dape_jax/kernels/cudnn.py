@@ -1,4 +1,4 @@
-"""Plain causal attention on GPUs by cuDNN's flash attention, for models without bias and processor (NoPE, RoPE).
+"""Plain causal attention on GPUs with cuDNN's flash attention, for models without bias and processor (NoPE, RoPE).
 
 In: q, k, v. Out: attended values. Next: `kernels/__init__.py`, which checks positions.
 """
@@ -24,7 +24,7 @@ def why_not(
     if q_BTHK.shape[3] % HEAD_DIM_MULTIPLE:
         return f"K = {q_BTHK.shape[3]}; cuDNN takes multiples of {HEAD_DIM_MULTIPLE}"
     if mask.row_stride > 1 or q_BTHK.shape[1] != k_BSGK.shape[1]:
-        return "the rows are not all rows of the sequence, as cuDNN's causal mask supposes"
+        return "the rows are not all rows of the sequence, as cuDNN's causal mask assumes"
     return None
 
 

@@ -1,10 +1,10 @@
-"""The fused operator on GPUs: Pallas (Triton) kernels for bias and convolutions; matmuls and softmax by XLA.
+"""Fused operator on GPUs: Pallas (Triton) kernels for bias and convolutions; matmuls and softmax by XLA.
 
 In: the arguments of `attend_fused`, and an `Operator`. Out: attended values. Next: `docs/kernel.md`.
 
-Rows are processed a block at a time, and recomputed in the backward pass. For a block there are a matmul for its scores
-A, one kernel that computes the input of the softmax, the softmax, and a matmul with the values. The hidden channels, C
-for every pair of a row and a column, exist only in registers. Two more kernels compute the gradients. Memory limits the
+Rows are processed in blocks, which are recomputed in the backward pass. A block needs a matmul for its scores A, one
+kernel that computes the input of the softmax, the softmax, and a matmul with the values. The hidden channels, C for
+every pair of a row and a column, exist only in registers. Two more kernels compute the gradients. Memory limits the
 rows of a block: see `scores.rows_in_block`.
 
 Triton computes on tiles in registers, with three limits for a convolution: a tile cannot be shifted, a dot has two dims
@@ -15,7 +15,7 @@ and no batch dim, and all sizes are powers of 2, at least 16 in a dot. Therefore
 - a tap that reads w columns away loads the shifted tile again, from the cache.
 - the second convolution reads W hidden columns, so they are computed W times, each time from shifted scores.
 - the gradient of a convolution's kernel is a dot over the columns. Several taps are loaded side by side, as one tile of
-  columns x (taps x heads): (taps x heads) x columns x channels then has the 64 rows that Hopper's tensor cores need.
+  columns x (taps x heads), so that the dot has the 64 rows, taps x heads, that Hopper's tensor cores need.
 
 A program owns a band of offsets, offset = column - row, for `PROGRAM_ROWS` rows:
 
@@ -23,15 +23,15 @@ A program owns a band of offsets, offset = column - row, for `PROGRAM_ROWS` rows
     row 0  c . . . . .       program c: offsets -1 and 0
     row 1  c c . . . .       program b: offsets -3 and -2
     row 2  b c c . . .
-    row 3  b b c c . .       There is no program for columns after a row or before a window.
-    row 4  a b b c c .       Programs that have only columns left of column 0 return at once.
+    row 3  b b c c . .       Columns after a row or before a window have no program.
+    row 4  a b b c c .       Programs that have only columns left of column 0 return immediately.
     row 5  a a b b c c
 
-Where a row sees no key, the first program of the row (c) stores a constant.
+Where a row sees no key, the row's first program (c) stores a constant.
 
 The bias contributes a function of the offset, so a program reads the same table entries for all its rows and sums their
-gradients in registers. Each program writes its sums of the gradients of tables and convolution kernels, and XLA adds
-them up: there are no atomics, and results are bitwise reproducible.
+gradients in registers. Each program writes its partial gradients of tables and convolution kernels, and XLA sums
+them: no atomics are used, and results are bitwise reproducible.
 
 Shapes: O offsets of a band · N distances of a table · P and Q = 2 P columns of the left corrections · X = taps x padded
 heads.
@@ -53,7 +53,7 @@ from dape_jax.model.processors import SLOPE, leaky_relu_change, leaky_relu_chang
 from dape_jax.model.scores import Mask, causal_runs, products, rows_in_block
 from dape_jax.sharding import full_precision
 
-NUM_RUNS = 4  # of blocks, each with its own number of keys: XLA then computes 5/8 of the square, not all of it
+NUM_RUNS = 4  # runs of blocks, each with its own number of keys: XLA computes 5/8 of the square, not all of it
 # Compiled for an H200, the kernels of 12 heads, 32 channels and W = 3 need 124, 126 and 214 of 255 registers. With 128
 # offsets the last kernel runs out of registers; with 32, no dot occupies the tensor cores of all four warps.
 BAND_WIDTH = 64  # offsets of a program
@@ -76,7 +76,7 @@ def attend(
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
-    """Return attention computed by the kernels. Row 0 has the column `first`; every row has one of the S columns."""
+    """Return attention computed by the kernels. Row 0 is at column `first`, every row at one of the S columns."""
     batch, num_rows, heads, head_dim = q_BTHK.shape
     num_keys = k_BSGK.shape[1]
     reach = num_keys if window is None else min(window, num_keys)
@@ -91,10 +91,10 @@ def attend(
         return jnp.moveaxis(x.reshape(*x.shape[:dim], num_blocks, block, *x.shape[dim + 1 :]), dim, 0)
 
     def left_blocks(left_PXT: Array) -> Array:
-        left_PXT = jnp.pad(left_PXT, ((0, int(operator.pad == 0)), (0, 0), (0, 0)))  # Pallas takes no empty array
+        left_PXT = jnp.pad(left_PXT, ((0, int(operator.pad == 0)), (0, 0), (0, 0)))  # Pallas needs non-empty arrays
         return to_blocks(pad_for_dot(jnp.moveaxis(left_PXT, 1, 2), 2), 1)
 
-    # Padded rows are zeros, and are removed from the result.
+    # Rows are padded with zeros, which are removed from the result.
     blocks = (
         to_blocks(q_BTHK, 1),
         left_blocks(operator.left_knee_PCT),
@@ -108,7 +108,7 @@ def attend(
         pad_for_dot(jnp.flip(operator.added_HN, 1).T, 1),
     )
 
-    # Without a window, more than one run needs rows that are the last of the keys.
+    # Without a window, more than one run needs rows at the last key positions.
     num_runs = NUM_RUNS if window is not None or num_rows * row_stride == num_keys else 1
     outs = []
     for start, stop, num_read in causal_runs(num_rows, num_keys, block, num_runs, Mask(True, window, row_stride)):
@@ -137,37 +137,37 @@ def attend(
 
 
 def dot_size(size: int) -> int:
-    """Return the smallest size of a dim of a dot that is at least `size`."""
+    """Return the smallest valid size of a dim of a dot that is at least `size`."""
     return max(16, pl.next_power_of_2(size))
 
 
 def pad_for_dot(x: Array, *dims: int) -> Array:
-    """Pad these dims with zeros to sizes that a dot can have."""
+    """Pad these dims with zeros to valid sizes of a dot."""
     return jnp.pad(x, [(0, dot_size(size) - size if i in dims else 0) for i, size in enumerate(x.shape)])
 
 
 def to_matrix(t: "Tiling", kernel_WHC: Array) -> Array:
-    """Lay a convolution's kernel out as [X, channels], all padded, with taps padded to a multiple of `taps_per_dot`."""
+    """Reshape a convolution's kernel to [X, channels], both padded, taps to a multiple of `taps_per_dot`."""
     kernel_WHC = jnp.pad(kernel_WHC, ((0, -t.width % t.taps_per_dot), (0, 0), (0, 0)))
     return pad_for_dot(kernel_WHC, 1, 2).reshape(-1, dot_size(kernel_WHC.shape[2]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Static description of the computation of a block of rows, without shapes of arrays."""
+    """Static parameters of the computation of a block of rows, without shapes of arrays."""
 
-    dtype: jnp.dtype  # of the dots' operands
+    dtype: jnp.dtype  # dtype of the dots' operands
     heads: int  # H
     channels: int  # C
     width: int  # W
     pad: int  # columns that a convolution reads to its left
-    reach: int  # columns that a row sees, its own included
+    reach: int  # columns that a row sees, including its own
     row_stride: int  # columns between neighbouring rows
     interpret: Any  # see `kernels.attend_fused`
 
     @property
     def ahead(self) -> int:
-        """Return how many columns a convolution reads to its right."""
+        """Return the number of columns that a convolution reads to its right."""
         return self.width - 1 - self.pad
 
     @property
@@ -177,26 +177,26 @@ class Tiling:
 
     @property
     def unrolled(self) -> bool:
-        """Return whether taps are unrolled instead of a loop."""
+        """Return whether the loop over taps is unrolled."""
         return self.width * self.padded_heads * dot_size(self.channels) <= MAX_UNROLLED
 
     @property
     def taps_per_dot(self) -> int:
-        """Return how many taps, side by side with all their heads, one dot takes."""
+        """Return the number of taps, side by side with all their heads, of one dot."""
         return min(max(1, DOT_ROWS // self.padded_heads), pl.next_power_of_2(self.width))
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The row that a program is processing."""
+    """Row that a program is processing."""
 
-    index: Array  # in the block
-    column: Array  # among the keys
+    index: Array  # index in the block
+    column: Array  # column among the keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """A program's band of offsets: iterates over its rows, reads tiles, and computes hidden features from them.
+    """Band of offsets of a program: iterates over its rows, reads tiles, and computes hidden features from them.
 
     `scores_taps` and `output_taps` return [taps_per_dot * H, C] of a convolution's kernel, starting at a tap. If taps
     are unrolled, they are loaded only once.
@@ -210,11 +210,11 @@ class Band:
     knee: Any  # [N, C]
     left_knee: Any  # [P, T, C]
     offset_O: Array
-    last: Array  # the largest offset
+    last: Array  # largest offset
     taps_per_dot: int
 
     def walk(self, visit: Callable[[Row, Any], Any], carry: Any) -> Any:
-        """Compute `carry = visit(row, carry)` over the program's rows, or over none if all lack a column."""
+        """Compute `carry = visit(row, carry)` over the program's rows, or over none if no row has a column."""
         start = pl.program_id(1) * PROGRAM_ROWS
 
         def step(i: Array, carry: Any) -> Any:
@@ -226,7 +226,7 @@ class Band:
         return jax.lax.fori_loop(jnp.int32(0), num_rows, step, carry)
 
     def sum_taps(self, term: Callable[[Any], Array], total: Array) -> Array:
-        """Add to `total` a term for every tap, or for the first of every `taps_per_dot` taps."""
+        """Add a term to `total` for every tap, or for the first of every `taps_per_dot` taps."""
         if self.t.unrolled:
             for first in range(0, self.t.width, self.taps_per_dot):
                 total += term(first)
@@ -235,7 +235,7 @@ class Band:
         return jax.lax.fori_loop(jnp.int32(0), num_terms, lambda i, total: total + term(i * step), total)
 
     def locate(self, ref: Any, row: Row, shift: Any = 0, taps: int = 1, step: int = 1) -> tuple[Any, Array]:
-        """Return the elements of [H, T, S] that form a tile, and which of them the row sees; see `read`."""
+        """Return the indices of a tile in [H, T, S], and a mask of those that the row sees; see `read`."""
         inner = jax.lax.iota(jnp.int32, taps * self.t.padded_heads)
         head, tap = inner % self.t.padded_heads, inner // self.t.padded_heads
         offset = self.offset_O[:, None] + (shift + step * tap)[None, :]
@@ -244,7 +244,7 @@ class Band:
         return ref.at[head[None, :], row.index, index], mask & (head < self.t.heads)[None, :]
 
     def fill(self, ref: Any, value: Any) -> None:
-        """Store a value in [H, T, S] where the program's rows see no key, if it is their first program."""
+        """Store a value in [H, T, S] where the program's rows see no key, if this is their first program."""
         head = jax.lax.iota(jnp.int32, self.t.padded_heads)[None, :]
         size, num_keys = self.offset_O.shape[0], jnp.int32(ref.shape[2])
         index_O = self.offset_O - self.last + (size - 1)  # 0 .. size - 1; a second iota would need 40 more registers
@@ -267,19 +267,19 @@ class Band:
     def read(self, ref: Any, row: Row, shift: Any = 0, taps: int = 1, step: int = 1) -> Array:
         """Load a tile [O, taps * H] of [H, T, S], with 0 where the row sees no key.
 
-        The first copy of the band is `shift` columns to its right, each other copy is `step` after the previous one.
+        The first copy of the band is `shift` columns to its right; each further copy is `step` after the previous one.
         """
         elements, mask = self.locate(ref, row, shift, taps, step)
         return triton.load(elements, mask=mask, other=0)
 
     def read_table(self, table: Any, shift: Any = 0) -> Array:
-        """Load [O, ..] of a table [N, ..], whose last entry has the largest offset, with 0 outside the table."""
+        """Load [O, ..] of a table [N, ..] whose last entry has the largest offset, with 0 outside the table."""
         index_O = self.offset_O + (shift + table.shape[0] - 1 - self.t.ahead)
         inside_O = (index_O >= 0) & (index_O < table.shape[0])
         return triton.load(table.at[index_O[:, None], _last_dim(table)], mask=inside_O[:, None], other=0)
 
     def locate_left(self, left: Any, row: Row, shift: Any = 0) -> tuple[Any, Array]:
-        """Return the elements [O, X] of [P, T, X] at the band's columns, and which of them exist."""
+        """Return the elements [O, X] of [P, T, X] at the band's columns, and a mask of those that exist."""
         column_O = row.column + self.offset_O + shift
         inside_O = (column_O >= 0) & (column_O < (left.shape[0] if self.t.pad else 0))
         inner = _last_dim(left)
@@ -298,7 +298,7 @@ class Band:
         a, b = a.astype(self.t.dtype), b.astype(self.t.dtype)
         precision = HIGHEST
         if self.t.dtype == jnp.float32 and not self.t.interpret:
-            # The sum of three TF32 products, accurate to 2^-21: without tensor cores the tiles exceed the registers.
+            # Sum of three TF32 products, accurate to 2^-21: without tensor cores the tiles exceed the registers.
             precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
         return triton.dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=precision)
 
@@ -311,7 +311,7 @@ class Band:
         return self.read(d_out, row, shift + self.t.pad - first, self.taps_per_dot, step=-1)
 
     def features(self, row: Row, shift: Any = 0) -> tuple[Array, Array, Array]:
-        """Return features of the scores, knees of LeakyReLU and which columns exist, `shift` columns to the right."""
+        """Return features of the scores, knees of LeakyReLU, and a mask of existing columns, `shift` to the right."""
         knee = self.read_corrected(self.knee, self.left_knee, row, shift)
         y = self.sum_taps(
             lambda w: self.dot(self.read_inputs(row, shift, w), self.scores_taps(w)), jnp.zeros_like(knee)
@@ -321,7 +321,7 @@ class Band:
     def features_gradient(
         self, d_out: Any, row: Row, y: Array, knee: Array, exists: Array, shift: Any = 0
     ) -> tuple[Array, Array]:
-        """Return the gradients of features and knees, [O, C], given that of the softmax's input, [H, T, S]."""
+        """Return the gradients of features and knees, [O, C], given the gradient of the softmax's input, [H, T, S]."""
 
         def term(w: Any) -> Array:
             return self.dot(self.read_output_gradients(d_out, row, shift, w), self.output_taps(w))
@@ -342,7 +342,7 @@ def activate(y: Array, knee: Array, exists: Array) -> Array:
 
 
 def make_band(refs: Sequence[Any], t: Tiling, band_offsets: int, largest: int = 0, taps_per_dot: int = 1) -> Band:
-    """Return the program's band, given the refs that all kernels have. The first program has the `largest` offset."""
+    """Return the program's band, given the refs common to all kernels. The first program has the `largest` offset."""
     starts, scores, scores_kernel, output_kernel, knee, left_knee = refs
 
     def taps_of(kernel: Any) -> Callable[[Any], Array]:
@@ -384,7 +384,7 @@ def forward_kernel(
         elements, mask = band.locate(out, row)
         triton.store(elements, band.sum_taps(term, z), mask=mask)
 
-    # A large finite number, as in `scores.masked_softmax`. NaN if the tables are, for rows without a key.
+    # A large finite number, as in `scores.masked_softmax`; NaN if the tables are NaN, also for rows without a key.
     band.fill(out, jnp.minimum(-0.7 * float(jnp.finfo(out.dtype).max), added[0, 0]))
     band.walk(visit, None)
 
@@ -411,8 +411,8 @@ def scores_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
 def parameters_gradient_kernel(*refs: Any, t: Tiling, band_offsets: int) -> None:
     """Sum the gradients of the parameters over the program's rows.
 
-    Every hidden column counts once, so bands begin `ahead` columns after a row. For the convolutions' kernels, the last
-    grid axis divides the taps into groups of `taps_per_dot`.
+    Every hidden column must be counted once, so bands begin `ahead` columns after a row. For the convolutions' kernels,
+    the last grid axis divides the taps into groups of `taps_per_dot`.
     """
     *common, d_out, d_left_knee, d_left_added, d_scores_kernel, d_output_kernel, d_knee, d_added = refs
     band = make_band(common, t, band_offsets, largest=t.ahead, taps_per_dot=t.taps_per_dot)
@@ -454,11 +454,11 @@ def process(
 ) -> Float[Array, "B H T S"]:
     """Return the input of the softmax for a block of rows, float32.
 
-    `starts` are the columns of the first row and of the first key. `scores_XC` and `output_XC` (transposed) are laid
-    out by `to_matrix`. Tables are padded and ordered by growing offset: the largest distance first.
+    `starts` are the columns of the first row and of the first key. `scores_XC` and `output_XC` (transposed) have the
+    layout of `to_matrix`. Tables are padded and ordered by increasing offset: the largest distance first.
 
-    The matmul is here so that the gradient of the scores, which is as large as they are, has the dtype of the matmuls
-    that read it.
+    The matmul is part of this function so that the gradient of the scores, which is as large as the scores, has the
+    dtype of the matmuls that read it.
     """
     operands = (starts, q_BTHK, k_BSGK, scores_XC, output_XC, knee_NC, added_NH, left_knee_PTC, left_added_QTH)
     return _process_forward(t, *operands)[0]
@@ -496,7 +496,7 @@ def _process_backward(t: Tiling, residuals: tuple[Array, ...], d_out_BHTS: Array
     )
 
     def sum_table(bands: Array) -> Array:
-        # Bands are ordered from the largest offset down, and the first offset is that of the table's last entry.
+        # Bands are in order of decreasing offset, and the first offset is that of the table's last entry.
         flipped = jnp.flip(bands[:, :, :, 0].sum((0, 1)), 1).reshape(-1, bands.shape[-1])[: len(knee_NC)]
         return jnp.flip(jnp.pad(flipped, ((0, len(knee_NC) - len(flipped)), (0, 0))), 0)
 
@@ -523,7 +523,7 @@ process.defvjp(_process_forward, _process_backward)
 
 
 def _products_gradient(d_scores_BHTS: Array, q_BTHK: Array, k_BSGK: Array) -> tuple[Array, Array]:
-    """Return the gradients of queries and keys, given that of their scaled products."""
+    """Return the gradients of queries and keys, given the gradient of their scaled products."""
     batch, num_rows, _, head_dim = q_BTHK.shape
     groups = k_BSGK.shape[2]
     d_scores_BGRTS = d_scores_BHTS.reshape(batch, groups, -1, *d_scores_BHTS.shape[2:])
@@ -537,7 +537,7 @@ def _products_gradient(d_scores_BHTS: Array, q_BTHK: Array, k_BSGK: Array) -> tu
 
 
 def band_width(num_offsets: int) -> int:
-    """Return the offsets of one program, if all programs together have `num_offsets`."""
+    """Return the number of offsets of one program, if all programs together have `num_offsets`."""
     return min(BAND_WIDTH, dot_size(num_offsets))
 
 
@@ -554,9 +554,9 @@ def _call(
 
     Args:
         kernel: the kernel. Its arguments are refs of operands and outputs, and the tiling.
-        t: tiling.
-        operands: `starts`, scores, then others. In those with four dims the first is the sequence.
-        num_offsets: offsets to cover, from the largest down.
+        t: the tiling.
+        operands: `starts`, scores, then others. The first dim of operands with four dims is the sequence.
+        num_offsets: number of offsets to cover, starting at the largest.
         sequence_outputs: shapes and dtypes of the outputs that all programs of a sequence share.
         program_outputs: shapes of float32 outputs of each program: [B, T / PROGRAM_ROWS, bands, groups, ..].
         num_groups: groups of taps.

@@ -1,23 +1,23 @@
-"""Tables for the kernels: bias and processor as two convolutions and functions of the distance.
+"""Tables for the kernels: bias and processor as two convolutions and tables over the distance.
 
 In: a `DistanceBias` or None, and a `Dape` or `Plain`. Out: an `Operator`. XLA computes and differentiates it: the
 kernels return gradients of its arrays, and autodiff propagates those to the parameters.
 
-The nonlinearity is centred on the bias's features h_B, as in `dape`: what depends on the bias alone is computed here,
-in float32, and the kernels convolve a change that is as small as the scores:
+The nonlinearity is centred on the bias's features h_B, as in `dape`: the part that depends only on the bias is computed
+here, in float32, and the kernels convolve the difference, whose size is that of the scores:
 
     Conv2(LeakyReLU(h_A + h_B)) = Conv2(LeakyReLU(h_B)) + Conv2(LeakyReLU(h_A + h_B) - LeakyReLU(h_B))
 
-h_B has no batch dim. If the bias is b(d), d = row - column, it is a function of the distance too, and so is Conv2 of
-its LeakyReLU, except in the first columns:
+h_B has no batch dim. If the bias is b(d), d = row - column, then h_B and Conv2(LeakyReLU(h_B)) are also functions of d,
+except in the first columns:
 
     h_B[c, i, j] = hidden[c, i - j] - left[j, c, i]
 
         hidden[c, d] = hidden_bias[c] + sum over w, h of bias_WHC[w, h, c] b_h(d + pad - w)    b(d) = 0 where masked
 
-with `pad` zeros to the left of the first key. Hidden column j reads columns j + w - pad. A negative column is a zero,
-but `hidden` counts b there; `left` corrects this, for columns 0 .. pad - 1 only. Conv2 reads as far again: a negative
-hidden column is a zero too, so the results of columns 0 .. 2 pad - 1 have a correction of their own.
+with `pad` zeros to the left of the first key. Hidden column j reads columns j + w - pad. Negative columns are zero, but
+`hidden` counts b there; `left` corrects this, for columns 0 .. pad - 1 only. Conv2 reads another `pad` columns to its
+left: negative hidden columns are also zero, so the results of columns 0 .. 2 pad - 1 have their own correction.
 """
 
 from typing import Any, NamedTuple
@@ -38,17 +38,17 @@ class Operator(NamedTuple):
 
         A -> A + added - left_added + Conv2(change(Conv1_A(tril(A)), knee - left_knee))
 
-    C is 0 for a `Plain` processor. All are float32. A table has N distances: -(W - 1 - pad), the first at which a
-    hidden column is read, .. S - 1.
+    C is 0 for a `Plain` processor. All arrays are float32. A table has the N distances -(W - 1 - pad) .. S - 1, from
+    the smallest at which a hidden column is read.
 
     Args:
         scores_WHC: the half of Conv1 that reads scores.
         output_WCH: Conv2.
-        knee_CN: (1 - SLOPE) hidden; see the module's docstring. Kernels return as its gradient that of all of
-            Conv2(LeakyReLU(h_A + h_B)), which is the gradient of the scores' features, times d h_B / d knee.
+        knee_CN: (1 - SLOPE) hidden; see the module's docstring. The kernels define its gradient as that of the complete
+            Conv2(LeakyReLU(h_A + h_B)): the gradient of the scores' features times d h_B / d knee.
         added_HN: the bias, if it is added outside the convolution, plus Conv2 of LeakyReLU(h_B) and its bias.
         left_knee_PCT: (1 - SLOPE) left, in the first P = pad columns.
-        left_added_QHT: the part of `added` that reads columns which do not exist, in the first Q = 2 pad columns.
+        left_added_QHT: part of `added` from columns that do not exist, in the first Q = 2 pad columns.
     """
 
     scores_WHC: Float[Array, "W H C"]
@@ -70,12 +70,12 @@ class Operator(NamedTuple):
 
     @property
     def ahead(self) -> int:
-        """W - 1 - P: columns that a column reads to its right; column 0 of a table has the distance -ahead."""
+        """W - 1 - P: number of columns read to the right; column 0 of a table has the distance -ahead."""
         return self.width - 1 - self.pad
 
 
 def vary_alike(*trees: Any) -> Any:
-    """Mark all arrays as varying over every mesh axis that any varies over, as a kernel in `shard_map` requires."""
+    """Mark all arrays as varying over every mesh axis that any of them varies over, as kernels in `shard_map` need."""
     leaves, structure = jax.tree.flatten(trees)
     axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
     union = frozenset().union(*axes)
@@ -84,7 +84,7 @@ def vary_alike(*trees: Any) -> Any:
 
 
 def left_pad(config: DapeConfig) -> int:
-    """Return the columns of zeros to the left of each convolution: as many as a column reads to its left."""
+    """Return the zero padding to the left of each convolution: the number of columns read to the left."""
     return config.kernel_width - 1 if config.alignment == "causal" else config.kernel_width // 2
 
 
@@ -108,13 +108,13 @@ def make_operator(
 
     Args:
         bias: a bias that depends only on the distance, or None.
-        processor: DAPE, or none: then nothing is convolved.
+        processor: DAPE, or `Plain` for no convolution.
         num_heads: H.
         num_rows: T.
         num_keys: S.
         first: column of the first row.
         mask: window, and step between rows.
-        valid: if False, every value that the kernel returns is NaN.
+        valid: if False, all values returned by the kernel are NaN.
     """
     if isinstance(processor, Plain):
         added_HN = jnp.zeros((num_heads, num_keys)) if bias is None else bias.of_distance(jnp.arange(num_keys))
@@ -134,15 +134,15 @@ def make_operator(
     column_T = first + mask.row_stride * jnp.arange(num_rows)
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
     output_WCH = processor.output_WCH[...].astype(jnp.float32)
-    # It shifts a whole row and cancels in the softmax: its gradient is 0, here exactly.
+    # The bias of Conv2 shifts a whole row and cancels in the softmax: stop_gradient makes its gradient exactly 0.
     output_bias_H = jax.lax.stop_gradient(processor.output_bias_H[...]).astype(jnp.float32)
     added_HN = jnp.broadcast_to(jnp.where(valid, output_bias_H, jnp.nan)[:, None], (num_heads, num_distances))
-    # Of all distances that Conv2 reads: -2 ahead .. S + pad - 1.
+    # All distances that Conv2 reads: -2 ahead .. S + pad - 1.
     hidden_CN = jnp.broadcast_to(hidden_C[:, None], (channels, ahead + num_distances + pad))
     left_PCT = jnp.zeros((pad, channels, num_rows), jnp.float32)
 
     if bias is not None:
-        # Distances -3 ahead .. S + 2 pad - 1: all that hidden features depend on.
+        # All distances that hidden features depend on: -3 ahead .. S + 2 pad - 1.
         distance_N = jnp.arange(-3 * ahead, num_keys + 2 * pad)
         visible_N = (distance_N >= 0) if mask.window is None else (distance_N >= 0) & (distance_N < mask.window)
         bias_HN = bias.of_distance(jnp.maximum(distance_N, 0)).astype(jnp.float32)
@@ -172,8 +172,8 @@ def make_operator(
         added_HN += output(w, features_CN[:, width - 1 - w :][:, :num_distances])
 
     def excess_features(column: int) -> Float[Array, "C T"]:
-        """Return by how much the table exceeds the features of a hidden column left of column `pad`."""
-        # Rows before the column see no result that reads it: any distance is right for them.
+        """Return the table's features minus the true features of a hidden column left of column `pad`."""
+        # Rows before the column use no result that reads it, so any distance is valid for them.
         index_T = jnp.maximum(column_T - column + 2 * ahead, 0)
         if column < 0:
             return features_CN[:, index_T]

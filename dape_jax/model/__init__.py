@@ -1,1 +1,1 @@
-"""The paper's model. Read in this order: positions, biases, contextual, processors, attention, transformer, loss."""
+"""Paper's model. Reading order: positions, scores, biases, contextual, processors, attention, transformer, loss."""

@@ -3,9 +3,9 @@
 In: `q_BTHK`, `k_BSGK`, `v_BSGK` and their positions, a bias from `biases.py` or `contextual.py`, a processor from
 `processors.py`. Out: `out_BTHK`. Next: `transformer.py`.
 
-Query rows are independent: everything done to scores mixes heads and keys, never two query rows. So `attend` on all
-rows (`Dense`), on one block of rows after the other (`Blockwise`), on the rows of one of many devices
-(`attend_on_mesh`), or on one row against a cache, is the same function and gives the same numbers.
+Query rows are independent: each operation on scores mixes heads and keys, never two query rows. `attend` therefore
+gives the same numbers on all rows (`Dense`), on blocks of rows in a scan (`Blockwise`), on each device's share of the
+rows (`attend_on_mesh`), and on one row against a cache.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def score(
     causal: bool = True,
     window: int | None = None,
 ) -> Scores:
-    """Return scores, bias and mask of any block of query rows; arguments as in `attend`."""
+    """Return scores, bias and mask of any block of query rows; see `attend` for the arguments."""
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     mask_TS = Mask(causal, window).visible(q_pos_T, k_pos_S)
     scores_BHTS = products(q_BTHK, k_BSGK, dtype) * q_BTHK.shape[-1] ** -0.5
@@ -69,12 +69,12 @@ def attend(
         softmax(processor(Q K^T / sqrt(K), bias, mask)) V
 
     Args:
-        q_BTHK: queries, rotated already if positions are rotary.
-        k_BSGK: keys of G heads. G divides H, and H/G neighbouring query heads share one (grouped-query attention); the
-            scores, and what the processor mixes, have H heads in any case.
+        q_BTHK: queries, already rotated if the model uses rotary embedding.
+        k_BSGK: keys of G heads. G divides H, and H/G neighbouring query heads share one (grouped-query attention).
+            Scores always have H heads.
         v_BSGK: values.
         q_pos_T: positions of the queries, 0 or more, in any order.
-        k_pos_S: positions of the keys, increasing: the convolution takes neighbouring columns for neighbouring keys.
+        k_pos_S: positions of the keys, increasing: the convolution treats neighbouring columns as neighbouring keys.
             Padding at the end has negative positions.
         bias: position bias or contextual encoding, or None.
         processor: function of the scores; None for scores + bias.
@@ -85,7 +85,7 @@ def attend(
         The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
 
     Raises:
-        InputError: shapes that do not fit together, or a window below 1.
+        InputError: the shapes are inconsistent, or the window is below 1.
     """
     check_shapes(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
@@ -101,7 +101,7 @@ def attend(
 
 
 def check_shapes(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Array, k_pos_S: Array) -> None:
-    """Raise `InputError` unless the shapes fit together; a [B, H, T, K] layout is named if positions give it away."""
+    """Raise `InputError` if the shapes are inconsistent; the message detects a [B, H, T, K] layout."""
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
@@ -122,14 +122,14 @@ def check_shapes(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Array, k_
 
 
 class Implementation:
-    """Base class of everything that computes `attend`: same arguments, same values and gradients.
+    """Base class of the implementations of `attend`: same arguments, same values and gradients.
 
     A subclass defines `_attend`, with the arguments of `__call__`.
     """
 
     @property
     def for_cached_decoding(self) -> "Implementation":
-        """Variant for queries at arbitrary positions (KV-cache decoding)."""
+        """Return the variant for queries at arbitrary positions (KV-cache decoding)."""
         return self
 
     def __call__(
@@ -154,7 +154,7 @@ class Implementation:
             mask: which keys a query sees, and the step between rows.
 
         Raises:
-            InputError: shapes that do not fit together.
+            InputError: the shapes are inconsistent.
             NotImplementedError: `Fused` has no kernel for these arguments; the message gives the reason.
         """
         check_shapes(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
@@ -166,7 +166,7 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Dense(Implementation):
-    """All rows at once: memory grows with T x S. The choice at short lengths."""
+    """Attend all rows at once: memory grows with T x S. For short lengths."""
 
     def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
         options = {"causal": mask.causal, "window": mask.window}
@@ -175,14 +175,14 @@ class Dense(Implementation):
 
 @dataclasses.dataclass(frozen=True)
 class Blockwise(Implementation):
-    """A scan over blocks of rows, each recomputed in the backward pass: memory grows with block_size x S.
+    """Scan over blocks of rows, each recomputed in the backward pass: memory grows with block_size x S.
 
     The rows are cut into `num_buckets` runs, each with its own number of keys: see `causal_runs`. The program has one
     scan for each run and does not grow with T.
 
-    With more than one bucket the rows must be the last of the keys, as in self-attention. With a window each block then
-    reads only the block_size + window keys that it needs, so that time grows with T alone. With one bucket the rows may
-    be anywhere, and every block reads all keys.
+    With more than one bucket the rows must be at the last key positions, as in self-attention. With a window each block
+    then reads only the block_size + window keys that it needs, so time grows linearly with T. With one bucket the rows
+    may be at any positions, and every block reads all keys.
 
     Args:
         block_size: rows in a block.
@@ -197,7 +197,7 @@ class Blockwise(Implementation):
 
     @property
     def for_cached_decoding(self) -> "Blockwise":
-        """The same with one bucket."""
+        """Return this implementation with one bucket."""
         return dataclasses.replace(self, num_buckets=1)
 
     def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
@@ -205,8 +205,8 @@ class Blockwise(Implementation):
         num_keys = k_BSGK.shape[1]
         block = min(self.block_size, num_rows)
         num_blocks = -(-num_rows // block)
-        # Heads first, as matmuls read them: transposed once, and not in every block. The last block is padded with
-        # copies of the last row, which are cut off again.
+        # Transpose to the heads-first layout of the matmuls once, not in every block. The last block is padded with
+        # copies of the last row, which are removed from the result.
         q_BHTK, k_BGSK, v_BGSK = (jnp.moveaxis(x, 2, 1) for x in (q_BTHK, k_BSGK, v_BSGK))
         pad = (0, num_blocks * block - num_rows)
         q_padded = jnp.pad(q_BHTK, ((0, 0), (0, 0), pad, (0, 0)), mode="edge")
@@ -243,15 +243,15 @@ class Blockwise(Implementation):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Implementation):
-    """A kernel that never writes scores to memory (`kernels/`, `docs/kernel.md`): memory grows with T.
+    """Fused kernel, which never writes scores to memory (`kernels/`, `docs/kernel.md`): memory grows with T.
 
-    For DAPE with a `DistanceBias`; and without a processor, with such a bias on a TPU and with none on a GPU. Anything
-    else is refused with the reason. Keys must be at consecutive positions, and rows too (or `row_stride` apart);
-    otherwise all values are NaN.
+    It supports DAPE with a `DistanceBias`. Without a processor it supports a `DistanceBias` on a TPU, and no bias on a
+    GPU. For other arguments it raises `NotImplementedError` with the reason. Positions of keys must be consecutive, and
+    those of rows consecutive or `row_stride` apart; otherwise all values are NaN.
 
     Args:
-        platform: whose kernel, "tpu" or "gpu"; None for that of the devices. On devices of another platform the kernel
-            is interpreted, which is slow and meant for tests.
+        platform: "tpu" or "gpu", the platform of the kernel; None for that of the devices. On devices of another
+            platform the kernel is interpreted, which is slow and meant for tests.
     """
 
     platform: str | None = None
@@ -262,7 +262,7 @@ class Fused(Implementation):
 
     @property
     def for_cached_decoding(self) -> Blockwise:
-        """Blocks of rows: the kernel does not pay off for a few rows against a cache."""
+        """Return `Blockwise`: for a few rows against a cache the kernel is not faster."""
         return Blockwise()
 
     def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
@@ -271,25 +271,25 @@ class Fused(Implementation):
         return attend_fused(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask, **options)
 
 
-# By platform, from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
-# On a TPU one bucket, since each is a loop that takes the compiler some ten seconds; and 32 rows, so that what a block
-# needs stays in VMEM: by the compiler's cycles 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
-# On a GPU more rows than these, if memory allows: see `rows_in_block`.
+# Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
+# TPU: one bucket, since compiling the loop of each takes about ten seconds; and 32 rows, so that a block's arrays stay
+# in VMEM: by the compiler's cycle estimates 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
+# GPU: more rows than these, if memory allows: see `rows_in_block`.
 BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise(32, 1)}
-FUSED_ON = ("tpu",)  # DAPE's kernel for GPUs has never been timed on one: ask for it by name, `Fused`.
+FUSED_ON = ("tpu",)  # DAPE's GPU kernel has never been timed on a GPU: select it by name, `Fused`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Implementation):
-    """The implementation that suits platform and length, chosen for each call and logged when first chosen.
+    """Implementation chosen by platform and length for each call; logged when first chosen.
 
-        fused      on a TPU, where there is a kernel for this bias and processor; on a GPU, without either
-        dense      where all rows are one block
-        blockwise  elsewhere
+        fused      on a TPU, if a kernel supports this bias and processor; on a GPU, without bias and processor
+        dense      if all rows are one block
+        blockwise  otherwise
 
     Args:
-        block_size: of `Blockwise`; None for what suits the platform.
-        num_buckets: of `Blockwise`; None for what suits the platform.
+        block_size: rows in a block of `Blockwise`; None for the platform's default.
+        num_buckets: buckets of `Blockwise`; None for the platform's default.
     """
 
     block_size: int | None = None
@@ -300,11 +300,11 @@ class Auto(Implementation):
 
     @property
     def for_cached_decoding(self) -> Blockwise:
-        """`Blockwise` for queries at arbitrary positions."""
+        """Return `Blockwise` for queries at arbitrary positions."""
         return self.blockwise(device_platform()).for_cached_decoding
 
     def blockwise(self, platform: str) -> Blockwise:
-        """Return `Blockwise` with the sizes of the platform, except those that are given."""
+        """Return `Blockwise` with this object's sizes, and the platform's defaults for those that are None."""
         given = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
         return dataclasses.replace(BLOCKWISE.get(platform, BLOCKWISE["gpu"]), **given)
 
@@ -318,7 +318,7 @@ class Auto(Implementation):
         platform: str,
         device_kind: str | None = None,
     ) -> Dense | Blockwise | Fused:
-        """Return the implementation for a call; shapes and dtypes are enough. See `kernels.why_not_fused`."""
+        """Return the implementation for a call. Arrays may be `ShapeDtypeStruct`s; see `kernels.why_not_fused`."""
         blockwise = self.blockwise(platform)
         if mask.window is not None and self.num_buckets is None:  # with one bucket, every block would read all keys
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
@@ -329,7 +329,7 @@ class Auto(Implementation):
         else:
             why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
             if why is None and platform not in FUSED_ON and not isinstance(score_mod.processor, Plain):
-                why = f"the kernel for the platform {platform!r} must be asked for by name"
+                why = f"the kernel for the platform {platform!r} must be selected by name"
             implementation = Fused() if why is None else blockwise
         _log_choice(f"{implementation}" + (f": {why}" if why else ""))
         return implementation
@@ -345,7 +345,7 @@ def _rows_on_gpu(
     score_mod: ScoreMod,
     blockwise: Blockwise,
 ) -> int:
-    """Return the rows of a block of `Blockwise`, which holds scores and hidden features."""
+    """Return the number of rows in a block of `Blockwise`, whose memory is scores and hidden features."""
     batch, num_rows, heads = q_BTHK.shape[:3]
     channels = score_mod.processor.config.channels if isinstance(score_mod.processor, Dape) else 0
     return rows_in_block(batch * (heads + channels), num_rows, k_BSGK.shape[1], blockwise.num_buckets)
@@ -366,11 +366,11 @@ def attend_on_mesh(
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
 ) -> Float[Array, "B T H K"]:
-    """Self-attention in which each device of `context` and `tensor` computes its share of the query rows, all heads.
+    """Compute self-attention with query rows split over the `context` and `tensor` axes; each device has all heads.
 
-    Before and after, a device of context c has the rows that `sharding.stripe` gave it, and a device of tensor t some
-    heads of them. In between it has every n-th row, n = c t, starting at its own index, with all heads, and all keys
-    and values, with all heads:
+    Before and after, rows are split over context (size c) in the order of `sharding.stripe`, and heads over tensor
+    (size t). In between, a device has every n-th row, n = c t, starting at its own index, and all keys and values, each
+    with all heads:
 
         q   all-to-all over tensor        heads -> rows
         k v all-gather over tensor and over context
@@ -380,12 +380,12 @@ def attend_on_mesh(
     need the scores of all others. Every row is computed by `attend`, whatever the mesh, so this is exact for every bias
     and processor, and so are its gradients.
 
-    On one device, or without a mesh, this is a plain call of the implementation. On more devices the split is explicit
+    On one device, or without a mesh, this is a plain call of the implementation. On more devices `shard_map` is used
     even if only the batch is split: the compiler would sum the gradient of a bias, [H, T, S], over all devices, while
     here each device first reduces it to the gradient of the parameters.
 
     Args:
-        implementation: of attention on each device.
+        implementation: implementation of attention on each device.
         q_BTHK: queries, in the order of `stripe`.
         k_BTGK: keys, in the same order.
         v_BTGK: values, in the same order.
@@ -399,10 +399,10 @@ def attend_on_mesh(
         return implementation(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, score_mod, mask)
 
     mask = dataclasses.replace(mask, row_stride=num_context * num_tensor)
-    leaves, structure = jax.tree.flatten(score_mod)  # some leaves may be no arrays: a bias that is a plain function
+    leaves, structure = jax.tree.flatten(score_mod)  # a bias that is a plain function is a leaf, but not an array
 
     def attend_rows(shared: list[Array], k_pos_S: Array, q: Array, k: Array, v: Array) -> Array:
-        # Mark what all devices share as varying between them, so that its gradients are summed over all devices.
+        # Mark replicated arrays as varying over devices, so that their gradients are summed over all devices.
         shared, k_pos_S = jax.lax.pcast((shared, k_pos_S), AXES, to="varying")
         arrays = iter(shared)
         score_mod = structure.unflatten([next(arrays) if isinstance(x, jax.Array) else x for x in leaves])

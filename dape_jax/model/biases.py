@@ -2,12 +2,12 @@
 
 In: query positions `q_pos_T` and key positions `k_pos_S`. Out: `bias_HTS`. Next: `contextual.py`.
 
-A bias is a function of positions and of nothing else: no maximum length, no stored table over positions, so a model
-trained at one length runs at any other. Each exists as a pure function, as an NNX module that holds its parameters, and
-as a frozen config that builds the module.
+A bias is a function of positions only: there is no maximum length and no stored table over positions, so a model
+trained at one length runs at any other. Each bias has a pure function, an NNX module with its parameters, and a frozen
+config that builds the module.
 
-To add one: these three, and one line in `BIASES` at the end of the file. Tests, benchmarks and command lines read that
-dict.
+To add one, write these three and add a line to `BIASES` at the end of the file. Tests, benchmarks and command lines
+read that dict.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dape_jax.sharding import full_precision
 
 @runtime_checkable
 class Bias(Protocol):
-    """A position bias as `attention.py` and the processors call it: any callable with this signature."""
+    """Position bias: any callable with this signature. `attention.py` and the processors call it."""
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
@@ -37,7 +37,7 @@ class Bias(Protocol):
 
 @runtime_checkable
 class BiasConfig(Protocol):
-    """A bias config as `transformer.py` reads it: how to make the module, and whether all layers share one."""
+    """Config of a bias, as `transformer.py` uses it: `build`, and whether all layers share one module."""
 
     shared_by_layers: ClassVar[bool]
 
@@ -49,21 +49,21 @@ class BiasConfig(Protocol):
 def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True) -> Int[Array, "T S"]:
     """Return max(query position - key position, 0), or the absolute difference if attention is not causal.
 
-    Causal attention masks the keys in the future, whose distance is 0 here as in the official code: only a processor
-    with `leak=True` sees it.
+    In causal attention, future keys have distance 0, as in the official code. They are masked, so only a processor with
+    `leak=True` uses that value.
     """
     difference_TS = q_pos_T[:, None] - k_pos_S[None, :]
     return jnp.maximum(difference_TS, 0) if causal else jnp.abs(difference_TS)
 
 
 class DistanceBias(nnx.Module):
-    """Base class of biases that depend only on the distance of query and key.
+    """Base class of biases that depend only on the distance between query and key.
 
-    The fused kernels take these alone: they read the bias from a table over distances.
+    The fused kernels support only these: they read the bias from a table over distances.
     """
 
     def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
-        """Return the bias of every head at each distance, which is 0 or more."""
+        """Return the bias of every head at each distance; distances are at least 0."""
         raise NotImplementedError
 
     def __call__(
@@ -80,19 +80,19 @@ def _per_head(x_H: Float[Array, "H"], distance: Int[Array, "*shape"]) -> Float[A
 
 @dataclasses.dataclass(frozen=True)
 class NopeConfig:
-    """No position bias: NoPE, or rotary embedding alone."""
+    """Config of a model without a position bias: NoPE, or rotary embedding alone."""
 
     shared_by_layers: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> None:
-        """Return None: attention then adds nothing, and DAPE reads the scores alone."""
+        """Return None: attention adds no bias, and DAPE reads only the scores."""
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Return the slopes of ALiBi in double precision, shape [H].
 
-    For a power of two, 2^(-8 (n+1) / H), n = 0..H-1. Otherwise the slopes of the next smaller power of two P, then
-    every other slope of 2P, from the first.
+    If H is a power of two: 2^(-8 (n+1) / H), n = 0..H-1. Otherwise: the slopes of the next smaller power of two P, then
+    every other slope of 2P, starting with the first.
 
     Source: Press et al. 2022 and their released code.
     """
@@ -117,7 +117,7 @@ def alibi(
 
 
 class Alibi(DistanceBias):
-    """ALiBi: no parameters."""
+    """ALiBi. It has no parameters."""
 
     def __init__(self, num_heads: int):
         self.num_heads = num_heads
@@ -129,7 +129,7 @@ class Alibi(DistanceBias):
 
 @dataclasses.dataclass(frozen=True)
 class AlibiConfig:
-    """ALiBi, any number of heads."""
+    """Config of ALiBi, for any number of heads."""
 
     shared_by_layers: ClassVar[bool] = False
 
@@ -139,7 +139,7 @@ class AlibiConfig:
 
 
 def _clamp(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
-    """Clamp the value to low..high; the gradient is that of the identity."""
+    """Clamp the value to low..high; the gradient is the identity's."""
     return x_H + jax.lax.stop_gradient(jnp.clip(x_H, low, high) - x_H)
 
 
@@ -166,9 +166,9 @@ def kerple(
     """Return the logarithmic kernel, -p_h log(1 + a_h dist), with p and a clamped to 0.01 or above.
 
     Source: Chi et al. 2022, equation 4 (r1 = p, r2 = a).
-    Differs: the official code overwrites the parameters with max(parameter, 0.01) in every forward pass. Here the value
-      is clamped and the parameter is left alone; as there, the gradient is that at the clamped value, passed on
-      unchanged, so a parameter below 0.01 can rise again.
+    Differs: the official code overwrites the parameters with max(parameter, 0.01) in every forward pass. Here only the
+      value is clamped, not the parameter. In both, the parameter's gradient is the gradient at the clamped value, so a
+      parameter below 0.01 can rise again.
     """
     return _kerple(distances(q_pos_T, k_pos_S, causal=causal), p_H, a_H)
 
@@ -184,7 +184,7 @@ def kerple_power(
     """Return the power kernel, -a_h dist^p_h, with a clamped to 0.01 or above and p to 0.01..2.
 
     Source: Chi et al. 2022, equation 3 (r1 = a, r2 = p), their variant without a factor on the scores.
-    Differs: as `kerple`.
+    Differs: see `kerple`.
     """
     return _kerple_power(distances(q_pos_T, k_pos_S, causal=causal), p_H, a_H)
 
@@ -211,7 +211,7 @@ class KerplePower(Kerple):
 
 @dataclasses.dataclass(frozen=True)
 class KerpleConfig:
-    """Kerple, logarithmic variant."""
+    """Config of Kerple with the logarithmic kernel."""
 
     shared_by_layers: ClassVar[bool] = False
 
@@ -222,7 +222,7 @@ class KerpleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class KerplePowerConfig:
-    """Kerple, power variant."""
+    """Config of Kerple with the power kernel."""
 
     shared_by_layers: ClassVar[bool] = False
 
@@ -242,7 +242,7 @@ def _sandwich_ratios(num_heads: int) -> Float[Array, "H"]:
 def sandwich(
     q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], num_heads: int, position_dim: int = 128
 ) -> Float[Array, "H T S"]:
-    """Return inner products of sinusoidal position embeddings, divided by a head's compression ratio.
+    """Return the inner products of sinusoidal position embeddings, divided by the head's compression ratio.
 
         bias_h = sum over m < d/2 of cos((q_pos - k_pos) 10000^(-2m/d)) / r_h      d = position_dim, r_h = 8 (h + 1) / H
 
@@ -254,7 +254,8 @@ def sandwich(
 
     Source: Chi et al. 2023, section 5 and their listing (appendix E).
     Differs: embeddings are of positions relative to the first query, so that in float32 the error of an angle is 6e-8
-        times the spread of the positions in one call, not times their size. Even in the distance, causal or not.
+        times the range of the positions in one call, not times their size. The bias is an even function of the
+        distance, causal or not.
     """
     frequency_m = _sandwich_frequencies(position_dim)
 
@@ -267,18 +268,18 @@ def sandwich(
 
 
 class Sandwich(DistanceBias):
-    """Sandwich: no parameters."""
+    """Sandwich. It has no parameters."""
 
     def __init__(self, num_heads: int, position_dim: int):
         self.num_heads = num_heads
         self.position_dim = position_dim
 
     def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
-        """See `sandwich`; memory is position_dim / 2 numbers for every distance."""
+        """See `sandwich`. Needs position_dim / 2 numbers of memory per distance."""
         angle = jnp.multiply.outer(distance.astype(float), _sandwich_frequencies(self.position_dim))
         return jnp.cos(angle).sum(-1)[None] / _per_head(_sandwich_ratios(self.num_heads), distance)
 
-    # A matmul of T + S embeddings: a sum over all T S distances would need position_dim / 2 times the memory.
+    # A matmul of T + S embeddings needs less memory: a sum over all T S distances takes position_dim / 2 times as much.
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
@@ -288,7 +289,7 @@ class Sandwich(DistanceBias):
 
 @dataclasses.dataclass(frozen=True)
 class SandwichConfig:
-    """Sandwich.
+    """Config of Sandwich.
 
     Args:
         position_dim: width of the sinusoidal embeddings.
@@ -309,13 +310,13 @@ class SandwichConfig:
 def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128) -> Int[Array, "*shape"]:
     """Return T5's bucket of each distance (causal form).
 
-    With E = num_buckets / 2: the distance itself below E, then logarithmic up to max_distance,
+    With E = num_buckets / 2, the bucket of a distance n < E is n. Above, buckets are logarithmic up to max_distance:
 
         min(E + floor(log(n / E) / log(max_distance / E) * (num_buckets - E)), num_buckets - 1)
 
     Source: Raffel et al. 2020, section 2.1 and their released code.
-    Differs: the first distance of every logarithmic bucket is found on the host in double precision and compared as an
-      integer, so no device's logarithm decides an edge; equal to the official float32 on `golden/tables`.
+    Differs: the first distance of every logarithmic bucket is computed on the host in double precision and compared as
+      an integer, so the edges do not depend on a device's logarithm; equal to the official float32 on `golden/tables`.
     """
     exact = num_buckets // 2
     steps = num_buckets - exact
@@ -345,7 +346,7 @@ def t5(
         q_pos_T: query positions.
         k_pos_S: key positions.
         table_NH: one entry for each of N buckets and each head.
-        max_distance: all distances from here on are in the last bucket.
+        max_distance: this distance and all larger ones are in the last bucket.
         scale: sqrt(head dim) in the official code.
         causal: see `distances`.
 
@@ -357,7 +358,7 @@ def t5(
 
 
 class T5(DistanceBias):
-    """T5's relative position bias, table Xavier normal."""
+    """T5's relative position bias. The table is initialised Xavier normal."""
 
     def __init__(self, num_heads: int, head_dim: int, num_buckets: int, max_distance: int, *, rngs: nnx.Rngs):
         self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (num_buckets, num_heads)))
@@ -371,11 +372,11 @@ class T5(DistanceBias):
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """T5's bias; as in the official code, one table serves all layers and is multiplied by sqrt(head dim).
+    """Config of T5's bias. As in the official code, all layers share one table, multiplied by sqrt(head dim).
 
     Args:
         num_buckets: rows of the table.
-        max_distance: all distances from here on are in the last bucket.
+        max_distance: this distance and all larger ones are in the last bucket.
     """
 
     num_buckets: int = 32
@@ -417,16 +418,15 @@ def fire(
         k_pos_S: key positions.
         c: scale inside the logarithm.
         threshold: positions below it are normalised as if they were equal to it.
-        hidden_M: first layer, 1 -> M.
-        hidden_bias_M: its bias.
-        output_MH: second layer, M -> H.
-        output_bias_H: its bias.
+        hidden_M: weights of the first layer, 1 -> M.
+        hidden_bias_M: bias of the first layer.
+        output_MH: weights of the second layer, M -> H.
+        output_bias_H: bias of the second layer.
         activation: "relu" for FIRE alone, "leaky_relu" (0.01) under DAPE, as in the official code.
-        causal: see `distances`. If False, the later of both positions replaces q_pos in the norm, so that z stays
-            within 0..1.
+        causal: see `distances`. If False, max(q_pos, k_pos) replaces q_pos in the norm, so that z stays in 0..1.
 
     Source: Li et al. 2024, equation 5.
-    Differs: FIRE is for causal attention; the norm without causality is ours.
+    Differs: FIRE is defined for causal attention; the norm for causal=False is ours.
     """
     distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
     last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
@@ -439,7 +439,7 @@ def fire(
 
 
 class Fire(nnx.Module):
-    """FIRE: c and the threshold's multiplier are learned scalars; the MLP starts U(+-1/sqrt(fan_in))."""
+    """FIRE: c and the threshold's multiplier are learned scalars; the MLP is initialised U(+-1/sqrt(fan_in))."""
 
     def __init__(self, num_heads: int, config: "FireConfig", *, rngs: nnx.Rngs):
         def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
@@ -475,14 +475,14 @@ class Fire(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class FireConfig:
-    """FIRE.
+    """Config of FIRE.
 
     Args:
-        threshold: query positions below it are normalised as if they were equal to it. The official V2 configs train at
-            512 with 256.
+        threshold: query positions below it are normalised as if they were equal to it. The official V2 configs use 256
+            at train length 512.
         width: hidden width of the MLP.
-        initial_c: c at the start.
-        activation: of the MLP; see `fire`.
+        initial_c: initial value of c.
+        activation: activation of the MLP; see `fire`.
     """
 
     threshold: int = 256

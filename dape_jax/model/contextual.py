@@ -1,12 +1,12 @@
-"""Position encodings that need content as well as position: CoPE and Transformer-XL's.
+"""Position encodings that depend on content as well as position: CoPE and Transformer-XL's.
 
 In: queries `q_BTHK`, keys `k_BSGK`, their scores and their positions. Out: `bias_BHTS`, added to the scores. Next:
 `processors.py`.
 
-They take the place of a bias of `biases.py`: in a config (`model.bias`), in `attend`, and under DAPE, which reads them
-as the bias B next to the scores A = Q K^T / sqrt(K).
+They replace a bias of `biases.py`: in a config (`model.bias`), in `attend`, and in DAPE, which reads them as the bias B
+together with the scores A = Q K^T / sqrt(K).
 
-To add one: as in `biases.py`, with the line in `CONTEXTUAL` at the end of the file.
+To add one, follow `biases.py`, with the line in `CONTEXTUAL` at the end of the file.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from dape_jax.sharding import full_precision
 
 @runtime_checkable
 class ContextualBias(Protocol):
-    """A contextual encoding as `attention.py` calls it."""
+    """Contextual encoding, as `attention.py` calls it."""
 
     def from_content(
         self,
@@ -38,7 +38,7 @@ class ContextualBias(Protocol):
         k_pos_S: Int[Array, "S"],
         causal: bool,
     ) -> Float[Array, "B H T S"]:
-        """Return the term to add to the scores, in their dtype; where the mask is False it may be anything finite.
+        """Return the term to add to the scores, in their dtype; where the mask is False, any finite number.
 
         Args:
             q_BTHK: queries.
@@ -58,19 +58,18 @@ def cope(
     mask_TS: Bool[Array, "T S"],
     table_KP: Float[Array, "K P"],
 ) -> Float[Array, "B H T S"]:
-    """Return CoPE's bias: a key's position is the number of open gates from it to the query, interpolated.
+    """Return CoPE's bias: a key's position is the sum of the gates from the key to the query.
 
         pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)
         bias(i, j) = w q_i . table[ceil(pos)] + (1 - w) q_i . table[floor(pos)]        w = pos - floor(pos)
 
-    The gradient is that of this formula: it flows through w, not through ceil and floor, and not through a position
-    clamped by the min.
+    The gradient is that of this formula: it flows through w, but not through ceil, floor or a clamped position.
 
     Args:
         q_BTHK: queries, not divided by sqrt(K).
         scores_BHTS: Q K^T / sqrt(K).
-        mask_TS: True where the query sees the key; the gates of other keys are closed.
-        table_KP: one embedding for each of P positions, the same for all heads.
+        mask_TS: True where the query sees the key; other gates are 0.
+        table_KP: embeddings of P positions, the same for all heads.
 
     Source: Golovneva et al. 2024, equations 3 to 5, and the official DAPE code.
     Differs: nothing.
@@ -92,7 +91,7 @@ def cope(
 
 
 class Cope(nnx.Module):
-    """CoPE; the table starts at 0, as in the official code."""
+    """CoPE. The table is initialised to 0, as in the official code."""
 
     def __init__(self, head_dim: int, num_positions: int):
         self.table_KP = nnx.Param(jnp.zeros((head_dim, num_positions)))
@@ -110,7 +109,7 @@ class Cope(nnx.Module):
         """See `cope`.
 
         Raises:
-            InputError: attention is not causal: CoPE has no position for a key on the right.
+            InputError: attention is not causal: CoPE defines no position for a later key.
         """
         require(
             causal, "model.bias", "cope", "must be another bias: CoPE counts earlier keys, for causal attention only"
@@ -120,7 +119,7 @@ class Cope(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class CopeConfig:
-    """CoPE.
+    """Config of CoPE.
 
     Args:
         num_positions: P, the official code's npos_max: all positions >= P - 1 share the last embedding.
@@ -162,14 +161,14 @@ def transformer_xl(
         q_pos_T: query positions.
         k_pos_S: key positions.
         relative_DHK: projection from sinusoids to heads.
-        content_HK: the official r_w_bias.
-        position_HK: the official r_r_bias.
-        dtype: in which matmuls accumulate.
+        content_HK: r_w_bias of the official code.
+        position_HK: r_r_bias of the official code.
+        dtype: accumulation dtype of the matmuls.
 
     Source: Dai et al. 2019, section 3.3, with the official DAPE code's order of sines and cosines.
     Differs: positions are relative to the first query, so that in float32 the error of an angle is 6e-8 times the
-        spread of the positions in one call (a block of rows against its keys), not times their size. Keys on the right
-        have their own, negative distance.
+        range of the positions in one call (a block of rows against its keys), not times their size. Later keys have
+        negative distances.
     """
     width = relative_DHK.shape[0]
     frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, width, 2) / width), dtype)
@@ -203,7 +202,7 @@ def transformer_xl(
 
 
 class TransformerXL(nnx.Module):
-    """Transformer-XL's relative positions; the projection starts U(+-1/sqrt(D)), both vectors normal with std 0.02."""
+    """Transformer-XL's relative positions. Initialisation: projection U(+-1/sqrt(D)), both vectors normal, std 0.02."""
 
     def __init__(self, num_heads: int, head_dim: int, *, rngs: nnx.Rngs):
         width, shape = num_heads * head_dim, (num_heads, head_dim)
@@ -237,7 +236,7 @@ class TransformerXL(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TransformerXLConfig:
-    """Transformer-XL's relative positions."""
+    """Config of Transformer-XL's relative positions."""
 
     shared_by_layers: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""Loss of a language model: negative log-likelihoods without holding all logits. Next: `training/step.py`."""
+"""Loss of a language model: negative log-likelihoods, without all logits in memory. Next: `training/step.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ def nll(
 
         nll = log(sum over v of exp(logits_v)) - logits_target
 
-    The target's logit is selected by comparison, not by indexing: with a vocabulary that is split over devices, each
-    device then reads only its own part.
+    The target's logit is selected by comparison, not by indexing, so that each device reads only its own part of a
+    vocabulary that is split over devices.
 
     Args:
         logits_BTV: logits of the whole vocabulary, or of this device's part of it.
-        targets_BT: ids, counted from the first of that part.
+        targets_BT: token ids, counted from the first id of that part.
         vocab_axis: mesh axis that splits the vocabulary, inside a `shard_map`.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
@@ -39,16 +39,16 @@ def nll_of_features(
 ) -> Float[Array, "B T"]:
     """Return the negative log-likelihood of every target from the model's features, in nats, float32.
 
-    On a mesh, each device computes the logits of its own tokens and, if `tensor` splits the vocabulary, of its own ids:
-    the unembedding is gathered once, and its gradient is summed over devices once.
+    On a mesh, each device computes the logits of its tokens and, if `tensor` splits the vocabulary, of its part of the
+    vocabulary. The unembedding is gathered once, and its gradient is summed over devices once.
 
     Args:
-        model: holds the unembedding.
-        features_BTD: from `Transformer.features`.
-        targets_BT: ids at the same positions.
+        model: model with the unembedding.
+        features_BTD: result of `Transformer.features`.
+        targets_BT: token ids of the targets.
         logits_chunk_tokens: tokens per device whose logits are in memory at a time, at least one position of every
-            sequence. Logits of more tokens are computed in chunks, and again in the backward pass, so memory does not
-            grow with length times vocabulary. The values are the same.
+            sequence. Logits of more tokens are computed in chunks and recomputed in the backward pass, so memory does
+            not grow with length times vocabulary. The values are the same.
     """
     dtype = model.config.compute_dtype
     features_BTD, weight_DV = features_BTD.astype(dtype), model.output_DV.astype(dtype)
@@ -77,7 +77,7 @@ def _nll_on_device(
     chunk_tokens: int,
     vocab_axis: str | tuple[()] = (),
 ) -> Array:
-    """Return `nll_of_features` on one device; ids are counted from the first of its part of the vocabulary."""
+    """Return `nll_of_features` on one device; ids are counted from the first id of its part of the vocabulary."""
 
     def nll_of_chunk(features_BTD: Array, weight_DV: Array, ids_BT: Array) -> Array:
         precision = full_precision(features_BTD.dtype)
@@ -89,7 +89,7 @@ def _nll_on_device(
     batch, length, _ = features_BTD.shape
     if batch * length <= chunk_tokens:
         return nll_of_chunk(features_BTD, weight_DV, ids_BT)
-    # In float32, because its gradient is accumulated over the chunks in its dtype.
+    # The gradient is accumulated over chunks in the weight's dtype, so the weight must be float32.
     weight_DV, dtype = weight_DV.astype(jnp.float32), weight_DV.dtype
 
     @jax.checkpoint

@@ -2,8 +2,7 @@
 
 In: `x_BTHK` (queries or keys) and their positions `pos_T`. Out: the rotated `x_BTHK`. Next: `scores.py`.
 
-To add a variant of RoPE: a subclass of `Rope` with its own frequencies, and one line in `STRETCHES` at the end of the
-file.
+To add a variant of RoPE, subclass `Rope` with its own frequencies and add a line to `STRETCHES` at the end of the file.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from dape_jax.errors import positive, require
 
 @dataclasses.dataclass(frozen=True)
 class NoRotary:
-    """No rotation."""
+    """Identity in place of rotary embedding."""
 
     def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
         """Return `x_BTHK` unchanged."""
@@ -30,19 +29,19 @@ class NoRotary:
 class Rope:
     """Rotary position embedding.
 
-    With R = fraction K, with a, b the first and second half of the first R dims of a head's vector, and with
-    w_m = base^(-2m/R), m < R/2:
+    With R = fraction K; a, b the first and second half of the first R dims of a head's vector; w_m = base^(-2m/R),
+    m < R/2:
 
         a' = a cos(pos w) - b sin(pos w)        b' = b cos(pos w) + a sin(pos w)
 
     Args:
-        base: the longest wavelength divided by 2 pi, in positions.
-        fraction: of a head's dims that are rotated; the last ones are unchanged.
+        base: longest wavelength divided by 2 pi, in positions.
+        fraction: fraction of a head's dims to rotate; the last dims are unchanged.
 
     Source: Su et al. 2021, in GPT-NeoX's rotate-half form.
-    Differs: angles are computed where they are used, in float32 or better; the official code caches them up to a
-      maximum length, in the parameters' dtype, and so cannot run beyond it. In float32 the error of an angle is 6e-8
-      times the position: 0.006 at 100,000, as in every float32 implementation.
+    Differs: angles are computed on use, in float32 or better; the official code caches them up to a maximum length,
+      in the parameters' dtype, and cannot run beyond it. In float32 the error of an angle is 6e-8 times the position:
+      0.006 at 100,000, as in every float32 implementation.
     """
 
     base: float = 10_000.0
@@ -56,7 +55,7 @@ class Rope:
         """Return R, the number of rotated dims of a head with K dims, rounded down.
 
         Raises:
-            InputError: it is odd, or 0.
+            InputError: R is odd or 0.
         """
         rotated = int(self.fraction * head_dim)
         name = "model.head_dim" if self.fraction == 1 else f"model.head_dim x model.rotary.fraction = {self.fraction}"
@@ -64,16 +63,16 @@ class Rope:
         return rotated
 
     def frequencies(self, num_rotated: int) -> np.ndarray:
-        """Return the R/2 angles of a step of one position, in double precision."""
+        """Return w, the R/2 angles per position, in double precision."""
         return self.base ** (-np.arange(0, num_rotated, 2) / num_rotated)
 
     @property
     def scale(self) -> float:
-        """Factor of the rotated queries and keys."""
+        """Return the factor that multiplies rotated queries and keys."""
         return 1.0
 
     def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
-        """Rotate `x_BTHK` by its positions; computes in float32 at least and returns the input's dtype."""
+        """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
         num_rotated = self.num_rotated(x_BTHK.shape[-1])
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
         angle_Tm = pos_T.astype(dtype)[:, None] * jnp.asarray(self.frequencies(num_rotated), dtype)[None, :]
@@ -87,7 +86,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class StretchedRope(Rope):
-    """Base class of RoPE's variants for long sequences, which have a stretch factor.
+    """Base class of variants of RoPE with a stretch factor, for long sequences.
 
     Args:
         base, fraction: as in `Rope`.
@@ -142,10 +141,10 @@ class NtkAware(StretchedRope):
 
 @dataclasses.dataclass(frozen=True)
 class Yarn(StretchedRope):
-    """RoPE whose slow angles are interpolated and whose fast ones are unchanged, with sharper attention.
+    """YaRN: RoPE with slow angles interpolated, fast ones unchanged, and scaled queries and keys.
 
     The angle with r turns over the train length has the index m(r) = R log(train_length / (2 pi r)) / (2 log base).
-    A ramp leads from low = max(floor(m(beta_fast)), 0) to high = min(ceil(m(beta_slow)), R - 1):
+    A ramp goes from low = max(floor(m(beta_fast)), 0) to high = min(ceil(m(beta_slow)), R - 1):
 
         g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
         q, k are multiplied by 0.1 log(factor) + 1
@@ -153,13 +152,13 @@ class Yarn(StretchedRope):
     Args:
         base, fraction: as in `Rope`.
         factor: sequence length over train length, 1 or more; 1 is RoPE.
-        train_length: of the model, in tokens.
+        train_length: train length of the model, in tokens.
         beta_fast: angles with more turns than this are unchanged.
         beta_slow: angles with fewer turns than this are divided by the factor.
 
     Source: Peng et al. 2024, definition 3 and section 3.4, and their released code.
-    Differs: from the paper, as the released code does: the ramp is over dims, not over turns; and where no angle turns
-        beta_slow times (train_length < 2 pi beta_slow), high is negative and no angle is changed.
+    Differs: from the paper, and equal to the released code: the ramp is over dims, not over turns; and if no angle
+        turns beta_slow times (train_length < 2 pi beta_slow), high is negative and no angle is changed.
     """
 
     train_length: int = 512
@@ -194,7 +193,7 @@ class Yarn(StretchedRope):
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope(Rope):
-    """RoPE whose slow angles are divided by a factor and whose fast ones are unchanged, as Llama 3.1 was trained.
+    """RoPE of Llama 3.1: slow angles are divided by a factor, fast ones are unchanged.
 
     With r_m = train_length w_m / (2 pi), the turns of an angle over the train length, and l and h the low and high
     frequency factors:
@@ -206,7 +205,7 @@ class Llama3Rope(Rope):
         factor: divisor of the slow angles, 1 or more.
         low_frequency_factor: angles with fewer turns than this are divided by the factor.
         high_frequency_factor: angles with more turns than this are unchanged.
-        train_length: of the model before it was trained with this embedding, in tokens.
+        train_length: train length of the model before it was trained with this embedding, in tokens.
 
     Source: Llama 3.1's released code; `rope_type` "llama3" of Hugging Face transformers.
     """
@@ -238,11 +237,11 @@ def stretched(rope: Rope, name: str, length: int, train_length: int) -> Rope:
     Args:
         rope: the model's rotary embedding in training.
         name: "pi", "ntk" or "yarn"; "rope" returns `rope` unchanged.
-        length: of the sequences; the factor is length / train_length, at least 1.
-        train_length: of the model, in tokens.
+        length: sequence length, in tokens; the factor is length / train_length, at least 1.
+        train_length: train length of the model, in tokens.
 
     Raises:
-        InputError: another name.
+        InputError: the name is unknown.
     """
     require(name in STRETCHES, "rotary", name, f"must be one of {list(STRETCHES)}")
     if name == "rope":

@@ -1,9 +1,9 @@
-"""Processors: functions of attention scores between Q K^T and the softmax. Plain addition of the bias, or DAPE.
+"""Processors: functions of attention scores between Q K^T and the softmax. Addition of the bias, or DAPE.
 
 In: `scores_BHTS`, `bias_BHTS` (or None; its batch dim is 1 unless it depends on content) and `mask_TS`, True where the
 query sees the key. Out: the scores for the softmax. Next: `attention.py`.
 
-To add one: a pure function, a module, a frozen config and one line in `PROCESSORS` at the end of the file.
+To add one, write a pure function, a module and a frozen config, and add a line to `PROCESSORS` at the end of the file.
 """
 
 import dataclasses
@@ -26,19 +26,18 @@ ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
 INPUTS = ("both", "scores", "bias")
 INITS = ("uniform", "identity")
-SLOPE = 0.01  # of the LeakyReLU
+SLOPE = 0.01  # negative slope of the LeakyReLU
 
 
 class Processor:
     """Base class of processors: a function of scores, bias and mask.
 
-    A processor mixes heads and keys, never two query rows. Nothing that it returns for a row may depend on a masked
-    score. One with parameters is an `nnx.Module` too.
+    A processor mixes heads and keys, never two query rows. Its result for a row must not depend on a masked score. A
+    processor with parameters is also an `nnx.Module`.
 
     Args:
-        key_halo: keys that a row depends on beyond those that it sees, to the left of the first and to the right of the
-            last: blockwise attention, which reads only part of the keys, then reads these as well. (0, 0) if the
-            processor does not mix keys.
+        key_halo: (left, right) number of keys before the first and after the last visible key that a row's result
+            depends on. Blockwise attention reads these in addition. (0, 0) if the processor does not mix keys.
     """
 
     key_halo: tuple[int, int] = (0, 0)
@@ -49,7 +48,7 @@ class Processor:
         bias_BHTS: Float[Array, "#B H T S"] | None,
         mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
-        """Return the processed scores; where the mask is False they may be anything finite."""
+        """Return the processed scores; where the mask is False, any finite number."""
         raise NotImplementedError
 
 
@@ -57,8 +56,8 @@ class PairFlops(NamedTuple):
     """Matmul FLOPs of a processor for one pair of a query and a key, all heads, forward.
 
     Args:
-        of_scores: for every sequence of the batch.
-        of_bias: for the part that reads only the bias: once for the batch, unless the bias depends on content.
+        of_scores: FLOPs for every sequence of the batch.
+        of_bias: FLOPs that depend only on the bias: once for the batch, unless the bias depends on content.
     """
 
     of_scores: int
@@ -66,15 +65,15 @@ class PairFlops(NamedTuple):
 
 
 class ProcessorConfig:
-    """Base class of processor configs, which are frozen dataclasses; only `build` has no default."""
+    """Base class of processor configs, which are frozen dataclasses. Subclasses must define `build`."""
 
     @property
     def why_not_cached(self) -> str | None:
-        """Reason why appending keys changes earlier rows, so that no KV cache can be right; None if it does not."""
+        """Return why appending keys changes earlier rows, which rules out a KV cache, or None if it does not."""
         return None
 
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
-        """Return the cost of a pair of a query and a key: 2 FLOPs for a multiply-add; by default nothing is counted."""
+        """Return the cost of a pair of a query and a key: 2 FLOPs for a multiply-add. The default is 0."""
         return PairFlops(0, 0)
 
     def build(
@@ -84,9 +83,9 @@ class ProcessorConfig:
 
         Args:
             num_heads: H.
-            has_bias: whether it will be given a bias; rotary embedding is not a bias.
-            dtype: of its convolutions' operands; None for that of the scores.
-            rngs: for its parameters.
+            has_bias: whether calls pass a bias; rotary embedding is not a bias.
+            dtype: dtype of the convolutions' operands; None for the dtype of the scores.
+            rngs: random keys of the parameters.
         """
         raise NotImplementedError
 
@@ -103,8 +102,8 @@ def add_bias(
 def broadcast_batch(x_BXYZ: Float[Array, "#B X Y Z"], batch: int) -> Float[Array, "B X Y Z"]:
     """Broadcast an array without a batch dim over the sequences of a batch.
 
-    On a CPU its gradient is summed one sequence after the other: the sum over a leading dim that autodiff would use is
-    up to 20 times slower there, and took a third of the layer's time at four sequences.
+    On a CPU the gradient is summed one sequence at a time: autodiff's sum over a leading dim is up to 20 times slower
+    there, and took a third of the layer's time at four sequences.
     """
     if x_BXYZ.shape[0] == batch or device_platform() != "cpu":
         return jnp.broadcast_to(x_BXYZ, (batch, *x_BXYZ.shape[1:]))
@@ -128,7 +127,7 @@ _broadcast_batch.defvjp(_broadcast_batch_forward, _broadcast_batch_backward)
 
 
 class Plain(nnx.Module, Processor):
-    """No processing: scores + bias."""
+    """Processor that only adds the bias."""
 
     def __call__(
         self,
@@ -142,7 +141,7 @@ class Plain(nnx.Module, Processor):
 
 @dataclasses.dataclass(frozen=True)
 class PlainConfig(ProcessorConfig):
-    """No processing."""
+    """Config of `Plain`."""
 
     def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Plain:
         """Make the module."""
@@ -150,11 +149,11 @@ class PlainConfig(ProcessorConfig):
 
 
 class ScoreMod(NamedTuple):
-    """What modifies the scores between Q K^T and the softmax. A pytree: its arrays are parameters.
+    """Bias and processor of the scores between Q K^T and the softmax: a pytree whose arrays are parameters.
 
     Args:
         bias: position bias or contextual encoding, or None.
-        processor: function of scores, bias and mask; by default their sum.
+        processor: function of scores, bias and mask; by default scores + bias.
     """
 
     bias: Bias | ContextualBias | None = None
@@ -172,11 +171,11 @@ def key_convolution(
 
     I and O are the channels in and out; the J = S + pad_left + pad_right - W + 1 output columns are keys again.
 
-    The gradient of the kernel is written as W matmuls: the convolution that autodiff would use is several times slower
-    inside a loop on CPU (`benchmarks/attention.py`), and the layers are a loop.
+    The gradient of the kernel is written as W matmuls: autodiff's convolution is several times slower inside a loop on
+    CPU (`benchmarks/attention.py`), and the layers are a loop.
 
-    On a TPU the convolution itself is W matmuls: for a convolution the compiler puts the channels along the 128 lanes
-    of a vector, of which 12 heads or 32 channels leave most empty; for matmuls it puts the keys there.
+    On a TPU the convolution itself is W matmuls: for a convolution the compiler maps channels to the 128 lanes of a
+    vector, so 12 heads or 32 channels leave most lanes unused; for matmuls it maps the keys to lanes.
     """
     return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right)
 
@@ -245,13 +244,14 @@ def leaky_relu_change(x: Array, knee: Array) -> Array:
 
         max(x + min(knee, 0), SLOPE x - max(knee, 0))
 
-    It is at most |x| and as exact as x, however large c is: its two terms, which cancel, are not computed.
+    The magnitude is at most |x|, and the relative error that of x, however large c is: the two terms, which cancel, are
+    not computed.
     """
     return jnp.maximum(x + jnp.minimum(knee, 0), SLOPE * x - jnp.maximum(knee, 0))
 
 
 def leaky_relu_change_gradient(x: Array, knee: Array, dy: Array) -> Array:
-    """Return the gradient of x, given that of `leaky_relu_change(x, knee)`; for kernels."""
+    """Return the gradient of x, given the gradient of `leaky_relu_change(x, knee)`; for kernels."""
     return jnp.where((1 - SLOPE) * x + knee >= 0, dy, SLOPE * dy)
 
 
@@ -288,14 +288,15 @@ def dape(
                    depend on the number of keys to its right.
         "listing"  zero hidden features, as in the paper's listing: the last W//2 rows change when a key is appended.
 
-    Features as large as a far bias would lose the scores if they were rounded to 16 bits. In a dtype below float32 the
-    nonlinearity is therefore centred on the bias's features h_B, and the part without scores is computed in float32:
+    Far from the query the bias dominates the features, and rounding them to 16 bits would lose the scores. In a dtype
+    below float32 the nonlinearity is therefore centred on the bias's features h_B, and the part without scores is
+    computed in float32:
 
         Conv2(LeakyReLU(h_A + h_B)) = Conv2(LeakyReLU(h_B)) + Conv2(LeakyReLU(h_A + h_B) - LeakyReLU(h_B))
 
     Args:
         scores_BHTS: scores A = Q K^T / sqrt(K).
-        bias_BHTS: bias B, or None. Its batch dim is 1 if it does not depend on content; then it is neither tiled nor
+        bias_BHTS: bias B, or None. The batch dim is 1 if B does not depend on content; B is then neither tiled nor
             concatenated.
         mask_TS: True where the query sees the key.
         scores_WHC: the half of Conv1's kernel that reads A, or None if the convolution does not read A.
@@ -308,17 +309,17 @@ def dape(
         edge: "prefix" or "listing".
         residual: add B outside the convolution as well.
         leak: omit tril, so that a centered kernel reads the future: the paper's experiment on information leakage.
-        dtype: of the convolutions' operands, except those that only B decides; None for that of the scores. They
-            accumulate in float32 or better.
+        dtype: dtype of the convolutions' operands, except those that depend only on B; None for the dtype of the
+            scores. Accumulation is in float32 or better.
 
     Raises:
-        InputError: an unknown option, an even W that is centered, a kernel for the bias without a bias, or kernels for
-            another number of heads.
+        InputError: an option is unknown, a centered kernel has an even W, bias_WHC is given without a bias, or the
+            kernels have another number of heads.
 
     Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
         "causal", section 4.5 for the leak; without the residual, equation 2.
     Differs: from the listing at the right edge, unless edge="listing". With W = 1 the first paper's code does not mask;
-        the results are equal wherever the mask is True.
+        the results are equal where the mask is True.
     """
     if bias_BHTS is None and bias_WHC is not None:
         raise InputError("bias_WHC: must be None without a bias (bias_BHTS is None)")
@@ -351,7 +352,7 @@ def dape(
         inputs = [(scores_BHTS, scores_WHC), (bias_BHTS, bias_WHC)]
         inputs = [(x.astype(dtype), kernel) for x, kernel in inputs if x is not None and kernel is not None]
         if len({x_BHTS.shape for x_BHTS, _ in inputs}) < len(inputs):
-            # The bias need not be tiled: one convolution of both is faster than two.
+            # The bias has a batch dim already, so it need not be tiled: one convolution of both is faster than two.
             inputs = [tuple(jnp.concatenate(halves, axis=1) for halves in zip(*inputs, strict=True))]
         for x_BHTS, kernel_WHC in inputs:
             hidden_BTJC += broadcast_batch(convolved(x_BHTS, kernel_WHC), batch)
@@ -362,7 +363,7 @@ def dape(
 
 
 def _paddings(width: int, alignment: str, edge: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the number of zeros (left, right) of the input of Conv1, and of Conv2."""
+    """Return the padding (left, right) of the input of Conv1, and of Conv2."""
     require(alignment in ALIGNMENTS, "alignment", alignment, f"must be one of {ALIGNMENTS}")
     if alignment == "causal":
         return (width - 1, 0), (width - 1, 0)
@@ -372,7 +373,7 @@ def _paddings(width: int, alignment: str, edge: str) -> tuple[tuple[int, int], t
 
 
 class Dape(nnx.Module, Processor):
-    """DAPE V2 as a module: kernels and biases start U(+-1/sqrt(fan_in)), as PyTorch's Conv2d does."""
+    """DAPE V2 as a module. Kernels and biases are initialised U(+-1/sqrt(fan_in)), as in PyTorch's Conv2d."""
 
     def __init__(
         self, num_heads: int, has_bias: bool, config: "DapeConfig", *, dtype: DTypeLike | None = None, rngs: nnx.Rngs
@@ -406,10 +407,10 @@ class Dape(nnx.Module, Processor):
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def check_bias(self, is_given: bool) -> None:
-        """Raise `InputError` unless a bias is given exactly if the module was built for one."""
+        """Raise `InputError` if a bias is given and the module was built without one, or the reverse."""
         if is_given != self.has_bias:
             given = "a bias is given" if is_given else "none is given"
-            raise InputError(f"bias_BHTS: {given}, and the processor was built with has_bias={self.has_bias}")
+            raise InputError(f"bias_BHTS: {given}, but the processor was built with has_bias={self.has_bias}")
 
     def __call__(
         self,
@@ -420,7 +421,7 @@ class Dape(nnx.Module, Processor):
         """See `dape`.
 
         Raises:
-            InputError: a bias is missing, or given to a module that was built without one.
+            InputError: see `check_bias`.
         """
         self.check_bias(bias_BHTS is not None)
         return dape(
@@ -442,18 +443,18 @@ class Dape(nnx.Module, Processor):
 
 @dataclasses.dataclass(frozen=True)
 class DapeConfig(ProcessorConfig):
-    """DAPE 1xW.
+    """Config of DAPE with kernels 1xW.
 
     Args:
-        kernel_width: W. 1 is DAPE V1, 3 the paper's usual choice.
+        kernel_width: W. 1 is DAPE V1; 3 is the paper's usual choice.
         channels: C, the paper's D_DAPE.
         alignment: "centered" (the paper's listing, W odd) or "causal" (the paper's text, any W).
         edge: "prefix", or "listing" for exactly the paper's listing.
         residual: add B outside the convolution as well; False is the paper's equation 2.
         leak: let the convolution read the future: only for the paper's experiment on information leakage.
-        inputs: of the convolution: "both", "scores" or "bias". Without a bias "both" is the scores.
-        init: "uniform"; or "identity", where the second convolution starts at zero and the layer as exactly its base.
-            The first convolution then has a zero gradient in the first step.
+        inputs: inputs of the convolution: "both", "scores" or "bias". Without a bias "both" means the scores.
+        init: "uniform"; or "identity", which initialises the second convolution to zero, so that the layer starts as
+            scores + bias. The first convolution then has a zero gradient in the first step.
     """
 
     kernel_width: int = 3
@@ -476,7 +477,7 @@ class DapeConfig(ProcessorConfig):
     def key_halo(self) -> tuple[int, int]:
         """See `Processor`."""
         if self.alignment == "causal":
-            # Hidden columns to the left of the first visible key read masked scores; with a leak, the real ones.
+            # Hidden columns left of the first visible key read masked scores, which are 0 unless there is a leak.
             return (2 if self.leak else 1) * (self.kernel_width - 1), 0
         half = self.kernel_width // 2
         if self.leak:
@@ -498,7 +499,7 @@ class DapeConfig(ProcessorConfig):
         return None
 
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
-        """Return the cost of both convolutions: W taps from H heads to C channels (twice with a bias), and C to H."""
+        """Return the cost of both convolutions: W taps from H heads (2H with a bias) to C channels, and from C to H."""
         taps = 2 * self.kernel_width * num_heads * self.channels
         return PairFlops(
             of_scores=taps * ((self.inputs != "bias") + 1),

@@ -1,4 +1,4 @@
-"""Attention scores: Q K^T, the mask over them, the softmax, and how many keys each block of query rows needs.
+"""Attention scores: Q K^T, mask, softmax, and the number of keys that each block of query rows needs.
 
 In: `q_BTHK`, `k_BSGK` and their positions. Out: `scores_BHTS`, `mask_TS`, `probs_BHTS`. Next: `biases.py`.
 """
@@ -15,10 +15,12 @@ from dape_jax.errors import require
 from dape_jax.sharding import full_precision
 
 
-@jax.tree_util.register_static  # so that a mask is a valid argument of a jitted function
+@jax.tree_util.register_static  # makes a mask a valid argument of a jitted function
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, as a function of positions. Causal, with a window of 3:
+    """Visibility of keys as a function of positions.
+
+        Causal, with a window of 3:
 
         k 0 1 2 3 4
     q 0   x . . . .        key position <= query position
@@ -27,14 +29,14 @@ class Mask:
     q 3   . x x x .
     q 4   . . x x x
 
-    A key with a negative position is padding: no query at a position >= 0 sees it.
+    A key with a negative position is padding; no query at a position >= 0 sees it.
 
     Args:
         causal: a query sees no key after it. If False, it sees both sides (encoders).
         window: a query sees keys at a distance below this, or None for all keys.
-        row_stride: step between the columns of neighbouring query rows. n > 1 is striped context parallelism: one
-            device holds every n-th row, and all keys. It does not change which keys a query sees, only how many keys
-            blockwise and fused attention read for a block of rows.
+        row_stride: step between the columns of neighbouring query rows. n > 1 is striped context parallelism: a device
+            has every n-th row, and all keys. It does not change which keys a query sees, only how many keys blockwise
+            and fused attention read for a block of rows.
     """
 
     causal: bool = True
@@ -46,9 +48,9 @@ class Mask:
         require(self.row_stride >= 1, "row_stride", self.row_stride, "must be 1 or more")
 
     def visible(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Bool[Array, "T S"]:
-        """Return True where the query sees the key; see the class."""
+        """Return the mask: True where the query sees the key."""
         distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
-        if self.causal:  # as unsigned numbers, negative positions come after all others: one comparison instead of two
+        if self.causal:  # as unsigned numbers, negative positions are larger than all others: one comparison, not two
             mask_TS = k_pos_S.astype(jnp.uint32)[None, :] <= q_pos_T.astype(jnp.uint32)[:, None]
         else:
             mask_TS = jnp.broadcast_to(k_pos_S[None, :] >= 0, distance_TS.shape)
@@ -56,11 +58,11 @@ class Mask:
 
 
 class Scores(NamedTuple):
-    """The arguments of a processor.
+    """Arguments of a processor.
 
     Args:
         scores_BHTS: A = Q K^T / sqrt(K).
-        bias_BHTS: B, or None; its batch dim is 1 if it does not depend on content.
+        bias_BHTS: B, or None; the batch dim is 1 if B does not depend on content.
         mask_TS: True where the query sees the key.
     """
 
@@ -75,7 +77,7 @@ def products(
     """Return Q K^T, accumulated in `dtype`. Each of the G key heads serves H / G neighbouring query heads."""
     batch, num_keys, groups, head_dim = k_BSGK.shape
     num_rows, heads = q_BTHK.shape[1:3]
-    # Rows next to columns: in another order the product would have to be transposed before it is a score.
+    # Heads first: with another order of dims the product would have to be transposed.
     q_BHTK = jnp.moveaxis(jnp.broadcast_to(q_BTHK, (batch, *q_BTHK.shape[1:])), 2, 1)
     q_BGRTK = q_BHTK.reshape(batch, groups, -1, num_rows, head_dim)
     precision = full_precision(q_BTHK.dtype)
@@ -86,25 +88,25 @@ def products(
 def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
     """Return the softmax over the visible keys; exactly 0 at masked keys.
 
-    A masked score is a large finite negative number, not -inf: a row without any visible key then gives 1 / S for every
-    key instead of NaN, and its gradient is finite too.
+    A masked score is a large finite negative number, not -inf. A row without a visible key then has no NaN, and its
+    gradient is finite too.
     """
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
     return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
 
 
-BLOCK_BYTES = 2**28  # of the arrays over pairs of a row and a key that a block of rows has on a GPU
+BLOCK_BYTES = 2**28  # maximum size, on a GPU, of a block's arrays over pairs of a row and a key
 MIN_BLOCK_ROWS = 128
 
 
 def rows_in_block(features: int, num_rows: int, num_keys: int, num_runs: int) -> int:
     """Return the rows of a block on a GPU: as many as memory allows, since each block launches the same kernels.
 
-    But at most 1 / `num_runs` of the rows, if that is 256 or more, so that each of `num_runs` runs reads only the keys
-    that it needs (see `causal_runs`).
+    The result is at most 1 / `num_runs` of the rows, if that is 256 or more, so that each of `num_runs` runs reads only
+    the keys that it needs (see `causal_runs`).
 
     Args:
-        features: float32 numbers that a block has for each pair of a row and a key, for all sequences.
+        features: float32 numbers of a block per pair of a row and a key, for all sequences.
         num_rows: T.
         num_keys: S.
         num_runs: runs of blocks.
@@ -131,17 +133,17 @@ class Run(NamedTuple):
 def causal_runs(
     num_rows: int, num_keys: int, block: int, num_runs: int, mask: Mask, halo: tuple[int, int] = (0, 0)
 ) -> list[Run]:
-    """Cut query rows into runs of blocks, each with the number of keys that it needs.
+    """Split query rows into runs of blocks, each with the number of keys that it needs.
 
-    The rows must be the last of the keys: row t is at one of the `row_stride` columns from S - row_stride (T - t) on,
-    as in self-attention. With 8 rows and keys, blocks of 2 rows and two runs:
+    The rows must be at the last key positions, as in self-attention: row t is at one of the `row_stride` columns that
+    start at S - row_stride (T - t). With 8 rows and keys, blocks of 2 rows and two runs:
 
         rows 0..3    x x x x          run 0: blocks 0 and 1 read keys 0..3
         rows 4..7    x x x x x x x x  run 1: blocks 2 and 3 read keys 0..7
 
-    so n runs compute (n + 1) / 2n of the square. With a window there is one run, and each block reads the block and
-    window - 1 keys before it. With `num_runs` = 1, or if attention is not causal, every block reads all keys, and rows
-    may be anywhere.
+    so n runs compute (n + 1) / 2n of the square. With a window there is one run, and each block reads its own keys and
+    window - 1 keys before them. With `num_runs` = 1, or if attention is not causal, every block reads all keys, and
+    rows may be at any positions.
 
     Args:
         num_rows: T.
@@ -149,7 +151,7 @@ def causal_runs(
         block: rows in a block.
         num_runs: number of runs, at most one per block.
         mask: causality, window and row stride.
-        halo: keys to read in addition, to the left and to the right; see `Processor.key_halo`.
+        halo: additional keys to read, to the left and to the right; see `Processor.key_halo`.
     """
     num_blocks = -(-num_rows // block)
     left, right = halo

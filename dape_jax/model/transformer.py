@@ -1,11 +1,11 @@
-"""The models: embeddings -> blocks -> logits.
+"""Transformer models: embeddings -> blocks -> logits.
 
 In: `tokens_BT`. Out: `logits_BTV`. Next: `sharding.py`.
 
-The paper's language models are GPT-NeoX's decoder, `GPT_NEOX`: blocks x + attention(norm(x)) then x + mlp(norm(x)),
-biases everywhere, untied embeddings, no dropout. Its algorithmic tasks use `ENCODER`: bidirectional attention, and
-blocks norm(x + attention(x)) then norm(x + mlp(x)). `LLAMA` has the options of most published models. All are one class
-with different options.
+The paper's language models are GPT-NeoX decoders, `GPT_NEOX`: blocks x + attention(norm(x)) then x + mlp(norm(x)),
+biases in all projections, untied embeddings, no dropout. Its algorithmic tasks use `ENCODER`: bidirectional attention,
+and blocks norm(x + attention(x)) then norm(x + mlp(x)). `LLAMA` has the options of most published models. All are one
+class with different options.
 
 `extend` runs the same model on new tokens against a `Cache` of keys and values, for generation.
 
@@ -36,7 +36,7 @@ from dape_jax.model.processors import ProcessorConfig, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.sharding import constrain, embed, matmul, stripe, unstripe
 
-# The paper's model sizes: table 8, and the official configurations for the two that table 8 omits.
+# Model sizes of the paper: table 8, and the official configurations for the two that table 8 omits.
 SIZES = {
     "125m": {"num_layers": 12, "width": 768, "num_heads": 12},
     "350m": {"num_layers": 24, "width": 1024, "num_heads": 16},
@@ -44,8 +44,8 @@ SIZES = {
     "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
 }
 
-# The options of the paper's language models, of the encoder of its algorithmic tasks (Deletang et al. 2023), and of
-# Llama's decoder (Touvron et al. 2023).
+# Options of the paper's language models, of the encoder of its algorithmic tasks (Deletang et al. 2023), and of Llama's
+# decoder (Touvron et al. 2023).
 GPT_NEOX = {
     "causal": True,
     "norm_first": True,
@@ -92,7 +92,7 @@ ACTIVATIONS = {
 NORMS = ("layer_norm", "rms_norm")
 INITIALIZERS = ("gpt_neox", "fan_in")
 
-# Values of a block that are kept for the backward pass: all; the results of matmuls without a batch dim (not the
+# Values of a block that are saved for the backward pass: all; the results of matmuls without a batch dim (not the
 # scores); only the block's input.
 REMAT = {
     "none": None,
@@ -108,41 +108,41 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The model's architecture, and how it is computed.
+    """Architecture of the model, and options of its computation.
 
     Args:
         num_layers: number of blocks.
         width: D.
         num_heads: H.
         num_kv_heads: G, heads of keys and values; divides H. Fewer than H is grouped-query attention.
-        head_dim: K. (A config file may say None: D / H.)
-        mlp_width: F. (A config file may say None: 4 D.)
+        head_dim: K. (None in a config file means D / H.)
+        mlp_width: F. (None in a config file means 4 D.)
         vocab_size: rows of the embedding table.
         num_outputs: V, tokens that have a logit; `vocab_size` in a language model.
         rotary: rotary embedding of queries and keys.
         bias: position bias or contextual encoding.
-        processor: of the scores.
+        processor: processor of the scores.
         causal: a token sees no later token. If False, attention is bidirectional.
         window: a token sees itself and window - 1 tokens before it (sliding-window attention), or None for all.
-        norm_first: blocks x + f(norm(x)), and a norm after the last one; if False, norm(x + f(x)).
+        norm_first: blocks x + f(norm(x)), and a norm after the last block; if False, norm(x + f(x)).
         parallel_residual: blocks x + attention(norm(x)) + mlp(norm'(x)), with two norms; needs `norm_first`.
         norm: "layer_norm", or "rms_norm" without mean and bias.
         norm_epsilon: added to the variance or mean square.
-        activation: of the MLP, a key of `ACTIVATIONS` ("gelu" is the exact one).
-        gated_mlp: down(activation(gate(x)) up(x)) and not down(activation(up(x))).
-        dropout: rate, on the outputs of attention and MLP before they are added to the residual stream.
+        activation: activation of the MLP, a key of `ACTIVATIONS` ("gelu" is the exact one).
+        gated_mlp: down(activation(gate(x)) up(x)) instead of down(activation(up(x))).
+        dropout: dropout rate of the outputs of attention and MLP before they are added to the residual stream.
         projection_bias: whether the projections to queries, keys and values have biases.
         attention_output_bias: whether the projection of the attended values has a bias.
         mlp_bias: whether the projections of the MLP have biases.
         scale_embedding: whether embeddings are multiplied by sqrt(D).
         tied_embeddings: whether the unembedding is the embedding table.
         output_bias: whether the logits have a bias.
-        initializer: "gpt_neox", normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch;
-            or "fan_in", std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
+        initializer: "gpt_neox": normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch;
+            or "fan_in": std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
         attention: implementation of attention, one of `IMPLEMENTATIONS`; it does not change the result.
-        remat: values kept for the backward pass, a key of `REMAT`.
-        dtype: of the matmuls. (A config file may say "auto": bfloat16 on TPU and GPU, float32 on CPU.) "float64" is for
-            comparisons with other implementations, with JAX_ENABLE_X64=true.
+        remat: values saved for the backward pass, a key of `REMAT`.
+        dtype: dtype of the matmuls. ("auto" in a config file means bfloat16 on TPU and GPU, float32 on CPU.) "float64",
+            with JAX_ENABLE_X64=true, is for comparisons with other implementations.
     """
 
     num_layers: int
@@ -183,7 +183,7 @@ class TransformerConfig:
         require(heads % self.num_kv_heads == 0, "model.num_kv_heads", self.num_kv_heads, allowed)
         require(self.window is None or self.window > 0, "model.window", self.window, "must be 1 or more, or None")
         if isinstance(self.rotary, Rope):
-            self.rotary.frequencies(self.rotary.num_rotated(self.head_dim))  # a variant may refuse a head dim
+            self.rotary.frequencies(self.rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
         is_possible = self.norm_first or not self.parallel_residual
         require(is_possible, "model.parallel_residual", self.parallel_residual, "must be False without norm_first")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
@@ -196,7 +196,7 @@ class TransformerConfig:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """The dtype of the matmuls."""
+        """Return the dtype of the matmuls."""
         return jnp.dtype(self.dtype)
 
 
@@ -214,24 +214,24 @@ Norm = nnx.LayerNorm | nnx.RMSNorm
 
 
 def make_norm(config: TransformerConfig, rngs: nnx.Rngs) -> Norm:
-    """Make a norm of the residual stream: computed in float32; a LayerNorm has the variance of centred values."""
+    """Make a norm of the residual stream, in float32. LayerNorm computes the variance from centred values."""
     if config.norm == "rms_norm":
         return nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
     return nnx.LayerNorm(config.width, epsilon=config.norm_epsilon, use_fast_variance=False, rngs=rngs)
 
 
 def bias_parameter(is_present: bool, *shape: int) -> nnx.Param | None:
-    """Return the bias of a projection, zeros at first, or None."""
+    """Return the bias of a projection, initialised to zeros, or None."""
     return nnx.Param(jnp.zeros(shape)) if is_present else None
 
 
 def with_bias(y: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "B T ..."]:
-    """Return an activation plus a bias, which is cast to its dtype, or unchanged if there is no bias."""
+    """Return `y` plus the bias, cast to the dtype of `y`; `y` unchanged if there is no bias."""
     return y if bias is None else y + bias[None, None].astype(y.dtype)
 
 
 class Cache(NamedTuple):
-    """Keys (already rotated) and values of all layers for the tokens so far; column j holds position j.
+    """Keys (already rotated) and values of all layers for the tokens so far; column j is position j.
 
     Args:
         k_LBSGK: keys of S columns.
@@ -246,12 +246,12 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
     """Return an empty cache.
 
     Args:
-        config: the model's.
+        config: config of the model.
         batch: B.
         length: S, the maximum number of tokens of a sequence.
 
     Raises:
-        InputError: appending keys would change earlier rows, so that no cache could be right.
+        InputError: the model cannot use a cache, because appending keys changes earlier rows.
     """
     require(config.causal, "model.causal", config.causal, "must be True: a bidirectional model cannot generate")
     if reason := config.processor.why_not_cached:
@@ -261,7 +261,7 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
 
 
 class SelfAttention(nnx.Module):
-    """Projections around `attention.py`, with the layer's processor and its bias (unless all layers share one)."""
+    """Projections around `attention.py`, with the layer's processor and, unless all layers share one, its bias."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, H, G, K = config.width, config.num_heads, config.num_kv_heads, config.head_dim
@@ -276,7 +276,7 @@ class SelfAttention(nnx.Module):
             bias_parameter(has_bias, *shape) for shape in ((H, K), (G, K), (G, K))
         )
         self.output_bias_D = bias_parameter(config.attention_output_bias, D)
-        # A separate random stream, so that all other parameters are the same for every method.
+        # A separate random stream, so that all other parameters are initialised identically for every method.
         score_rngs = nnx.Rngs(rngs.params())
         self.bias = None if config.bias.shared_by_layers else config.bias.build(H, K, score_rngs)
         has_bias = config.bias.shared_by_layers or self.bias is not None
@@ -289,7 +289,7 @@ class SelfAttention(nnx.Module):
     def project(
         self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-        """Return queries, keys and values, rotated if positions are rotary."""
+        """Return queries, keys and values; queries and keys are rotated if the model uses rotary embedding."""
 
         def project(weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B T H K"]:
             return with_bias(matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), bias_HK)
@@ -306,7 +306,7 @@ class SelfAttention(nnx.Module):
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Attend to the visible positions of `x_BTD`, or of the cache, which is updated first and returned."""
+        """Attend to the visible positions of `x_BTD`, or of the cache after updating it; return the updated cache."""
         q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
         score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
@@ -325,7 +325,7 @@ class SelfAttention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two layers with an activation between them; if gated, the activation of a third one multiplies the first."""
+    """Two layers with an activation between them; if gated, the activation of a third layer multiplies the first."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, F = config.width, config.mlp_width
@@ -397,7 +397,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """A decoder, or the encoder of the paper's algorithmic tasks."""
+    """Decoder of a language model, or encoder of the paper's algorithmic tasks."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         D, V = config.width, config.num_outputs
@@ -423,7 +423,7 @@ class Transformer(nnx.Module):
 
     @property
     def output_DV(self) -> Float[Array, "D V"]:
-        """Matrix from features to logits: the unembedding, or the transposed embedding table."""
+        """Return the matrix from features to logits: the unembedding, or the transposed embedding table."""
         return self.embedding_VD[...].T if self.unembedding_DV is None else self.unembedding_DV[...]
 
     def features(
@@ -436,9 +436,9 @@ class Transformer(nnx.Module):
 
         Args:
             tokens_BT: the tokens.
-            pos_T: their positions, increasing; 0..T-1 if None. Padding, at the end, has negative positions; no other
-                token sees it.
-            dropout_key: random key of dropout, or None for no dropout.
+            pos_T: positions of the tokens, increasing; 0..T-1 if None. Padding, at the end, has negative positions, and
+                no other token sees it.
+            dropout_key: random key of dropout, or None to disable dropout.
         """
         pos_T = stripe(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
@@ -468,11 +468,11 @@ class Transformer(nnx.Module):
 
         Args:
             tokens_BT: the tokens.
-            pos_T: their positions, consecutive. The cache must hold all tokens before them. Positions beyond its last
-                column give wrong results, not an error: their values are not known when the program is traced.
-                (For sequences of different lengths, `jax.vmap` the whole call, as in `tools/generate.py`.)
-            cache: from `make_cache`, or from an earlier call. Columns from the first position on are overwritten before
-                they are read.
+            pos_T: positions of the tokens, consecutive. The cache must contain all earlier tokens. Positions beyond its
+                last column give wrong results, not an error: their values are unknown during tracing. (For sequences
+                of different lengths, `jax.vmap` the whole call, as in `tools/generate.py`.)
+            cache: result of `make_cache` or of an earlier call. Columns at the first position and later are overwritten
+                before they are read.
         """
         x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
 
@@ -496,24 +496,24 @@ class Transformer(nnx.Module):
         return with_bias(logits_BTV, self.output_bias_V)
 
     def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
-        """Return the logits at every position; in a language model, those of the next token."""
+        """Return the logits at every position; in a language model, the logits of the next token."""
         return self.logits(self.features(tokens_BT, pos_T))
 
 
 def attention_of(
     config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, row_stride: int = 1
 ) -> Implementation:
-    """Return the implementation of a model's self-attention: the one it has, or the choice of `Auto`.
+    """Return the implementation of a model's self-attention: `config.attention`, or the choice of `Auto`.
 
     Args:
-        config: the model.
+        config: config of the model.
         length: T, in tokens.
-        platform: of the devices.
-        device_kind: of the devices; see `kernels.why_not_fused`.
+        platform: platform of the devices.
+        device_kind: kind of the devices; see `kernels.why_not_fused`.
         row_stride: number of devices that share the rows: mesh.context x mesh.tensor.
 
     Raises:
-        InputError: the model has `Fused`, and there is no kernel for it.
+        InputError: the model uses `Fused`, and no kernel supports it.
     """
     attention = config.attention
     if not isinstance(attention, Auto | Fused):
@@ -537,11 +537,11 @@ def attention_of(
     return attention
 
 
-PARAMETER_KINDS = ("bias", "processor")  # parameters of position biases and of score convolutions; others have no kind
+PARAMETER_KINDS = ("bias", "processor")  # position biases and score convolutions; other parameters have no kind
 
 
 def parameter_kind(path: tuple[str, ...]) -> str | None:
-    """Return the member of `PARAMETER_KINDS` to which the parameter at this path belongs, or None."""
+    """Return the kind of the parameter at this path, one of `PARAMETER_KINDS`, or None."""
     *modules, _ = path
     if "processor" in modules:
         return "processor"
@@ -554,7 +554,7 @@ def flat_params(params: Params) -> dict[tuple[str, ...], Any]:
 
 
 def parameter_counts(params: Params) -> dict[str, int]:
-    """Count parameters: the `total`, and those of each of `PARAMETER_KINDS`."""
+    """Count the parameters: in `total`, and of each of `PARAMETER_KINDS`."""
     counts: dict[str, int] = dict.fromkeys(("total", *PARAMETER_KINDS), 0)
     for path, leaf in flat_params(params).items():
         counts["total"] += leaf.size
@@ -564,7 +564,7 @@ def parameter_counts(params: Params) -> dict[str, int]:
 
 
 def split_params(params: Params, kinds: tuple[str, ...]) -> tuple[Params, Params]:
-    """Return the parameters of these kinds and all others, as two nested dicts; all and none if there are no kinds.
+    """Return the parameters of these kinds, and all others, as nested dicts; without kinds, all parameters and {}.
 
     Raises:
         InputError: the model has no parameters of one of the kinds.
@@ -581,13 +581,13 @@ def split_params(params: Params, kinds: tuple[str, ...]) -> tuple[Params, Params
 
 
 def merge_params(first: Params, second: Params) -> Params:
-    """Return the parameters of two nested dicts in one; those of the second where both have a parameter."""
+    """Merge the parameters of two nested dicts; where both have a parameter, return the second's."""
     return unflatten_dict(flat_params(first) | flat_params(second)) if second else first
 
 
 @functools.cache  # every step, evaluator and tool of a run needs it, and building takes a tenth of a second
 def model_structure(config: TransformerConfig) -> tuple[nnx.GraphDef, Params]:
-    """Return the model's static structure, and the shapes and dtypes of its parameters, without allocating any.
+    """Return the model's static structure and the shapes and dtypes of its parameters, without allocating them.
 
     All callers share the result: do not modify it.
     """

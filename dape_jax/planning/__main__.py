@@ -18,13 +18,13 @@ from dape_jax.sharding import read_mesh
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags, checked."""
+    """Checked flags."""
 
     topology: str = flag(dataclasses.MISSING, "TPU slice, v4|v5e|v5p|v6e:SHAPE, for example v5e:16x16.")
-    mesh: str | None = flag(None, "Its mesh, for example fsdp=64,context=4; a few are tried if not given.")
+    mesh: str | None = flag(None, "Mesh of the slice, for example fsdp=64,context=4; if not given, up to 4 are tried.")
     batch: int | None = flag(None, "Sequences in a step; train.batch_size of the config if not given.")
-    eval_length: int | None = flag(None, "Compile the evaluator at this length too.")
-    step_time: float | None = flag(None, "Measured seconds of a step, to report its MFU.")
+    eval_length: int | None = flag(None, "Also compile the evaluator at this length.")
+    step_time: float | None = flag(None, "Measured seconds per step, to report the MFU.")
     output: str | None = flag(None, "Directory for plan.json and plan.md.")
 
     def __post_init__(self):
@@ -35,7 +35,7 @@ class Settings:
 
 
 def main(_: list[str]) -> None:
-    """Read the flags, plan the run and print the report."""
+    """Parse flags, plan the run and print the report."""
     settings = from_flags(Settings)
     if settings.output:
         make_results_directory(Path(settings.output), "--output")

@@ -1,8 +1,8 @@
-"""Compile programs, for the devices here or ahead of time for a TPU slice, and read what they do.
+"""Compile programs, for the local devices or ahead of time for a TPU slice, and read their cost.
 
-In: a jitted function and the shapes of its arguments. Out: a `CompiledProgram`. libtpu, the TPUs' compiler, needs no
-TPU. It runs in a process of its own, one at a time, so that its memory and its messages end with it. Next: `plan.py`,
-whole runs; `benchmarks/`.
+In: a jitted function and the shapes of its arguments. Out: a `CompiledProgram`. libtpu, the compiler for TPUs, needs no
+TPU. It runs in a separate process, one at a time, so that its memory is freed and its messages can be suppressed. Next:
+`plan.py`, for complete runs; `benchmarks/`.
 """
 
 import concurrent.futures.process
@@ -31,16 +31,16 @@ from dape_jax.planning.hlo import Work, read_work
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled function. All figures are for one device."""
+    """Compiled function. All figures are for one device."""
 
     run: Compiled
     compile_s: float  # seconds of compilation, without tracing
-    memory: Any  # the compiler's figures, a `CompiledMemoryStats`
-    work: Work  # of one run
+    memory: Any  # the compiler's `CompiledMemoryStats`
+    work: Work  # work of one run
 
     @property
     def result_bytes(self) -> int:
-        """Return the memory of its results, without those that reuse the memory of donated arguments."""
+        """Return the size of the results, without those that reuse the memory of donated arguments."""
         return self.memory.output_size_in_bytes - self.memory.alias_size_in_bytes
 
 
@@ -48,7 +48,7 @@ def compile_program(function: Callable[..., Any], *arguments: Any) -> CompiledPr
     """Compile a function, jitted or not, for arguments of these shapes, dtypes and shardings.
 
     Raises:
-        jax.errors.JaxRuntimeError: for a TPU, also if the program does not fit into its memory.
+        jax.errors.JaxRuntimeError: compilation fails; on TPUs, also if the program does not fit in memory.
     """
     lowered = (function if isinstance(function, Wrapped) else jax.jit(function)).lower(*arguments)
     started = time.monotonic()
@@ -63,7 +63,7 @@ def _text_of(lowered: Lowered, compiled: Compiled) -> str:
     """Return the text of a compiled program.
 
     jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
-    gather. The compiler writes the same text into a folder, if asked to before it compiles.
+    gather. With an option, the compiler writes the same text to a directory.
     """
     try:
         return compiled.as_text() or ""
@@ -75,14 +75,14 @@ def _text_of(lowered: Lowered, compiled: Compiled) -> str:
 
 
 def slice_devices(hardware: Slice) -> list[Any]:
-    """Return the devices of a slice that is not here, to compile for. Needs libtpu: call it from `in_process`."""
-    # By default libtpu presents the two cores of a v4 chip as two devices; the cloud's runtime does not.
+    """Return the devices of a slice, which need not exist, to compile for. Needs libtpu: call it from `in_process`."""
+    # By default libtpu exposes the two cores of a v4 chip as two devices; the cloud's runtime exposes one.
     options = {"chip_config_name": "megacore"} if hardware.chip.name == "v4" else {}
     return topologies.get_topology_desc(platform="tpu", topology_name=hardware.name, **options).devices
 
 
 def compile_error(error: BaseException) -> str:
-    """Return why a program was not compiled: the memory that it needs, if that is too much, or the compiler's error."""
+    """Return why a program was not compiled: the memory that it needs, if too large, or the compiler's error."""
     message = " ".join(str(error).split())
     if not is_out_of_memory(error):
         return f"the compiler failed: {message[:300]}"
@@ -91,12 +91,12 @@ def compile_error(error: BaseException) -> str:
 
 
 def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: Path) -> dict[str, Any]:
-    """Run a function that compiles in a process of its own, without showing the compiler's messages.
+    """Run a function that compiles, in a separate process, without showing the compiler's messages.
 
-    Return its results, of which one is whether the program `fits`, and `num_full_rematerializations`, a count of the
+    Return its results, among them whether the program `fits`, and `num_full_rematerializations`, a count of the
     compiler's warnings.
     """
-    # No TPU is used, so other processes may use libtpu too, and there is no cloud metadata to ask for a slice.
+    # No TPU is used, so other processes may use libtpu too, and no cloud metadata is queried for a slice.
     os.environ.update(TPU_LIBRARY_PATH=str(libtpu), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["JAX_PLATFORMS"] = "cpu"
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
@@ -130,8 +130,8 @@ def find_libtpu() -> Path:
     spec = importlib.util.find_spec("libtpu")
     installed = Path(spec.origin).parent if spec and spec.origin else Path(sys.prefix) / "tpu-aot" / "libtpu"
     if not (installed / "libtpu.so").is_file():
-        # Not in the environment itself: there, every JAX command on a machine without a TPU would warn about it.
-        raise InputError("libtpu: not installed; `make tpu-aot` installs it where only planning finds it")
+        # Not installed into the environment: there, every JAX command on a machine without a TPU would print a warning.
+        raise InputError("libtpu: not installed; `make tpu-aot` installs it for planning only")
     return installed / "libtpu.so"
 
 

@@ -1,8 +1,8 @@
-"""Count FLOPs by formula: those that a model needs, and those that a training step's program executes.
+"""Count FLOPs by formula: needed by a model, and executed by the program of a training step.
 
 In: a model's config. Out: `Flops`. Next: `training/loop.py`, `plan.py`.
 
-Counted are, with 2 FLOPs for a multiply-add and the backward pass as twice the forward pass:
+A multiply-add counts as 2 FLOPs, and the backward pass as twice the forward pass. Counted:
 
     projections     D -> H K, twice D -> G K, and H K -> D, for every token
     mlp             D -> F -> D for every token, with D -> F once more if gated
@@ -10,8 +10,8 @@ Counted are, with 2 FLOPs for a multiply-add and the backward pass as twice the 
     attention       Q K^T and P V, 4 H K for every pair of a query and a key
     processor       `ProcessorConfig.pair_flops` for every pair: the score convolutions of DAPE
 
-Pairs are counted causally: T (T + 1) / 2 of them in a sequence of T tokens, or those inside the window. The part of a
-processor that reads a bias that does not depend on content counts once for the batch, because it is computed once.
+Pairs are counted causally: T (T + 1) / 2 in a sequence of T tokens, or those inside the window. If the bias does not
+depend on content, the part of the processor that reads it is counted once per batch, because it is computed once.
 
 Not counted: embedding lookups, norms, softmax, activations, the optimizer, and the biases themselves.
 """
@@ -30,7 +30,7 @@ from dape_jax.model.transformer import TransformerConfig
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """FLOPs by part; see the module's docstring."""
+    """FLOPs of each part; see the module's docstring."""
 
     projections: int
     mlp: int
@@ -45,7 +45,7 @@ class Flops:
 
 
 def num_pairs(length: int, window: int | None) -> int:
-    """Return the number of pairs of a query and a key that it sees in one causal sequence."""
+    """Return the number of pairs of a query and a visible key in one causal sequence."""
     if window is None or window >= length:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
@@ -62,13 +62,13 @@ def model_flops(config: TransformerConfig, length: int, batch_size: int) -> Flop
 
 
 def model_flops_per_token(config: TransformerConfig, length: int, batch_size: int) -> float:
-    """Return `model_flops` of a training step divided by its tokens."""
+    """Return `model_flops` per token of a training step."""
     return model_flops(config, length, batch_size).total / (length * batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Cost of each part of a step in forward passes; a backward pass costs two."""
+    """Cost of each part of a step, in forward passes; a backward pass costs two."""
 
     projections: int = 1
     up: int = 1
@@ -84,8 +84,8 @@ def _flops(
 ) -> Flops:
     """Return the FLOPs of all parts.
 
-    `tokens` are those of the batch, and `pairs` of a query and a key those of one sequence. Arrays without a batch dim
-    are computed `num_bias_batches` times.
+    `tokens` is the number of tokens of the batch, and `pairs` the number of pairs of a query and a key in one sequence.
+    Arrays without a batch dim are computed `num_bias_batches` times.
     """
     D, H, G, K, L = config.width, config.num_heads, config.num_kv_heads, config.head_dim, config.num_layers
     F, num_ups = config.mlp_width, 1 + config.gated_mlp
@@ -111,19 +111,19 @@ def executed_flops(
     accumulation_steps: int = 1,
     chunked_unembedding: bool = False,
 ) -> Flops:
-    """Return the FLOPs of a training step's program on all devices: with recomputation and computed masked pairs.
+    """Return the FLOPs of a training step's program on all devices, with recomputation and computed masked pairs.
 
-    The backward pass recomputes a layer's forward pass without its last matmul (remat "full"), or all but its matmuls
-    with weights (remat "dots"); the scores of each block once more (`Blockwise` and `Fused`); chunked logits.
+    The backward pass recomputes a layer's forward pass without its last matmul (remat "full"), or all except its
+    matmuls with weights (remat "dots"); the scores of each block once more (`Blockwise` and `Fused`); chunked logits.
 
     Args:
-        config: the model; its `attention` must not be `Auto`: see `transformer.attention_of`.
+        config: config of the model; its `attention` must not be `Auto`: see `transformer.attention_of`.
         length: T, in tokens.
         batch_size: sequences in the batch.
-        row_parts: devices that the query rows of a sequence are split over: mesh.context x mesh.tensor.
-        batch_parts: devices that the batch is split over: mesh.data x mesh.fsdp. Each of them computes all arrays
-            without a batch dim.
-        accumulation_steps: parts of a step; each of them computes these arrays again.
+        row_parts: number of devices over which the query rows of a sequence are split: mesh.context x mesh.tensor.
+        batch_parts: number of devices over which the batch is split: mesh.data x mesh.fsdp. Each of them computes all
+            arrays without a batch dim.
+        accumulation_steps: parts of a step; each computes the arrays without a batch dim again.
         chunked_unembedding: whether the logits are computed in chunks.
     """
     full, recomputed = config.remat == "full", config.remat != "none"
@@ -142,10 +142,10 @@ def executed_flops(
 
 
 def pairs_computed(attention: Implementation, length: int, window: int | None, row_stride: int = 1) -> int:
-    """Return the pairs of a query and a key that a device computes that has every `row_stride`-th row of a sequence.
+    """Return the number of pairs of a query and a key that a device with every `row_stride`-th row computes.
 
-    `Dense` computes all of them; `Blockwise` for each run of blocks those up to the run's last row, or in the window;
-    `Fused` for each block all tiles that a row of the block sees, without the columns that two tiles compute.
+    `Dense` computes all pairs; `Blockwise`, for each run of blocks, those up to the run's last row, or in the window;
+    `Fused`, for each block, all tiles visible to a row of the block, without columns computed by two tiles.
     """
     num_rows = length // row_stride
     if isinstance(attention, Fused):

@@ -1,18 +1,18 @@
-"""Read what a compiled program does in one run from its text: collectives, matmul FLOPs, HBM traffic, buffers.
+"""Parse the text of a compiled program: collectives, matmul FLOPs, HBM traffic and buffers of one run.
 
-In: the text of a compiled and scheduled program (`jax.stages.Compiled.as_text`). Out: `Work`, for one device, since
-shapes in the text are those of one device. Next: `compile.py`.
+In: the text of a compiled and scheduled program (`jax.stages.Compiled.as_text`). Out: `Work` of one device, since
+shapes in the text are per device. Next: `compile.py`.
 
-XLA does not promise the format of its text. `Compiled.cost_analysis` would be the stable way, but it reports neither
+The format of XLA's text is not stable. `Compiled.cost_analysis` is a stable interface, but it reports neither
 collectives nor buffers, and counts the body of a loop once. Extrapolating it from unrolled programs of 1 and 2 layers
 is not reliable: for results/planning's 125m-T8192 (12 layers, libtpu 0.0.51) it gives 1.63e13 FLOPs and 158 GB, and the
 program has 2.31e13 and 170 GB. In unrolled layers XLA merges recomputation with the forward pass, so that remat "full"
-has no effect, and "bytes accessed" includes VMEM and whole operands of which a fusion reads a slice.
+has no effect, and "bytes accessed" includes VMEM, and whole operands if a fusion reads only a slice.
 
 The parser relies on names of operations and their shapes, `calls=`, `body=`, `condition=`, and the attributes of
-collectives and convolutions. TPUs are the target: there, the compiler makes a convolution of every matmul. On CPU and
-GPU matmuls may be dots or library calls. A Pallas kernel for TPUs reports its own cost (`kernels.tpu.cost`); the
-operands and results of any other kernel count as traffic, and its FLOPs as 0.
+collectives and convolutions. The target is TPUs, where the compiler converts every matmul to a convolution. On CPU and
+GPU matmuls may be dots or library calls. A Pallas kernel for TPUs reports its own cost (`kernels.tpu.cost`); for other
+kernels, operands and results count as traffic, and FLOPs as 0.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-# Operations that neither compute nor move anything: names for existing buffers, and control flow, whose bodies count.
+# Operations that neither compute nor move data: names for existing buffers, and control flow (the bodies are counted).
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "after-all"}
 SLICES = {"dynamic-slice", "slice", "gather"}
 
@@ -37,12 +37,12 @@ NAME = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array of a program."""
+    """Array of a program."""
 
-    dtype: str  # as the compiler writes it: bf16, s32, pred
+    dtype: str  # in the compiler's notation: bf16, s32, pred
     dims: tuple[int, ...]
-    num_bytes: int  # padded to the tiles of its layout
-    in_hbm: bool  # not in VMEM
+    num_bytes: int  # size, padded to the tiles of the layout
+    in_hbm: bool  # False for VMEM
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -50,27 +50,27 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """An operation of a program: `%name = results opcode(%operands), attributes`."""
+    """Operation of a program: `%name = results opcode(%operands), attributes`."""
 
     name: str
     opcode: str
     results: tuple[Buffer, ...]
     operands: tuple[str, ...]
-    text: str  # after the opcode
+    text: str  # text after the opcode
     is_root: bool
 
     @property
     def called(self) -> list[str]:
-        """Return the names of the computations that it runs."""
+        """Return the names of the computations that the operation runs."""
         return [name for group in CALLED.findall(self.text) for name in NAME.findall(group)]
 
     @property
     def kind(self) -> str:
-        """Return its opcode; for the start of an asynchronous operation, that of the operation."""
+        """Return the opcode; for the start of an asynchronous operation, the opcode of that operation."""
         return self.opcode.removesuffix("-start")
 
     def attribute(self, pattern: str) -> str:
-        """Return the first group of a pattern in its text, or "" if it is not there."""
+        """Return the first group of a pattern in the text, or "" if there is no match."""
         found = re.search(pattern, self.text)
         return found[1] if found else ""
 
@@ -80,25 +80,25 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind in one run of a program."""
+    """Collectives of one kind in one run of a program."""
 
     kind: str  # one of `COLLECTIVES`
-    count: int  # number of times that one is run
-    num_bytes: int  # received by a device in all of them
+    count: int  # number of executions
+    num_bytes: int  # bytes received by a device, in total
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
     """Work of one device in one run of a program."""
 
-    collectives: tuple[Collective, ...]  # by kind, the one with the most bytes first
-    matmul_flops: int  # of matmuls and convolutions
-    hbm_bytes: int  # read from and written to HBM, each operand and result of a scheduled operation once
+    collectives: tuple[Collective, ...]  # one per kind, in order of decreasing bytes
+    matmul_flops: int  # FLOPs of matmuls and convolutions
+    hbm_bytes: int  # HBM traffic, each operand and result of a scheduled operation once
     largest: tuple[tuple[int, str, str], ...]  # largest allocated buffers: (bytes, shape, operation of the model)
-    loops: tuple[int, ...]  # number of times that each loop's body runs; 0 if unknown (the body counts once)
-    cycles: int  # the TPU compiler's own estimate for everything but Pallas kernels
-    kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and how often it runs
-    launches: int  # scheduled operations that compute or move something: on a GPU, the kernels that it starts
+    loops: tuple[int, ...]  # trip count of each loop; 0 if unknown (the body counts once)
+    cycles: int  # the TPU compiler's estimate, without Pallas kernels
+    kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and number of executions
+    launches: int  # scheduled operations that compute or move data: on a GPU, the number of kernel launches
 
 
 def read_work(text: str, num_largest: int = 8) -> Work:
@@ -114,7 +114,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
             loops.append(times * _trip_count(instruction, program))
         if instruction.kind in COLLECTIVES:
             key = _identity(computation, is_fused, instruction)
-            # If it runs beside a loop, it is in the loop's body as well: it runs as often as its rarest part.
+            # A collective that overlaps with a loop is also in the loop's body: it runs as often as its rarest part.
             if key not in collectives or times < collectives[key][0]:
                 collectives[key] = times, instruction, computation
             continue
@@ -147,13 +147,13 @@ def read_work(text: str, num_largest: int = 8) -> Work:
     return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles, tuple(kernels), launches)
 
 
-# ---- the text
+# ---- text
 
 
 def read_buffer(dtype: str, dims: str, layout: str, tiling: str) -> Buffer:
-    """Return an array from the parts of its type, for example "bf16", "4096,12", "1,0", "T(8,128)(2,1)S(1)".
+    """Parse the type of an array, given in parts such as "bf16", "4096,12", "1,0", "T(8,128)(2,1)S(1)".
 
-    Dims are padded to the tiles, minor dims (which the layout lists first) to the last sizes of a tile.
+    Dims are padded to the tiles: minor dims, which the layout lists first, to the last sizes of a tile.
     """
     sizes = [int(size) for size in dims.split(",") if size]
     padded = list(sizes)
@@ -164,7 +164,7 @@ def read_buffer(dtype: str, dims: str, layout: str, tiling: str) -> Buffer:
 
 
 def _bytes(dtype: str, dims: Iterable[int]) -> int:
-    """Return the bytes of an array without tiles: 2 per element for bf16, 4 for s32, 1 for pred, and 0 for token."""
+    """Return the size of an array without tiles: 2 bytes per element for bf16, 4 for s32, 1 for pred, 0 for token."""
     return math.prod(dims) * (8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)) // 8
 
 
@@ -188,7 +188,7 @@ def read_program(text: str) -> tuple[dict[str, Computation], str]:
 def _walk(
     program: dict[str, Computation], computation: str, times: int = 1, is_fused: bool = False
 ) -> Iterator[tuple[str, int, bool, Instruction]]:
-    """Yield every instruction that runs, after its computation, how often it runs, and whether it is in a fusion."""
+    """Yield computation, instruction, number of executions and whether it is in a fusion, for each instruction."""
     for instruction in program[computation].values():
         yield computation, times, is_fused, instruction
         if instruction.opcode == "while":
@@ -200,10 +200,10 @@ def _walk(
 
 
 def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
-    """Return how often a loop's body runs, or 0 if unknown.
+    """Return the trip count of a loop, or 0 if unknown.
 
-    It is the constant that the loop's condition compares its counter with: loops in this project are scans, which
-    count from 0 by one.
+    It is the constant with which the loop's condition compares the counter: loops in this project are scans, which
+    count from 0 in steps of one.
     """
     if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(known)
@@ -216,10 +216,10 @@ def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
 
 
 def _identity(computation: str, is_fused: bool, instruction: Instruction) -> tuple[str, ...]:
-    """Return a key that all parts of one collective have in common.
+    """Return a key shared by all parts of one collective.
 
-    A collective that the compiler runs beside other work is spread over many fusions and loops, which all have its
-    channel; it counts once. The channel alone is not enough: successive collectives may share one.
+    A collective that overlaps with other work is split over many fusions and loops, all with its channel; it counts
+    once. The channel alone is not a key: successive collectives may share one.
     """
     channel = instruction.attribute(r"channel_id=(\d+)")
     if not is_fused or not channel or "reduce-scatter" in computation:
@@ -228,9 +228,9 @@ def _identity(computation: str, is_fused: bool, instruction: Instruction) -> tup
 
 
 def _received(instruction: Instruction, computation: str) -> tuple[str, int]:
-    """Return the true kind of a collective, and the bytes that a device receives by the best ring algorithm.
+    """Return the true kind of a collective, and the bytes that a device receives with the best ring algorithm.
 
-    For n devices in a group, a gather receives (n - 1) / n of its result and a scatter as much of its operand. An
+    With n devices in a group, a gather receives (n - 1) / n of its result, and a scatter (n - 1) / n of its operand. An
     all-reduce is a scatter followed by a gather.
     """
     kind, sizes = instruction.kind, [_bytes(buffer.dtype, buffer.dims) for buffer in instruction.results]
@@ -242,12 +242,12 @@ def _received(instruction: Instruction, computation: str) -> tuple[str, int]:
     if kind == "reduce-scatter":
         return kind, size * (n - 1)
     if kind == "all-reduce" and "reduce-scatter" in computation:
-        kind = "reduce-scatter"  # of which only a slice is used
+        kind = "reduce-scatter"  # only a slice of the all-reduce is used
     return kind, size * (n - 1) // n * (2 if kind == "all-reduce" else 1)
 
 
 def _group_size(instruction: Instruction) -> int:
-    """Return the number of devices in a collective's group, from any of the three notations."""
+    """Return the number of devices in a collective's group, for any of the three notations."""
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
@@ -268,8 +268,8 @@ def _is_library_matmul(instruction: Instruction) -> bool:
 def matmul_flops(instruction: Instruction, computation: Computation) -> int:
     """Return the FLOPs of a matmul or a convolution, 2 for a multiply-add.
 
-    Where the window of a convolution covers padding, or the gaps of a dilated operand, nothing is multiplied. (The
-    compiler writes a matmul with a batch dim as such a convolution.)
+    Padding and the gaps of a dilated operand in the window of a convolution count as 0. (The compiler writes a matmul
+    with a batch dim as such a convolution.)
     """
     left, right = (computation[name].results[0].dims for name in instruction.operands[:2])
     out = instruction.results[0].dims
@@ -306,7 +306,7 @@ def _traffic(instruction: Instruction, program: dict[str, Computation], computat
     """Return the bytes that a scheduled operation reads from HBM and writes to it."""
     operands = [computation[name].results for name in instruction.operands]
     if instruction.opcode in ("copy-start", "slice-start"):
-        # Between HBM and VMEM: the results are destination, source and a semaphore, in either order.
+        # Copies between HBM and VMEM: the results are destination, source and a semaphore, in either order.
         arrays = [buffer for buffer in instruction.results if buffer.dims]
         return min((buffer.num_bytes for buffer in arrays), default=0) * len({buffer.in_hbm for buffer in arrays})
     if instruction.opcode in SLICES:
@@ -319,7 +319,7 @@ def _traffic(instruction: Instruction, program: dict[str, Computation], computat
 
 
 def _fusion_traffic(fusion: Instruction, body: Computation) -> int:
-    """Return the traffic of a fusion: only the used slices of its operands, and no buffers that it passes through."""
+    """Return the traffic of a fusion: only used slices of its operands, and no buffers that it passes through."""
     users: dict[str, list[Instruction]] = defaultdict(list)
     for instruction in body.values():
         for name in instruction.operands:
@@ -339,7 +339,7 @@ def _fusion_traffic(fusion: Instruction, body: Computation) -> int:
         total += sum(buffer.num_bytes for each in read for buffer in each.results)
     (root,) = [instruction for instruction in body.values() if instruction.is_root]
     outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    if len(outputs) != len(fusion.results):  # one of them is several arrays: the parts of a collective
+    if len(outputs) != len(fusion.results):  # an output is a tuple of arrays: the parts of a collective
         return total
     for output, buffer in zip(outputs, fusion.results, strict=True):
         while output.opcode == "bitcast":
@@ -352,6 +352,6 @@ def _fusion_traffic(fusion: Instruction, body: Computation) -> int:
 
 
 def _passes_through(instruction: Instruction) -> bool:
-    """Return whether it is a collective, which is counted separately, or a part of one."""
+    """Return whether the operation is a collective, which is counted separately, or a part of one."""
     is_part = instruction.opcode == "custom-call" and "AsyncCollective" in instruction.text
     return is_part or instruction.kind in COLLECTIVES or instruction.kind == "tuple"

@@ -1,9 +1,9 @@
-"""Plan a run without its hardware: does it fit on a TPU slice, and how fast can it be at most?
+"""Plan a run without its hardware: memory on a TPU slice, and a lower bound of the step time.
 
-In: a run's config and a slice. Out: for each mesh that is tried a `Plan`: whether the real train step fits, its memory,
-its FLOPs and communication, and a lower bound of its time. Next: `__main__.py`, the command line.
+In: a run's config and a slice. Out: a `Plan` for each mesh that is tried: whether the train step fits, its memory,
+FLOPs and communication, and a lower bound of its time. Next: `__main__.py`, the command line.
 
-libtpu compiles the step ahead of time (`compile.py`); the figures are read from the program that would run (`hlo.py`).
+libtpu compiles the step ahead of time (`compile.py`); the figures are read from the compiled program (`hlo.py`).
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ REMATS = ("none", "dots", "full")  # in order of increasing recomputation
 
 
 def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
-    """Return the run of a config as it would be on a TPU: dtype "auto" is bfloat16, and no corpus is needed.
+    """Return the run of a config as on a TPU: dtype "auto" is bfloat16, and no corpus is needed.
 
     `batch_size` replaces `train.batch_size`, unless it is None.
     """
@@ -62,7 +62,7 @@ def run_to_plan(spec: dict[str, Any], batch_size: int | None) -> RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedDevice:
-    """A device of a mesh for which nothing is compiled."""
+    """Device of a mesh for which nothing is compiled."""
 
     id: int
     process_index: int = 0
@@ -71,10 +71,10 @@ class PlannedDevice:
 
 
 def planned_mesh(mesh: MeshConfig, num_chips: int) -> Mesh:
-    """Return a mesh for shapes and shardings alone, without libtpu.
+    """Return a mesh for shapes and shardings only, without libtpu.
 
     Raises:
-        InputError: the sizes do not multiply to the number of chips.
+        InputError: the product of the sizes is not the number of chips.
     """
     sizes = mesh.sizes(num_chips)
     devices = np.array([PlannedDevice(i) for i in range(num_chips)])
@@ -110,7 +110,7 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
     batch_meshes = [mesh for mesh in batch_meshes if divides(mesh)]
     found = batch_meshes + fsdp_and("context", 1 if batch_meshes else 3) + fsdp_and("tensor", 1)
     if not found:
-        run.check_mesh(planned_mesh(mesh_of(fsdp=n), n))  # raises: names the field that does not divide
+        run.check_mesh(planned_mesh(mesh_of(fsdp=n), n))  # raises `InputError` with the field that is not divisible
     return found
 
 
@@ -119,11 +119,11 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The program to compile for a slice."""
+    """Program to compile for a slice."""
 
     run: RunConfig
     hardware: Slice
-    mesh: MeshConfig  # of its chips
+    mesh: MeshConfig  # mesh of the chips
     eval_length: int | None = None  # compile the evaluator at this length; the train step if None
 
     @property
@@ -132,7 +132,7 @@ class Request:
         return "train step" if self.eval_length is None else f"evaluation at {self.eval_length}"
 
     def batch_shape(self, mesh: Mesh) -> tuple[int, int]:
-        """Return the number of sequences in a batch, over all chips, and of tokens in a sequence."""
+        """Return the number of sequences in a batch, over all chips, and the number of tokens in a sequence."""
         if self.eval_length is None:
             return self.run.train.batch_size, self.run.train.train_length
         evaluation = self.run.evaluation
@@ -140,7 +140,7 @@ class Request:
 
 
 def compile_request(request: Request) -> dict[str, Any]:
-    """Compile a program for a slice and return fields of its `Plan`; must run in a process of its own."""
+    """Compile a program for a slice and return fields of its `Plan`; must run in a separate process."""
     mesh, run, length = make_mesh(request.mesh, slice_devices(request.hardware)), request.run, request.eval_length
     optimizer, evaluation = make_optimizer(run.optimizer, run.train.num_steps), run.evaluation
     state = abstract_state(run.model, optimizer, mesh, run.init.trained_kinds)
@@ -174,7 +174,7 @@ def compile_request(request: Request) -> dict[str, Any]:
         "held_bytes": {
             "arguments": memory.argument_size_in_bytes,
             "temporary": memory.temp_size_in_bytes,
-            "results beside them": program.result_bytes,
+            "other results": program.result_bytes,
             "program": memory.generated_code_size_in_bytes,
         },
         "work": dataclasses.asdict(program.work),
@@ -186,14 +186,14 @@ def compile_request(request: Request) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Figures of one program on one mesh: of one chip, unless stated otherwise."""
+    """Figures of one program on one mesh; they are for one chip, unless stated otherwise."""
 
     program: str  # "train step", or evaluation at a length
     mesh: str  # in the notation of `--mesh`
     remat: str  # rematerialisation policy of the layers
     batch_size: int  # sequences, over all chips
     length: int  # tokens in a sequence
-    fits: bool  # whether it compiles, into the chips' memory
+    fits: bool  # whether it compiles and fits in the chips' memory
     reason: str | None = None  # why it does not fit
     compile_seconds: float | None = None
     peak_bytes: int | None = None
@@ -201,20 +201,20 @@ class Plan:
     held_bytes: dict[str, int] | None = None
     largest: tuple[tuple[int, str, str], ...] = ()  # the largest buffers: (bytes, shape, operation of the model)
     model_flops: dict[str, int] | None = None  # FLOPs that the model needs, over all chips, by part
-    executed_flops: int | None = None  # by formula: with recomputation, masked pairs, and what every chip repeats
+    executed_flops: int | None = None  # by formula: with recomputation, masked pairs and replicated computation
     matmul_flops: int | None = None  # FLOPs of the compiled program's matmuls and convolutions
     collectives: tuple[dict[str, Any], ...] = ()  # kind, count, and bytes that a chip receives
-    loops: tuple[int, ...] = ()  # for each loop of the program, the number of times that its body runs
-    num_full_rematerializations: int = 0  # arrays that the compiler says it gathers in full to reshard them
-    roofline_seconds: dict[str, float] | None = None  # least time by limit: compute, memory, interconnect
-    binds: str | None = None  # the limit with the largest time
-    step_seconds: float | None = None  # that time
+    loops: tuple[int, ...] = ()  # trip count of each loop of the program
+    num_full_rematerializations: int = 0  # arrays gathered in full to reshard them, by the compiler's warnings
+    roofline_seconds: dict[str, float] | None = None  # minimum time by resource: compute, memory, interconnect
+    binds: str | None = None  # bottleneck: the resource with the largest time
+    step_seconds: float | None = None  # time of the bottleneck, a lower bound
     mfu: float | None = None  # model FLOPs utilisation at that time, an upper bound
-    mfu_at_step_time: float | None = None  # the same at the step time given
+    mfu_at_step_time: float | None = None  # model FLOPs utilisation at the given step time
 
 
 def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
-    """Compile a program and return its plan; `step_time` are the measured seconds of a train step, if known."""
+    """Compile a program and return its plan; `step_time` is the measured time of a train step, or None."""
     run, hardware, is_train = request.run, request.hardware, request.eval_length is None
     chip = hardware.chip
     mesh = planned_mesh(request.mesh, hardware.num_chips)
@@ -233,7 +233,7 @@ def make_plan(request: Request, libtpu: Path, step_time: float | None) -> Plan:
     work = outcome.pop("work")
     outcome |= {name: work[name] for name in ("largest", "matmul_flops", "collectives", "loops")}
     link_bytes = sum(collective["num_bytes"] for collective in work["collectives"])
-    seconds = {  # the least time by each limit alone
+    seconds = {  # minimum time by each resource
         "compute": work["matmul_flops"] / chip.peak_flops,
         "memory": work["hbm_bytes"] / chip.hbm_bytes_per_second,
         "interconnect": link_bytes / chip.link_bytes_per_second,
@@ -294,12 +294,12 @@ def plan_run(
     Args:
         run: the run.
         hardware: the slice.
-        mesh: its mesh, with the config's remat. If None, `candidates` are tried, each with the `REMATS` until one fits.
-        eval_length: compile the evaluator at this length too, on the best mesh.
+        mesh: its mesh, with the config's remat. If None, try `candidates`, each with the `REMATS` until one fits.
+        eval_length: also compile the evaluator at this length, on the best mesh.
         step_time: see `make_plan`.
 
     Raises:
-        InputError: sizes do not divide, or libtpu is missing; before anything is compiled.
+        InputError: sizes are not divisible, or libtpu is missing; raised before anything is compiled.
     """
     if mesh is None:
         meshes, remats = candidates(run, hardware), REMATS
@@ -336,7 +336,7 @@ def best(plans: list[Plan]) -> Plan | None:
     return min(fitting, key=lambda plan: plan.step_seconds or math.inf, default=None)
 
 
-# ---- text
+# ---- report
 
 
 def summary_line(plan: Plan) -> str:
@@ -345,7 +345,7 @@ def summary_line(plan: Plan) -> str:
     if not plan.fits:
         return line + f"no: {plan.reason}"
     line += f"fits, {(plan.peak_bytes or 0) / GIB:.2f} GiB a chip; at least {(plan.step_seconds or 0.0) * 1e3:.1f} ms"
-    return line + f" ({plan.binds} binds), MFU at most {plan.mfu:.0%}"
+    return line + f" ({plan.binds}-bound), MFU at most {plan.mfu:.0%}"
 
 
 def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
@@ -355,7 +355,7 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
     lines = [
         f"# {hardware.name}: {hardware.num_chips} chips, compiled ahead of time",
         "",
-        f"A chip: {chip.peak_flops / 1e12:g} TFLOP/s in bfloat16, {chip.hbm_bytes / GIB:.1f} GiB at "
+        f"Per chip: {chip.peak_flops / 1e12:g} TFLOP/s in bfloat16, {chip.hbm_bytes / GIB:.1f} GiB at "
         f"{chip.hbm_bytes_per_second / 1e9:g} GB/s, {chip.link_bytes_per_second / 1e9:g} GB/s from its neighbours "
         f"({chip.source}).",
         f"Model: {model.num_layers} layers, width {model.width}, {model.num_heads} heads, bias {bias}, processor "
@@ -385,33 +385,33 @@ def _details(plan: Plan, hardware: Slice) -> list[str]:
     lines = [
         f"## Best: {plan.mesh}, remat {plan.remat}, batch {plan.batch_size} x {plan.length} tokens",
         "",
-        f"Memory, at most {plan.peak_bytes / MIB:,.0f} MiB a chip at once, in MiB:",
+        f"Memory per chip, peak {plan.peak_bytes / MIB:,.0f} MiB, in MiB:",
         "",
         *(f"    {size / MIB:>12,.1f}  {name}" for name, size in plan.held_bytes.items()),
     ]
     if plan.largest:
-        lines += ["", "Largest buffers that the program makes (not all at once), in MiB:", ""]
+        lines += ["", "Largest buffers of the program (not all live at the same time), in MiB:", ""]
         lines += [f"    {size / MIB:>12,.1f}  {shape}  {source}" for size, shape, source in plan.largest]
     tokens = plan.batch_size * plan.length
-    lines += ["", f"FLOPs of the model, {total:.4g} a step, {total / tokens:.4g} a token:", ""]
+    lines += ["", f"FLOPs of the model, {total:.4g} per step, {total / tokens:.4g} per token:", ""]
     lines += [f"    {flops / total:>12.1%}  {name}" for name, flops in plan.model_flops.items()]
     lines += [
         "",
-        "FLOPs of the program, a chip:",
+        "FLOPs of the program, per chip:",
         "",
         f"    {total / hardware.num_chips:>12.4g}  needed by the model",
         f"    {plan.executed_flops:>12.4g}  executed, by formula",
         f"    {plan.matmul_flops:>12.4g}  executed, in the compiled program's matmuls and convolutions",
         "",
-        "Collectives (bodies of loops as often as they run): how many, and GB that a chip receives:",
+        "Collectives (executions, with loops) and GB received per chip:",
         "",
         *(f"    {each['count']:>6}  {each['num_bytes'] / 1e9:>8.3f}  {each['kind']}" for each in plan.collectives),
-        f"    loops run {', '.join(str(n) if n else 'unknown, counted once' for n in plan.loops)} times",
+        f"    trip counts of loops: {', '.join(str(n) if n else 'unknown, counted once' for n in plan.loops)}",
     ]
     if plan.num_full_rematerializations:
-        lines += [f"    the compiler gathered whole arrays to reshard them: {plan.num_full_rematerializations}"]
+        lines += [f"    arrays that the compiler gathered in full to reshard them: {plan.num_full_rematerializations}"]
     if plan.mfu_at_step_time is not None:
-        lines += ["", f"MFU at the step time given: {plan.mfu_at_step_time:.1%}"]
+        lines += ["", f"MFU at the given step time: {plan.mfu_at_step_time:.1%}"]
     return lines
 
 

@@ -1,5 +1,5 @@
-"""Pretrained models: import of Hugging Face checkpoints as runs, and export of runs in their layout.
+"""Pretrained models: import of Hugging Face checkpoints as runs, and export of runs as Hugging Face checkpoints.
 
-`files.py` reads tensors from a directory, `families.py` says which of them is which parameter, `load.py` makes a run of
-them. `docs/pretrained.md` is the manual.
+`files.py` reads tensors from a directory, `families.py` maps them to parameters, `load.py` writes the run directory.
+`docs/pretrained.md` is the manual.
 """

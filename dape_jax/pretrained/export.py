@@ -1,9 +1,9 @@
-"""Export a run as a Hugging Face checkpoint, for PyTorch transformers and everything that is built on it.
+"""Export a run as a Hugging Face checkpoint, for PyTorch transformers and programs that use it.
 
     dape-export --workdir=runs/dape --output=exported
 
 In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py`, and the tokenizer. Next:
-`modeling_dape.py`, which the checkpoint is loaded with:
+`modeling_dape.py`, which loads the checkpoint:
 
     model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained("exported")
@@ -40,20 +40,20 @@ from dape_jax.storage import AnyPath, require_local, to_path
 
 MODELING_FILE = "modeling_dape.py"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_FILE_BYTES = 5 * 10**9  # of tensors in one file
+_FILE_BYTES = 5 * 10**9  # maximum bytes of tensors in one file
 
 
 def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: str = "float32") -> None:
-    """Write a run's checkpoint as a directory for transformers; it is complete or not there.
+    """Write a run's checkpoint as a directory for transformers, which appears only when it is complete.
 
     Args:
         workdir: run directory.
         output: directory to create.
         step: "newest", "best" or a number.
-        dtype: of the tensors; they are float32 in a run.
+        dtype: dtype of the tensors; a run has float32.
 
     Raises:
-        InputError: there is no such checkpoint, no decoder, or `output` exists or cannot be written to.
+        InputError: the checkpoint is missing, the model is not a decoder, or `output` exists or cannot be written to.
     """
     require(dtype in SAFETENSORS_DTYPES, "dtype", dtype, f"must be one of {list(SAFETENSORS_DTYPES)}")
     require(not output.exists(), "output", str(output), "must not exist yet")
@@ -80,7 +80,7 @@ def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: s
 
 
 def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[str, Any]:
-    """Return the content of `config.json`: the `model` section of the run, and where transformers finds the classes."""
+    """Return the content of `config.json`: the `model` section of the run, and the classes for transformers."""
     model = {name: value for name, value in resolved(trained.run)["model"].items() if name not in NOT_EXPORTED}
     return {
         "model_type": "dape",
@@ -99,18 +99,18 @@ def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[s
 
 
 def generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of `generation_config.json`, given that of `config.json`."""
+    """Return the content of `generation_config.json`, given the content of `config.json`."""
     shared = {name: config[name] for name in ("bos_token_id", "eos_token_id", "use_cache")}
     return shared | {"pad_token_id": config["eos_token_id"]}
 
 
 class Tensor(NamedTuple):
-    """A tensor of the checkpoint: a parameter, or one layer of a stacked one.
+    """Tensor of the checkpoint: a parameter, or one layer of a stacked parameter.
 
     Args:
         parameter: array of the run.
-        layer: index of the first dim of `parameter`, or None for all of it.
-        dtype: in the file.
+        layer: index of the first dim of `parameter`, or None for all layers.
+        dtype: dtype in the file.
     """
 
     parameter: Array
@@ -119,12 +119,12 @@ class Tensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """Shape in the file."""
         return self.parameter.shape if self.layer is None else self.parameter.shape[1:]
 
     @property
     def num_bytes(self) -> int:
-        """The size in the file."""
+        """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self) -> np.ndarray:
@@ -134,11 +134,11 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(params: Params, dtype: str) -> dict[str, Tensor]:
-    """Return every tensor by its name: parameters by their path, and each layer of stacked ones.
+    """Return all tensors by name: parameters by their path, stacked parameters as one tensor per layer.
 
         layers/mlp/up_DF [L, D, F] becomes layers.0.mlp.up_DF [D, F], layers.1.mlp.up_DF, ..
 
-    Norms, position biases and processors are float32 for every dtype, as in PyTorch's model.
+    Norms, position biases and processors are float32 for every `dtype`, as in PyTorch's model.
     """
     tensors = {}
     for path, leaf in flat_params(params).items():
@@ -153,7 +153,7 @@ def tensors_of(params: Params, dtype: str) -> dict[str, Tensor]:
 
 
 def write_tensors(params: Params, directory: Path, dtype: str, file_bytes: int) -> None:
-    """Write the tensors to one file, or to several of at most `file_bytes` (or one tensor) and an index."""
+    """Write the tensors to one file, or to an index and files of at most `file_bytes` (or one tensor)."""
     tensors = tensors_of(params, dtype)
     files: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
@@ -173,9 +173,9 @@ def write_tensors(params: Params, directory: Path, dtype: str, file_bytes: int) 
 
 
 def write_file(file: Path, tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Write a safetensors file, and yield the name of each tensor that is written. Memory holds one tensor.
+    """Write a safetensors file with one tensor in memory at a time, and yield the name of each tensor written.
 
-    The library would need all tensors of the file at once. Larger dtypes come first, so that all are aligned.
+    The library would need all tensors of the file in memory. Larger dtypes come first, so that all are aligned.
 
     Source: https://github.com/huggingface/safetensors, "Format".
     """
@@ -198,7 +198,7 @@ def write_file(file: Path, tensors: dict[str, Tensor]) -> Iterator[str]:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write `tokenizer.json` and its config, without a maximum length; that of bytes has one token for each byte."""
+    """Write `tokenizer.json` and its config, without a maximum length; for `Bytes` with one token per byte."""
     content = byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content
     (directory / TOKENIZER_FILE).write_text(content + "\n")
     parsed = json.loads(content)
@@ -232,8 +232,8 @@ model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
-Trained on sequences of {trained.run.train.train_length} tokens of data `{trained.data_digest[:16]}`. Nothing limits
-the length of an input.
+Trained on sequences of {trained.run.train.train_length} tokens of data `{trained.data_digest[:16]}`. The length of
+an input is not limited.
 
 ```json
 {json.dumps({"model": resolved(trained.run)["model"], **record}, indent=1)}
@@ -248,11 +248,11 @@ class Flags:
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     output: str = flag(dataclasses.MISSING, "Directory to create.")
     step: str = flag("newest", STEP_HELP)
-    dtype: str = flag("float32", f"Of the tensors: {', '.join(SAFETENSORS_DTYPES)}.")
+    dtype: str = flag("float32", f"Dtype of the tensors: {', '.join(SAFETENSORS_DTYPES)}.")
 
 
 def main(_: list[str]) -> None:
-    """Parse flags and export."""
+    """Parse flags and export the run."""
     require_single_process()
     given = from_flags(Flags)
     require_local(given.output, "--output")

@@ -1,9 +1,9 @@
-"""Families of Hugging Face models: from a `config.json` to our model, and from its tensors to our parameters.
+"""Families of Hugging Face models: map a `config.json` to our model, and its tensors to our parameters.
 
 In: a config. Out: the `model` section of a run's config, and a `Tensor` for each parameter. Next: `load.py`.
 
-To add a family: a function from `Fields` to a `Family`, and a line in `FAMILIES`. A field that a function does not read
-must be in `IGNORED`: a field that would change the result is refused by name, never ignored.
+To add a family, write a function from `Fields` to a `Family` and add a line to `FAMILIES`. A field that the function
+does not read must be in `IGNORED`; all other fields, which could change the result, raise `InputError`.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from dape_jax.errors import InputError
 from dape_jax.model.transformer import GPT_NEOX, LLAMA, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.files import CONFIG_FILE, short
 
-# Fields that do not change the logits of one forward pass: names, training, generation, and how PyTorch computes it.
+# Fields that do not change the logits of a forward pass: names, training, generation, and options of PyTorch.
 IGNORED = (
     *("architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "id2label"),
     *("label2id", "problem_type", "_attn_implementation", "attn_implementation", "return_dict", "output_attentions"),
@@ -28,7 +28,7 @@ IGNORED = (
     *("chunk_size_feed_forward", "tokenizer_class", "prefix", "use_bfloat16", "name_or_path", "unsloth_version"),
     *("attention_probs_dropout_prob", "hidden_dropout_prob", "is_llama_config", "transformers.js_config"),
 )
-# Fields that may have this value alone: that of our models, and of those of transformers without the field.
+# Fields with one supported value: that of our models, and the default of transformers.
 ONLY = {
     "rope_interleaved": False,
     "is_encoder_decoder": False,
@@ -50,10 +50,10 @@ ACTIVATIONS = {
 }
 
 
-SCALINGS = ("default", "linear", "llama3", "yarn")  # of rotary embeddings
+SCALINGS = ("default", "linear", "llama3", "yarn")  # scalings of rotary embeddings
 _LARGEST_FLOAT = 1e300
 
-# Fields of the `model` section that say how a model is trained or computed here; exported configs lack them.
+# Fields of the `model` section for training and computation in JAX; exported configs do not have them.
 NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs")
 
 
@@ -64,7 +64,7 @@ class Fields:
         self.config, self.where, self.read = config, where, set[str]()
 
     def check(self, condition: bool, name: str, allowed: str) -> None:
-        """Raise `InputError` for a field unless the condition holds. The message is short, whatever the field holds."""
+        """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
             value = self.config[name] if name in self.config else None
             try:
@@ -74,10 +74,10 @@ class Fields:
             raise InputError(f"{self.where}: {short(name)} = {short(shown)}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
-        """Return a field, or the default if it is missing or null. Without a default it must be there.
+        """Return a field, or the default if it is missing or null. Without a default the field is required.
 
         Raises:
-            InputError: it is missing, of another type, or no finite number.
+            InputError: the field is missing, has another type, or is not a finite number.
         """
         self.read.add(name)
         value = self.config[name] if name in self.config else None
@@ -99,7 +99,7 @@ class Fields:
         return None if self.config[name] is None else self.take(name, kind)
 
     def refuse_others(self) -> None:
-        """Raise `InputError` for the first field that is neither read nor ignored; null asks for nothing."""
+        """Raise `InputError` for the first field that is neither read nor ignored, unless it is null."""
         for name, value in self.config.items():
             is_known = value is None or name in self.read or name in IGNORED or (name in ONLY and value == ONLY[name])
             self.check(is_known, name, "is not supported: no such option in our models")
@@ -110,9 +110,9 @@ class Tensor:
     """Tensor of a checkpoint that becomes a parameter, or one layer of a parameter.
 
     Args:
-        name: in the checkpoint; "{layer}" is the number of the layer.
-        shape: in the checkpoint.
-        convert: to our layout.
+        name: name in the checkpoint; "{layer}" is the number of the layer.
+        shape: shape in the checkpoint.
+        convert: function that converts the tensor to our layout.
     """
 
     name: str
@@ -122,12 +122,12 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A model of a family.
+    """Model of a family.
 
     Args:
-        model: fields of our `model` section that the config decides.
-        max_length: tokens that the model was trained on, at most.
-        tensors: by the path of our parameter, "layers/mlp/up_DF".
+        model: fields of our `model` section that the config determines.
+        max_length: maximum length that the model was trained on, in tokens.
+        tensors: tensors by the path of our parameter, "layers/mlp/up_DF".
     """
 
     model: dict[str, Any]
@@ -139,7 +139,7 @@ def family_of(config: dict[str, Any]) -> Family:
     """Return the model that a `config.json` describes.
 
     Raises:
-        InputError: an unknown family, or a field that is missing, of a wrong type or value, or not supported.
+        InputError: the family is unknown, or a field is missing, has a wrong type or value, or is not supported.
     """
     fields = Fields(config)
     name = fields.take("model_type", str)
@@ -168,7 +168,7 @@ def _activation(fields: Fields, default: str) -> str:
 def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: float | None = None) -> dict[str, Any]:
     """Return our `rotary` section for `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
 
-    `base` and `fraction` are the defaults of the family. Without a fraction, its models rotate all dims.
+    `base` and `fraction` are the defaults of the family. If `fraction` is None, its models rotate all dims.
     """
     base = fields.take("rope_theta", float, base)
     old, new = fields.optional("rope_scaling", dict), fields.optional("rope_parameters", dict)
@@ -199,7 +199,7 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
 
 
 def _yarn(scaling: Fields, max_length: int, shared: dict[str, float]) -> dict[str, Any]:
-    """Return our `yarn`, if the options are those of its paper, from which it takes the attention's scale."""
+    """Return our `yarn` section, if the options are those of the paper, which determines the attention's scale."""
     factor = scaling.take("factor", float)
     scaling.check(factor >= 1, "factor", "must be 1 or more")
     scale = scaling.take("attention_factor", float, 0.1 * math.log(factor) + 1)
@@ -216,13 +216,13 @@ def _transposed(x: np.ndarray) -> np.ndarray:
 
 
 def _gpt_neox(fields: Fields) -> Family:
-    """GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
+    """Map GPT-NeoX and Pythia: queries, keys and values of each head are one block of a fused projection."""
     sizes = _sizes(fields)
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
     fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
     K, has_bias = D // H, fields.take("attention_bias", bool, True)
     max_length = fields.take("max_position_embeddings", int, 2048)
-    # The old names of rope_theta and partial_rotary_factor.
+    # Old names of rope_theta and partial_rotary_factor.
     old_base, fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
     base = fields.take("rope_theta", float, old_base)
     is_one = base == old_base or "rotary_emb_base" not in fields.config
@@ -280,7 +280,7 @@ def _gpt_neox(fields: Fields) -> Family:
 
 
 def _llama(fields: Fields) -> Family:
-    """Llama 1 to 3."""
+    """Map Llama 1 to 3."""
     has_bias = fields.take("attention_bias", bool, False)
     biases = {"projection_bias": has_bias, "attention_output_bias": has_bias}
     biases |= {"mlp_bias": fields.take("mlp_bias", bool, False)}
@@ -288,17 +288,17 @@ def _llama(fields: Fields) -> Family:
 
 
 def _mistral(fields: Fields) -> Family:
-    """Mistral, whose window is 4,096 tokens if the config does not say."""
+    """Map Mistral; the default window is 4,096 tokens."""
     window = fields.optional("sliding_window", int, missing=4096)
     return _llama_like(fields, {}, num_kv_heads=8, max_length=131_072, window=window)
 
 
 def _qwen2(fields: Fields) -> Family:
-    """Qwen2: biases of queries, keys and values; a window in all layers or in none."""
+    """Map Qwen2: biases of queries, keys and values; a window in all layers or in none."""
     window, num_layers = fields.optional("sliding_window", int, missing=4096), fields.take("num_hidden_layers", int)
     if not fields.take("use_sliding_window", bool, False):
         window = None
-    first = fields.take("max_window_layers", int, 28)  # layers before this one attend to everything
+    first = fields.take("max_window_layers", int, 28)  # layers before this one have no window
     types = fields.optional("layer_types", list)
     if types is None:
         is_uniform, is_window = window is None or not 0 < first < num_layers, window is not None and first <= 0
@@ -317,7 +317,7 @@ def _qwen2(fields: Fields) -> Family:
 def _llama_like(
     fields: Fields, biases: dict[str, bool], *, num_kv_heads: int | None, max_length: int, window: int | None = None
 ) -> Family:
-    """Return a model with Llama's layers; the numbers are the family's defaults."""
+    """Map a model with Llama's layers; the numbers are the family's defaults."""
     sizes = _sizes(fields)
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
     G, K = fields.optional("num_key_value_heads", int, missing=num_kv_heads), fields.optional("head_dim", int)
@@ -373,13 +373,13 @@ def _llama_like(
 
 
 def _dape(fields: Fields) -> Family:
-    """A run that was exported: fields and tensors have our names, and layers are single tensors."""
+    """Map an exported run: fields and tensors have our names, and each layer has its own tensors."""
     model = {field.name: None for field in dataclasses.fields(TransformerConfig) if field.name not in NOT_EXPORTED}
     for name in model:
         fields.check(name in fields.config, name, "is missing")
         model[name] = fields.config[name]
         fields.read.add(name)
-    tied = fields.take("tie_word_embeddings", bool, False)  # transformers writes it: another field says it here
+    tied = fields.take("tie_word_embeddings", bool, False)  # written by transformers; our field is tied_embeddings
     fields.check(not tied, "tie_word_embeddings", "must be False; tied_embeddings is this model's field")
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}

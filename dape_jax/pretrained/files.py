@@ -2,8 +2,8 @@
 
 In: a directory. Out: a `Source`. Next: `families.py`.
 
-The directory may come from anyone. Only JSON and safetensors are read, which hold no code; files are named by the index
-and must be in the directory, or in the cache of Hugging Face's hub, whose files are links to `../../blobs`.
+The directory is untrusted. Only JSON and safetensors are read, which contain no code. Files named by the index must be
+in the directory, or in the cache of Hugging Face's hub, where files are links to `../../blobs`.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 2**20
 _MAX_INDEX_BYTES = 2**26
 _SHOWN_CHARS = 200
-_DTYPES = ("F32", "F16", "BF16")  # of the tensors; each value is a float32
+_DTYPES = ("F32", "F16", "BF16")  # supported dtypes, all exactly convertible to float32
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """Description of a tensor, from the header of its file."""
+    """Description of a tensor in the header of its file."""
 
     file: Path
     dtype: str
@@ -39,14 +39,14 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Checkpoint in a directory; no tensor is in memory."""
+    """Checkpoint in a directory, with no tensor in memory."""
 
     directory: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise `InputError` if a tensor is missing, or has another shape or a dtype that is not supported."""
+        """Raise `InputError` if a tensor is missing, or has another shape or an unsupported dtype."""
         field = f"{self.directory}: {name}"
         if name not in self.tensors:
             raise InputError(f"{field}: is missing")
@@ -55,7 +55,7 @@ class Source:
         require(info.dtype in _DTYPES, f"{field}: dtype", info.dtype, f"must be one of {list(_DTYPES)}")
 
     def read(self, name: str) -> np.ndarray:
-        """Return a tensor, in its own dtype.
+        """Return a tensor in the dtype of the file.
 
         Raises:
             InputError: the file cannot be read.
@@ -69,7 +69,7 @@ def open_source(directory: Path) -> Source:
     """Read the config and the headers of a checkpoint.
 
     Raises:
-        InputError: the directory is no checkpoint, or a file is damaged, too large or outside of the directory.
+        InputError: the directory is not a checkpoint, or a file is damaged, too large or outside the directory.
     """
     require(directory.is_dir(), "source", str(directory), "must be a directory")
     config = _read_json(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
@@ -77,13 +77,13 @@ def open_source(directory: Path) -> Source:
         return Source(directory, config, _read_index(directory))
     if not (directory / WEIGHTS_FILE).exists():
         found = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        advice = f"; {found[0]} may run code when it is read, convert it to safetensors first" if found else ""
+        advice = f"; {found[0]} may run code when it is read: convert it to safetensors first" if found else ""
         raise InputError(f"source = {str(directory)!r}: must have {WEIGHTS_FILE}, or shards and {INDEX_FILE}{advice}")
     return Source(directory, config, _read_header(inside(directory, WEIGHTS_FILE)))
 
 
 def _read_index(directory: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of all shards; each must be in the file that the index names."""
+    """Return the tensors of all shards, after checking that each is in the file named by the index."""
     where = directory / INDEX_FILE
     index = _read_json(directory, INDEX_FILE, _MAX_INDEX_BYTES)
     weight_map: Any = index["weight_map"] if "weight_map" in index else None
@@ -106,12 +106,12 @@ def _read_index(directory: Path) -> dict[str, TensorInfo]:
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     with _reading(file), safetensors.safe_open(file, "numpy") as opened:
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # it is no dict
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # `opened` is not a dict
         return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
 
 
 def short(text: str) -> str:
-    """Return the beginning of a text from a checkpoint, for a message of one line."""
+    """Return the beginning of a text from a checkpoint, for a one-line message."""
     return printable(text[:_SHOWN_CHARS]) + (".." if len(text) > _SHOWN_CHARS else "")
 
 
@@ -120,7 +120,7 @@ def _reading(file: Path) -> Iterator[None]:
     """Raise `InputError` for an error of the file system or of the safetensors library."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # RuntimeError: links in a circle
+    except (OSError, ValueError, RuntimeError, safetensors.SafetensorError) as error:  # RuntimeError: circular links
         raise InputError(f"{short(str(file))}: cannot be read: {short(str(error))}") from error
 
 
@@ -133,10 +133,10 @@ def _read_json(directory: Path, name: str, max_bytes: int) -> dict[str, Any]:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """Return the path of a file of the directory, which may be missing.
+    """Return the path of a file in the directory, which may be missing.
 
     Raises:
-        InputError: the name is not valid, or it is a link to a file elsewhere, a pipe or a device.
+        InputError: the name is invalid, or the file is a link to a file outside the directory, a pipe or a device.
     """
     file, root = directory / name, directory.resolve()
     with _reading(file):
@@ -144,6 +144,6 @@ def inside(directory: Path, name: str) -> Path:
         is_file = target.is_file() or not target.exists()
     blobs = root.parent.parent / "blobs"  # in the hub's cache, the directory is MODEL/snapshots/COMMIT
     is_inside = target.parent == root or (root.parent.name == "snapshots" and target.parent == blobs)
-    require(is_inside, str(file), str(target), "must not be a link to a file outside of the directory")
+    require(is_inside, str(file), str(target), "must not be a link to a file outside the directory")
     require(is_file, "source", str(file), "must be a regular file")
     return file

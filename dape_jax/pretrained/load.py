@@ -1,10 +1,10 @@
-"""Import a Hugging Face checkpoint as a run at step 0, which every command takes as it takes a trained one.
+"""Import a Hugging Face checkpoint as a run at step 0, which all commands accept like a trained run.
 
     dape-import --source=/models/pythia-410m --workdir=runs/pythia
 
 In: a directory with `config.json` and `*.safetensors`. Out: a run directory. Next: `docs/pretrained.md`.
 
-The run has no training text: its `data.path` is None. Its optimizer and schedule are a recipe to continue with.
+The run has no training text: `data.path` is None. Its optimizer and schedule are defaults for continued training.
 """
 
 import dataclasses
@@ -47,22 +47,22 @@ def import_run(
     """Make a run at step 0 from a Hugging Face checkpoint.
 
     Args:
-        directory: with `config.json` and `*.safetensors`.
+        directory: directory with `config.json` and `*.safetensors`.
         workdir: run directory to create.
-        tokenizer: "bytes" or the path of a tokenizer.json; that of the directory if None.
-        train_length: T, in tokens, that the model was trained on; that of the config if None.
-        dtype: of the matmuls; see `TransformerConfig`.
-        mesh: of the devices; by default the parameters are sharded over all of them, as far as the width is divisible.
+        tokenizer: "bytes" or the path of a tokenizer.json; None for the tokenizer in `directory`.
+        train_length: length that the model was trained on, in tokens; None for the length in its config.
+        dtype: dtype of the matmuls; see `TransformerConfig`.
+        mesh: mesh of the devices; by default the parameters are sharded over as many devices as the width allows.
 
     Raises:
-        InputError: the checkpoint is damaged or not supported, or `workdir` holds a run.
+        InputError: the checkpoint is damaged or not supported, or `workdir` contains a run.
     """
     source = open_source(directory)
     family = family_of(source.config)
     length = family.max_length if train_length is None else train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
     chosen = _tokenizer_of(directory, tokenizer)
-    require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not hold a run yet")
+    require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not contain a run")
     spec = run_spec(family.model | {"dtype": dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
     run = RunConfig.from_dict(spec)
     allowed = f"must be at least the tokenizer's {chosen.vocab_size}"
@@ -90,7 +90,7 @@ def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
 
 
 def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the config of an imported run; `configs/continue.py` continues with it."""
+    """Return the config of an imported run; `configs/continue.py` reads it to continue training."""
     shared = {"window": None, "bias": {"name": "nope"}, "processor": {"name": "none"}}
     return {
         "model": shared | model | {"attention": {"name": "auto"}, "remat": "none"},
@@ -138,10 +138,10 @@ def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, 
 
 
 def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, is_tied: bool) -> None:
-    """Compare names, shapes and dtypes of all tensors with those of the config; nothing is allocated yet.
+    """Compare names, shapes and dtypes of all tensors with those of the config, before anything is allocated.
 
     Raises:
-        InputError: a tensor is missing or differs, or no parameter is made of it.
+        InputError: a tensor is missing, differs, or belongs to no parameter.
     """
     needed = set()
     for layer in range(num_layers):
@@ -149,7 +149,7 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, i
             name = tensor.name.format(layer=layer)
             source.check(name, tensor.shape)
             needed.add(name)
-    tied = {"lm_head.weight", "embed_out.weight"} if is_tied else set()  # some checkpoints have a copy
+    tied = {"lm_head.weight", "embed_out.weight"} if is_tied else set()  # some checkpoints contain a copy
     for name in sorted(set(source.tensors) - needed - tied):
         require(
             name.endswith(BUFFERS),
@@ -162,11 +162,11 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, i
 def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerConfig, mesh: Mesh) -> Params:
     """Read a checkpoint's tensors, one at a time, onto the devices.
 
-    Host memory holds one tensor in the dtype of the file, and the part for one device in float32. A parameter of all
+    Host memory contains one tensor in the dtype of the file, and the part for one device in float32. A parameter of all
     layers is allocated on the devices, and filled layer by layer.
 
     Raises:
-        InputError: a tensor holds NaN or infinity, or cannot be read.
+        InputError: a tensor contains NaN or infinity, or cannot be read.
     """
     planned = flat_params(abstract_params(config, mesh))
     paths = {"/".join(path): path for path in planned}
@@ -191,13 +191,13 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
 
 
 def _put(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    """Return a tensor in our layout when it is on its devices: transfers that are queued would hold several tensors."""
+    """Put a tensor in our layout on its devices, and wait: queued transfers would keep several tensors in memory."""
     name = tensor.name.format(layer=layer)
     value, shards = tensor.convert(source.read(name)), []
     assert value.shape == shape, (name, value.shape, shape)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         part = np.asarray(value[index], np.float32, order="C")
-        # Of the extremes, because `isfinite` of all would allocate an array. The minimum is NaN if one value is.
+        # Check only the extremes: `isfinite` of all values would allocate an array. The minimum is NaN if any value is.
         is_finite = bool(np.isfinite(part.min()) and np.isfinite(part.max()))
         require(is_finite, f"{source.directory}: {name}", "NaN or infinity", "must be finite")
         shards.append(jax.block_until_ready(jax.device_put(part, device)))
@@ -220,16 +220,16 @@ class Flags:
 
     source: str = flag(dataclasses.MISSING, "Directory with config.json and *.safetensors.")
     workdir: str = flag(dataclasses.MISSING, "Run directory to create.")
-    tokenizer: str | None = flag(None, "'bytes' or the path of a tokenizer.json; that of the source if unset.")
+    tokenizer: str | None = flag(None, "'bytes' or the path of a tokenizer.json; the source's if unset.")
     train_length: int | None = flag(
-        None, "Tokens of the sequences that the model was trained on; max_position_embeddings of its config if unset."
+        None, "Train length of the model, in tokens; max_position_embeddings of its config if unset."
     )
-    dtype: str = flag("auto", "Of the matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
-    mesh: str | None = flag(None, "Mesh of the devices, as axis=size,axis=size; parameters sharded over all if unset.")
+    dtype: str = flag("auto", "Dtype of matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
+    mesh: str | None = flag(None, "Mesh, as axis=size,axis=size; parameters are sharded over all devices if unset.")
 
 
 def main(_: list[str]) -> None:
-    """Parse flags and import."""
+    """Parse flags and import the checkpoint."""
     require_single_process()
     given = from_flags(Flags)
     require_local(given.source, "--source")

@@ -1,6 +1,6 @@
-"""DAPE V2 in PyTorch: attention scores as a feature map, as an operator and as a model of Hugging Face transformers.
+"""DAPE V2 (attention scores as a feature map) in PyTorch: the operator, and a model for Hugging Face transformers.
 
-This file needs PyTorch and transformers alone, and is copied into every exported checkpoint:
+This file needs only PyTorch and transformers, and is copied into every exported checkpoint:
 
     model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
 
@@ -31,8 +31,8 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-SLOPE = 0.01  # of the LeakyReLU
-BLOCK_BYTES = 2**27  # of the scores of one block of rows
+SLOPE = 0.01  # negative slope of the LeakyReLU
+BLOCK_BYTES = 2**27  # maximum size of the scores of one block of rows
 KEY_SIZES = 8  # blocks of rows read 1/8, 2/8, .. of the keys of causal attention
 ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -52,10 +52,10 @@ def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
 
 
 class DapeConfig(PretrainedConfig):
-    """The `model` section of a run's config, and the length that the model was trained with.
+    """Model section of a run's config, and the train length.
 
-    Fields are those of `dape_jax.model.transformer.TransformerConfig`; `rotary`, `bias` and `processor` are dicts of a
-    name and options.
+    Fields are those of `dape_jax.model.transformer.TransformerConfig`; `rotary`, `bias` and `processor` are dicts with
+    a name and options.
     """
 
     model_type = "dape"
@@ -124,7 +124,7 @@ class DapeConfig(PretrainedConfig):
         for name, value in (("causal", causal), ("norm_first", norm_first)):
             _require(value is True, name, value, "must be True in a decoder")
         _require(num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, f"must divide {num_heads}")
-        more["tie_word_embeddings"] = False  # the table is used twice by name: there is no second parameter to tie
+        more["tie_word_embeddings"] = False  # a tied model uses the table twice and has no second parameter to tie
         super().__init__(**more)
 
 
@@ -132,7 +132,7 @@ class DapeConfig(PretrainedConfig):
 
 
 def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[float], float]:
-    """Return the angles of a step of one position, in double precision, and the factor of queries and keys.
+    """Return the angles per position, in double precision, and the factor of queries and keys.
 
         w_m = base^(-2m/R), m < R/2, R = fraction K
 
@@ -170,9 +170,9 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
 
 
 def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
-    """Rotate queries or keys by their positions; with a, b the halves of the first R dims:
+    """Rotate queries or keys by their positions.
 
-    a' = a cos(pos w) - b sin(pos w)        b' = b cos(pos w) + a sin(pos w)
+    With a, b the halves of the first R dims: a' = a cos(pos w) - b sin(pos w), b' = b cos(pos w) + a sin(pos w).
     """
     if rotary["name"] == "none":
         return x_BTHK
@@ -187,7 +187,7 @@ def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
     return torch.cat([rotated, x_BTHK[..., size:]], dim=-1)
 
 
-# ---- position biases and contextual encodings: modules with parameters, called with everything that a score may use
+# ---- position biases and contextual encodings: modules with parameters and the same arguments
 
 
 def distances(q_pos_BT: Tensor, k_pos_BS: Tensor, causal: bool = True) -> Tensor:
@@ -201,7 +201,7 @@ def _per_head(x_H: Tensor) -> Tensor:
 
 
 def _clamp(x: Tensor, low: float, high: float | None = None) -> Tensor:
-    """Clamp the value; the gradient is that of the identity."""
+    """Clamp the value; the gradient is the identity's."""
     return x + (x.clamp(low, high) - x).detach()
 
 
@@ -210,7 +210,7 @@ def _uniform(*shape: int, fan_in: int) -> nn.Parameter:
 
 
 class Bias(nn.Module):
-    """Base class of biases: a term that is added to the scores, and that DAPE reads beside them."""
+    """Base class of biases: a term that is added to the scores and is an input of DAPE."""
 
     def forward(
         self,
@@ -227,10 +227,10 @@ class Bias(nn.Module):
 
 
 class DistanceBias(Bias):
-    """Base class of biases that depend on the distance of query and key alone."""
+    """Base class of biases that depend only on the distance between query and key."""
 
     def of_distance(self, distance_BTS: Tensor) -> Tensor:
-        """Return the bias [B, H, T, S] at distances, which are 0 or more and of a floating dtype."""
+        """Return the bias [B, H, T, S] at distances, which are at least 0 and of a floating dtype."""
         raise NotImplementedError
 
     def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
@@ -284,7 +284,7 @@ class KerplePower(Kerple):
         a = _per_head(_clamp(self.a_H.to(distance_BTS.dtype), 0.01))
         p = _per_head(_clamp(self.p_H.to(distance_BTS.dtype), 0.01, 2.0))
         distance = distance_BTS[:, None]
-        # The gradient of 0^p is 0 and not NaN.
+        # The gradient of 0^p is 0, not NaN.
         return torch.where(distance > 0, -a * torch.where(distance > 0, distance, 1) ** p, 0)
 
 
@@ -299,7 +299,7 @@ class Sandwich(Bias):
         self.num_heads, self.position_dim = num_heads, position_dim
 
     def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
-        """See `Bias`; embeddings are of positions relative to the first query, whose angles are exact."""
+        """See `Bias`. Positions are relative to the first query, so that angles stay accurate."""
         frequencies = [10_000.0 ** (-m / self.position_dim) for m in range(0, self.position_dim, 2)]
         first = q_pos_BT[:, :1]
 
@@ -313,7 +313,7 @@ class Sandwich(Bias):
 
 
 class T5(Bias):
-    """T5's bias, sqrt(K) table[bucket(dist), h]; one table serves all layers.
+    """T5's bias, sqrt(K) table[bucket(dist), h]; all layers share one table.
 
     Source: Raffel et al. 2020, section 2.1, with the official DAPE code's scale.
     """
@@ -374,7 +374,7 @@ class Fire(Bias):
 
 
 class Cope(Bias):
-    """CoPE: a key's position is the number of open gates from it to the query, interpolated; causal attention only.
+    """CoPE: a key's position is the sum of the gates from the key to the query; for causal attention only.
 
         pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)        q_i . table[pos]
 
@@ -465,10 +465,10 @@ def make_bias(spec: dict[str, Any], num_heads: int, head_dim: int) -> Bias | Non
 
 
 def key_convolution(x_BITS: Tensor, kernel_WIO: Tensor, pad: tuple[int, int]) -> Tensor:
-    """Convolve along the keys, 1xW, with `pad` zeros on both sides; W - 1 columns fewer than the padded input has.
+    """Convolve along the keys, 1xW, with `pad` zeros (left, right); W - 1 columns fewer than the padded input.
 
-    Outside of a CPU as a matmul for every tap, whose results are shifted and added: cuDNN's convolutions round float32
-    to 10 bits unless told otherwise, and a far bias of DAPE is so large that the scores beside it would be lost.
+    Except on a CPU, the convolution is a matmul per tap, with shifted sums: by default cuDNN's convolutions round
+    float32 to 10 bits, and the bias far from the query is so large that rounding would lose the scores.
     """
     padded_BITJ, kernel_WIO = functional.pad(x_BITS, pad), kernel_WIO.to(x_BITS.dtype)
     if x_BITS.device.type == "cpu":
@@ -493,15 +493,15 @@ class Dape(nn.Module):
 
     Args:
         num_heads: H.
-        has_bias: whether there will be a bias B.
+        has_bias: whether calls pass a bias B.
         kernel_width: W.
         channels: C.
         alignment: "centered" (W odd) or "causal".
-        edge: "prefix": keys that are not there yet count as zero scores; or "listing", as in the paper's listing.
-        residual: add B outside of the convolution as well.
+        edge: "prefix": keys after the last one count as zero scores; or "listing", as in the paper's listing.
+        residual: add B outside the convolution as well.
         leak: omit tril, so that a centered kernel reads the future.
-        inputs: of Conv1: "both", "scores" or "bias".
-        init: "uniform"; or "identity", where Conv2 starts at 0.
+        inputs: inputs of Conv1: "both", "scores" or "bias".
+        init: "uniform"; or "identity", which initialises Conv2 to 0.
 
     Source: the paper's equations 3 to 5 and its listing in appendix L; see `dape_jax.model.processors.dape`.
     """
@@ -546,7 +546,7 @@ class Dape(nn.Module):
 
     @property
     def paddings(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Zeros (left, right) of the inputs of both convolutions."""
+        """Zero padding (left, right) of the inputs of both convolutions."""
         if self.is_causal:
             return (self.width - 1, 0), (self.width - 1, 0)
         half = self.width // 2
@@ -554,7 +554,7 @@ class Dape(nn.Module):
 
     @property
     def halo(self) -> tuple[int, int]:
-        """Keys that a row depends on to the left of the first visible one, and to the right of the last."""
+        """Number of keys before the first and after the last visible key that a row depends on."""
         if self.is_causal:
             return (2 if self.leak else 1) * (self.width - 1), 0
         half = self.width // 2
@@ -570,7 +570,7 @@ class Dape(nn.Module):
     def forward(
         self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor | None = None
     ) -> Tensor:
-        """Return the processed scores; where the mask is False they may be anything finite.
+        """Return the processed scores; where the mask is False, any finite number.
 
         Args:
             scores_BHTS: A.
@@ -580,7 +580,7 @@ class Dape(nn.Module):
         """
         if self.has_bias != (bias_BHTS is not None):
             given = "none is given" if self.has_bias else "one is given"
-            raise ValueError(f"bias: {given}, and the processor was made with has_bias={self.has_bias}")
+            raise ValueError(f"bias: {given}, but the processor was made with has_bias={self.has_bias}")
         first_pad, second_pad = self.paddings
         hidden_BCTJ = self.hidden_bias_C.to(scores_BHTS.dtype)[None, :, None, None]
         for x_BHTS, kernel_WHC in ((scores_BHTS, self.scores_WHC), (bias_BHTS, self.bias_WHC)):
@@ -591,7 +591,7 @@ class Dape(nn.Module):
                     visible = x_BHTS if is_key_BS is None else torch.where(is_key_BS[:, None, None], x_BHTS, 0)
                 hidden_BCTJ = hidden_BCTJ + key_convolution(visible, kernel_WHC, first_pad)
         hidden_BCTJ = functional.leaky_relu(hidden_BCTJ, SLOPE)
-        if is_key_BS is not None:  # hidden features to the left of the first key are zero, as without padding
+        if is_key_BS is not None:  # hidden features left of the first key are zero, as without padding
             more = hidden_BCTJ.shape[-1] - is_key_BS.shape[-1]
             is_key_BJ = functional.pad(is_key_BS, (0, more), value=True)
             hidden_BCTJ = torch.where(is_key_BJ[:, None, None], hidden_BCTJ, 0)
@@ -629,27 +629,27 @@ def attend(
 ) -> Tensor:
     """Attend query rows to keys: softmax(processor(Q K^T / sqrt(K), bias, mask)) V.
 
-    Rows are attended in blocks, each computed again in the backward pass, so that memory grows with block_size x S.
+    Rows are processed in blocks, which are recomputed in the backward pass, so that memory grows with block_size x S.
 
     Args:
-        q_BTHK: queries, rotated already if positions are rotary.
+        q_BTHK: queries, already rotated if the model uses rotary embedding.
         k_BSGK: keys of G heads, a divisor of H.
         v_BSGK: values.
-        q_pos_BT: positions of the queries, [B, T], [1, T] or [T]; the last T of the keys' if None.
-        k_pos_BS: positions of the keys, increasing by 1 or more; 0..S-1 if None. Padding, on the left, has negative
+        q_pos_BT: positions of the queries, [B, T], [1, T] or [T]; None for the last T positions of the keys.
+        k_pos_BS: positions of the keys, increasing by 1 or more; None for 0..S-1. Padding, on the left, has negative
             positions.
         bias: position bias or contextual encoding, or None.
-        processor: of the scores; None for scores + bias.
+        processor: processor of the scores; None for scores + bias.
         causal: a query sees no key after it.
         window: a query sees keys at a distance below this, or None for all.
-        block_size: rows in a block; None for as many as `BLOCK_BYTES` allows, one block if that is all.
+        block_size: rows in a block; None for as many as `BLOCK_BYTES` allows.
 
     Returns:
         The attended values [B, T, H, K] in the dtype of `v_BSGK`. Scores and softmax are float32 (under autocast too),
         or float64.
 
     Raises:
-        ValueError: H is no multiple of G, there are more queries than keys, or a number is not positive.
+        ValueError: H is not a multiple of G, there are more queries than keys, or a number is not positive.
     """
     (batch, num_rows, heads, _), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
     _require(heads % groups == 0, "heads of k", groups, f"must divide the {heads} heads of q")
@@ -670,10 +670,10 @@ def attend(
 
     def of_block(start: int) -> Tensor:
         stop, keys, rows = min(start + block_size, num_rows), slice(0, num_keys), slice(start, start + block_size)
-        if causal and is_self_attention:  # these rows see no other keys
+        if causal and is_self_attention:  # the rows see no later keys
             left, right = (0, 0) if processor is None else processor.halo
             first, last = 0, num_keys - num_rows + stop + right
-            if window is None:  # few sizes: memory of one size is used again
+            if window is None:  # few different sizes, so that the allocator reuses memory
                 last = -(-last * KEY_SIZES // num_keys) * num_keys // KEY_SIZES
             else:
                 size = left + window - 1 + block_size + right
@@ -689,7 +689,7 @@ def attend(
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Turn autocast off, which would compute scores in 16 bits whatever the dtype of queries and keys."""
+    """Disable autocast, which would compute scores in 16 bits for any dtype of queries and keys."""
     is_available = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if is_available else contextlib.nullcontext()
 
@@ -734,17 +734,17 @@ def _attend_rows(
     return out_BGRTK.reshape(batch, heads, num_rows, head_dim).movedim(1, 2)
 
 
-# ---- the model
+# ---- model
 
 
 def project(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return an einsum of an activation, cast to the dtype of the weight, and a weight; plus a bias, if given."""
+    """Return the einsum of an activation, cast to the dtype of the weight, and a weight, plus a bias if given."""
     y = torch.einsum(equation, x.to(weight.dtype), weight)
     return y if bias is None else y + bias
 
 
 class Norm(nn.Module):
-    """LayerNorm, or a norm by the root mean square without mean and bias; of the residual stream, in its dtype."""
+    """LayerNorm, or RMSNorm, of the residual stream in its dtype."""
 
     def __init__(self, config: DapeConfig):
         super().__init__()
@@ -796,16 +796,16 @@ class SelfAttention(nn.Module):
 
         Args:
             x_BTD: normalised residual stream.
-            q_pos_BT: positions, which are the last of `k_pos_BS`.
-            k_pos_BS: positions of the cache and of `x_BTD`, or None if nothing is padding.
-            shared_bias: bias of all layers, or None if this layer has its own or there is none.
+            q_pos_BT: positions of `x_BTD`, the last positions of `k_pos_BS`.
+            k_pos_BS: positions of the cache and of `x_BTD`, or None if there is no padding.
+            shared_bias: bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
         """
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
         v_BSGK = project("BTD,DHK->BTHK", x_BTD, self.value_DGK, self.value_bias_GK)
         q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
-        if cache is not None:  # which has heads before positions
+        if cache is not None:  # the cache has heads before positions
             k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
             k_BSGK, v_BSGK = k_BGSK.movedim(1, 2), v_BGSK.movedim(1, 2)
         out_BTHK = attend(
@@ -821,7 +821,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""
+    """MLP: down(activation(up(x))), or down(activation(gate(x)) up(x))."""
 
     def __init__(self, config: DapeConfig):
         super().__init__()
@@ -844,7 +844,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Return x + attention(norm(x)), plus the MLP of its norm, or of the norm of x if residuals are parallel."""
+    """Block: y = x + attention(norm(x)), then y + mlp(norm(y)), or y + mlp(norm(x)) with parallel residuals."""
 
     def __init__(self, config: DapeConfig, layer: int):
         super().__init__()
@@ -866,7 +866,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012  # as transformers declares it
-    # A model in 16 bits has norms, biases and processors in float32, as in `dape_jax`: patterns of tensor names.
+    # Patterns of tensor names: a model in 16 bits keeps norms, biases and processors in float32, as in `dape_jax`.
     _keep_in_fp32_modules_strict = ["norm", "attention.bias", "shared_bias", "processor"]  # noqa: RUF012
 
     def __init__(self, config: DapeConfig):
@@ -886,7 +886,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the initial values of the modules' constructors."""
+        """Do nothing: keep the initial values of the modules' constructors."""
 
     def enable_input_require_grads(self) -> None:
         """Do nothing: gradient checkpointing here does not need a gradient of a layer's input."""
@@ -910,16 +910,16 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: tokens [B, T] after those of the cache.
             attention_mask: 0 for padding, to the left or to the right, [B, tokens of the cache + T].
             past_key_values: keys and values of the tokens so far.
-            labels: tokens [B, T] to predict, which are shifted here; -100 is not scored.
-            use_cache: return the cache; by default as the config says, and not in training.
+            labels: tokens [B, T] to predict, not shifted: this function shifts them; -100 is not scored.
+            use_cache: return the cache; the default is the config's, and False in training.
             output_hidden_states: return the residual stream before every layer and, after the norm, the last one.
-            return_dict: return an object and not a tuple; by default as the config says.
+            return_dict: return an object, not a tuple; the default is the config's.
             logits_to_keep: compute the logits of this many last tokens, or of all if 0.
-            num_items_in_batch: divisor of the sum of losses, of which several batches make a step; by default the mean.
+            num_items_in_batch: divisor of the sum of losses, for gradient accumulation; None for the mean.
             others: arguments of other models, which must be None or False.
 
         Raises:
-            ValueError: an argument that this model lacks, padding between tokens, or a cache where none is possible.
+            ValueError: an argument is not supported, padding is between tokens, or a cache is not possible.
         """
         for name, value in others.items():
             is_absent = value is None or value is False or name in _WITHOUT_EFFECT
@@ -933,12 +933,12 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
                 raise ValueError(f"use_cache = True: must be False: {reason}")
             use_cache = False
         is_checkpointed = self.gradient_checkpointing and self.training
-        use_cache = use_cache and not is_checkpointed  # a layer that is computed again would append its keys again
+        use_cache = use_cache and not is_checkpointed  # recomputing a layer would append its keys again
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         kind = type(past_key_values).__name__
         is_dynamic = not getattr(past_key_values, "is_compileable", False)
-        _require(is_dynamic, "past_key_values", kind, "must be a DynamicCache, which holds no keys of later tokens")
+        _require(is_dynamic, "past_key_values", kind, "must be a DynamicCache, which contains no keys of later tokens")
         num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
         num_keys = num_past + input_ids.shape[1]
         k_pos_BS = None if attention_mask is None else key_positions(attention_mask, input_ids.shape[0], num_keys)
@@ -982,18 +982,18 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
 
-# Arguments that tokenizers and trainers pass to every model, and that mean nothing here.
+# Arguments that tokenizers and trainers pass to every model, and that have no effect here.
 _WITHOUT_EFFECT = ("cache_position", "token_type_ids")
 
 
 def key_positions(attention_mask: Tensor, batch: int, num_keys: int) -> Tensor | None:
-    """Return the positions of all tokens, or None if none is padding: numbers from the first one that is not padding.
+    """Return the positions of all tokens, counted from the first token that is not padding; None without padding.
 
     mask        0 0 1 1 1 1
     positions  -2 -1 0 1 2 3        padding on the left is negative: no query sees it
 
     Raises:
-        ValueError: another shape, or padding between tokens, as when tokens follow padding on the right.
+        ValueError: the shape is wrong, or padding is between tokens, for example after padding on the right.
     """
     shape = tuple(attention_mask.shape)
     _require(shape == (batch, num_keys), "shape of attention_mask", shape, f"must be {(batch, num_keys)}")

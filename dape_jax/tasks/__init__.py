@@ -1,4 +1,4 @@
-"""Algorithmic tasks: the fifteen of the Chomsky hierarchy (CHE), and associative recall.
+"""Algorithmic tasks: fifteen tasks of the Chomsky hierarchy (CHE), and associative recall.
 
 Reading order: task, regular, context_free, context_sensitive, associative_recall, tapes, batches.
 """
@@ -8,5 +8,5 @@ from dape_jax.tasks.context_free import CONTEXT_FREE
 from dape_jax.tasks.context_sensitive import CONTEXT_SENSITIVE
 from dape_jax.tasks.regular import REGULAR
 
-CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # the tasks of the paper's table 6
+CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # tasks of the paper's table 6
 TASKS = CHE | ASSOCIATIVE_RECALL

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: key-value pairs, then every key again as a query for its value.
+"""Multi-query associative recall: key-value pairs, then each key again as a query for its value.
 
 In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. Next: `tapes.py`.
 
@@ -7,20 +7,20 @@ With 3 pairs, keys in lower case and values in upper case:
     input     c X a Y f X f c a        3 pairs, then the 3 keys in random order
     target                X X Y        the value of each query
 
-The paper attributes perplexity beyond the train length to associative recall (its section 3.4 and Proposition 1). The
-perplexity of text mixes it with other effects. This task isolates it: train on few pairs, test on many; the accuracy on
-few pairs is the positive control.
+The paper attributes perplexity beyond the train length to associative recall (its section 3.4 and Proposition 1).
+Perplexity of text mixes associative recall with other effects. This task isolates it: train on few pairs, test on many;
+the accuracy on few pairs is the positive control.
 
 Source: Arora et al. 2024 ("Zoology"), multi-query associative recall.
-Differs: the queries follow all pairs at once, without filler between them, so that the length alone determines the
-    number of pairs and the mean distance between a key and its query.
+Differs: the queries directly follow all pairs, without filler, so that the length alone determines the number of
+    pairs and the mean distance between a key and its query.
 """
 
 import numpy as np
 
 from dape_jax.tasks.task import Symbols, Targets, Task
 
-NUM_KEYS, NUM_VALUES = 256, 16  # the keys of a string are distinct: 256 allow inputs of up to 768 symbols
+NUM_KEYS, NUM_VALUES = 256, 16  # the keys of a string are distinct: 256 keys allow inputs of up to 768 symbols
 
 
 def num_pairs(length: int) -> int:
@@ -29,7 +29,7 @@ def num_pairs(length: int) -> int:
 
 
 def sample_associative_recall(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Draw P distinct keys with a random value each, then the same keys in random order; N = 3 P.
+    """Draw P distinct keys, each with a random value, then the same keys in random order; N = 3 P.
 
     An input of 1 or 2 symbols is one key without a pair.
     """

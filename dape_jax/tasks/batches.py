@@ -1,4 +1,4 @@
-"""Batches of an algorithmic task; Grain draws training batches ahead of the device in a separate thread.
+"""Batches of an algorithmic task; Grain prefetches training batches in a separate thread.
 
 In: a `TaskConfig`. Out: the arrays of `tapes.make_tapes`, only this process's rows. Next: `dape_jax.training`.
 """
@@ -26,7 +26,7 @@ class _Batches(grain.sources.RandomAccessDataSource[Batch]):
     num_parts: int
 
     def __len__(self) -> int:
-        return 2**40  # practically endless
+        return 2**40  # effectively endless
 
     def __getitem__(self, index: int) -> Batch:
         batch = draw_tapes(self.config, TRAINING, int(index), self.batch_size, longest=self.longest)
@@ -41,7 +41,7 @@ def train_batches(
     The iterator's state is the number of batches read, so that a run can resume with another number of processes.
 
     Args:
-        config: task and its strings.
+        config: task and strings.
         longest: largest N, in symbols.
         global_batch_size: rows of a batch over all processes; this process yields global_batch_size / num_shards.
         shard_index: index of this process.

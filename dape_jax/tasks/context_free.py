@@ -1,6 +1,6 @@
-"""Deterministic context-free tasks: a stack solves them.
+"""Deterministic context-free tasks, which can be solved with a stack.
 
-In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task consists of two
 functions and an entry of `CONTEXT_FREE` at the end of this file. Next: `context_sensitive.py`.
 """
 
@@ -36,7 +36,7 @@ def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
     """Return the final stack, top first, then END, then 0s. Popping an empty stack has no effect.
 
     The initial bits count as pushes. The height is the number of pushes minus pops, raised by one for every pop of an
-    empty stack. Each level of the stack holds the last bit that was pushed to that height.
+    empty stack. Each level of the stack contains the last bit that was pushed to that height.
     """
     B, N = inputs_BN.shape
     pops_BN = inputs_BN == POP
@@ -175,7 +175,7 @@ CONTEXT_FREE = {
     ),
     "modular_arithmetic_brackets": Task(
         "context-free",
-        (*DIGITS, "+", "-", "*", "(", ")", "x"),  # the reference's unknown, which is never drawn
+        (*DIGITS, "+", "-", "*", "(", ")", "x"),  # x is the unknown of the reference; it is never drawn
         DIGITS,
         lambda _: 1,
         sample_modular_arithmetic_brackets,

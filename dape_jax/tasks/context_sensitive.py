@@ -1,6 +1,6 @@
-"""Context-sensitive tasks: a random-access memory as long as the input solves them.
+"""Context-sensitive tasks, which can be solved with a random-access memory as long as the input.
 
-In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task consists of two
 functions and an entry of `CONTEXT_SENSITIVE` at the end of this file. Next: `associative_recall.py`.
 
 Numbers of up to 500 bits are Python integers, one per row: exact at any length.

@@ -1,6 +1,6 @@
-"""Regular tasks: a finite memory solves them at any input length.
+"""Regular tasks, which can be solved with finite memory at any input length.
 
-In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task is two
+In: a random generator and a length, or the inputs of a batch. Out: `inputs_BN`, or `targets_BM`. A task consists of two
 functions and an entry of `REGULAR` at the end of this file. Next: `context_free.py`.
 """
 
@@ -27,7 +27,7 @@ def strings(num_symbols: int, rng: np.random.Generator, num: int, length: int) -
 def solve_even_pairs(inputs_BN: Symbols) -> Targets:
     """Return 1 if the number of unequal neighbours is odd, else 0.
 
-    The number is odd exactly if the last symbol differs from the first.
+    The number is odd if and only if the last symbol differs from the first.
     """
     return (inputs_BN[:, :1] != inputs_BN[:, -1:]).astype(np.int32)
 
@@ -36,7 +36,7 @@ def solve_even_pairs(inputs_BN: Symbols) -> Targets:
 
 
 def sample_modular_arithmetic(rng: np.random.Generator, num: int, length: int) -> Symbols:
-    """Draw digits with an operator between neighbours; N is odd: an even `length` is reduced by 1."""
+    """Draw digits with an operator between neighbours; N is odd, so an even `length` is reduced by 1."""
     symbols_BN = strings(MODULUS, rng, num, length - (length + 1) % 2)
     symbols_BN[:, 1::2] = rng.integers(PLUS, TIMES + 1, symbols_BN[:, 1::2].shape, np.int32)
     return symbols_BN
@@ -76,7 +76,7 @@ REGULAR = {
     "even_pairs": Task("regular", BITS, BITS, lambda _: 1, partial(strings, 2), solve_even_pairs),
     "modular_arithmetic": Task(
         "regular",
-        (*DIGITS, "+", "-", "*", "_"),  # the reference's blank, which is never drawn
+        (*DIGITS, "+", "-", "*", "_"),  # _ is the blank of the reference; it is never drawn
         DIGITS,
         lambda _: 1,
         sample_modular_arithmetic,

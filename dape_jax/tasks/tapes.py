@@ -1,23 +1,23 @@
-"""Tapes: the strings of a task as model inputs with targets, loss weights and positions.
+"""Tapes: strings of a task as model inputs with targets, loss weights and positions.
 
-In: a `Task` and its strings. Out: host arrays [B, T]: the tape and, for each of its tokens, the target, its weight in
-the loss, whether the accuracy counts it, and its position. Next: `batches.py`, and `dape_jax.evaluation.accuracy`.
+In: a `Task` and its strings. Out: host arrays [B, T]: the tape and, for each of its tokens, the target, its loss
+weight, whether the accuracy counts it, and its position. Next: `batches.py`, and `dape_jax.evaluation.accuracy`.
 
-A tape is the input, optional computation tokens, and one output token for every symbol of the target. The loss and the
-accuracy use the logits at the output tokens. `reverse_string` of "abb", padded to a multiple of 8:
+A tape is the input, optional computation tokens, and one output token per symbol of the target. Loss and accuracy use
+the logits at the output tokens. `reverse_string` of "abb", padded to a multiple of 8:
 
     tape      a b b # # # . .         #: output token        .: padding, at position -1
     target    . . . b b a . .
     position  0 1 2 3 4 5 - -
 
-A task that is answered in place has no output tokens: its targets belong to the last M input symbols.
-Associative recall of 2 pairs:
+A task that is answered in place has no output tokens: its targets are at the last M input symbols. Associative recall
+of 2 pairs:
 
     tape      c X a Y a c . .
     target    . . . . Y X . .
     position  0 1 2 3 4 5 - -
 
-All strings of a batch have the same length. Only the padding is masked. Lengths that are padded to the same T share one
+All strings of a batch have the same length. Only the padding is masked. Lengths that are padded to the same T share a
 compiled program.
 """
 
@@ -30,7 +30,7 @@ from dape_jax.errors import one_of, positive, require
 from dape_jax.tasks import TASKS
 from dape_jax.tasks.task import Symbols, Targets, Task
 
-# Purposes of random draws: part of the random seed, so that each has its own strings.
+# Purposes of random draws: part of the random seed, so that each purpose has its own strings.
 TRAINING, VALIDATION, EVALUATION, DIGEST = range(4)
 
 Batch = dict[str, np.ndarray]
@@ -43,9 +43,9 @@ class TaskConfig:
     Args:
         task: a key of `TASKS`.
         computation_steps: number of computation tokens per input symbol, between input and output.
-        pad_to: tapes are padded to a multiple of it; longest tape length / pad_to programs are compiled.
+        pad_to: tapes are padded to a multiple of this; longest tape length / pad_to programs are compiled.
         max_position: positions are drawn from 0..max_position - 1, sorted, for every batch, in training and in
-            evaluation (randomized positional encodings); None: positions 0..T-1.
+            evaluation (randomized positional encodings); None for positions 0..T-1.
         seed: seed of strings and positions.
 
     Source: Deletang et al. 2023; randomized positions: Ruoss et al. 2023, section 3.
@@ -73,7 +73,7 @@ class TaskConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of token types: input symbols, a computation token if there are any, the output token.
+        """Return the number of token types: input symbols, the computation token if it is used, the output token.
 
         A task that is answered in place uses the output token only for padding.
         """
@@ -85,7 +85,7 @@ class TaskConfig:
         return len(self.of.output_symbols)
 
     def tape_length(self, length: int) -> int:
-        """Return the tokens of the tape of an input of `length` symbols, without padding."""
+        """Return the number of tokens of the tape of an input of `length` symbols, without padding."""
         num_answers = 0 if self.of.answered_in_place else self.of.output_length(length)
         return length * (1 + self.computation_steps) + num_answers
 
@@ -146,7 +146,7 @@ def make_tapes(
 def draw_tapes(
     config: TaskConfig, purpose: int, number: int, num: int, *, longest: int | None = None, length: int | None = None
 ) -> Batch:
-    """Draw one batch; it depends only on the arguments.
+    """Draw one batch, which depends only on the arguments.
 
     Args:
         config: task, layout of the tapes, and seed.

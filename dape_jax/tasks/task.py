@@ -16,7 +16,7 @@ Targets = Int32[np.ndarray, "B M"]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A function from strings of symbols to strings of symbols, with a sampler of its inputs.
+    """Function from strings of symbols to strings of symbols, with a sampler of inputs.
 
     Args:
         level: level of the Chomsky hierarchy: "regular", "context-free" (deterministic) or "context-sensitive".
@@ -28,7 +28,7 @@ class Task:
         solve: `solve(inputs_BN) -> targets_BM`, exact.
         end: output symbol after which the rest of a target is not counted, or None if every symbol counts.
         permutation_invariant: whether the target is independent of the order of the input's symbols.
-        answered_in_place: whether answers are read at the last M input symbols instead of output tokens after them.
+        answered_in_place: whether answers are read at the last M input symbols, not at output tokens after the input.
         longest: largest input length, or None if unlimited.
     """
 
@@ -45,11 +45,11 @@ class Task:
 
     @property
     def random_accuracy(self) -> float:
-        """Return the accuracy of chance: one in the number of output symbols without END, as in the paper."""
+        """Return the accuracy of chance: 1 / number of output symbols without END, as in the paper."""
         return 1 / (len(self.output_symbols) - (self.end is not None))
 
     def counted(self, targets_BM: Targets) -> Bool[np.ndarray, "B M"]:
-        """Return which target symbols the accuracy counts: those up to and including the first END, or all."""
+        """Return a mask of the target symbols that the accuracy counts: up to and including the first END, or all."""
         if self.end is None:
             return np.ones(targets_BM.shape, bool)
         return np.cumsum(targets_BM == self.end, axis=1) - (targets_BM == self.end) == 0

@@ -119,7 +119,7 @@ def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
 
 
 class Latest(NamedTuple):
-    """The newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
+    """Newest token of every sequence, not yet in the cache; its position; whether the sequence has ended."""
 
     token_B: Int[Array, "B"]
     pos_B: Int[Array, "B"]

@@ -69,7 +69,7 @@ def padded_width(length: int, max_length: int) -> int:
 
 
 class ScoredRow(NamedTuple):
-    """The inputs of one request, followed by the last target; the last `num_scored` targets are scored."""
+    """Inputs of one request, followed by the last target; the last `num_scored` targets are scored."""
 
     tokens: list[int]
     num_scored: int
@@ -180,7 +180,7 @@ def generate_until_stop(
 
 @register_model("dape_jax")
 class DapeLM(TemplateLM):
-    """A trained model behind the harness's interface.
+    """Trained model behind the harness's interface.
 
     An empty context is the end-of-document token, which precedes every document in training. A context that is too long
     loses its beginning; how many did is logged.
@@ -205,7 +205,7 @@ class DapeLM(TemplateLM):
             batch_size: rows per batch, rounded up to a multiple of the devices; None or "auto" for as many as fit into
                 the run's `evaluation.batch_tokens`.
             max_batch_size: ignored; the harness passes it to every model.
-            device: ignored, likewise: JAX uses all devices of its platform.
+            device: also ignored: JAX uses all devices of its platform.
 
         Raises:
             InputError: a missing checkpoint or a bad number, before any parameter is read.
@@ -222,7 +222,7 @@ class DapeLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end-of-document token."""
+        """End-of-document token."""
         return self._tokenizer.end_of_document
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -261,7 +261,7 @@ class DapeLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         rows, num_truncated = [], 0
         for strings, context, continuation in requests:
-            allowed = "must have a token of its own: all of them merge with those of its context"
+            allowed = "must have at least one token: all of them merge with those of its context"
             require(len(continuation) > 0, "continuation", strings[1], allowed)
             allowed = f"must be at least {len(continuation)}, the tokens of one continuation"
             require(len(continuation) <= self.max_length, "max_length", self.max_length, allowed)

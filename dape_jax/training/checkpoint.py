@@ -50,7 +50,7 @@ from dape_jax.training.step import TrainState
 
 CONFIG_FILE = "config.json"
 LOCK_FILE = "run.lock"
-_DELETED = "deleted"  # directory beside the steps, for steps that are being deleted; not in a bucket, see `_Manager`
+_DELETED = "deleted"  # directory next to the steps, for steps that are being deleted; not in a bucket, see `_Manager`
 _COMPLETE = "commit_success.txt"  # Orbax writes it last to a step in a bucket, where nothing can be renamed
 # Errors of a machine, its network or its permissions, which say nothing about the checkpoint.
 _OF_THE_MACHINE = (
@@ -74,13 +74,13 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 
 # Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well. It also
 # logs that a step has no validation loss: steps saved at SIGTERM and imported models have none. asyncio logs the other
-# writes and reads that fail with the first one, which nobody awaits.
+# writes and reads that fail with the first one, which are never awaited.
 logging.getLogger("absl").addFilter(_is_worth_logging)
 logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
 
 class DamagedError(Exception):
-    """A step differs from what was saved; the message says where."""
+    """Error: a step differs from what was saved; the message names the difference."""
 
 
 # ---- the run directory
@@ -197,7 +197,7 @@ def _sums(leaves: list[Array], sharding: NamedSharding | None) -> UInt32[Array, 
     """Return two wrap-around sums for each array, over hashes of each word with its index.
 
     For a given index the hash is one-to-one, so changing one word changes both sums. Integer sums do not depend on the
-    order, hence not on the mesh. Each array is read once, and nothing of its size is written.
+    order, so not on the mesh. Each array is read once, and nothing of its size is written.
     """
 
     def sums(leaf: Array) -> Array:
@@ -287,7 +287,7 @@ class _Manager(ocp.CheckpointManager):
                 with errors():
                     (directory / str(removed) / _COMPLETE).unlink(missing_ok=True)
                     (directory / str(removed)).rmtree()
-            except OSError as error:  # what is left is deleted when the run is resumed
+            except OSError as error:  # the rest is deleted when the run is resumed
                 logger.warning("%s/%d: cannot be deleted: %s", directory, removed, describe(error))
 
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The training loop. In: a config and a run directory. Out: checkpoints. Next: `evaluation/perplexity.py`."""
+"""Training loop. In: a config and a run directory. Out: checkpoints. Next: `evaluation/perplexity.py`."""
 
 import json
 import logging

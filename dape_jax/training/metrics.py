@@ -205,7 +205,7 @@ def _tensorboard() -> tuple[Callable[[str, str], Any], Callable[..., Any]]:
 class _Events:
     """TensorBoard's files of events, in a directory of the workdir.
 
-    Nothing can be appended to an object in a bucket: there, the events of each minute are a file of their own, which
+    Nothing can be appended to an object in a bucket: there, the events of each minute are a separate file, which
     TensorBoard reads one after the other.
     """
 

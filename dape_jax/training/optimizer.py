@@ -1,4 +1,4 @@
-"""The paper's optimizer: AdamW with warm-up, cosine schedule and clipping. Next: `step.py`."""
+"""Optimizer of the paper: AdamW with warm-up, cosine schedule and clipping. Next: `step.py`."""
 
 import dataclasses
 import math

@@ -35,7 +35,7 @@ class Health(NamedTuple):
 
     applied: Int[Array, ""]  # steps that changed the parameters
     skipped: Int[Array, ""]  # steps that did not: bad steps and overflows
-    bad_in_a_row: Int[Array, ""]  # consecutive bad steps up to now
+    bad_in_a_row: Int[Array, ""]  # consecutive bad steps so far
     loss_scale: Float[Array, ""] | None  # factor of the loss in float16, or None in other dtypes
     steps_at_scale: Int[Array, ""]  # applied steps since the scale last changed
 

@@ -119,7 +119,7 @@ def _compare(
     meaning differs.
 
     Raises:
-        InputError: a parameter of the source has another shape, or one that is missing on either side is no part of
+        InputError: a parameter of the source has another shape, or one that is missing on either side is not part of
             bias or processor.
     """
     theirs, ours = (flat_params(model_structure(each)[1]) for each in (source, model))

@@ -1,4 +1,4 @@
-"""Documents -> tokens on disk: one builder for every store, in one process or several, resumable per input file.
+"""Documents -> tokens on disk: the builder of all stores, in one process or several, resumable per input file.
 
 In: input files (`corpus`), a selection (`records`) and a tokenizer. Out: a directory that `store` opens. Next: `store`.
 
@@ -10,12 +10,12 @@ In: input files (`corpus`), a selection (`records`) and a tokenizer. Out: a dire
     record.json      the fields of `Record`
     rejected.jsonl   the bad records: file, line, reason, detail
 
-`build_corpus` first turns each input file into a shard (small files that follow one another share one), in any number
-of processes. A shard is a directory that is renamed when it is complete; a kill loses only the shards in progress:
+`build_corpus` first converts each input file to a shard (consecutive small files share one), in any number of
+processes. A shard is a directory that is renamed when it is complete; a kill loses only the shards in progress:
 
     input files -> shards/00000000/, ..   {train,validation}.{tokens,lengths}  rejected.jsonl  shard.json
 
-It then concatenates them in the order of the input, so the result does not depend on the number of processes.
+It then concatenates the shards in the order of the input, so the result does not depend on the number of processes.
 """
 
 import collections
@@ -57,28 +57,28 @@ RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
 CORPUS_DIRECTORY, SHARDS_DIRECTORY, DIGESTS_FILE = "corpus", "shards", "shard.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-MAX_LISTED = 100_000  # bad records in rejected.jsonl; the rest is only counted
+MAX_LISTED = 100_000  # maximum bad records in rejected.jsonl; the rest are only counted
 _SHOWN = 5  # bad records that are also logged
-_ADVANCE_BYTES = 2**20  # of input between two updates of the progress bar
-_SHARD_BYTES = 2**22  # of input; small files are put together up to this size
+_ADVANCE_BYTES = 2**20  # bytes of input between updates of the progress bar
+_SHARD_BYTES = 2**22  # maximum bytes of input of small files that share a shard
 _POLL_SECONDS = 0.5
 _BLOCK_BYTES = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
 class Sidecar:
-    """Description of a store, in the store.json beside its files."""
+    """Description of a store, saved in its store.json."""
 
     format_version: int
-    tokenizer: str  # its name, which is a hash of tokenizer.json
+    tokenizer: str  # name of the tokenizer: "bytes", or a hash of tokenizer.json
     vocab_size: int
-    dtype: str  # of tokens.bin, as numpy writes it: "<u2"
+    dtype: str  # dtype of tokens.bin in numpy's notation: "<u2"
     num_documents: int
     num_tokens: int
     digest: str  # sha256 of tokens.bin and then the numbers of offsets.npy
     split: str
-    source: str  # the data.path or the inputs that it was built from
-    fingerprint: str  # of the input files and of the options that decide the result
+    source: str  # data.path, or the inputs of `prepare`
+    fingerprint: str  # hash of the input files and of the options that affect the result
 
 
 def _per_split() -> collections.Counter[str]:
@@ -90,12 +90,12 @@ class Record:
     """Counts of a shard, or of a whole corpus."""
 
     num_input_bytes: int = 0
-    num_text_bytes: int = 0  # of the documents that are text
+    num_text_bytes: int = 0  # total size of the documents that are text
     num_documents: collections.Counter[str] = dataclasses.field(default_factory=_per_split)
     num_tokens: collections.Counter[str] = dataclasses.field(default_factory=_per_split)
     skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by reason
     rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by reason
-    num_lossy: int = 0  # documents that their tokens do not give back, with a lossy tokenizer
+    num_lossy: int = 0  # documents that a lossy tokenizer cannot decode exactly
 
     def add(self, counts: dict[str, Any]) -> None:
         """Add the fields of another record to these."""
@@ -107,7 +107,7 @@ class Record:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest type that holds every id, little-endian."""
+    """Return the smallest dtype for all ids, little-endian."""
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
@@ -119,14 +119,14 @@ def read_record(file: Path) -> Record:
     """
     content = read_json(file)
     if not _is_like(content, vars(Record())):
-        raise InputError(f"{file}: is damaged; delete {file.parent} to build it again")
+        raise InputError(f"{file}: is damaged; delete {file.parent} to rebuild it")
     record = Record()
     record.add(content)
     return record
 
 
 def _is_like(found: Any, like: Any) -> bool:
-    """Return whether there are numbers, 0 or more, under the same names; under any names where `like` has none."""
+    """Return whether `found` has numbers, 0 or more, under the names of `like`, or under any names if it has none."""
     if type(like) is int:
         return type(found) is int and found >= 0
     return (
@@ -136,12 +136,12 @@ def _is_like(found: Any, like: Any) -> bool:
     )
 
 
-# Writing a shard.
+# Write a shard.
 
 
 @contextlib.contextmanager
 def _new_file(file: Path) -> Iterator[BinaryIO]:
-    """Open a new file, whose content is on disk when the block ends."""
+    """Open a new file; its content is on disk when the block ends."""
     with open(file, "wb", _BLOCK_BYTES) as opened:
         yield opened
         opened.flush()
@@ -156,13 +156,13 @@ def write_shard(
     directory: Path,
     advance: Callable[[int], object],
 ) -> Path:
-    """Write the documents of some input files, in order, as one shard, and return `directory`.
+    """Write the documents of input files, in order, as one shard, and return `directory`.
 
-    It is complete as soon as it exists, and a function of the other arguments. `advance` is called with the number of
-    input bytes read since the last call.
+    The directory appears when it is complete, and its content depends only on the other arguments. `advance` is called
+    with the number of input bytes read since the last call.
 
     Raises:
-        InputError: a file cannot be read, a record is bad and `strict` is set, or ids are not the tokenizer's.
+        InputError: a file cannot be read, a record is bad and `strict` is set, or ids are outside the vocabulary.
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -181,7 +181,7 @@ def write_shard(
                     record.skipped[result] += 1
                 elif isinstance(result, BadRecord):
                     if strict:
-                        raise InputError(f"{describe(result)}; without strict it is skipped")
+                        raise InputError(f"{describe(result)}; set strict=False to skip it")
                     record.rejected[result.reason] += 1
                     if record.rejected.total() <= MAX_LISTED:
                         out[REJECTED_FILE].write(json.dumps(vars(result)).encode() + b"\n")
@@ -202,9 +202,9 @@ def write_shard(
 
 
 def _by_position(num_bytes: int, advance: Callable[[int], object]) -> Callable[[int], None]:
-    """Return a function of a position in a file that calls `advance` with the bytes since the last call.
+    """Return a function of a file position that calls `advance` with the bytes since the last call.
 
-    Calls are 1 MiB apart or more, except the last one: they take a lock that the workers share.
+    Except for the last one, calls are at least 1 MiB apart, because they acquire a lock that the workers share.
     """
     done = 0
 
@@ -225,7 +225,7 @@ def _digest(file: Path) -> str:
 def _encode(
     document: Document, selection: Selection, tokenizer: Tokenizer
 ) -> tuple[Split, Integer[np.ndarray, "_"], int, bool] | BadRecord | Skipped:
-    """Return split, ids without end_of_document, bytes of text and whether the ids lose text; or why there are none."""
+    """Return split, ids without end_of_document, bytes of text, and whether the ids lose text; or a reason to skip."""
     content = document.content
     if isinstance(content, bytes):
         if reason := selection.skips_length(len(content)):
@@ -250,13 +250,13 @@ def _encode(
     return corpus.split_of(content.astype("<i8").tobytes(), selection.validation_fraction), content, 0, False
 
 
-# Writing all shards, in this process or in others.
+# Write all shards, in this process or in others.
 
 
 def _write_shards(
     work: Path, files: list[InputFile], selection: Selection, tokenizer: Tokenizer, workers: int, strict: bool
 ) -> list[Path]:
-    """Write the shards that `work` does not have yet, and return all of them in order."""
+    """Write the shards that are missing in `work`, and return all shards in order."""
     shards = {work / SHARDS_DIRECTORY / f"{index:08}": unit for index, unit in enumerate(_units(files))}
     missing = {shard: unit for shard, unit in shards.items() if not shard.exists()}
     found = [read_record(shard / RECORD_FILE) for shard in shards if shard not in missing]
@@ -280,7 +280,7 @@ def _write_shards(
 
 
 def _units(files: list[InputFile]) -> list[list[InputFile]]:
-    """Return the files of each shard: one file, or neighbours with at most `_SHARD_BYTES` together."""
+    """Return the files of each shard: one file, or consecutive files of at most `_SHARD_BYTES` in total."""
     units: list[list[InputFile]] = []
     size = 0
     for file in files:
@@ -295,15 +295,15 @@ def _units(files: list[InputFile]) -> list[list[InputFile]]:
 def _write_in_pool(
     missing: dict[Path, list[InputFile]], write: Callable[..., Path], workers: int, bar: tqdm
 ) -> Generator[Path, None, None]:
-    """Yield the shards as they are completed by worker processes; none of them outlives this process."""
-    # spawn: a process that runs JAX has threads, and must not be forked.
+    """Yield the shards as worker processes complete them; the workers end with this process."""
+    # spawn: a process that runs JAX has threads and must not be forked.
     context = multiprocessing.get_context("spawn")
-    num_bytes = context.Value("q", 0)  # that all workers have read
-    alive, stop = context.Pipe(duplex=False)  # workers end when `stop` is closed, also by the death of this process
+    num_bytes = context.Value("q", 0)  # number of bytes that all workers have read
+    alive, stop = context.Pipe(duplex=False)  # workers end when `stop` is closed, also if this process is killed
     pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (write, num_bytes, alive))
     before = bar.n
     try:
-        # Workers that this starts inherit the mask: Ctrl-C, which goes to all of them, is for the parent alone.
+        # Workers inherit the signal mask: only the parent handles Ctrl-C, which all processes receive.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             pending = {pool.submit(_work, unit, shard) for shard, unit in missing.items()}
@@ -318,15 +318,15 @@ def _write_in_pool(
                 yield future.result()
     except BrokenProcessPool as error:
         raise InputError(
-            f"workers = {workers}: one of them died, perhaps of too little memory; the same command resumes with the "
-            "files that are not finished, and fewer workers need less memory"
+            f"workers = {workers}: a worker died, perhaps of too little memory; the same command resumes with the "
+            "unfinished files, and fewer workers need less memory"
         ) from error
     finally:
         stop.close()
         pool.shutdown(cancel_futures=True)
 
 
-# Set once in each worker process by `_start_worker`: it has the tokenizer, which is not sent with each task.
+# Set once in each worker process by `_start_worker`, so that the tokenizer is not sent with each task.
 _write: Callable[[list[InputFile], Path], Path]
 
 
@@ -344,7 +344,7 @@ def _work(unit: list[InputFile], shard: Path) -> Path:
     return _write(unit, shard)
 
 
-# Combining them.
+# Combine the shards.
 
 
 def build_corpus(
@@ -363,8 +363,9 @@ def build_corpus(
     """Build a corpus in `work / "corpus"`, and return its counts.
 
     `work` is empty or has shards of the same files, selection and tokenizer. The sidecars record `source`, the input as
-    the user gave it, and `fingerprint`. Messages name the input `field` and the validation fraction `fraction_field`.
-    Each of the `workers` takes one shard at a time; 1 uses only this process. `strict` stops at the first bad record.
+    given by the user, and `fingerprint`. `field` and `fraction_field` are the names of the input and of the validation
+    fraction in messages. Each of the `workers` writes one shard at a time; 1 uses only this process. `strict` stops at
+    the first bad record.
 
     Raises:
         InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, a worker died, or a
@@ -378,8 +379,8 @@ def build_corpus(
     num_documents = record.num_documents.total()
     if not num_documents:
         counts = record.skipped | {f"bad ({reason})": count for reason, count in record.rejected.items()}
-        found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "nothing at all"
-        raise InputError(f"{field} = {source!r}: no documents there: {found}")
+        found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "no records"
+        raise InputError(f"{field} = {source!r}: no documents found: {found}")
     for split in SPLITS:
         message = f"leaves no {split} documents of the {num_documents:,} in {field} = {source!r} (each split needs one)"
         require(record.num_documents[split] > 0, fraction_field, selection.validation_fraction, message)
@@ -390,7 +391,7 @@ def build_corpus(
 def _combine_shards(
     shards: list[Path], directory: Path, record: Record, tokenizer: Tokenizer, source: str, fingerprint: str
 ) -> None:
-    """Make the two stores in `directory` from the shards."""
+    """Write the two stores in `directory` from the shards."""
     dtype = token_dtype(tokenizer.vocab_size)
     shutil.rmtree(directory, ignore_errors=True)
     with progress(record.num_tokens.total() * dtype.itemsize, "combining", 0) as bar:
@@ -434,14 +435,14 @@ def _combine_shards(
 
 
 def _verified(shards: Iterable[Path], name: str) -> Iterator[BinaryIO]:
-    """Yield one file of every shard, open for reading, if it still has its recorded digest."""
+    """Yield one file of every shard, open for reading; raise if its digest has changed."""
     for shard in shards:
         with contextlib.suppress(FileNotFoundError):
             if read_json(shard / DIGESTS_FILE).get(name) == _digest(shard / name):
                 with open(shard / name, "rb") as file:
                     yield file
                 continue
-        raise InputError(f"{shard / name}: has changed since it was written; delete {shard} to build it again")
+        raise InputError(f"{shard / name}: has changed since it was written; delete {shard} to rebuild it")
 
 
 def _blocks(files: Iterable[BinaryIO]) -> Iterator[bytes]:
@@ -456,7 +457,7 @@ def describe(bad: BadRecord) -> str:
 
 
 def progress(total: int, description: str, done: int) -> tqdm:
-    """Return a progress bar of bytes; in a log file it is a line every minute."""
+    """Return a progress bar of bytes; in a log file, one line per minute."""
     seconds = 0.5 if sys.stderr.isatty() else 60
     return tqdm(
         total=total,

@@ -1,4 +1,4 @@
-r"""Turn files into a corpus for training: tokens on disk, in parallel, resumable.
+r"""Convert files to a corpus for training: tokens on disk, in parallel, resumable.
 
     python -m dape_jax.data.prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv \
         --tokenizer=bytes
@@ -12,8 +12,8 @@ In: files of text, JSON lines, parquet or token ids; see `records`. Out: a direc
     recipe.json       options and input files
     tokenizer.json    the tokenizer; missing for bytes
 
-It is built in OUTPUT.partial, and OUTPUT appears when it is complete. After an interruption the same command resumes
-with the input files that are not finished; the result is the same. Another command is refused.
+It is built in OUTPUT.partial, which is renamed to OUTPUT when it is complete. After an interruption the same command
+resumes with the unfinished input files; the result is the same. A command with other options is rejected.
 """
 
 import contextlib
@@ -71,17 +71,17 @@ class PrepareConfig:
     )
     output: str = flag(dataclasses.MISSING, "New directory for the corpus, for --config.data.path.")
     tokenizer: str | None = flag(None, "bytes, or a Hugging Face tokenizer.json (for .bin files: the one they used).")
-    lossy: bool = flag(False, "Accept a tokenizer.json that loses text, and count the documents that it changes.")
+    lossy: bool = flag(False, "Accept a lossy tokenizer.json, and count the documents that it changes.")
     train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size instead.")
-    train_bpe_bytes: int = flag(2**30, "Bytes of training documents, the first ones, that --train_bpe learns from.")
-    text_field: str = flag("text", "Field of a record that holds its text; a dot descends into an object.")
+    train_bpe_bytes: int = flag(2**30, "Train the BPE on this many bytes, the first of the training documents.")
+    text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
     where: tuple[str, ...] = flag(
         (), "field=value or field=value|value: keep only records that match; may be repeated.", repeated=True
     )
-    min_length: int = flag(1, "Minimum bytes of UTF-8 of a document; ids, in .bin files.")
-    max_length: int = flag(2**24, "Maximum bytes of UTF-8 of a document; ids, in .bin files. It bounds the memory.")
+    min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
+    max_length: int = flag(2**24, "Maximum length of a document, in the same units. It bounds the memory.")
     validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
-    workers: int = flag(1, "Processes that tokenize, each one input file at a time; 1 uses no other process.")
+    workers: int = flag(1, "Processes that tokenize, each one input file at a time; 1 starts no other process.")
     strict: bool = flag(False, "Stop at the first bad record instead of skipping it.")
 
     def __post_init__(self):
@@ -108,7 +108,7 @@ class PrepareConfig:
 
     @property
     def selection(self) -> Selection:
-        """The records that become documents."""
+        """Selection of the records that become documents."""
         where = tuple((field, tuple(values.split("|"))) for field, _, values in (w.partition("=") for w in self.where))
         return Selection(self.text_field, where, self.min_length, self.max_length, self.validation_fraction)
 
@@ -119,34 +119,34 @@ class Prepared:
 
     corpus: Corpus
     record: Record
-    was_complete: bool  # an earlier run made it
+    was_complete: bool  # whether an earlier run completed the corpus
 
 
 def prepare(config: PrepareConfig) -> Prepared:
     """Build a corpus, resume building it, or open it if it is complete.
 
-    With more than one worker, the calling program must be importable: put its start behind
+    With more than one worker, the calling program must be importable: guard its entry point with
     `if __name__ == "__main__":`.
 
     Raises:
-        InputError: bad input; an output that was not made by the same recipe, or that another process is making; or a
-            worker that died.
+        InputError: the input is invalid, the output was made with another recipe, another process is writing it, or a
+            worker died.
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
     partial = output.with_name(output.name + ".partial")
     found = (file for path in config.input for file in corpus.find_files(path, "input"))
     files = corpus.unique_files(found, excluded=(output, partial))
-    require(len(files) > 0, "input", ",".join(config.input), "nothing there but the output")
+    require(len(files) > 0, "input", ",".join(config.input), "must contain files other than the output")
     tokenizer = None
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.lossy)
     elif any(holds_ids(file.path) for file in files):
-        raise InputError(f"train_bpe = {config.train_bpe}: .bin files hold ids; name the tokenizer that made them")
+        raise InputError(f"train_bpe = {config.train_bpe}: .bin files contain ids; set --tokenizer to their tokenizer")
     recipe = _recipe(config, tokenizer, files)
     if os.path.lexists(output):
         _check_recipe(output, recipe)
         if (partial / RECIPE_FILE).exists() and read_json(partial / RECIPE_FILE) == recipe:
-            shutil.rmtree(partial)  # left by a process that was killed when it had renamed the corpus
+            shutil.rmtree(partial)  # left by a process that was killed after renaming the corpus
         return Prepared(open_corpus(output), read_record(output / RECORD_FILE), was_complete=True)
     try:
         with exclusive_lock(partial, "output", LOCK_FILE):
@@ -154,7 +154,7 @@ def prepare(config: PrepareConfig) -> Prepared:
                 _check_recipe(partial, recipe)
             else:
                 others = sorted(path.name for path in partial.glob("[!.]*") if path.name != LOCK_FILE)
-                require(not others, str(partial), others, "is in the way: this program has not made these files")
+                require(not others, str(partial), others, "must be deleted: these files are not part of a corpus")
                 write_json(partial / RECIPE_FILE, recipe)
             if tokenizer is None and (partial / TOKENIZER_FILE).exists():
                 tokenizer = saved_tokenizer(partial)
@@ -179,18 +179,18 @@ def prepare(config: PrepareConfig) -> Prepared:
             write_json(complete / RECIPE_FILE, recipe)
             os.rename(complete, output)
             sync_directory(output.parent)
-            # Renamed first: a kill must not leave half a shard to resume from, should the corpus be deleted.
+            # Rename before deleting: after a kill, a half-deleted shard must not be resumed from.
             finished = tempfile.mkdtemp(prefix=".", dir=partial)
             os.rename(partial / SHARDS_DIRECTORY, finished)
             shutil.rmtree(finished)
             shutil.rmtree(partial)
-    except OSError as error:  # of writing: reading raises `InputError`
+    except OSError as error:  # from writing: reading raises `InputError`
         raise InputError(f"output = {config.output!r}: cannot be written to: {error}") from error
     return Prepared(open_corpus(output), record, was_complete=False)
 
 
 def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
-    """Return everything that decides the result, as JSON."""
+    """Return everything that the result depends on, as JSON."""
     trained = {"train_bpe": config.train_bpe, "train_bpe_bytes": config.train_bpe_bytes}
     recipe = {
         "format_version": FORMAT_VERSION,
@@ -202,11 +202,11 @@ def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[Inpu
 
 
 def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
-    """Raise `InputError` unless the directory was made or begun by this recipe."""
-    from dape_jax.config import differences  # here, because workers import this module and need no optimizers
+    """Raise `InputError` unless the directory was made or started with this recipe."""
+    from dape_jax.config import differences  # here, so that workers do not import optimizers
 
     file = directory / RECIPE_FILE
-    require(file.is_file(), "output", str(directory), "must be a new directory; this program has not made this one")
+    require(file.is_file(), "output", str(directory), "must be a new directory, or one made by this program")
     saved = read_json(file)
     lines = differences(saved, recipe)
     if not lines and list(saved["input"]) != list(recipe["input"]):
@@ -214,24 +214,24 @@ def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise InputError(
-            f"{directory}: was made or begun with another recipe: {lines[0]}{more}; choose another output or delete it"
+            f"{directory}: was made with another recipe: {lines[0]}{more}; choose another output or delete it"
         )
 
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
-    """Yield the first `train_bpe_bytes` of the training documents."""
+    """Yield the training documents, up to `train_bpe_bytes`."""
     selection = config.selection
     num_bytes = 0
     with progress(sum(file.num_bytes for file in files), "reading for the tokenizer", 0) as bar:
         for file in files:
             for found in read_documents(file, selection, lambda _: None):
                 if isinstance(found, BadRecord) and config.strict:
-                    raise InputError(f"{describe(found)}; without strict it is skipped")
+                    raise InputError(f"{describe(found)}; set strict=False to skip it")
                 if not isinstance(found, Document) or not isinstance(found.content, bytes):
                     continue
                 is_train = corpus.split_of(found.content, config.validation_fraction) == "train"
                 if is_train and selection.skips_length(len(found.content)) is None:
-                    with contextlib.suppress(UnicodeDecodeError):  # counted when it is encoded
+                    with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
                         yield found.content.decode()
                         num_bytes += len(found.content)
                 if num_bytes >= config.train_bpe_bytes:
@@ -255,18 +255,18 @@ def summary(prepared: Prepared) -> str:
         "bad records": counts(record.rejected) + (f": see {output / REJECTED_FILE}" if record.rejected else ""),
     }
     if record.num_lossy:
-        lines["lossy"] = f"{record.num_lossy:,} documents that their tokens do not give back"
+        lines["lossy"] = f"{record.num_lossy:,} documents cannot be decoded exactly from their tokens"
     lines["digest"] = made.digest
-    state = "was complete, made by the same recipe" if prepared.was_complete else "corpus"
+    state = "already complete, made with the same recipe" if prepared.was_complete else "corpus"
     return "\n".join([f"{output}: {state}", *(f"  {name:13}{text}" for name, text in lines.items())])
 
 
 def define_flags() -> None:
-    """Define the flags of the command line; it uses all CPUs by default."""
+    """Define the flags of the command line, which uses all CPUs by default."""
     command_line.define_flags(PrepareConfig)
     flags.FLAGS.set_default("workers", os.cpu_count() or 1)
 
 
 def main(_: list[str]) -> None:
-    """Parse flags, prepare, print the summary."""
+    """Parse flags, prepare the corpus and print a summary."""
     print(summary(prepare(command_line.from_flags(PrepareConfig))))

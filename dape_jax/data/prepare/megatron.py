@@ -1,6 +1,6 @@
-"""Read pairs of token files, `x.bin` and `x.idx`, as Megatron-LM and GPT-NeoX write them (the official code's data).
+"""Read pairs of token files, `x.bin` and `x.idx`, written by Megatron-LM or GPT-NeoX (the official code's data).
 
-In: the path of a pair. Out: an `IndexedDataset`, whose documents are mapped from disk. Next: `records`.
+In: the path of a pair. Out: an `IndexedDataset` with memory-mapped documents. Next: `records`.
 
     x.bin   tokens, one sequence after another, little-endian
     x.idx   9 bytes     MMIDIDX and two zeros
@@ -9,10 +9,10 @@ In: the path of a pair. Out: an `IndexedDataset`, whose documents are mapped fro
             uint64      number of sequences N
             uint64      length of the document index D + 1, for D documents
             int32[N]    tokens of each sequence
-            int64[N]    start of each in x.bin, in bytes
+            int64[N]    start of each sequence in x.bin, in bytes
             int64[D+1]  document i is the sequences index[i] to index[i + 1] - 1
 
-Pairs are not trusted: the index is checked before use, in pieces, so that memory is bounded.
+The index is untrusted: it is checked before use, in pieces, so that memory is bounded.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ VERSION = 1
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}  # 6 and 7 are floating-point
 
 _HEADER = struct.Struct("<9sQBQQ")
-_CHUNK = 2**20  # entries that are checked at once
+_CHUNK = 2**20  # entries that are checked at a time
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class IndexedDataset:
-    """A checked pair, mapped from disk. Opening it reads the index once."""
+    """Pair of token files with a checked index, memory-mapped. Opening it reads the index once."""
 
     tokens: Integer[np.ndarray, "num_tokens"]
-    starts: Int64[np.ndarray, "num_sequences"]  # of sequences, in bytes
-    documents: Int64[np.ndarray, "num_offsets"]  # the document index
+    starts: Int64[np.ndarray, "num_sequences"]  # start of each sequence, in bytes
+    documents: Int64[np.ndarray, "num_offsets"]  # document index
 
     @property
     def num_documents(self) -> int:
@@ -48,7 +48,7 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens; an end of document counts only if the writer has put it there."""
+        """Number of tokens; ends of documents count only if the file contains them."""
         return len(self.tokens)
 
     @property
@@ -57,7 +57,7 @@ class IndexedDataset:
         return self.tokens.dtype
 
     def document(self, index: int) -> Integer[np.ndarray, "document_tokens"]:
-        """Return the tokens of one document, its sequences concatenated; they are not checked against a vocabulary."""
+        """Return the tokens of one document, not checked against a vocabulary."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         begin, end = (self._first_token(int(sequence)) for sequence in self.documents[index : index + 2])
@@ -68,10 +68,10 @@ class IndexedDataset:
 
 
 def open_indexed(path: Path) -> IndexedDataset:
-    """Map the pair `x.bin`, `x.idx` or `x`; the index is checked, also against the length of the tokens.
+    """Map the pair `x.bin`, `x.idx` or `x` after checking the index, also against the size of the tokens.
 
     Raises:
-        InputError: a file is missing, damaged or of another kind; names the file, the field and its value.
+        InputError: a file is missing, damaged or of another kind; the message names the file, the field and its value.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     file, tokens_file = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")  # the prefix may contain dots
@@ -113,7 +113,7 @@ def open_indexed(path: Path) -> IndexedDataset:
             check(False, f"start of sequence {first + at}", int(starts[first + at]), allowed)
         num_tokens += int(chunk.sum())
         if num_tokens * dtype.itemsize > tokens.size:
-            break  # refused below; a larger sum could exceed 64 bits
+            break  # the check below fails; a larger sum could exceed 64 bits
     require(
         tokens.size == num_tokens * dtype.itemsize,
         f"{tokens_file}: size",
@@ -129,7 +129,7 @@ def open_indexed(path: Path) -> IndexedDataset:
 
 
 def _map(file: Path) -> np.ndarray:
-    """Map the bytes of a file; an empty one cannot be mapped."""
+    """Map the bytes of a file; an empty file, which cannot be mapped, gives an empty array."""
     try:
         return np.memmap(file, np.uint8, "r") if os.stat(file).st_size else np.empty(0, np.uint8)
     except (OSError, ValueError) as error:

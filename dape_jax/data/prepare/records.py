@@ -1,15 +1,15 @@
-"""Input files -> documents: open any file, find its records, and tell documents from skipped and bad records.
+"""Input files -> documents: open files, find their records, and classify these as documents, skipped or bad.
 
 In: an `InputFile` of `corpus`. Out: `read_documents`. Next: `tokenizers` and `build`.
 
-    name of a file                            content
+    file name                                 content
     .jsonl .ndjson, and compressed .json      one JSON object per line
     .parquet                                  one record per row
     .bin and .idx                             token ids, as Megatron and GPT-NeoX write them
     any other                                 one document; skipped if binary (a NUL byte near its start)
 
-.gz .bz2 .xz and .zst are decompressed (`paper.tex.zst`), also with several members or frames. Files are not trusted: a
-record that cannot be read becomes a `BadRecord` with file, line and reason, and reading continues behind it. Memory is
+.gz .bz2 .xz and .zst are decompressed (`paper.tex.zst`), also with several members or frames. Files are untrusted: a
+record that cannot be read becomes a `BadRecord` with file, line and reason, and reading continues after it. Memory is
 bounded by `Selection.max_length`.
 """
 
@@ -37,10 +37,10 @@ from dape_jax.data.prepare.megatron import open_indexed
 from dape_jax.errors import InputError
 
 Skipped = Literal["filtered", "too short", "too long", "binary file"]
-Content = bytes | Integer[np.ndarray, "_"]  # text or, from a .bin file, token ids
+Content = bytes | Integer[np.ndarray, "_"]  # text, or token ids of a .bin file
 
 _READ_BYTES = 2**20
-_ZSTD_STEP_BYTES = 2**10  # decompressed at once: a KiB of Zstandard can be 32 MiB of zeros
+_ZSTD_STEP_BYTES = 2**10  # input decompressed at a time: a KiB of Zstandard can be 32 MiB of zeros
 _BINARY_PROBE_BYTES = 8192
 _MAX_ESCAPES = 3  # bytes of JSON per byte of UTF-8: "\u00e9" has six for two
 _MAX_METADATA_BYTES = 2**20
@@ -50,17 +50,17 @@ _STRINGS = ("string", "large_string", "string_view", "binary", "large_binary")  
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """The records that become documents, and the share of them for validation."""
+    """Records that become documents, and the share of them for validation."""
 
-    text_field: str  # field of a record that holds its text; a dot descends into an object
+    text_field: str  # field with the text of a record; a dot descends into an object
     where: tuple[tuple[str, tuple[str, ...]], ...]  # fields and their accepted values, numbers and booleans as in JSON
-    min_length: int  # of a document, in bytes of UTF-8; of token ids in a .bin file
-    max_length: int  # likewise; it bounds the memory
+    min_length: int  # minimum length of a document in bytes of UTF-8, or in ids for a .bin file
+    max_length: int  # maximum length, in the same units; it bounds the memory
     validation_fraction: float
 
     @property
     def max_line(self) -> int:
-        """Maximum bytes of a line of JSON. A longer one is a bad record, and is never held in memory."""
+        """Maximum bytes of a line of JSON. A longer line is a bad record, and is never in memory as a whole."""
         return self.max_length * _MAX_ESCAPES + _MAX_METADATA_BYTES
 
     def skips_length(self, length: int) -> Skipped | None:
@@ -74,11 +74,11 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be read, or the point at which a file is damaged."""
+    """Record that cannot be read, or position at which a file is damaged."""
 
     file: str
-    line: int  # from 1: a line, a row of parquet or a document of a .bin file; 0 for the whole file
-    reason: str  # one of a few, to be counted
+    line: int  # counted from 1: a line, a row of parquet or a document of a .bin file; 0 for the whole file
+    reason: str  # category, for counts
     detail: str  # shortened to one line
 
     def __post_init__(self):
@@ -95,11 +95,11 @@ class Document:
 
 
 class _BadRecordError(Exception):
-    """Reason and detail of a `BadRecord`; also its line, if the rest of the file is lost with it."""
+    """Error with reason and detail of a `BadRecord`; also with its line, if the rest of the file is unreadable."""
 
 
 def holds_ids(path: str) -> bool:
-    """Return whether a file holds token ids instead of text."""
+    """Return whether a file contains token ids instead of text."""
     return path.lower().endswith((".bin", ".idx"))
 
 
@@ -108,7 +108,7 @@ def read_documents(
 ) -> Iterator[Document | BadRecord | Skipped]:
     """Yield every record of a file, in order: a document, the reason why it is skipped, or a bad record.
 
-    `advance` is called now and then with the number of input bytes read so far.
+    `advance` is called from time to time with the number of input bytes read so far.
 
     Raises:
         InputError: the file cannot be read. (A file with damaged content gives a `BadRecord`.)
@@ -119,7 +119,7 @@ def read_documents(
     )
     try:
         with contextlib.ExitStack() as stack:
-            records: Iterator[tuple[int, Any]]  # lines, and what `content_of` takes
+            records: Iterator[tuple[int, Any]]  # line numbers, and arguments of `content_of`
             content_of: Callable[[Any, Selection], Content | Skipped]
             if holds_ids(file.path):
                 records, content_of = _read_ids(file), _whole
@@ -146,7 +146,7 @@ def read_documents(
     except InputError:
         raise
     except Exception as error:
-        if isinstance(error, OSError) or is_remote(file.path):  # each file system raises exceptions of its own
+        if isinstance(error, OSError) or is_remote(file.path):  # file systems define their own exceptions
             text = " ".join(str(error).split())
             raise InputError(f"{file.path}: cannot be read: {text}") from error
         raise
@@ -156,9 +156,9 @@ def read_documents(
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompress Zstandard, frame after frame, in bounded memory.
+    """Decompress Zstandard, frame by frame, in bounded memory.
 
-    The readers of the library stop silently where the last frame is truncated; this one raises `EOFError`.
+    The library's readers stop silently at a truncated last frame; this one raises `EOFError`.
     """
 
     def __init__(self, compressed: Any):
@@ -204,7 +204,7 @@ def _damage(line: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # the disk or the network, not the content
+        if error.errno is not None:  # an error of the disk or the network, not of the content
             raise
         raise _BadRecordError("corrupt archive", str(error), line) from error
     except EOFError as error:
@@ -239,7 +239,7 @@ def _read_ids(file: InputFile) -> Iterator[tuple[int, Integer[np.ndarray, "_"]]]
 def _whole(content: Content | Skipped, selection: Selection) -> Content | Skipped:
     if isinstance(content, str):
         return content
-    return "filtered" if selection.where else content  # it has no fields, so none that match
+    return "filtered" if selection.where else content  # it has no fields, so none match
 
 
 # Lines of JSON.
@@ -248,7 +248,7 @@ def _whole(content: Content | Skipped, selection: Selection) -> Content | Skippe
 def _read_lines(
     content: io.BufferedIOBase, max_line: int, advance: Callable[[], object]
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the lines that are not blank, with None for one that is too long."""
+    """Yield the lines that are not blank, with None for a line that is too long."""
     for number in itertools.count(1):
         with _damage(number):
             line = rest = content.readline(max_line + 1)
@@ -286,7 +286,7 @@ def _text_of_line(line: bytes | None, selection: Selection) -> bytes | Skipped:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise _BadRecordError("not Unicode", str(error)) from error  # half a surrogate pair: JSON, but not text
+        raise _BadRecordError("not Unicode", str(error)) from error  # half a surrogate pair is JSON, but not Unicode
 
 
 def _refuse_constant(name: str) -> None:
@@ -304,8 +304,8 @@ def _lookup(record: Any, field: str) -> Any:
 
 
 def _spelled(value: Any) -> str | None:
-    """Return a value as `where` spells it, or None for an array or an object."""
-    if isinstance(value, bytes):  # of parquet
+    """Return a value in the notation of `where`, or None for an array or an object."""
+    if isinstance(value, bytes):  # from parquet
         return value.decode("utf-8", "replace")
     return json.dumps(value) if isinstance(value, bool | int | float) else value if isinstance(value, str) else None
 
@@ -317,20 +317,20 @@ def _read_rows(
     opened: Any, file: InputFile, selection: Selection, advance: Callable[[int], object]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the fields of `selection` of each row, strings as bytes; one row at a time, to bound the memory."""
-    import pyarrow  # large, and not needed by training and evaluation
+    import pyarrow  # large, and not needed for training and evaluation
     from pyarrow import parquet
 
     fields = [selection.text_field, *(field for field, _ in selection.where)]
     number = 0
     try:
-        # A column of a row group may have gigabytes, so it is not read ahead.
+        # A column of a row group may have gigabytes, so it is not prefetched.
         source = parquet.ParquetFile(opened, buffer_size=_READ_BYTES, pre_buffer=False)
         example = pyarrow.scalar(None, pyarrow.struct(list(source.schema_arrow)))
         for field in fields:
             try:
                 kind = _scalar(example, field).type
             except (KeyError, TypeError) as error:
-                detail = f"{field!r}; there are {source.schema_arrow.names}"
+                detail = f"{field!r}; the fields are {source.schema_arrow.names}"
                 raise _BadRecordError("no such field", detail, 0) from error
             if field == selection.text_field and str(kind) not in _STRINGS:
                 raise _BadRecordError("not a string", f"{field!r} is {kind}", 0)
@@ -341,7 +341,7 @@ def _read_rows(
             advance(file.num_bytes * number // source.metadata.num_rows)
     except _BadRecordError:
         raise
-    except Exception as error:  # a damaged file makes pyarrow raise many kinds
+    except Exception as error:  # pyarrow raises many kinds of errors for damaged files
         if isinstance(error, OSError) and error.errno is not None:
             raise
         line = number + 1 if number else 0
@@ -349,7 +349,7 @@ def _read_rows(
 
 
 def _scalar(struct: Any, field: str) -> Any:
-    """Return a dotted field; KeyError or TypeError if there is none."""
+    """Return a dotted field; raise KeyError or TypeError if there is none."""
     for name in field.split("."):
         struct = struct[name]
     return struct.value if str(struct.type).startswith("dictionary") else struct

@@ -1,7 +1,7 @@
-"""The fused operator on TPUs (Pallas, Mosaic): a block of rows with all heads, streaming over tiles of keys.
+"""Fused operator on TPUs (Pallas, Mosaic): a block of rows with all heads, streaming over tiles of keys.
 
-In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all of these, without a score in
-HBM. Read `tiling.py` (grid, halo, layouts), `forward.py`, then `backward.py`; `docs/kernel.md` explains the design.
+In: queries, keys, values and an `Operator`. Out: attended values, and gradients of all inputs; scores are never in HBM.
+Reading order: `tiling.py` (grid, halo, layouts), `forward.py`, `backward.py`; `docs/kernel.md` explains the design.
 """
 
 import functools
@@ -33,7 +33,7 @@ def attend(
     window: int | None,
     interpret: Any,
 ) -> Float[Array, "B T H K"]:
-    """Return attention computed by the kernels. The first row has the column `first`.
+    """Return attention computed by the kernels. The first row is at the column `first`.
 
     Raises:
         NotImplementedError: see `tilings`.

@@ -1,4 +1,4 @@
-"""The backward kernel: all gradients, from the output, its gradient and the log-sum-exp of the forward pass.
+"""Backward kernel: all gradients, from the output, its gradient and the log-sum-exp of the forward pass.
 
 Grid: (sequence, tile of keys, block of rows), blocks innermost. A step repeats the forward computation of its scores,
 hidden features and probabilities, then applies the transposed convolutions, which read in the opposite direction:
@@ -10,11 +10,11 @@ hidden features and probabilities, then applies the transposed convolutions, whi
 
 The gradient of `knee` is dx / (1 - SLOPE): see `tables.Operator`.
 
-An iteration of the loop recomputes one group of rows, and does the rest for the group before. A column that several
-tiles compute counts in the tile that owns it. Where gradients accumulate:
+A loop iteration recomputes the forward pass of one group of rows and computes the gradients of the previous group. A
+column that several tiles compute counts only in the tile that owns it. Gradients are accumulated in:
 
-    k, v                    VMEM, while the blocks of their tile pass
-    convolution weights     VMEM, to the end of the sequence
+    k, v                    VMEM, over the blocks of their tile
+    convolution weights     VMEM, over the sequence
     left corrections        VMEM, in the first tile of columns
     q, distance tables      HBM, in float32: too large for VMEM. Each step copies its block in, adds, and copies it back
 """
@@ -89,11 +89,11 @@ class Inputs(NamedTuple):
     dout_columns: Any
     lse: Heads
     matrices: Matrices
-    transposed: Matrices  # of the transposed convolutions
+    transposed: Matrices  # matrices of the transposed convolutions
     left: LeftRefs
     slab: list[Any]  # pieces of 128 columns
     dq: Any  # zeros, donated to the output of the same name
-    dtable: Any  # likewise
+    dtable: Any  # zeros, donated to the output of the same name
 
 
 class Outputs(NamedTuple):
@@ -103,7 +103,7 @@ class Outputs(NamedTuple):
     dtable: Any
     dk: Any
     dv: Any
-    dmatrices: Matrices  # the second one of the transposed convolution
+    dmatrices: Matrices  # the second matrix is that of the transposed convolution
     dleft: LeftRefs
 
 
@@ -114,7 +114,7 @@ class Scratch(NamedTuple):
     dprobs: Heads  # dout V^T - sum(dout * out), then the gradient of the total, then that of the scores
     probs: Heads
     dq: Any  # sum over tiles, copied from and to HBM
-    dslab: Any  # likewise
+    dslab: Any  # sum over tiles, copied from and to HBM
     dk: Any  # sum over blocks
     dv: Any  # sum over blocks
     slab: Any
@@ -123,11 +123,11 @@ class Scratch(NamedTuple):
     left: LeftRefs  # rolled
     hidden: Any  # packed hidden features of two groups
     slope: Any  # packed numbers of two groups, negative where the slope of the nonlinearity is SLOPE
-    semaphores: Any  # of copies from HBM and to HBM, of dq and dslab
+    semaphores: Any  # semaphores of the copies of dq and dslab from and to HBM
 
 
 class Recomputed(NamedTuple):
-    """What the forward computation of a unit leaves for its gradients."""
+    """Results of the forward computation of a unit, for its gradients."""
 
     hidden: list[list[Array]]  # packed, [row][phase]
     slope: list[list[Array]]
@@ -138,7 +138,7 @@ class Recomputed(NamedTuple):
 class HiddenGradients(NamedTuple):
     """Gradients of the hidden features of a unit."""
 
-    dtotal_operands: list[Array]  # the gradients of the total, as operands of convolutions
+    dtotal_operands: list[Array]  # gradients of the total, as operands of convolutions
     dx: list[list[Array]]  # [row][phase]
     packed_dx: list[list[Array]]
 
@@ -154,7 +154,7 @@ class Gradients(NamedTuple):
 
 
 def are_positive(t: Tiling, packed: Array) -> Registers:
-    """Return which of packed numbers are positive, a register each."""
+    """Return masks of the positive numbers of a packed array, one register each."""
     if t.dtype == jnp.float32:
         return [register > 0 for register in registers_of(packed)]
     words = registers_of(pltpu.bitcast(packed, jnp.int32))
@@ -176,7 +176,7 @@ def lse_of_unit(t: Tiling, lse: Heads, row: Any, lane: Array) -> Registers:
 
 
 def head_lines(t: Tiling, unit: Registers, row: int) -> Array:
-    """Return the lines of one row of a unit; those of the other row's half of the quad are 0."""
+    """Return the lines of one row of a unit; lines of the other row's half of the quad are 0."""
     lines = [unit[UNIT_ROWS * octet + row] for octet in range(t.octets)]
     if t.quads:
         lines.append(jnp.where(is_upper() if row == 0 else ~is_upper(), unit[-1], 0.0))
@@ -195,7 +195,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
     n = t.phases_per_dot
     owned = step.owned(0)  # the same in all phases
 
-    # Sums in HBM. The copies in start first and are awaited before anything is added.
+    # Sums in HBM. Copies to VMEM start first and are awaited before anything is added.
     batch = pl.program_id(0)
     last_start = t.table_columns - t.slab_columns
     columns = pl.ds(pl.multiple_of(jnp.clip(step.slab_start, 0, last_start), LANES), t.slab_columns)
@@ -254,13 +254,13 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         tables = RowTables(step, scratch.slab, scratch.sheared, left)
 
         def is_correct(phase: int) -> Array:
-            """Return whether a column's result needs no score of another tile."""
+            """Return whether a column's result depends only on scores of this tile."""
             column = t.phases * lane + phase
             first_column = t.halo[0] if in_first_tile else 2 * t.pad
             return (column >= first_column) & (column < t.phases * LANES - 2 * t.ahead)
 
         def unshear(row: Any, phase: int) -> None:
-            """Add the gradient of a row's table entries, which is complete, to that of the slab."""
+            """Add the (complete) gradient of a row's table entries to the gradient of the slab."""
             remainder, start, shift = slab_columns(step, row, phase)
             dentries = roll(select(owned, scratch.dsheared[slot(t, row, phase)]), shift)
             here = lane >= shift
@@ -397,7 +397,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             for offset, parts in sorted(dentries.items()):
                 total = functools.reduce(jnp.add, parts)
                 at = slot(t, row, 0) + offset
-                # The group before began what is left of this group's slots.
+                # The previous group wrote the slots left of this group's first slot.
                 scratch.dsheared[at] = total + scratch.dsheared[at] if offset < 0 else total
             shared = t.phases - 1 if t.row_stride == 1 else 0
             for r, phase in new_slots(t):
@@ -437,10 +437,10 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
         def body(group, _):
             row, row_before = row_of(group), row_of(group - 1)
-            # All loads first and all stores last, so that the compiler may overlap what is in between.
+            # All loads first and all stores last, so that the compiler can overlap the operations between them.
             now, before = load_first(row), load_second(row_before)
             entries = tables.read(row + GROUP_ROWS, new_slots(t))
-            # The compiler prefers to issue operations in this order: of those tried it takes the fewest bundles.
+            # Of the orders of operations that were tried, this one compiles to the fewest bundles.
             of_hidden = hidden_gradients_of(before)
             features = features_of(now, row)
             gradients = gradients_of(of_hidden, before, row_before)
@@ -496,7 +496,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
 
 
 def lay_out_lse(forward: Tiling, t: Tiling, lse: Heads) -> Heads:
-    """Lay the log-sum-exp out in the blocks of the backward pass. Rows beyond T get probabilities of 0."""
+    """Convert the log-sum-exp to the blocks of the backward pass. Rows beyond T get probabilities of 0."""
     batch = jax.tree.leaves(lse)[0].shape[0]
     missing = t.padded_rows - t.num_rows
 
@@ -537,7 +537,7 @@ def backward_pass(
         return jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
 
     def left_block(tile, block):
-        # After the first tile the index stays at the last block, so that nothing is copied again.
+        # After the first tile the index stays at the last block, so that no block is copied again.
         return jnp.where(tile == 0, block, t.num_blocks - 1)
 
     def left_input(x: Array) -> tiling.Blocked:

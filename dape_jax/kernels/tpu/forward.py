@@ -1,7 +1,7 @@
-"""The forward kernel, and the operations on units of rows that the backward kernel repeats.
+"""Forward kernel, and the operations on units of rows that it shares with the backward kernel.
 
-Grid: (sequence, block of rows, tile of keys), tiles innermost. As in FlashAttention, VMEM holds for each row and head
-of the block a running maximum m, a running sum l of exp(score - m), and the sum of values weighted likewise:
+Grid: (sequence, block of rows, tile of keys), tiles innermost. As in FlashAttention, VMEM has for each row and head of
+the block a running maximum m, a running sum l of exp(score - m), and a sum of the values with the same weights:
 
     for tile in tiles of the block:
         scores = Q K^T / sqrt(K)                                one matmul per head and phase
@@ -11,8 +11,8 @@ of the block a running maximum m, a running sum l of exp(score - m), and the sum
         values = values * decay + V^T probs^T                   one matmul per head and phase
     out = values / l,  log-sum-exp = m + log(l)
 
-An iteration of the loop computes the hidden features of one group, and what follows from those of the group before:
-they do not depend on each other, so that the matmuls of one are in flight while the other's results arrive.
+A loop iteration computes the hidden features of one group and the remaining steps of the previous group: they are
+independent, so their matmuls overlap.
 
 The log-sum-exp is saved for the backward pass. Scores, hidden features and probabilities never leave VMEM.
 """
@@ -65,12 +65,12 @@ def dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def join(parts: Sequence[Array], axis: int) -> Array:
-    """Concatenate, without a copy of a single part."""
+    """Concatenate arrays; a single one is returned without a copy."""
     return jnp.concatenate(list(parts), axis) if len(parts) > 1 else parts[0]
 
 
 def dots(matrix: Array, operands: Sequence[Array]) -> list[Array]:
-    """Return the products of one matrix and several operands, computed side by side for matrix units wider than 128."""
+    """Return the products of a matrix and several operands, computed side by side for matrix units wider than 128."""
     products = dot(matrix, join(operands, 1), (1, 0))
     return [products[:, i * LANES : (i + 1) * LANES] for i in range(len(operands))]
 
@@ -109,7 +109,7 @@ def _pair(t: Tiling, a: Array, b: Array) -> Array:
 
 
 def operand(t: Tiling, packed: Sequence[Array]) -> Array:
-    """Return packed arrays as the operand of a matmul, its lines in the order of `tiling.packed_order`."""
+    """Return packed arrays as the operand of a matmul, with lines in the order of `tiling.packed_order`."""
     joined = join(packed, 0)
     return joined if t.dtype == jnp.float32 else pltpu.bitcast(joined, t.dtype)
 
@@ -123,13 +123,13 @@ def packed_scratch(t: Tiling, *shape: int) -> Any:
     return pltpu.VMEM((*shape, t.padded_channels // 2, LANES), jnp.uint32)
 
 
-# ---- Numbers of all rows and heads of a block
+# ---- Arrays with one number per row, head and lane of a block
 
 
 class Heads(NamedTuple):
-    """Refs of numbers of all rows and heads of a block; None if there are no octets, or no quad.
+    """Refs with the numbers of all rows and heads of a block; None if there are no octets, or no quad.
 
-    octets: [octets, 8 block_rows, 128], quads: [4 block_rows, 128]; with a leading dim of phases or without.
+    octets: [octets, 8 block_rows, 128], quads: [4 block_rows, 128]; optionally with a leading dim of phases.
     """
 
     octets: Any
@@ -143,7 +143,7 @@ def heads_of(t: Tiling, make: Callable[..., Any], *lead: int) -> Heads:
 
 
 def heads_scratch(t: Tiling, *lead: int) -> Heads:
-    """Return float32 VMEM for numbers of all rows and heads of a block."""
+    """Return float32 VMEM for the numbers of all rows and heads of a block."""
     return heads_of(t, lambda shape: pltpu.VMEM(shape, jnp.float32), *lead)
 
 
@@ -185,14 +185,14 @@ def load_unit(t: Tiling, heads: Heads, row: Any) -> Unit:
 
 
 def by_unit(t: Tiling, lines: Sequence[Array], merge: Callable[[Array, Array], Array]) -> Registers:
-    """Make the registers of a unit from the head lines of its two rows: `merge` makes a quad."""
+    """Make the registers of a unit from the head lines of its two rows; `merge` combines two lines to a quad."""
     upper, lower = (registers_of(x) for x in lines)
     found = [x for octet in range(t.octets) for x in (upper[octet], lower[octet])]
     return [*found, merge(upper[t.octets], lower[t.octets])] if t.quads else found
 
 
 def is_upper() -> Array:
-    """Return whether a line of a quad is of the first row of the unit."""
+    """Return whether a line of a quad belongs to the first row of the unit."""
     return iota((SUBLANES, LANES), 0) < 4
 
 
@@ -200,12 +200,12 @@ def is_upper() -> Array:
 
 
 def slot(t: Tiling, row: Any, phase: int) -> Any:
-    """Return where the rolled table entries of a row and a phase are. Neighbouring rows share them: see `tiling`."""
+    """Return the slot of the rolled table entries of a row and a phase. Neighbouring rows share them: see `tiling`."""
     return t.phases + row - phase if t.row_stride == 1 else t.phases * row + phase
 
 
 def new_slots(t: Tiling) -> list[tuple[int, int]]:
-    """Return (row, phase) of the slots that a group of rows adds to those of the group before."""
+    """Return (row, phase) of the slots that a group of rows adds to those of the previous group."""
     return [(row, phase) for row in range(GROUP_ROWS) for phase in range(1 if t.row_stride == 1 else t.phases)]
 
 
@@ -215,7 +215,7 @@ def first_slots(t: Tiling) -> list[tuple[int, int]]:
 
 
 class SlabColumns(NamedTuple):
-    """Where the entries of a row start in the slab: remainder of the distance, a multiple of 128, and 0 .. 127."""
+    """Start of a row's entries in the slab: remainder of the distance, a multiple of 128, and 0 .. 127."""
 
     remainder: Any
     start: Any
@@ -223,7 +223,7 @@ class SlabColumns(NamedTuple):
 
 
 def slab_columns(step: Step, row: Any, phase: int) -> SlabColumns:
-    """Return where the entries of a row of the block start in the slab, for lane 0."""
+    """Return the start, for lane 0, of the entries of a row of the block in the slab."""
     remainder, column = step.table_position(row, phase)
     column = jnp.maximum(column - step.slab_start, 0)  # a row beyond the block is not used
     start = column // LANES * LANES
@@ -240,7 +240,7 @@ def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array
 
 
 class LeftRefs(NamedTuple):
-    """Corrections of the first columns: of a block; or rolled, of three groups. None where there are none."""
+    """Corrections of the first columns: those of a block; or rolled, those of three groups. None if there are none."""
 
     knee: Any = None
     added: Any = None
@@ -274,7 +274,7 @@ def roll_left(t: Tiling, left: LeftRefs, row: Any, lane: Array) -> LeftRefs:
 
 
 def store_left(rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
-    """Store what `roll_left` returned."""
+    """Store the result of `roll_left`."""
     for of_rows, ref in zip(rolled, scratch, strict=True):
         for r, columns in enumerate(of_rows):
             for column, numbers in enumerate(columns):
@@ -285,7 +285,7 @@ def store_left(rolled: LeftRefs, scratch: LeftRefs, row: Any) -> None:
 
 
 class Matrices(NamedTuple):
-    """Both convolutions as matrices, of a unit and of each row of a unit; None if nothing is convolved."""
+    """Matrices of the two convolutions, for a unit and for each row of a unit; None if nothing is convolved."""
 
     to_hidden: Any = None
     to_heads: Any = None
@@ -300,9 +300,9 @@ def matrices_of(t: Tiling, kernel_WHC: Array, kernel_WCH: Array) -> Matrices:
 
 
 def window(t: Tiling, phases: Unit, rolled: Callable[[int, int], Registers], begin: int) -> Registers:
-    """Return the registers of the phases that a matmul reads, from `begin` on.
+    """Return the registers of the phases that a matmul reads, starting at `begin`.
 
-    A phase beyond the last is the first one of the next lane: `rolled(phase, lanes)` returns it.
+    A phase beyond the last is the first phase of the next lane: `rolled(phase, lanes)` returns it.
     """
     found = []
     for at in range(begin, begin + t.window_phases):
@@ -332,14 +332,14 @@ def to_hidden(t: Tiling, matrix: Array, operands: Sequence[Array]) -> list[list[
 
 
 def beyond(t: Tiling, before: int) -> list[tuple[int, int]]:
-    """Return (phase, lanes) of what a convolution that reads `before` phases to the left reads from other lanes."""
+    """Return (phase, lanes) that a convolution reading `before` phases to the left reads from other lanes."""
     after = t.width - 1 - before
     outside = [*range(-before, 0), *range(t.phases, t.phases + after)]
     return list(dict.fromkeys((at % t.phases, -(at // t.phases)) for at in outside))
 
 
 def with_rolled(t: Tiling, phases: Sequence[Array], before: int) -> list[Array]:
-    """Return the phases of a row, then the rolled ones that `to_heads` reads."""
+    """Return the phases of a row, then the rolled phases that `to_heads` reads."""
     return [*phases, *(roll(phases[phase], by) for phase, by in beyond(t, before))]
 
 
@@ -360,7 +360,7 @@ def to_heads(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], before
         [products[row][phase // n][phase % n * lines :][:lines] for row in range(UNIT_ROWS)]
         for phase in range(t.phases)
     ]
-    return [by_unit(t, part, jnp.add) for part in parts]  # a row's lines of the other row's quad are 0
+    return [by_unit(t, part, jnp.add) for part in parts]  # lines that belong to the other row's half of the quad are 0
 
 
 def pairs_of(num_heads: int) -> list[list[int]]:
@@ -374,7 +374,7 @@ def row_of(group: Any) -> Any:
 
 
 def loop_over_groups(t: Tiling, tile: Any, needed: Any, loop: Callable[[bool], None]) -> None:
-    """Call `loop(in_first_tile)` if the step is needed. Only columns of the first tile need the corrections `left`."""
+    """Call `loop(in_first_tile)` if the step is needed. Only the first tile's columns need the corrections `left`."""
     if t.pad == 0:
         pl.when(needed)(lambda: loop(False))
         return
@@ -399,26 +399,26 @@ class RowTables:
         self.lane = iota((SUBLANES, LANES), 1)
 
     def read(self, row: Any, slots: Sequence[tuple[int, int]]) -> tuple[list[Array], LeftRefs | None]:
-        """Return what `store` stores for some slots and the corrections of a group of rows."""
+        """Return the table entries for some slots, and the corrections of a group of rows, for `store`."""
         entries = [shear(self.step, self.slab_ref, row + r, phase, self.lane) for r, phase in slots]
         return entries, None if self.left_input is None else roll_left(self.t, self.left_input, row, self.lane)
 
     def store(
         self, row: Any, slots: Sequence[tuple[int, int]], entries: Sequence[Array], left: LeftRefs | None
     ) -> None:
-        """Store what `read` returned."""
+        """Store the result of `read`."""
         for (r, phase), lines in zip(slots, entries, strict=True):
             self.sheared_ref[slot(self.t, row + r, phase)] = lines
         if left is not None:
             store_left(left, self.left, row)
 
     def knee(self, row: Any, r: int, phase: int) -> Array:
-        """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first of a group, here and below."""
+        """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first row of a group, also below."""
         entries = self.sheared_ref[slot(self.t, row + r, phase), : self.t.padded_channels]
         return self._corrected(entries, self.left.knee, self.t.pad, row, r, phase)
 
     def added(self, row: Any, r: int, phase: int) -> Registers:
-        """Return what is added to the scores of rows `row + r` and `row + r + 1` in a phase."""
+        """Return the terms added to the scores of rows `row + r` and `row + r + 1` in a phase."""
         t, lines = self.t, []
         for of_unit in range(r, r + UNIT_ROWS):
             entries = self.sheared_ref[slot(t, row + of_unit, phase), t.padded_channels :]
@@ -434,7 +434,7 @@ class RowTables:
         return entries
 
     def exists(self, phase: int) -> Array | None:
-        """Return whether the column of a lane is a column (not left of column 0), or None if all are."""
+        """Return whether the column of a lane exists (is not left of column 0), or None if all exist."""
         if self.left.knee is None or phase >= self.t.halo[0]:
             return None
         return self.t.phases * self.lane + phase >= self.t.halo[0]
@@ -459,7 +459,7 @@ def hidden_features(
 
 
 def add_tables(t: Tiling, tables: RowTables, scores: Unit, row: Any, r: int) -> Unit:
-    """Return the scores of rows `row + r` and `row + r + 1` plus what the tables add."""
+    """Add the table entries to the scores of rows `row + r` and `row + r + 1`."""
     return [[s + a for s, a in zip(scores[f], tables.added(row, r, f), strict=True)] for f in range(t.phases)]
 
 
@@ -473,7 +473,7 @@ def add_change(t: Tiling, matrices: Any, hidden: Sequence[Sequence[Array]], tota
 
 
 def diagonal_sum(x: Array, axis: int) -> Array:
-    """Turn lines into lanes, or back: the sum over an axis of [128, 128] squares, of their diagonal."""
+    """Convert lines to lanes or back: sum the diagonals of [128, 128] squares over an axis."""
     diagonal = iota(x.shape, x.ndim - 2) == iota(x.shape, x.ndim - 1)
     return jnp.sum(jnp.where(diagonal, x, 0.0), axis, keepdims=x.ndim == 2)
 
@@ -484,7 +484,7 @@ def copy_slab(parts: Sequence[Any], slab_ref: Any) -> None:
         slab_ref[:, :, i * LANES : (i + 1) * LANES] = part[...]
 
 
-# ---- The kernel
+# ---- Kernel
 
 
 class Inputs(NamedTuple):
@@ -508,7 +508,7 @@ class Outputs(NamedTuple):
 class Scratch(NamedTuple):
     """VMEM of the forward kernel."""
 
-    scores: Heads  # for each phase; then probabilities relative to the running maximum
+    scores: Heads  # scores of each phase, later overwritten by probabilities relative to the running maximum
     decay: Heads  # exp(old maximum - new maximum)
     max: Heads  # running maximum, the same in all lanes
     sum: Heads  # running sum of probs; lanes are summed after the last tile
@@ -618,8 +618,8 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
         def body(group, _):
             row, before = row_of(group), row_of(group - 1)
-            # All loads first and all stores last, so that the compiler may overlap what is in between. It prefers to
-            # issue operations in this order: of those tried it takes the fewest bundles.
+            # All loads first and all stores last, so that the compiler can overlap the operations between them. Of
+            # the orders that were tried, this one compiles to the fewest bundles.
             entries = tables.read(row + GROUP_ROWS, new_slots(t))
             results = [to_probs(before, r) for r in UNITS]
             hidden = to_features(row)
@@ -635,7 +635,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
     loop_over_groups(t, tile, needed, loop)
 
     def in_lanes(heads: Heads, head: int) -> Array:
-        """Return numbers that are the same in all lanes, one for each row, as [1, block_rows]."""
+        """Return one number per row, which is the same in all lanes, as [1, block_rows]."""
         ref, index = head_rows(t, heads, head)
         return diagonal_sum(ref[index][:, : t.block_rows], 0)
 
@@ -657,7 +657,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         for m, sums, lse in zip(*map(jax.tree.leaves, (scratch.max, scratch.sum, outputs.lse)), strict=True):
             total = jnp.broadcast_to(jnp.sum(sums[...], -1, keepdims=True), sums.shape)
             squares = (-1, LANES, LANES)
-            # All lanes of a line hold the same number. Take the diagonal of each square: lines become lanes.
+            # All lanes of a line contain the same number. Take the diagonal of each square: lines become lanes.
             lse[0, 0] = diagonal_sum((m[...] + jnp.log(total)).reshape(squares), 1)
             sums[...] = total
         for head in range(t.num_heads):
@@ -666,7 +666,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
 
 
 def left_blocks(t: Tiling, left_knee_PCT: Array, left_added_QHT: Array) -> LeftRefs:
-    """Lay out both corrections of the first columns."""
+    """Convert both corrections of the first columns to blocks."""
     if not t.pad:
         return LeftRefs()
     knee = jnp.pad(left_knee_PCT, ((0, 0), (0, t.padded_channels - t.num_channels), (0, 0)))

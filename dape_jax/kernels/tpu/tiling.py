@@ -1,6 +1,6 @@
 """Tiling of the TPU kernels: grid, blocks, halos, layouts in HBM and VMEM, memory and cost.
 
-Scores of one sequence are computed a block of rows (all heads) by a tile of keys at a time and never leave VMEM:
+Scores of one sequence are computed by blocks of rows (all heads) and tiles of keys, and never leave VMEM:
 
                      tile 0      tile 1      tile 2        512 columns = keys; neighbouring tiles overlap
                  +-----------+-----------+-----------+
@@ -16,9 +16,9 @@ VMEM. Backward is (sequence, tile, block): the blocks of a tile follow each othe
 values stay in VMEM. A grid step is one block and one tile. Steps that no row needs do nothing, and their index maps
 return the blocks of a neighbouring step, so that the pipeline copies nothing for them.
 
-**Phases.** A tile has p = 4 phases of 128 columns: lane l of phase f holds column 4 l + f. Then the neighbour of a
-column is in the same lane of the next phase, so that a tap of a convolution is another register. Only taps that read
-beyond the first or the last phase roll a register by one lane:
+**Phases.** A tile has p = 4 phases of 128 columns: lane l of phase f is column 4 l + f. The neighbour of a column is
+in the same lane of the next phase, so that a tap of a convolution reads another register. Only taps that read beyond
+the first or the last phase roll a register by one lane:
 
         lane             0    1    2   ...   127
         phase 0          0    4    8   ...   508
@@ -26,11 +26,11 @@ beyond the first or the last phase roll a register by one lane:
         phase 2          2    6   10   ...   510
         phase 3          3    7   11   ...   511
 
-Few keys need fewer phases, and so does a small VMEM.
+With few keys, or a small VMEM, p is smaller.
 
-**Halo.** A result at column j reads hidden features at j - pad .. j + ahead, and those read scores as far again. A tile
-owns the columns between its halos, and the next tile starts where they end. The backward pass convolves twice more,
-transposed, so its halo is twice as wide. Nothing is carried between tiles.
+**Halo.** A result at column j reads hidden features at j - pad .. j + ahead, and these read scores at j - 2 pad ..
+j + 2 ahead. A tile owns the columns between its halos, and the next tile starts where they end. The backward pass has
+two more, transposed, convolutions, so its halo is twice as wide. Nothing is carried between tiles.
 
 **Layout in VMEM.** A register has 8 sublanes x 128 lanes of float32. An octet is a register of 8 heads of one row. If
 1 to 4 heads are left over, a quad is a register of 4 heads of two rows; 5 to 7 fill an octet. Two rows are a unit:
@@ -44,12 +44,12 @@ phases. A loop iteration processes a group of 8 rows.
 **Distance tables.** The bias contributes a function of the distance row - column, tabulated in HBM once for each
 remainder of the distance modulo p, distance falling to the right: column x of remainder b has distance
 b + p (origin - x). So row i reads the same entries in phase f as row i - 1 in phase f - 1, and a row needs one copy
-of its entries, rolled to its lanes ("sheared"), which all phases read. Entries of masked distances are -1e30: their
-probability is 0.
+of its entries, rolled to its lanes ("sheared"), which all phases read. Entries of masked distances are -1e30, which
+makes their probability 0.
 
         array                     HBM                                            VMEM, for a grid step
         q, dout                   [B, H, blocks * block_rows, K]                 [H, block_rows, K]
-        out, dq, q and dout again [B, blocks, H / m, K, 128], m = 128 / block_rows [H / m, K, 128]
+        out, dq, also q and dout  [B, blocks, H / m, K, 128], m = 128 / block_rows [H / m, K, 128]
         k, v and gradients        [B, tiles, G, p, K, 128], halos duplicated     [G, p, K, 128]
         convolution weights       [outputs, inputs] of a matmul                  all of it, loaded once
         distance tables           [p, padded channels + head lines, columns]     slab, then a copy for each row
@@ -76,18 +76,18 @@ from dape_jax.hardware import MIB
 from dape_jax.kernels.tables import vary_alike
 from dape_jax.sharding import this_device_kind
 
-LANES = 128  # of a register
-SUBLANES = 8  # of a register of 32-bit numbers
+LANES = 128  # lanes of a register
+SUBLANES = 8  # sublanes of a register of 32-bit numbers
 GROUP_ROWS = 8  # rows of a loop iteration
 UNIT_ROWS = 2  # rows whose convolutions are computed together
-MASKED_SCORE = -1e30  # its probability is 0
-LEFT_BUFFERS = 4  # groups whose rolled corrections of the first columns are kept: three are in use
-PHASES = (4, 2, 1)  # of a tile; no more than hold all keys
+MASKED_SCORE = -1e30  # gives a probability of 0
+LEFT_BUFFERS = 4  # groups whose rolled corrections of the first columns are kept; three are in use
+PHASES = (4, 2, 1)  # phases of a tile; not more than all keys need
 
 # VMEM that one kernel may use on a core, by `device_kind`. Kernels are interpreted on a CPU.
 VMEM_BYTES = hardware.VMEM_BYTES | {"cpu": 100 * MIB}
-COMPILER_SHARE = 0.2  # of VMEM, left to the compiler for temporary values
-BLOCKS = (128, 64, 32)  # rows of a block; no more than hold all rows
+COMPILER_SHARE = 0.2  # share of VMEM reserved for the compiler's temporary values
+BLOCKS = (128, 64, 32)  # rows of a block; not more than all rows need
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -96,13 +96,13 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def iota(shape: tuple[int, ...], dim: int) -> Array:
-    """Return the index along `dim` in an array of two or more dims. (Mosaic has no iota in one dim.)"""
+    """Return the index along `dim` of an array with two or more dims (Mosaic has no iota in one dim)."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Static description of one kernel call: sizes, and how they are cut into blocks and tiles."""
+    """Static parameters of one kernel call: sizes, and their division into blocks and tiles."""
 
     num_rows: int  # T
     num_keys: int  # S
@@ -117,18 +117,18 @@ class Tiling:
     block_rows: int
     phases: int  # p
     backward: bool  # the backward pass has a wider halo
-    dtype: jnp.dtype  # of the convolutions' operands
+    dtype: jnp.dtype  # dtype of the convolutions' operands
     vmem_limit_bytes: int
     interpret: Any  # see `kernels.attend_fused`
 
     @property
     def ahead(self) -> int:
-        """Return how many columns a convolution reads to its right."""
+        """Return the number of columns that a convolution reads to its right."""
         return self.width - 1 - self.pad
 
     @property
     def halo(self) -> tuple[int, int]:
-        """Return the columns of a tile to the left and right of those it owns.
+        """Return the number of columns of a tile to the left and right of those it owns.
 
         Two convolutions read 2 pad columns to the left and 2 ahead to the right. Their transposes read the same number
         in the opposite direction. In the backward pass all phases of a lane are owned, or none.
@@ -138,12 +138,12 @@ class Tiling:
 
     @property
     def owned_columns(self) -> int:
-        """Return how many columns a tile owns, a multiple of p: the distance between neighbouring tiles."""
+        """Return the number of columns a tile owns, a multiple of p: the distance between neighbouring tiles."""
         return (self.phases * LANES - sum(self.halo)) // self.phases * self.phases
 
     @property
     def num_tiles(self) -> int:
-        """Return the number of tiles. In the backward pass they cover hidden features, which end `ahead` after S."""
+        """Return the number of tiles. In the backward pass they cover hidden features, `ahead` columns beyond S."""
         return pl.cdiv(self.num_keys + self.ahead * self.backward, self.owned_columns)
 
     @property
@@ -153,12 +153,12 @@ class Tiling:
 
     @property
     def padded_rows(self) -> int:
-        """Return the rows of all blocks."""
+        """Return the number of rows of all blocks."""
         return self.num_blocks * self.block_rows
 
     @property
     def heads_per_line(self) -> int:
-        """Return m, how many heads of a block have their rows side by side in lanes."""
+        """Return m, the number of heads of a block whose rows are side by side in lanes."""
         return LANES // self.block_rows
 
     @property
@@ -173,17 +173,17 @@ class Tiling:
 
     @property
     def octets(self) -> int:
-        """Return the registers of 8 heads that a row has."""
+        """Return the number of registers of 8 heads per row."""
         return self.num_heads // 8 + (self.num_heads % 8 > 4)
 
     @property
     def quads(self) -> int:
-        """Return the registers of 4 heads that two rows share: 0 or 1."""
+        """Return the number of registers of 4 heads that two rows share: 0 or 1."""
         return int(0 < self.num_heads % 8 <= 4)
 
     @property
     def head_lines(self) -> int:
-        """Return the lines of the heads of one row; those of a quad come twice, for the upper and the lower row."""
+        """Return the number of lines of one row's heads, with a quad's lines twice: for the upper and lower row."""
         return SUBLANES * (self.octets + self.quads)
 
     @property
@@ -193,28 +193,28 @@ class Tiling:
 
     @property
     def table_lines(self) -> int:
-        """Return the lines of the distance tables."""
+        """Return the number of lines of the distance tables."""
         return self.padded_channels + self.head_lines
 
     @property
     def phases_per_dot(self) -> int:
-        """Return n, how many phases a matmul of a convolution computes."""
+        """Return n, the number of phases that a matmul of a convolution computes."""
         return min(2, self.phases)
 
     @property
     def window_phases(self) -> int:
-        """Return how many phases a matmul of a convolution reads."""
+        """Return the number of phases that a matmul of a convolution reads."""
         return self.phases_per_dot + self.width - 1
 
     @property
     def slots(self) -> int:
-        """Return how many rolled copies of table entries the rows of a block have, with those of one more group."""
+        """Return the number of rolled copies of table entries for the rows of a block and of one more group."""
         rows = self.block_rows + GROUP_ROWS
         return self.phases + rows if self.row_stride == 1 else self.phases * rows
 
     @property
     def slab_columns(self) -> int:
-        """Return the columns of the tables that the rows of a block need for one tile."""
+        """Return the number of table columns that the rows of a block need for one tile."""
         reach = (self.row_stride * (self.block_rows - 1) + self.phases - 1) // self.phases + 1
         return round_up(reach, LANES) + 2 * LANES
 
@@ -222,7 +222,7 @@ class Tiling:
     def table_origin(self) -> int:
         """Return the table column of distances 0 .. p - 1.
 
-        Larger distances are to its left. A block of padded rows may read beyond those of visible columns.
+        Larger distances are to its left. A block of padded rows may read beyond the entries of visible columns.
         """
         largest = self.num_keys + self.row_stride * (self.block_rows + GROUP_ROWS) + sum(self.halo)
         return round_up(pl.cdiv(largest, self.phases) + LANES, LANES)
@@ -278,8 +278,8 @@ class Step:
     """Positions of the block of rows and the tile of columns of one grid step."""
 
     t: Tiling
-    query_column: Any  # of the block's first row
-    key_column: Any  # of lane 0 in phase 0; negative in the left halo of tile 0
+    query_column: Any  # column of the block's first row
+    key_column: Any  # column of lane 0 in phase 0; negative in the left halo of tile 0
 
     def table_position(self, row: Any, phase: int) -> tuple[Any, Any]:
         """Return the remainder and the column of the tables for lane 0 of a row of the block in a phase."""
@@ -288,7 +288,7 @@ class Step:
         return distance & (t.phases - 1), t.table_origin - (distance >> (t.phases.bit_length() - 1))
 
     def groups(self, xp: Any = jnp) -> tuple[Any, Any]:
-        """Return the first group of rows that uses a column owned by the tile, and the one after the last."""
+        """Return the range of groups of rows that use a column owned by the tile: the first, and one after the last."""
         t = self.t
         owned = self.key_column + t.halo[0] - self.query_column
         begin, end = owned - t.ahead * t.backward, t.row_stride * t.block_rows
@@ -332,7 +332,7 @@ def tilings(
     interpret: Any = False,
     device_kind: str | None = None,
 ) -> tuple[Tiling, Tiling]:
-    """Choose the tilings of the forward and of the backward pass, for a device kind or the present device.
+    """Choose the tilings of the forward and of the backward pass, for a device kind or the current device.
 
     Raises:
         NotImplementedError: the size of the device's VMEM is unknown, or no block of rows fits into it.
@@ -368,7 +368,7 @@ def tilings(
             for phases in PHASES[max(len(enough_phases) - 1, 0) :]
             for rows in BLOCKS[max(len(enough_rows) - 1, 0) :]
         ]
-        if backward:  # More rows save more than more phases, unless there is but one.
+        if backward:  # more rows save more than more phases, unless there is only one phase
             candidates.sort(key=lambda t: (t.phases > 1, t.block_rows, t.phases), reverse=True)
         needed = [vmem_bytes(t, q_BTHK.dtype.itemsize) for t in candidates]
         fitting = [t for t, size in zip(candidates, needed, strict=True) if size <= (1 - COMPILER_SHARE) * limit]
@@ -410,15 +410,15 @@ def cost(t: Tiling, batch: int, itemsize: int) -> pl.CostEstimate:
 def vmem_bytes(t: Tiling, itemsize: int) -> int:
     """Return the VMEM that scratch and blocks need, without the compiler's temporary values.
 
-    Blocks that the pipeline copies are there twice.
+    Blocks that the pipeline copies are double-buffered.
     """
-    heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # of one phase
+    heads = t.block_rows * (8 * t.octets + 4 * t.quads) * LANES * 4  # bytes of one phase
     rows = t.num_heads * t.block_rows * round_up(t.head_dim, LANES)
     columns = t.column_shape[0] * round_up(t.head_dim, SUBLANES) * LANES
     tile = t.num_groups * t.phases * LANES * round_up(t.head_dim, SUBLANES)
     slab = t.phases * t.table_lines * t.slab_columns * 4
     sheared = t.slots * t.table_lines * LANES * 4
-    hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # of one phase, two groups
+    hidden = 2 * GROUP_ROWS * t.padded_channels * LANES * t.dtype.itemsize  # one phase, two groups
     left = t.pad * (t.padded_channels + 2 * t.head_lines) * LANES * 4
     rolled_left = LEFT_BUFFERS * GROUP_ROWS * left
     if t.backward:
@@ -434,13 +434,13 @@ def vmem_bytes(t: Tiling, itemsize: int) -> int:
 
 
 def to_blocks(t: Tiling, x_BTHK: Array) -> Array:
-    """Lay rows out by head and pad them to whole blocks: [B, T, H, K] -> [B, H, padded rows, K]."""
+    """Transpose rows to heads first and pad them to whole blocks: [B, T, H, K] -> [B, H, padded rows, K]."""
     x_BHTK = jnp.moveaxis(x_BTHK, 1, 2)
     return jnp.pad(x_BHTK, ((0, 0), (0, 0), (0, t.padded_rows - t.num_rows), (0, 0)))
 
 
 def to_columns(t: Tiling, x_BTHK: Array) -> Array:
-    """Lay rows out in lanes, m heads side by side: [B, T, H, K] -> [B, blocks, H / m, K, 128]."""
+    """Move rows to lanes, m heads side by side: [B, T, H, K] -> [B, blocks, H / m, K, 128]."""
     batch, _, heads, dim = x_BTHK.shape
     x_BHTK = jnp.pad(to_blocks(t, x_BTHK), ((0, 0), (0, -heads % t.heads_per_line), (0, 0), (0, 0)))
     x = x_BHTK.reshape(batch, -1, t.heads_per_line, t.num_blocks, t.block_rows, dim).transpose(0, 3, 1, 5, 2, 4)
@@ -448,14 +448,14 @@ def to_columns(t: Tiling, x_BTHK: Array) -> Array:
 
 
 def from_columns(t: Tiling, x: Array) -> Array:
-    """Return rows laid out by `to_columns`: [B, blocks, H / m, K, 128] -> [B, T, H, K]."""
+    """Invert `to_columns`: [B, blocks, H / m, K, 128] -> [B, T, H, K]."""
     batch, num_blocks, lines, dim, _ = x.shape
     x = x.reshape(batch, num_blocks, lines, dim, t.heads_per_line, t.block_rows).transpose(0, 1, 5, 2, 4, 3)
     return x.reshape(batch, t.padded_rows, -1, dim)[:, : t.num_rows, : t.num_heads]
 
 
 def to_tiles(t: Tiling, x_BSGK: Array) -> Array:
-    """Cut keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, p, K, 128], with zeros where there is no key."""
+    """Split keys into overlapping tiles: [B, S, G, K] -> [B, tiles, G, p, K, 128], padded with zeros."""
     size, missing = t.phases * LANES, t.num_tiles * t.owned_columns + t.phases * LANES - t.num_keys
     x = jnp.pad(x_BSGK, ((0, 0), (t.halo[0], missing), (0, 0), (0, 0)))
     tiles = jnp.stack([x[:, i * t.owned_columns :][:, :size] for i in range(t.num_tiles)], 1)
@@ -472,7 +472,7 @@ def from_tiles(t: Tiling, x: Array) -> Array:
 
 
 def by_register(t: Tiling, x_HX: Array, fill: float = 0.0) -> Array:
-    """Lay heads out as the lines of a row: [H, ...] -> [head lines, ...]; those of a quad come twice."""
+    """Arrange heads as the lines of a row: [H, ...] -> [head lines, ...], with a quad's lines twice."""
     padded = SUBLANES * t.octets + 4 * t.quads
     x = jnp.pad(x_HX, ((0, padded - t.num_heads), *((0, 0),) * (x_HX.ndim - 1)), constant_values=fill)
     quad = x[SUBLANES * t.octets :]
@@ -493,7 +493,7 @@ def to_table(t: Tiling, knee_CN: Array, added_HN: Array) -> Array:
 
 
 def to_left_blocks(t: Tiling, left_PXT: Array) -> Array:
-    """Lay out a correction of the first columns: [P, X, T] -> [blocks, P, X, 128], a lane for a row."""
+    """Split a correction of the first columns into blocks: [P, X, T] -> [blocks, P, X, 128], one lane per row."""
     P, X, T = left_PXT.shape
     left_PXT = jnp.pad(left_PXT, ((0, 0), (0, 0), (0, t.padded_rows - T)))
     blocks = jnp.moveaxis(left_PXT.reshape(P, X, t.num_blocks, t.block_rows), 2, 0)
@@ -501,11 +501,11 @@ def to_left_blocks(t: Tiling, left_PXT: Array) -> Array:
 
 
 class Line(NamedTuple):
-    """What the lines of a matmul's operand hold, each an array of numbers."""
+    """Content of the lines of a matmul's operand, one array of numbers per field."""
 
-    row: np.ndarray  # of the unit
-    phase: np.ndarray  # of the window that is read, or of the phases that are computed
-    number: np.ndarray  # head or channel; -1 for a line that is filled up
+    row: np.ndarray  # row of the unit
+    phase: np.ndarray  # phase of the window that is read, or of the phases that are computed
+    number: np.ndarray  # head or channel; -1 for a padding line
 
 
 def packed_order(t: Tiling, num_registers: int) -> np.ndarray:
@@ -552,7 +552,7 @@ def hidden_lines(t: Tiling, num_rows: int, num_phases: int, *, packed: bool) -> 
 
 
 def to_matrix(kernel_WIO: Array, outputs: Line, inputs: Line) -> Array:
-    """Return a convolution as a matrix [outputs, inputs]: tap w where an input is w phases after an output."""
+    """Return a convolution as a matrix [outputs, inputs], with tap w where an input is w phases after an output."""
     tap = inputs.phase - outputs.phase[:, None]
     is_tap = (tap >= 0) & (tap < kernel_WIO.shape[0]) & (inputs.row == outputs.row[:, None])
     is_tap &= (inputs.number >= 0) & (outputs.number[:, None] >= 0)
@@ -573,13 +573,13 @@ def to_heads_matrix(t: Tiling, kernel_WCH: Array) -> Array:
     return jnp.stack(matrices).astype(t.dtype)
 
 
-# ---- Block specs and the call
+# ---- Block specs and call
 
 
 class Blocked(NamedTuple):
-    """An array of a kernel call, or the shape and dtype of a result, with its spec.
+    """Array of a kernel call, or shape and dtype of a result, with its block spec.
 
-    Index maps get the grid indices (sequence, outer, inner), and the ref of the column of row 0.
+    The arguments of index maps are the grid indices (sequence, outer, inner) and the ref of the column of row 0.
     """
 
     array: Any
@@ -587,24 +587,24 @@ class Blocked(NamedTuple):
 
 
 def by_rows(t: Tiling, array: Any) -> Blocked:
-    """Block an array laid out by `to_blocks`."""
+    """Make block specs for an array from `to_blocks`."""
     block = 1, t.num_heads, t.block_rows, t.head_dim
     return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, 0, t.block_of(*step), 0)))
 
 
 def by_columns(t: Tiling, array: Any) -> Blocked:
-    """Block an array laid out by `to_columns`."""
+    """Make block specs for an array from `to_columns`."""
     return Blocked(array, pl.BlockSpec((1, 1, *t.column_shape), lambda b, *step: (b, t.block_of(*step), 0, 0, 0)))
 
 
 def by_tiles(t: Tiling, array: Any) -> Blocked:
-    """Block an array laid out by `to_tiles`."""
+    """Make block specs for an array from `to_tiles`."""
     block = 1, 1, t.num_groups, t.phases, t.head_dim, LANES
     return Blocked(array, pl.BlockSpec(block, lambda b, *step: (b, t.tile_of(*step), 0, 0, 0, 0)))
 
 
 def by_lanes(t: Tiling, array: Any) -> Blocked:
-    """Block a log-sum-exp, [B, blocks, lines of a block / 128, 128]."""
+    """Make block specs for a log-sum-exp, [B, blocks, lines of a block / 128, 128]."""
     return Blocked(array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda b, *step: (b, t.block_of(*step), 0, 0)))
 
 
@@ -620,13 +620,13 @@ def in_hbm(array: Any) -> Blocked:
 
 
 def slab_of(t: Tiling, table: Array) -> list[Blocked]:
-    """Block the tables into a step's slab, in pieces of 128 columns side by side."""
+    """Make block specs of a step's slab of the tables, in pieces of 128 columns side by side."""
     num_parts = t.slab_columns // LANES
 
     def part(i: int) -> Blocked:
         def index(_, *step):
             begin = t.step(t.block_of(*step), t.tile_of(*step), step[-1][0]).slab_start // LANES
-            # A skipped step may lie outside the table; its index must not.
+            # A skipped step may be outside the table; its index must not be.
             return 0, 0, jnp.clip(begin, 0, t.table_columns // LANES - num_parts) + i
 
         return Blocked(table, pl.BlockSpec((t.phases, t.table_lines, LANES), index))
@@ -644,8 +644,8 @@ def call(
 ) -> Any:
     """Run `kernel(first_ref, inputs, outputs, scratch, t=t)` over the grid; return the outputs.
 
-    `inputs` and `outputs` are trees of `Blocked`, `scratch` is a tree of VMEM buffers, and the kernel gets trees of
-    refs. Index maps depend on `first`, the column of row 0, which is prefetched to SMEM. `options` are those of
+    `inputs` and `outputs` are trees of `Blocked`, `scratch` is a tree of VMEM buffers; the kernel receives trees of
+    refs. Index maps depend on `first`, the column of row 0, which is prefetched to SMEM. `options` are passed to
     `pl.pallas_call`.
     """
 

