@@ -1,4 +1,4 @@
-"""The documentation: its site builds without warnings, links resolve, pages open in a browser, the notebook runs."""
+"""Documentation: the site builds without warnings, links resolve, pages open in a browser, the notebook runs."""
 
 import html.parser
 import importlib.util
@@ -75,7 +75,7 @@ def test_notebook_has_no_outputs():
 
 @pytest.mark.slow
 def test_notebook_runs(tmp_path):
-    """Its cells, one after another, as one program in the notebook's directory."""
+    """Run the cells one after another, as one program in the notebook's directory."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     program = tmp_path / "notebook.py"
     program.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
@@ -91,7 +91,7 @@ def test_notebook_runs(tmp_path):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The built site, as `make docs` builds it."""
+    """Return the directory of the site, built as by `make docs`."""
     missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton") if not has(name)]
     if missing:
         pytest.skip(f"pip install '.[docs]' is needed to build the site: {', '.join(missing)} not installed")
@@ -108,7 +108,7 @@ def has(name: str) -> bool:
 
 
 class Targets(html.parser.HTMLParser):
-    """The addresses that a page links to or loads, and the ids that others can link to."""
+    """Collect the addresses that a page links to or loads, and its ids."""
 
     def __init__(self, page: Path):
         super().__init__()
