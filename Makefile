@@ -2,6 +2,7 @@
 # make test       install what tests need, run all but the slow tests
 # make test-all   also the slow tests
 # make lint       formatting, lint, types
+# make docs       build the documentation's site into build/docs; warnings are errors
 # make tpu-aot    install the compiler for TPUs, for planning without one (docs/planning.md)
 # make gpu-wheels download packages for a machine with a GPU and without a network (docs/gpu.md)
 
@@ -11,6 +12,7 @@ PY := .venv/bin/python
 # started with others is left alone.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
 
+.PHONY: docs
 .PHONY: demo test test-all lint install install-dev tpu-aot gpu-wheels
 .DELETE_ON_ERROR:
 
@@ -66,6 +68,14 @@ test: install-dev
 
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
+
+.venv/docs-installed: .venv/installed
+	$(PIP_INSTALL) --editable '.[docs]'
+	touch $@
+
+docs: .venv/docs-installed
+	$(PY) -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
 
 lint: install-dev
 	$(PY) -m ruff format --check .

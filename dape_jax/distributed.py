@@ -6,7 +6,7 @@ Next: `training/loop.py`.
 When a process fails with an error, it writes the error to the key-value store of jax's runtime. A thread in each
 process reads it, prints it and exits, because the main thread may be waiting for the failed process. When a process
 dies without an error, the runtime kills the others within half a minute: with SIGABRT, from its own thread, without
-running any Python code. `docs/running.md` explains how to resume.
+running any Python code. `docs/distributed.md` explains how to resume.
 """
 
 import contextlib

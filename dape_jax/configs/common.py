@@ -76,7 +76,7 @@ def mesh() -> dict[str, int]:
 
 
 def init() -> dict[str, Any]:
-    """Return the `init` section: random parameters, all trained. `docs/running.md` describes the other values."""
+    """Return the `init` section: random parameters, all trained. `docs/training.md` describes the other values."""
     return dict(source=config_dict.placeholder(str), train_only=config_dict.placeholder(str))
 
 

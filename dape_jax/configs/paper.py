@@ -30,7 +30,7 @@ Differs: bfloat16 instead of float16 (--config.model.dtype=float16 has a dynamic
 convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of 2.7b
 and 6.7b, which the paper does not give, are GPT-3's.
 
-Several devices: `docs/running.md`; memory on TPU slices: `docs/planning.md`.
+Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
 """
 
 from pathlib import Path

@@ -328,7 +328,7 @@ def write(results: Path) -> Path:
             for suffix, content in files.items():
                 (results / group.experiment / f"{group.name}.{suffix}").write_bytes(content)
         write_json(results / "report.json", json_values(_as_json(groups)))
-        (results / "README.md").write_text(_readme(groups) + "\n")
+        (results / "README.md").write_text(_readme(groups) + _other_tables(results) + "\n")
     return results / "README.md"
 
 
@@ -398,6 +398,30 @@ def _readme(groups: list[Group]) -> str:
                 sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
     return "\n".join([_INTRODUCTION, *verdicts, "", "Notes on claims:", "", *noted, *sections])
+
+
+_OTHERS = {  # measurements that are no experiment of the paper: section -> files in the results' directory
+    "The demo": "quickstart/lengths",
+    "Two algorithmic tasks after 1,500 steps": "che/accuracy",
+    "Associative recall": "recall/accuracy",
+    "One attention layer on a CPU": "attention/cpu",
+}
+
+
+def _other_tables(results: Path) -> str:
+    """Return sections with the tables of other measurements, as far as their files exist."""
+    parts = []
+    for title, stem in _OTHERS.items():
+        table, raw = results / f"{stem}.md", results / f"{stem}.json"
+        if table.exists() and raw.exists():
+            about = json.loads(raw.read_text())
+            source = f"{about['device']}, {about['num_cpus']} CPUs; raw figures in `results/{stem}.json`."
+            parts += [
+                f"## {title}",
+                table.read_text().strip(),
+                f"`{about['command']}`; commit {about['commit']}; {source}",
+            ]
+    return "".join(f"\n\n{part}" for part in parts)
 
 
 def _section(group: Group) -> str:

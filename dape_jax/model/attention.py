@@ -271,7 +271,7 @@ class Fused(Implementation):
         return attend_fused(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask, **options)
 
 
-# Chosen from measurements and compiled programs: docs/kernel.md, "Without a kernel".
+# Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
 # TPU: one bucket, since compiling the loop of each takes about ten seconds; and 32 rows, so that a block's arrays stay
 # in VMEM: by the compiler's cycle estimates 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
 # GPU: more rows than these, if memory allows: see `rows_in_block`.

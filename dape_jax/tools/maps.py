@@ -347,6 +347,7 @@ def index_page(content: dict[str, Any]) -> str:
     return f"""<!doctype html>
 <meta charset="utf-8">
 <title>{title}</title>
+<style>body {{ font-family: sans-serif; }} img {{ max-width: 100%; }}</style>
 <h1>{title}</h1>
 <pre style="white-space: pre-wrap">{html.escape(facts)}</pre>
 <p>Statistics of every map: <a href="{JSON_FILE}">{JSON_FILE}</a>

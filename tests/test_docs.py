@@ -1,0 +1,182 @@
+"""Documentation: the site builds without warnings, links resolve, pages open in a browser, the notebook runs."""
+
+import html.parser
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import dape_jax
+from dape_jax.tools.attention_maps import attention_maps
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+NOTEBOOK = DOCS / "quickstart.ipynb"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def markdown_links(page: Path) -> list[str]:
+    """Return the targets of a page's links, except those in code."""
+    text = re.sub(r"```.*?```|`[^`]*`|^    .*$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(target).scheme]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub and the site give to a page's headings."""
+    headings = re.findall(r"^#{1,3} (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    """As plain Markdown, without the site."""
+    later = {"CONTRIBUTING.md", "LICENSE", "CITATION.cff"}
+    for target in markdown_links(page):
+        path, _, anchor = target.partition("#")
+        file = page if not path else (page.parent / path).resolve()
+        assert file.exists() or file.name in later, target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_every_page_is_in_the_index():
+    """As a link with a description; Sphinx checks that it is in the site's navigation."""
+    linked = {Path(target.partition("#")[0]).name for target in markdown_links(DOCS / "index.md")}
+    assert linked >= {page.name for page in DOCS.glob("*.md")} - {"index.md"} | {NOTEBOOK.name}
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_raw_file_that_the_pages_name_exists():
+    for page in PAGES:
+        for name in re.findall(r"`(results/[\w./-]+)`", page.read_text()):
+            assert (ROOT / name).exists() or name == "results/gpu/", (page.name, name)
+
+
+def test_api_page_has_every_public_name():
+    text = (DOCS / "api.md").read_text()
+    for name in (name for name in dape_jax.__all__ if not name.startswith("_")):
+        assert re.search(rf"(auto\w+:: {name}$|`{name}`)", text, re.MULTILINE), name
+
+
+def test_notebook_has_no_outputs():
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if cell["cell_type"] == "code")
+
+
+@pytest.mark.slow
+def test_notebook_runs(tmp_path):
+    """Run the cells one after another, as one program in the notebook's directory."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    program = tmp_path / "notebook.py"
+    program.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment.pop("XLA_FLAGS")  # those of the tests make slow programs
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=DOCS, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    loss = re.search(r"loss ([\d.]+) -> ([\d.]+) nats", done.stdout)
+    assert float(loss[2]) < 0.7 * float(loss[1])
+    assert "unchanged before the changed tokens: True" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Return the directory of the site, built as by `make docs`."""
+    missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton") if not has(name)]
+    if missing:
+        pytest.skip(f"pip install '.[docs]' is needed to build the site: {', '.join(missing)} not installed")
+    output = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", str(DOCS), str(output)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return output
+
+
+def has(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+class Targets(html.parser.HTMLParser):
+    """Collect the addresses that a page links to or loads, and its ids."""
+
+    def __init__(self, page: Path):
+        super().__init__()
+        self.links, self.ids = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.ids |= {values[name] for name in ("id", "name") if values.get(name)}
+        self.links += [values[name] for name in ("href", "src") if values.get(name)]
+
+
+@pytest.mark.slow
+def test_links_of_the_site_resolve(site):
+    pages = {page.resolve(): Targets(page) for page in site.rglob("*.html") if "_static" not in page.parts}
+    assert len(pages) > len(PAGES)
+    for page, targets in pages.items():
+        for link in targets.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            file = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            assert file.exists(), f"{page.name}: {link}"
+            if parts.fragment and file in pages:
+                assert unquote(parts.fragment) in pages[file].ids, f"{page.name}: {link}"
+
+
+def open_page(page: Path, screenshot: Path, width: int = 1400, height: int = 1000) -> str:
+    """Return what a headless browser logs when it opens a page, and take a screenshot."""
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
+    options += ["--virtual-time-budget=5000", f"--window-size={width},{height}", f"--screenshot={screenshot}"]
+    options += [f"--user-data-dir={screenshot.parent / 'profile'}", "--disable-background-networking", "--no-first-run"]
+    command = [BROWSER, *options, page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert screenshot.stat().st_size > 10_000
+    return done.stderr
+
+
+def console_lines(log: str) -> list[str]:
+    """Return the lines that a page wrote to the console, except the theme's note on its colours."""
+    return [line for line in log.splitlines() if "CONSOLE" in line and '"[PST]: ' not in line]
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_console_is_read(tmp_path):
+    """Otherwise the tests below could not fail."""
+    page = tmp_path / "page.html"
+    page.write_text(
+        "<body style='background: linear-gradient(red, blue)'><script>nothing.at.all()</script>" + "x " * 5000
+    )
+    assert any("nothing is not defined" in line for line in console_lines(open_page(page, tmp_path / "page.png")))
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("name", ["index", "quickstart", "kernel", "api", "results"])
+def test_pages_open_in_a_browser(site, tmp_path, name):
+    assert not console_lines(open_page(site / f"{name}.html", tmp_path / f"{name}.png"))
+
+
+@pytest.mark.slow
+@needs_browser
+def test_attention_maps_open_in_a_browser(trained_run, tmp_path):
+    page = attention_maps(trained_run, length=16, output=tmp_path / "maps")
+    assert not console_lines(open_page(page, tmp_path / "maps.png"))
+    assert all((page.parent / link).exists() for link in Targets(page).links)
