@@ -21,7 +21,7 @@ from dape_jax.planning.compile import compile_program
 from dape_jax.planning.flops import executed_flops, model_flops
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = ("json", "md", "png", "txt")
+SUFFIXES = ("csv", "json", "md", "pdf", "png", "txt")
 CHIP = {chip.name: chip for chip in CHIPS}
 
 

@@ -706,7 +706,7 @@ def test_a_reader_of_the_output_that_has_exited_loses_no_files(tmp_path):
 
     with pytest.raises(BrokenPipeError):
         report.save("stem", tmp_path, {"runs": []}, "caption", [["a"], ["b"]], None, fail)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["stem.json", "stem.md", "stem.txt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["stem.csv", "stem.json", "stem.md", "stem.txt"]
 
 
 @pytest.mark.slow
@@ -988,7 +988,7 @@ def test_every_protocol_from_the_command_line(runs):
         assert "is predicted to take" in done.stderr
         assert str(common / f"{stem}.png") in done.stdout
         assert sorted(file.name for file in common.glob(f"{stem}.*")) == [
-            f"{stem}.{e}" for e in ("json", "md", "png", "txt")
+            f"{stem}.{e}" for e in ("csv", "json", "md", "pdf", "png", "txt")
         ]
     done = run_command("eval.py", "--help")
     assert all(f"--{name}" in done.stdout for name in ("workdir", "[no]by_position", "[no]dropout", "num_sequences"))
