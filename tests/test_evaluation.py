@@ -186,6 +186,21 @@ def test_perplexity_is_of_the_sum(rows, tokens_each):
         assert result["high"] >= result["perplexity"] * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("windows_each", [1, 5])
+def test_intervals_are_those_of_95_per_cent(windows_each):
+    """The mean of n independent documents is within 1.96 standard errors of the truth in 95 % of cases."""
+    rng, num = np.random.default_rng(0), 300
+    nll = np.repeat(2.0 + rng.standard_normal(num), windows_each)
+    documents = np.repeat(np.arange(num), windows_each)
+    result = length_result(7, documents, nll[:, None])
+    error = nll.std() / math.sqrt(num)
+    for bound, sign in (("low", -1), ("high", 1)):
+        assert math.log(result[bound]) == pytest.approx(nll.mean() + sign * 1.96 * error, abs=0.15 * error)
+    # Every interval can be computed again from the file.
+    again = np.array(result["window_nats"])[:, None]
+    assert length_result(7, documents, again) == result
+
+
 def test_training_loss_is_the_evaluators_loss(root):
     """Compare the training step and the evaluator on the same batch, at the train length."""
     run = RunConfig.from_dict(tiny.spec(root, train__num_steps=4))  # the programs of the trained run

@@ -307,6 +307,7 @@ def summarise(
     if kind == "positions":
         (nll,) = nll_by_length.values()
         return identity | {"positions": positions_result(documents, nll, train_length)}
+    identity |= {"documents": documents.tolist()}  # of each window
     lengths = [length_result(length, documents, nll) for length, nll in nll_by_length.items()]
     if kind == "perplexity":
         return identity | {"lengths": lengths}

@@ -72,7 +72,10 @@ def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
 
 
 def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> dict[str, Any]:
-    """Return the perplexity at one length, exp(nll_nats / num_tokens), from the nll in nats of all scored tokens."""
+    """Return the perplexity at one length, exp(nll_nats / num_tokens), from the nll in nats of all scored tokens.
+
+    `window_nats` has the nll of each window, from which every interval can be computed again.
+    """
     nll_of_windows, total_nll = nll.sum(axis=1), float(nll.sum(axis=1).sum())
     low, high = bootstrap_interval(documents, (nll_of_windows, np.full(*nll.shape)), _perplexity)
     return {
@@ -84,6 +87,7 @@ def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "w
         "num_tokens": nll.size,
         "num_windows": len(nll),
         "num_documents": len(set(documents.tolist())),
+        "window_nats": nll_of_windows.tolist(),
     }
 
 

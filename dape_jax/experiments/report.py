@@ -9,12 +9,13 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -30,16 +31,11 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Claim, Model, Score, models_of, paper_tables
+from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Model, Score, models_of, paper_tables
 from dape_jax.experiments.run import identity, read_result
+from dape_jax.experiments.verdicts import MIN_SEEDS, Judgement, Lookup, Sample, is_log, judge
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
-
-Verdict = Literal["holds", "does not hold", "not tested"]
-MIN_SEEDS = 2  # a single seed does not show the spread
-
-# Maps one side of a comparison to its value for each seed; empty if there is no result.
-Lookup = Callable[[Cell | Score], dict[int, float]]
 
 PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
 UNITS = {
@@ -54,8 +50,9 @@ UNITS = {
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` are by seed and
-    length. For a task, `within` and `beyond` are, by seed, the means over lengths up to the train length, and beyond.
+    Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples`, by which
+    claims are judged, are by seed and length. For a task, `within` and `beyond` are, by seed, the means over lengths up
+    to the train length, and beyond.
     """
 
     method: str
@@ -65,6 +62,7 @@ class Series:
     values: dict[int, dict[int, float]]
     within: dict[int, float] = dataclasses.field(default_factory=dict)
     beyond: dict[int, float] = dataclasses.field(default_factory=dict)
+    samples: dict[int, dict[int, Sample]] = dataclasses.field(default_factory=dict)
 
     def lengths(self) -> list[int]:
         """Return the lengths that have a value."""
@@ -109,67 +107,6 @@ class Group:
         return sorted({length for series in self.series for length in series.lengths()})
 
 
-@dataclasses.dataclass(frozen=True)
-class Judgement:
-    """Verdict on a claim: "holds" if every comparison, or the required number of them, holds with every seed.
-
-    `weakest` is the deciding comparison with its values: the one with the smallest margin among the required number.
-    """
-
-    claim: str
-    verdict: Verdict
-    holding: int
-    comparisons: int
-    weakest: str
-    note: str
-
-
-def judge(claim: Claim, lookup: Lookup, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
-    """Return the verdict on a claim; lengths in its messages are divided by `divisor`.
-
-    Both sides of a comparison have the same seed, and it holds if it holds with every seed. A claim is "not tested"
-    unless it has comparisons, and all of them have results of `min_seeds` seeds.
-    """
-    compared, total = [], len(claim.comparisons)
-    not_tested = Judgement(claim.text, "not tested", 0, total, "", claim.note)
-    for less in claim.comparisons:
-        low, high = (lookup(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high))
-        seeds = sorted(set.intersection(*(set(side) for side in (low, high) if isinstance(side, dict))))
-        if len(seeds) < min_seeds:
-            return not_tested
-        lows = [low[seed] if isinstance(low, dict) else low for seed in seeds]
-        highs = [high[seed] if isinstance(high, dict) else high for seed in seeds]
-        margins = [_margin(a, b, less.factor) for a, b in zip(lows, highs, strict=True)]
-        factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
-        text = f"{_format_side(less.low, lows, divisor)} < {factor}{_format_side(less.high, highs, divisor)}"
-        failing = [str(seed) for seed, margin in zip(seeds, margins, strict=True) if margin <= 0]
-        compared.append((min(margins), f"{text}, but not with seed {' and '.join(failing)}" if failing else text))
-    if not total:
-        return not_tested
-    holding = sum(margin > 0 for margin, _ in compared)
-    needed = total if claim.at_least is None else claim.at_least
-    _, deciding = sorted(compared, key=lambda item: item[0])[total - needed]
-    verdict = "holds" if holding >= needed else "does not hold"
-    return Judgement(claim.text, verdict, holding, total, deciding, claim.note)
-
-
-def _margin(low: float, high: float, factor: float) -> float:
-    """Return the relative margin by which `low < factor * high` holds; ±1, its limit, if one of them is infinite."""
-    difference = factor * high - low
-    if math.isnan(difference):  # NaN, or two infinities, cannot be compared
-        return -math.inf
-    return math.copysign(1, difference) if math.isinf(difference) else difference / (max(abs(low), abs(high)) or 1)
-
-
-def _format_side(side: Cell | Score | float, values: list[float], divisor: int) -> str:
-    if isinstance(side, Score):
-        methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
-        return f"{' or '.join(methods)} on {side.task}: {_format_spread(values)}"
-    if isinstance(side, Cell):
-        return f"{side.method} T{side.train_length // divisor} at {side.length // divisor}: {_format_spread(values)}"
-    return f"{side:g}"
-
-
 def _format_spread(values: list[float]) -> str:
     """Return the mean and half the range over seeds, or "" without values."""
     if not values:
@@ -185,19 +122,28 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def lookup_in(group: Group) -> Lookup:
-    """Return a function that looks up results in a group."""
+    """Return the function that looks up samples in a group."""
 
-    def lookup(side: Cell | Score) -> dict[int, float]:
+    def lookup(side: Cell | Score) -> dict[int, list[Sample]]:
         if isinstance(side, Cell):
             model = (side.method, side.size, side.train_length)
-            values = [item.values for item in group.series if (item.method, item.size, item.train_length) == model]
-            return {seed: of[side.length] for by_seed in values for seed, of in by_seed.items() if side.length in of}
-        scores = [item.beyond for item in group.series if item.task == side.task and item.method in side.methods]
-        if len(scores) < len(side.methods):  # needs the results of all methods
+            found = [item.samples for item in group.series if (item.method, item.size, item.train_length) == model]
+            return {seed: [of[side.length]] for by_seed in found for seed, of in by_seed.items() if side.length in of}
+        series = [item for item in group.series if item.task == side.task and item.method in side.methods]
+        if len(series) < len(side.methods):  # needs the results of all methods
             return {}
-        return {seed: max(score[seed] for score in scores) for seed in set.intersection(*map(set, scores))}
+        seeds = set.intersection(*(set(item.beyond) for item in series))
+        return {seed: [_beyond(item, seed) for item in series] for seed in seeds}
 
     return lookup
+
+
+def _beyond(series: Series, seed: int) -> Sample:
+    """Return the accuracies at the lengths beyond training, or their mean if only that is known."""
+    if seed not in series.values:
+        return Sample.of_value(series.beyond[seed])
+    chosen = {at: value for at, value in series.values[seed].items() if at > series.train_length}
+    return Sample(tuple(chosen), np.array(list(chosen.values()))[:, None])
 
 
 # ---- results: ours and the paper's
@@ -224,6 +170,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
     order = models_of(experiment)
     divisor = 1 if experiment.tasks else PRESETS[preset].length_divisor
     values: dict[Model, dict[int, dict[int, float]]] = defaultdict(dict)
+    samples: dict[Model, dict[int, dict[int, Sample]]] = defaultdict(dict)
     settings: dict[Model, Any] = {}
     digests: dict[str, str] = {}  # digest of the text, or of each task
     runs = []
@@ -237,12 +184,14 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
             if model not in order:  # removed from the catalogue
                 continue
             measured = _measured(run, experiment.metric)
+            drawn = _samples(run, experiment.metric, measured)
             # Must be equal for all seeds of a model; otherwise their range would not be a range over seeds.
             config = identity(run["config"], experiment.metric)
             setting = {key: section | {"seed": 0} for key, section in config.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{file}: must be a run that measures {experiment.metric}: {error!r}") from error
         values[model][run["seed"]] = {length * divisor: value for length, value in measured.items()}
+        samples[model][run["seed"]] = {length * divisor: sample for length, sample in drawn.items()}
         same_data = run["data"] == digests.setdefault(model[-1], run["data"])
         same_setting = setting == settings.setdefault(model, setting)
         allowed = "must have the text of the other runs and the config of its other seeds"
@@ -253,7 +202,8 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
     if experiment.tasks:
         about["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in runs})
         about["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in runs})
-    return Group(name, preset, data, about, [_series(model, values[model]) for model in order if model in values])
+    series = [_series(model, values[model], samples[model]) for model in order if model in values]
+    return Group(name, preset, data, about, series)
 
 
 def _measured(run: dict[str, Any], metric: str) -> dict[int, float]:
@@ -265,7 +215,31 @@ def _measured(run: dict[str, Any], metric: str) -> dict[int, float]:
     return {int(result["length"]): float(result[field]) for result in results}
 
 
-def _series(model: Model, values: dict[int, dict[int, float]]) -> Series:
+def _samples(run: dict[str, Any], metric: str, measured: dict[int, float]) -> dict[int, Sample]:
+    """Return the numbers of each window or step by length; of runs of older versions, the value alone."""
+    if metric in ("perplexity", "delta") and "documents" in run:
+        units, rows = tuple(run["documents"]), {}
+        for result in run["lengths"]:
+            tokens_each = result["num_tokens"] / result["num_windows"]
+            rows[int(result["length"])] = np.array([float(nats) for nats in result["window_nats"]]) / tokens_each
+        if metric == "perplexity":
+            return {length: Sample(units, nats[:, None]) for length, nats in rows.items()}
+        local = rows[run["train_length"]]
+        return {length: Sample(units, np.stack([local, rows[length]], axis=1)) for length in measured}
+    if metric == "step_ms" and "step_ms_each" in run:
+        times = np.array(run["step_ms_each"], float)
+        return {length: Sample(tuple(range(len(times))), np.log(times)[:, None]) for length in measured}
+    return {length: _of_value(value, metric) for length, value in measured.items()}
+
+
+def _of_value(value: float, metric: str) -> Sample:
+    with np.errstate(divide="ignore"):
+        return Sample.of_value(float(np.log(value)) if is_log(metric) else value)
+
+
+def _series(
+    model: Model, values: dict[int, dict[int, float]], samples: dict[int, dict[int, Sample]] | None = None
+) -> Series:
     method, size, train_length, task = model
     within, beyond = {}, {}
     for seed, by_length in values.items() if task else ():
@@ -273,7 +247,7 @@ def _series(model: Model, values: dict[int, dict[int, float]]) -> Series:
             chosen = [value for length, value in by_length.items() if (length > train_length) == is_beyond]
             if chosen:
                 means[seed] = fmean(chosen)
-    return Series(method, size, task, train_length, values, within, beyond)
+    return Series(method, size, task, train_length, values, within, beyond, samples or {})
 
 
 def paper_groups(name: str) -> list[Group]:
@@ -303,10 +277,15 @@ def paper_groups(name: str) -> list[Group]:
             model = (curve["method"], curve["size"], curve["train_length"], "")
             found[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
     wanted = [] if experiment.overrides else models_of(experiment)
-    groups = [
-        Group(name, "paper", dataset, {}, [_series(model, {0: curves[model]}) for model in wanted if model in curves])
-        for dataset, curves in found.items()
-    ]
+    groups = []
+    for dataset, curves in found.items():
+        series = []
+        for model in wanted:
+            if model in curves:
+                values = curves[model]
+                samples = {length: _of_value(value, experiment.metric) for length, value in values.items()}
+                series.append(_series(model, {0: values}, {0: samples}))
+        groups.append(Group(name, "paper", dataset, {}, series))
     return [group for group in groups if group.series]
 
 
@@ -346,13 +325,15 @@ def _number_rows(group: Group) -> list[list[Any]]:
 
 def judge_all(group: Group) -> list[Judgement]:
     """Return the verdicts on the claims of a group's experiment."""
-    return [judge(claim, lookup_in(group), group.divisor) for claim in EXPERIMENTS[group.experiment].claims]
+    experiment, lookup = EXPERIMENTS[group.experiment], lookup_in(group)
+    return [judge(claim, lookup, experiment.metric, group.divisor) for claim in experiment.claims]
 
 
 def _as_json(groups: list[Group]) -> dict[str, Any]:
     def without_empty(items: Sequence[Judgement | Series]) -> list[dict[str, Any]]:
         return [
-            {key: value for key, value in dataclasses.asdict(item).items() if value not in ("", {})} for item in items
+            {key: value for key, value in vars(item).items() if key != "samples" and value not in ("", {})}
+            for item in items
         ]
 
     content: dict[str, Any] = {name: {} for name in EXPERIMENTS}
@@ -369,13 +350,17 @@ same numbers. The preset `small` is `configs/small.py`: every length of the pape
 parameters and more, bytes of the standard library's source. For the tasks of table 6 it is `configs/che.py` with fewer
 steps. It tests whether a claim holds at that scale; it does not reproduce the paper's numbers.
 
-A claim **holds** if every comparison in it, or the required number of them, holds with every seed. It is **not tested**
-without at least {MIN_SEEDS} seeds of every run that it compares. Values are the mean over seeds ± half their range.
+Claims are judged by paired differences on the same windows and seeds, with a bootstrap over documents and Student's t
+over seeds (`dape_jax/experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
+pairs do, or as many as it names, after Holm's correction at 5 %; it is **contradicted** if so many pairs are reversed
+that it cannot hold, **undecided** otherwise, and **not tested** unless every run that it compares has {MIN_SEEDS} seeds
+or more. Deciding is the weakest comparison of those that the claim needs, with its 95 % interval and our lengths. In
+tables, values are the mean over seeds ± half their range.
 
 ## Verdicts
 
-| experiment | claim of the paper, with its lengths | verdict | comparisons that hold | the weakest, with our lengths |
-| --- | --- | --- | ---: | --- |"""
+| experiment | claim of the paper, with its lengths | verdict | pairs that hold | contradicted | deciding |
+| --- | --- | --- | ---: | ---: | --- |"""
 
 
 def _readme(groups: list[Group]) -> str:
@@ -385,12 +370,12 @@ def _readme(groups: list[Group]) -> str:
         for claim in experiment.claims:
             notes[claim.note].append(f"{name}, {claim.text}")
             if not ours:
-                verdicts.append(f"| {name} | {claim.text} | not tested | | no runs |")
+                verdicts.append(f"| {name} | {claim.text} | not tested | | | no runs |")
         for group in ours:
             for item in judge_all(group):
-                count = "" if item.verdict == "not tested" else f"{item.holding} of {item.comparisons}"
+                counts = f"{item.holding} of {item.pairs} | {item.contradicted}" if item.pairs else " | "
                 where = f"[{name}](#{name}) {group.title}"
-                verdicts.append(f"| {where} | {item.claim} | **{item.verdict}** | {count} | {item.weakest} |")
+                verdicts.append(f"| {where} | {item.claim} | **{item.verdict}** | {counts} | {item.weakest} |")
         if ours:
             sections += ["", f"## {name}", "", f"{experiment.title} ({experiment.source})."]
             sections += [part for group in ours for part in ("", _section(group))]

@@ -344,7 +344,7 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
         stem = "delta" if item.metric == "delta" else "lengths"
         evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
     (results,) = read_json(workdir / f"{stem}.json")["runs"]
-    return {field: results[field] for field in ("lengths", "deltas") if field in results}
+    return {field: results[field] for field in ("documents", "lengths", "deltas") if field in results}
 
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
@@ -376,5 +376,6 @@ def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
     results = []
     for times in seconds:
         low, median, high = (1000 * value for value in statistics.quantiles(times, n=4))
-        results.append({"step_ms": median, "step_ms_quartiles": [low, high], "timed_steps": len(times)})
+        each = [1000 * value for value in times]
+        results.append({"step_ms": median, "step_ms_quartiles": [low, high], "step_ms_each": each})
     return results

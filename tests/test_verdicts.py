@@ -1,0 +1,204 @@
+"""Test the verdicts: intervals have their level, verdicts follow from differences and count independent pairs."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dape_jax.errors import InputError
+from dape_jax.experiments import report, verdicts
+from dape_jax.experiments.catalogue import Cell, Claim, Less, Score
+from dape_jax.experiments.verdicts import Sample, describe, difference, holm, judge
+
+A, B = Cell("a", 16, 16), Cell("b", 16, 16)
+
+
+def lookup_of(values: dict):
+    """Return a lookup of constant values by seed."""
+    return lambda side: {seed: [Sample.of_value(value)] for seed, value in values[side].items()}
+
+
+def noisy(rng: np.random.Generator, mean: float, of_seeds: float, of_documents: float, seeds: int = 3, units: int = 40):
+    """Return samples by seed: documents have an effect that seeds share, and seeds have one of their own."""
+    documents = of_documents * rng.standard_normal(units)
+    return {
+        seed: [Sample(tuple(range(units)), (mean + documents + of_seeds * rng.standard_normal())[:, None])]
+        for seed in range(seeds)
+    }
+
+
+# ---- one comparison
+
+
+@pytest.mark.parametrize(
+    ("of_seeds", "of_documents", "seeds"),
+    [
+        (0.05, 0.5, 3),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0.1, 0, 3), (0, 0.5, 3), (0.1, 0.1, 5))),
+    ],
+)
+def test_intervals_cover_the_truth_as_often_as_they_say(of_seeds, of_documents, seeds):
+    """Of 400 studies, with noise of seeds, of documents and of both; an interval of 80 % or of 99.9 % would fail."""
+    rng = np.random.default_rng(0)
+    covered, beyond = 0, 0
+    for _ in range(400):
+        low = noisy(rng, 1.0, of_seeds, of_documents, seeds)
+        base = {seed: [Sample(sample.units, np.ones_like(sample.rows))] for seed, (sample,) in low.items()}
+        found, _ = difference(Less(A, B), {A: low, B: base}.__getitem__, "perplexity")
+        covered += found.low <= 0 <= found.high
+        beyond += min(found.p_less, found.p_more) < 0.05 / 2
+    assert 0.92 <= covered / 400 <= 0.985
+    assert beyond == pytest.approx(400 - covered, abs=4)
+
+
+def test_noise_that_both_sides_share_cancels():
+    """Differences are paired by window and seed: hard documents and lucky seeds are those of both sides."""
+    rng = np.random.default_rng(0)
+    base = noisy(rng, 1.0, 0.3, 1.0)
+    better = {seed: [Sample(sample.units, sample.rows - 0.01)] for seed, (sample,) in base.items()}
+    found, num_seeds = difference(Less(A, B), {A: better, B: base}.__getitem__, "perplexity")
+    assert num_seeds == 3
+    assert (found.mean, found.low, found.high) == (pytest.approx(-0.01),) * 3
+    assert found.p_less < 0.001 < 0.999 < found.p_more
+    unpaired = {seed + 1: samples for seed, samples in better.items()}  # of seeds 1 and 2 of the other side
+    other, num_seeds = difference(Less(A, B), {A: unpaired, B: base}.__getitem__, "perplexity")
+    assert num_seeds == 2
+    assert other.high - other.low > 0.1
+
+
+def test_windows_of_a_document_are_drawn_together():
+    """Four copies of each window as four windows of its document give the same interval, and a narrower one if not."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((30, 1)) - 0.3
+    zero = {A: {}, B: {}}
+
+    def width(units, rows):
+        zero[A] = {seed: [Sample(units, rows)] for seed in (0, 1)}
+        zero[B] = {seed: [Sample(units, np.zeros_like(rows))] for seed in (0, 1)}
+        found, _ = difference(Less(A, B), zero.__getitem__, "perplexity")
+        return found.high - found.low
+
+    once = width(tuple(range(30)), rows)
+    copies = np.repeat(rows, 4, axis=0)
+    assert width(tuple(np.repeat(np.arange(30), 4).tolist()), copies) == pytest.approx(once)
+    assert width(tuple(range(120)), copies) < 0.6 * once
+
+
+def test_delta_perplexity_is_a_difference_of_perplexities():
+    rows = np.log([[4.0, 2.0], [4.0, 2.0]])
+    assert Sample((0, 1), rows).value() == pytest.approx(2.0)
+    assert Sample((0, 1), rows[:, ::-1]).value() == pytest.approx(-2.0)
+
+
+def test_sides_scored_on_other_windows_are_refused():
+    values = {A: {0: [Sample((0, 1), np.ones((2, 1)))]}, B: {0: [Sample((0, 2), np.ones((2, 1)))]}}
+    with pytest.raises(InputError, match="different windows"):
+        difference(Less(A, B), values.__getitem__, "perplexity")
+
+
+@pytest.mark.parametrize(
+    ("of_low", "of_high", "verdict"),
+    [
+        (6.0, math.inf, "holds"),
+        (math.inf, 6.0, "contradicted"),
+        (math.inf, math.inf, "undecided"),
+        (math.inf, math.nan, "undecided"),
+        (1.0, math.nan, "undecided"),
+        (math.nan, 1.0, "undecided"),
+        (6.0, 1.7e308, "holds"),
+    ],
+)
+def test_a_model_that_diverged_is_worse_than_any_other(of_low: float, of_high: float, verdict: str):
+    """Between two of them nothing is shown, whatever the factor; NaN shows nothing."""
+    logs = {A: dict.fromkeys((0, 1), math.log(of_low)), B: dict.fromkeys((0, 1), math.log(of_high))}
+    for factor in (0.5, 1.0, 2.0):
+        judgement = judge(Claim("", (Less(A, B, factor),)), lookup_of(logs), "perplexity")
+        assert judgement.verdict == verdict
+        assert len(judgement.weakest) < 100
+
+
+# ---- several comparisons
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([0.0001, 0.002, 0.004, 0.006, 0.009, 0.02, 0.03, 0.5, math.nan]), max_size=6))
+def test_holm_rejects_as_many_as_its_definition(p_values):
+    """The definition: the smallest p-values, as long as the k-th smallest is at most level / (m - k + 1)."""
+    ordered = sorted(p_values, key=lambda p: (math.isnan(p), p))
+    number = 0
+    while number < len(ordered) and ordered[number] <= verdicts.LEVEL / 2 / (len(ordered) - number):
+        number += 1
+    rejected = holm(p_values)
+    assert sum(rejected) == number or any(map(math.isnan, p_values))
+    assert {p for p, is_rejected in zip(p_values, rejected, strict=True) if is_rejected} <= set(ordered[:number])
+
+
+def test_all_lengths_of_two_models_are_one_pair():
+    """It holds if it does at every length. Another train length is another pair."""
+    cells = {
+        (method, trained, at): Cell(method, trained, at)
+        for method in "ab"
+        for trained in (16, 32)
+        for at in (32, 64, 128)
+    }
+    values = {cell: {0: 1.0, 1: 1.0001, 2: 1.0} for cell in cells.values()}
+    for cell in values:
+        if cell.method == "a":
+            values[cell] = {0: 0.5, 1: 0.5001, 2: 0.5}
+    claim = Claim("", tuple(Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)))
+    judgement = judge(claim, lookup_of(values), "perplexity")
+    assert (judgement.verdict, judgement.holding, judgement.contradicted, judgement.pairs) == ("holds", 2, 0, 2)
+
+    values[cells["a", 32, 64]] = {0: 0.5, 1: 1.5, 2: 1.0}  # one length of one pair is noisy
+    judgement = judge(claim, lookup_of(values), "perplexity")
+    assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("undecided", 1, 0)
+    assert judgement.weakest.startswith("a T32 at 64 against b T32 at 64: ")
+    assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
+
+    values[cells["a", 32, 64]] = {0: 2.0, 1: 2.0001, 2: 2.0}  # and now it is reversed
+    judgement = judge(claim, lookup_of(values), "perplexity")
+    assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("contradicted", 1, 1)
+    assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
+
+
+def test_comparisons_are_of_the_same_seed_and_need_it_on_both_sides():
+    values = {A: {0: 1.0, 1: 5.0, 2: 3.0, 7: 9.0}, B: {0: 1.1, 1: 5.1, 2: 3.1, 3: 0.1}}
+    assert judge(Claim("", (Less(A, B),)), lookup_of(values), "perplexity").verdict == "holds"
+    for side in (A, B):
+        one = values | {side: {0: values[side][0]}}
+        assert judge(Claim("", (Less(A, B),)), lookup_of(one), "perplexity").verdict == "not tested"
+    assert judge(Claim("", ()), lookup_of(values), "perplexity").verdict == "not tested"
+    missing = Claim("", (Less(A, B), Less(Cell("c", 16, 16), B)))
+    assert judge(missing, lookup_of(values | {Cell("c", 16, 16): {}}), "perplexity").verdict == "not tested"
+
+
+def test_a_constant_and_a_factor_are_compared_by_ratio_or_by_difference():
+    values = lookup_of({A: {0: math.log(2.0)}, B: {0: math.log(4.0)}})
+    for less, expected in ((Less(A, 2.5), 2 / 2.5), (Less(A, B, 0.25), 2 / (0.25 * 4)), (Less(1.0, A), 1 / 2)):
+        found, _ = difference(less, values, "perplexity")
+        assert math.exp(found.mean) == pytest.approx(expected)
+        assert describe(found, "perplexity").endswith(f"{100 * (expected - 1):+.1f} %")
+    found, _ = difference(Less(0.0, A), lookup_of({A: {0: 3.0}}), "delta")
+    assert found.mean == -3.0
+
+
+def test_the_best_of_some_methods_is_taken_in_each_draw_and_needs_all():
+    series = [
+        report.Series(method, "", "parity_check", 40, {}, beyond=beyond)
+        for method, beyond in (("rope", {0: 1.0, 1: 2.0}), ("kerple", {0: 3.0, 1: 1.0, 2: 9.0}))
+    ]
+    lookup = report.lookup_in(report.Group("table6", "small", "", {}, series))
+
+    def best(*methods: str) -> dict[int, float]:
+        found = lookup(Score(methods, "parity_check"))
+        return {seed: max(sample.value() for sample in samples) for seed, samples in found.items()}
+
+    assert best("kerple") == {0: 3.0, 1: 1.0, 2: 9.0}
+    assert best("rope", "kerple") == {0: 3.0, 1: 2.0}
+    assert best("rope", "fire") == {}
+    assert lookup(Score(("rope",), "even_pairs")) == {}
+    found, _ = difference(Less(Score(("rope", "kerple"), "parity_check"), 0.0), lookup, "accuracy")
+    assert found.mean == 2.5
