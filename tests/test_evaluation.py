@@ -188,7 +188,7 @@ def test_perplexity_is_of_the_sum(rows, tokens_each):
 
 @pytest.mark.parametrize("windows_each", [1, 5])
 def test_intervals_are_those_of_95_per_cent(windows_each):
-    """The mean of n independent documents is within 1.96 standard errors of the truth in 95 % of cases."""
+    """Compare with 1.96 standard errors of the mean of independent documents."""
     rng, num = np.random.default_rng(0), 300
     nll = np.repeat(2.0 + rng.standard_normal(num), windows_each)
     documents = np.repeat(np.arange(num), windows_each)

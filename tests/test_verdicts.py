@@ -22,7 +22,7 @@ def lookup_of(values: dict):
 
 
 def noisy(rng: np.random.Generator, mean: float, of_seeds: float, of_documents: float, seeds: int = 3, units: int = 40):
-    """Return samples by seed: documents have an effect that seeds share, and seeds have one of their own."""
+    """Return samples by seed, with an effect of each document that seeds share and an effect of each seed."""
     documents = of_documents * rng.standard_normal(units)
     return {
         seed: [Sample(tuple(range(units)), (mean + documents + of_seeds * rng.standard_normal())[:, None])]
@@ -41,7 +41,7 @@ def noisy(rng: np.random.Generator, mean: float, of_seeds: float, of_documents: 
     ],
 )
 def test_intervals_cover_the_truth_as_often_as_they_say(of_seeds, of_documents, seeds):
-    """Of 400 studies, with noise of seeds, of documents and of both; an interval of 80 % or of 99.9 % would fail."""
+    """Simulate 400 studies with noise from seeds, documents and both. An 80 % or a 99.9 % interval would fail."""
     rng = np.random.default_rng(0)
     covered, beyond = 0, 0
     for _ in range(400):
@@ -126,7 +126,7 @@ def test_a_model_that_diverged_is_worse_than_any_other(of_low: float, of_high: f
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([0.0001, 0.002, 0.004, 0.006, 0.009, 0.02, 0.03, 0.5, math.nan]), max_size=6))
 def test_holm_rejects_as_many_as_its_definition(p_values):
-    """The definition: the smallest p-values, as long as the k-th smallest is at most level / (m - k + 1)."""
+    """Compare with the definition: reject while the k-th smallest p-value is at most level / (m - k + 1)."""
     ordered = sorted(p_values, key=lambda p: (math.isnan(p), p))
     number = 0
     while number < len(ordered) and ordered[number] <= verdicts.LEVEL / 2 / (len(ordered) - number):

@@ -50,9 +50,9 @@ UNITS = {
 class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
-    Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples`, by which
-    claims are judged, are by seed and length. For a task, `within` and `beyond` are, by seed, the means over lengths up
-    to the train length, and beyond.
+    Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples` are by
+    seed and length; claims are judged by the samples. For a task, `within` and `beyond` are, by seed, the means over
+    lengths up to the train length, and beyond.
     """
 
     method: str
@@ -352,10 +352,10 @@ steps. It tests whether a claim holds at that scale; it does not reproduce the p
 
 Claims are judged by paired differences on the same windows and seeds, with a bootstrap over documents and Student's t
 over seeds (`dape_jax/experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
-pairs do, or as many as it names, after Holm's correction at 5 %; it is **contradicted** if so many pairs are reversed
-that it cannot hold, **undecided** otherwise, and **not tested** unless every run that it compares has {MIN_SEEDS} seeds
-or more. Deciding is the weakest comparison of those that the claim needs, with its 95 % interval and our lengths. In
-tables, values are the mean over seeds ± half their range.
+pairs hold, or the required number of them, after Holm's correction at 5 %. It is **contradicted** if too many pairs are
+reversed, **undecided** otherwise, and **not tested** unless every run that it compares has {MIN_SEEDS} seeds or more.
+The deciding comparison is the weakest of the required ones, with its 95 % interval and our lengths. In tables, values
+are the mean over seeds ± half their range.
 
 ## Verdicts
 

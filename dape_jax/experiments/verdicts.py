@@ -1,20 +1,20 @@
 """Verdicts on the paper's claims, from paired differences. In: results by seed. Out: judgements. Next: `report.py`.
 
-Both sides of a comparison are measured on the same tokens and with the same seeds, so their difference is judged, and
-not the overlap of two intervals. Its noise has two sources: the documents that were scored, and the seeds of the runs.
-Draw b of the bootstrap is
+Both sides of a comparison have the same windows and the same seeds. The verdict is therefore based on their difference,
+not on the overlap of two intervals. The difference is uncertain for two reasons: other documents could have been
+scored, and other seeds trained. Draw b of the bootstrap is
 
     difference_b = mean over seeds of difference(documents drawn in b) + t_b * s / sqrt(n)
 
-for n seeds: documents are drawn with replacement, s is the standard deviation between the seeds' differences, and t_b
-is drawn from Student's t distribution with n - 1 degrees of freedom, because three seeds drawn with replacement show
-too little of what other seeds would give. Times of steps have turns instead of documents, accuracies have lengths.
+for n seeds. Documents are drawn with replacement. s is the standard deviation between the seeds' differences, and t_b
+is drawn from Student's t distribution with n - 1 degrees of freedom; drawing three seeds with replacement would
+underestimate the spread. For step times the units that are drawn are steps, for accuracies they are input lengths.
 
-    comparison   one inequality at one length; its p-value is the share of draws that deny it
-    pair         all comparisons of the same two models, at all lengths: these are not independent, so a pair counts
-                 once. It holds if all its comparisons do, and is contradicted if one is, after Bonferroni's correction
-    claim        all its pairs hold, or as many as it names, after Holm's correction: "holds". So many are contradicted
-                 that it cannot hold: "contradicted". Otherwise "undecided"
+    comparison   one inequality at one length. Its p-value is the share of draws that contradict it
+    pair         the comparisons of two models at all lengths. They are not independent and count once. A pair holds if
+                 all its comparisons hold; it is contradicted if one is reversed, after Bonferroni's correction
+    claim        holds if all its pairs hold, or the required number of them, after Holm's correction; contradicted if
+                 more pairs are contradicted than it allows; otherwise undecided
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ MIN_SEEDS = 2  # one seed does not show the spread
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Results of a model with one seed at one length, for units that can be drawn again.
+    """Results of a model with one seed at one length, for every unit of the bootstrap.
 
     Attributes:
-        units: name of the unit of each row: windows of one document are drawn together.
-        rows: numbers whose means over rows give the value: one column, or for delta perplexity two, the nats per token
-            without and with the context before the last train length.
+        units: unit of each row. Windows of one document have the same unit and are drawn together.
+        rows: measured numbers; the value of the sample is a function of their means. One column, or two for delta
+            perplexity: nats per token without and with the context before the last train length.
     """
 
     units: tuple[Any, ...]
@@ -48,11 +48,11 @@ class Sample:
 
     @classmethod
     def of_value(cls, value: float) -> "Sample":
-        """Return a sample of which only the value is known."""
+        """Return a sample with one unit, of this value."""
         return cls((0,), np.array([[value]]))
 
     def value(self) -> float:
-        """Return the value of all rows."""
+        """Return the value with every unit counted once."""
         return float(self.values(np.ones((1, len(set(self.units)))))[0])
 
     def values(self, counts: np.ndarray) -> np.ndarray:
@@ -64,16 +64,16 @@ class Sample:
         return means[:, 0] if means.shape[1] == 1 else np.exp(means[:, 0]) - np.exp(means[:, 1])
 
 
-# From a side of a comparison to its samples by seed, of which the largest value counts; empty if there is no result.
+# Maps one side of a comparison to its samples by seed; the largest of them counts. Empty if there is no result.
 Lookup = Callable[[Cell | Score], dict[int, list[Sample]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """low - factor * high of a comparison; of logarithms for perplexities and times.
+    """Difference low - factor * high of a comparison; of logarithms for perplexities and times.
 
-    `p_less` and `p_more` are the p-values of "it is not below 0" and "it is not above 0". With one seed there is no
-    interval.
+    `p_less` is the p-value of "the difference is not below 0", `p_more` of "it is not above 0". They are NaN with one
+    seed, and so is the interval.
     """
 
     less: Less
@@ -86,7 +86,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The comparisons of two models at all lengths, with the p-values of all of them together."""
+    """Comparisons of two models at all lengths, with joint p-values."""
 
     differences: tuple[Difference, ...]
 
@@ -102,7 +102,7 @@ class Pair:
 
     @property
     def weakest(self) -> Difference:
-        """Return the comparison that is furthest from holding."""
+        """Return the comparison with the largest p-value."""
         return max(self.differences, key=lambda each: (each.p_less, each.mean))
 
 
@@ -110,8 +110,7 @@ class Pair:
 class Judgement:
     """Verdict on a claim, with the numbers of its pairs that hold and that are contradicted.
 
-    `weakest` is the deciding comparison in words: of the pairs that the claim needs, the one that is furthest from
-    holding.
+    `weakest` describes the deciding comparison: the one with the largest p-value among the required pairs.
     """
 
     claim: str
@@ -126,7 +125,7 @@ class Judgement:
 def judge(claim: Claim, lookup: Lookup, metric: str, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
     """Return the verdict on a claim; lengths in its text are divided by `divisor`.
 
-    A claim is not tested unless it has comparisons, and all of them have results of `min_seeds` seeds.
+    A claim is "not tested" unless it has comparisons, and all of them have results of `min_seeds` seeds.
     """
     compared = [difference(less, lookup, metric) for less in claim.comparisons]
     grouped: dict[Any, list[Difference]] = {}
@@ -164,7 +163,7 @@ def holm(p_values: Sequence[float]) -> list[bool]:
 
 
 def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | None, int]:
-    """Return the difference of a comparison, or None without results, and the number of seeds that both sides have.
+    """Return the difference of a comparison, or None without results, and the number of seeds on both sides.
 
     Raises:
         InputError: the two sides were scored on different windows.
@@ -180,7 +179,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | No
     rng = np.random.default_rng(0)
     counts = _draw(rng, len(set(units)))
     drawn, found = np.zeros(DRAWS), np.zeros(len(seeds))
-    with np.errstate(all="ignore"):  # of models that diverged
+    with np.errstate(all="ignore"):  # models that diverged
         for index, seed in enumerate(seeds):
             low, high = (_side(side, seed, counts, metric) for side in sides)
             if is_log(metric):
@@ -189,7 +188,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | No
                 low_minus_high = low - less.factor * high
             found[index], drawn = low_minus_high[-1], drawn + low_minus_high[:-1] / len(seeds)
         mean = float(np.mean(found))
-        if not np.isfinite(found).all():  # a loss is NaN, which shows nothing, or infinite
+        if not np.isfinite(found).all():  # NaN cannot be compared; infinite losses can
             below, above = bool((found < 0).all()), bool((found > 0).all())
             return Difference(less, mean, math.nan, math.nan, float(not below), float(not above)), len(seeds)
         if len(seeds) == 1:
@@ -201,7 +200,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | No
 
 
 def _draw(rng: np.random.Generator, num_units: int) -> np.ndarray:
-    """Return how often each unit is drawn, with replacement, in each of `DRAWS` draws of as many as there are."""
+    """Return the number of times that each unit is drawn with replacement, [DRAWS, num_units]."""
     chosen = rng.integers(num_units, size=(DRAWS, num_units), dtype=np.int32) + num_units * np.arange(DRAWS)[:, None]
     return np.bincount(chosen.ravel(), minlength=DRAWS * num_units).reshape(DRAWS, num_units).astype(np.float64)
 
@@ -212,7 +211,7 @@ def is_log(metric: str) -> bool:
 
 
 def describe(found: Difference, metric: str, divisor: int = 1) -> str:
-    """Return a difference in words: in per cent of the higher side, or in units of the metric."""
+    """Return a description of a difference: in per cent for logarithms, otherwise in units of the metric."""
     factor = "" if found.less.factor == 1 else f"{found.less.factor:.2f} x "
     sides = f"{_name(found.less.low, divisor)} against {factor}{_name(found.less.high, divisor)}"
     numbers = [found.mean, found.low, found.high]
@@ -228,7 +227,7 @@ def _expm1(number: float) -> float:
 
 
 def _side(side: Any, seed: int, counts: np.ndarray, metric: str) -> np.ndarray:
-    """Return the value of a side for each draw, and at the end for all units."""
+    """Return the value of a side for each draw, followed by the value with every unit counted once."""
     if not isinstance(side, dict):
         return np.full(DRAWS + 1, math.log(side) if is_log(metric) else side)
     values = [np.append(sample.values(counts), sample.value()) for sample in side[seed]]
@@ -236,7 +235,7 @@ def _side(side: Any, seed: int, counts: np.ndarray, metric: str) -> np.ndarray:
 
 
 def _models(less: Less) -> tuple[Any, Any]:
-    """Return what two comparisons of the same models share."""
+    """Return the models of a comparison, without the length."""
     low, high = (
         (side.method, side.train_length, side.size) if isinstance(side, Cell) else side
         for side in (less.low, less.high)
