@@ -331,7 +331,7 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
     monkeypatch.setitem(PRESETS, "tiny", preset)
     for method, bias in (("a", "kerple"), ("b", "alibi"), ("c", "nope")):
         monkeypatch.setitem(METHODS, method, bias)
-    monkeypatch.setattr(run, "lengths_from", lambda length: (length, 2 * length))
+    monkeypatch.setattr(run, "lengths_from", lambda length, longest: (length, 2 * length))
     for name, methods in (("one", ("a", "b")), ("two", ("b", "c"))):
         monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (CLAIM,)))
     on_tasks = Experiment(

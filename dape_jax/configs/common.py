@@ -11,7 +11,7 @@ from ml_collections import config_dict
 from dape_jax.config import choose
 from dape_jax.errors import InputError, require
 
-METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32}
+METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto"}
 
 
 def model(**fields: Any) -> dict[str, Any]:
@@ -132,9 +132,13 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
     if argument["rotary"] == "yarn":
         rotary |= {"train_length": train_length}
     bias = choose("bias", argument["bias"])
+    allowed = "must be auto, dape or plain, and only with bias=fire"
+    is_allowed = argument["fire"] in (("auto", "dape", "plain") if argument["bias"] == "fire" else ("auto",))
+    require(is_allowed, "config argument", f"fire={argument['fire']}", allowed)
     if argument["bias"] == "fire":  # the official configurations have 512 and 128, which the code halves
-        bias |= {"threshold": round(length_scale * (256 if is_dape else 64))}
-        bias |= {"activation": "leaky_relu" if is_dape else "relu"}
+        with_dape = is_dape if argument["fire"] == "auto" else argument["fire"] == "dape"
+        bias |= {"threshold": round(length_scale * (256 if with_dape else 64))}
+        bias |= {"activation": "leaky_relu" if with_dape else "relu"}
     processor = choose("processor", argument["processor"])
     if is_dape:
         processor |= {"kernel_width": argument["kernel"], "channels": argument["channels"]}

@@ -10,7 +10,8 @@ Argument: first a size, 125m|350m|2.7b|6.7b, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
-    train_length=T  batch=B  accumulation=A  num_steps=N  vocab=V  seed=S  attention=auto|dense|blockwise|fused
+    fire=auto|dape|plain    FIRE's published settings with DAPE, or without; auto depends on the processor
+    train_length=T  batch=B  accumulation=A  num_steps=N  rate=R  vocab=V  seed=S  attention=auto|dense|blockwise|fused
 
 All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
 
@@ -22,9 +23,9 @@ Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official 
 perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20. This
 project has not trained at this scale.
 
-The vocabulary is GPT-NeoX's, padded as in the official code (vocab=50304; vocab=257 for a corpus prepared as bytes,
-with perplexities per byte, which are not comparable with the paper's). The tokenizer is that of the prepared corpus,
-and so is the vocabulary with --config.model.vocab_size=None.
+`rate` multiplies the learning rate. The vocabulary is GPT-NeoX's, padded as in the official code (vocab=50304, or
+vocab=257 for a corpus prepared as bytes, with perplexities per byte, which are not comparable with the paper's). The
+tokenizer is that of the prepared corpus, and so is the vocabulary with --config.model.vocab_size=None.
 
 Differs: bfloat16 instead of float16 (--config.model.dtype=float16 has a dynamic loss scale); the right edge of the
 convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of 2.7b
@@ -59,6 +60,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_steps=50_000,
         vocab=50_304,
         attention="auto",
+        rate=1.0,
         seed=0,
     )
     train_length, seed = choice["train_length"], choice["seed"]
@@ -76,7 +78,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         validation_fraction=0.01,
         seed=seed,
     )
-    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size])
+    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size] * choice["rate"])
     config.train = common.train(
         seed=seed,
         train_length=train_length,

@@ -11,12 +11,14 @@ Argument: first a size, xs|s|m|l, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
-    train_length=T  batch=B  num_steps=N  seed=S
+    fire=auto|dape|plain    FIRE's published settings with DAPE, or without; auto depends on the processor
+    train_length=T  batch=B  step_tokens=N  num_steps=N  rate=R  seed=S
 
 The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024, each
-with 1,024 tokens in a step unless `batch` is given. Evaluation lengths are up to 2048, in the paper up to 8192: in
-both, 64 times the shortest train length. The text is the standard library's source, the tokens are bytes. The preset
-`small` of `python -m dape_jax.experiments` uses this recipe.
+with `step_tokens` = 1,024 tokens in a step unless `batch` is given. `rate` multiplies the learning rate. Evaluation
+lengths are up to 2048, in the paper up to 8192: in both, 64 times the shortest train length. The text is the standard
+library's source, the tokens are bytes. The presets `small` and `converged` of `python -m dape_jax.experiments` use this
+recipe.
 """
 
 from pathlib import Path
@@ -42,7 +44,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see above."""
     size, _, rest = (argument or "xs").partition(",")
     require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
-    choice = common.parse_argument(rest, **common.METHOD_ARGUMENTS, train_length=32, batch=0, num_steps=600, seed=0)
+    more = dict(train_length=32, batch=0, step_tokens=1024, num_steps=600, rate=1.0, seed=0)
+    choice = common.parse_argument(rest, **common.METHOD_ARGUMENTS, **more)
     train_length, seed = choice["train_length"], choice["seed"]
     config = ConfigDict()
     config.model = common.model(
@@ -52,11 +55,11 @@ def get_config(argument: str | None = None) -> ConfigDict:
         attention=choose("attention", "blockwise", block_size=32, num_buckets=2),
     )
     config.data = common.text(seed=seed)
-    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size], warmup_fraction=0.02)
+    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size] * choice["rate"], warmup_fraction=0.02)
     config.train = common.train(
         seed=seed,
         train_length=train_length,
-        batch_size=choice["batch"] or max(1, 1024 // max(1, train_length)),
+        batch_size=choice["batch"] or max(1, choice["step_tokens"] // max(1, train_length)),
         num_steps=choice["num_steps"],
         eval_interval=300,
         validation_batches=16,
@@ -65,5 +68,5 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.mesh = common.mesh()
     config.init = common.init()
     lengths = tuple(2**n for n in range(5, 12) if 2**n >= train_length)
-    config.evaluation = common.perplexity(lengths=lengths, max_windows=32)
+    config.evaluation = common.perplexity(lengths=lengths, max_windows=128)
     return config

@@ -36,6 +36,39 @@ METHODS = {
     "dape1x1-kerple-c64": "bias=kerple,processor=dape,kernel=1,channels=64",
     "dape1x3-kerple-c21": "bias=kerple,processor=dape,kernel=3,channels=21",
     "dape1x3-kerple-c10": "bias=kerple,processor=dape,kernel=3,channels=10",
+    # The following are not in the paper.
+    **{f"dape1x{kernel}-kerple": f"bias=kerple,processor=dape,kernel={kernel}" for kernel in (2, 9, 11)},
+    "fire-as-with-dape": "bias=fire,fire=dape",
+    "dape1x3-fire-as-without": "bias=fire,fire=plain,processor=dape,kernel=3",
+    **{name: "bias=kerple" for name in ("kerple-window", "kerple-grouped")},
+    **{
+        f"dape1x3-kerple-{variant}": "bias=kerple,processor=dape,kernel=3"
+        for variant in ("causal", "scores", "bias", "no-residual", "window", "grouped")
+    },
+    **{
+        f"{method}-rate{rate:g}": f"{argument},rate={rate:g}"
+        for method, argument in {
+            "rope": "rotary=rope",
+            "t5": "bias=t5",
+            "alibi": "bias=alibi",
+            "kerple": "bias=kerple",
+            "fire": "bias=fire",
+            "dape1x1-kerple": "bias=kerple,processor=dape,kernel=1",
+            "dape1x3-kerple": "bias=kerple,processor=dape,kernel=3",
+        }.items()
+        for rate in (0.5, 2.0)
+    },
+}
+
+# Config fields of methods that a recipe's argument does not have.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dape1x2-kerple": {"model.processor.alignment": "causal"},  # a centered kernel has an odd width
+    "dape1x3-kerple-causal": {"model.processor.alignment": "causal"},
+    "dape1x3-kerple-scores": {"model.processor.inputs": "scores"},
+    "dape1x3-kerple-bias": {"model.processor.inputs": "bias"},
+    "dape1x3-kerple-no-residual": {"model.processor.residual": False},
+    **{name: {"model.window": 64} for name in ("kerple-window", "dape1x3-kerple-window")},
+    **{name: {"model.num_kv_heads": 2} for name in ("kerple-grouped", "dape1x3-kerple-grouped")},
 }
 
 
@@ -62,6 +95,8 @@ class Preset:
     seeds: tuple[int, ...]  # seeds to run if --seeds is empty
     data: str  # text if --data is empty; "" if --data is required
     on_tasks: TaskPreset
+    argument: str = ""  # appended to the recipe's
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # config fields that differ from the recipe's
 
 
 _ADDITIVE = ("alibi", "kerple", "fire")
@@ -69,23 +104,40 @@ _ADDITIVE = ("alibi", "kerple", "fire")
 _TABLE6_BASELINES = ("rope", "transformer-xl", *_ADDITIVE)
 _TABLE6_DAPE = tuple(f"{processor}-{bias}" for processor in ("dape1x1", "dape1x3") for bias in _ADDITIVE)
 
-PRESETS = {
-    "small": Preset(
-        recipe="small.py",
-        sizes={"125m": "xs", "350m": "s", "2.7b": "m", "6.7b": "l"},
-        length_divisor=4,
-        batch=None,
-        seeds=(0, 1),
-        data="stdlib",
-        on_tasks=TaskPreset(
-            recipe="che.py",
-            tasks=("even_pairs", "missing_duplicate_string"),
-            methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
-            num_steps=1500,
-            # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
-            lengths=(*range(1, 41, 13), *range(41, 501, 51)),
-            num_sequences=64,
+_SMALL = Preset(
+    recipe="small.py",
+    sizes={"125m": "xs", "350m": "s", "2.7b": "m", "6.7b": "l"},
+    length_divisor=4,
+    batch=None,
+    seeds=(0, 1, 2),
+    data="stdlib",
+    on_tasks=TaskPreset(
+        recipe="che.py",
+        tasks=(
+            "even_pairs",
+            "missing_duplicate_string",
+            "parity_check",
+            "cycle_navigation",
+            "reverse_string",
+            "stack_manipulation",
         ),
+        methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
+        num_steps=6000,
+        # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
+        lengths=(*range(1, 41, 13), *range(41, 501, 51)),
+        num_sequences=64,
+    ),
+)
+
+PRESETS = {
+    "small": _SMALL,
+    # 20 million tokens, 50 for each parameter, so that models are not compared by how fast they learn.
+    "converged": dataclasses.replace(
+        _SMALL,
+        seeds=(0, 1),
+        data="",
+        argument="step_tokens=4096,num_steps=5000",
+        overrides={"evaluation.max_windows": 256},
     ),
     "paper": Preset(
         recipe="paper.py",
@@ -159,12 +211,17 @@ class Experiment:
     # "perplexity"; "delta" (appendix A); "step_ms", milliseconds per training step; or "accuracy", for tasks
     metric: str = "perplexity"
     step_tokens: int | None = None  # tokens per step, if the paper uses the same number at all train lengths
+    longest: int = 8192  # evaluation length
     step_batch: int | None = None  # sequences per step, for a measurement of time
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
     """Return the paper's evaluation lengths: the train length and its doublings."""
     return tuple(train_length * 2**n for n in range(20) if train_length * 2**n <= longest)
+
+
+def _to_16384(train_length: int) -> tuple[int, ...]:
+    return lengths_from(train_length, 16384)
 
 
 def format_lengths(lengths: tuple[int, ...]) -> str:
@@ -218,6 +275,13 @@ _TABLE2_BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "dape1x1-k
 _KERNELS = tuple(f"dape1x{kernel}-kerple" for kernel in (1, 3, 5, 7))
 _PRINTED_TASKS = tuple(task for task in CHE if task != "binary_multiplication")  # table 6 does not contain it
 _ORDERED_TASKS = tuple(task for task in _PRINTED_TASKS if not CHE[task].permutation_invariant)
+NOT_IN_PAPER = "not in the paper"
+_WIDTHS = tuple(f"dape1x{kernel}-kerple" for kernel in (1, 2, 3, 5, 7, 9, 11))
+_VARIANTS = tuple(
+    f"dape1x3-kerple-{variant}" for variant in ("causal", "scores", "bias", "no-residual", "window", "grouped")
+)
+_RATED = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
+_CONVERGED = ("rope", "alibi", "kerple", "dape1x1-kerple", "dape1x3-kerple", "dape1x3-rope")
 _SAME_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 _FIRE_NOTE = (
     "FIRE's official settings depend on DAPE (threshold 256 and LeakyReLU with it, 64 and ReLU without; a preset "
@@ -522,6 +586,157 @@ EXPERIMENTS = {
                 better("dape1x3-kerple", "transformer-xl", (128,)),
             ),
             Claim("DAPE1x3-Kerple is better than CoPE at every length", better("dape1x3-kerple", "cope", (128,))),
+        ),
+    ),
+    "widths": Experiment(
+        title="kernels from 1 to 11 keys wide",
+        source=NOT_IN_PAPER,
+        methods=("kerple", *_WIDTHS),
+        train_lengths=(128,),
+        claims=(
+            Claim(
+                "DAPE with a kernel of any width is better than Kerple at every length",
+                better(_WIDTHS, "kerple", (128,)),
+            ),
+            Claim(
+                "a causal kernel of 2 is better than one of 1 at every length",
+                better("dape1x2-kerple", "dape1x1-kerple", (128,)),
+            ),
+            Claim(
+                "a centered kernel of 3 is better than a causal one of 2 at every length",
+                better("dape1x3-kerple", "dape1x2-kerple", (128,)),
+            ),
+            Claim(
+                "kernels wider than 3 are better than one of 3 at every length",
+                better(_WIDTHS[3:], "dape1x3-kerple", (128,)),
+            ),
+        ),
+    ),
+    "variants": Experiment(
+        title="variants of DAPE1x3: what it reads, where it is aligned, residual, window, grouped keys",
+        source=NOT_IN_PAPER,
+        methods=("kerple", "kerple-window", "kerple-grouped", "dape1x3-kerple", *_VARIANTS),
+        train_lengths=(512,),
+        claims=(
+            *(
+                Claim(
+                    f"DAPE1x3 {without} is better than Kerple at every length",
+                    better(f"dape1x3-kerple-{variant}", "kerple", (512,)),
+                )
+                for variant, without in (
+                    ("causal", "with a causal kernel"),
+                    ("scores", "that reads the scores alone"),
+                    ("bias", "that reads the bias alone"),
+                    ("no-residual", "without residual connection"),
+                )
+            ),
+            *(
+                Claim(
+                    f"DAPE1x3 is better than DAPE1x3 {without} at every length",
+                    better("dape1x3-kerple", f"dape1x3-kerple-{variant}", (512,)),
+                )
+                for variant, without in (
+                    ("causal", "with a causal kernel"),
+                    ("scores", "that reads the scores alone"),
+                    ("bias", "that reads the bias alone"),
+                    ("no-residual", "without residual connection"),
+                )
+            ),
+            Claim(
+                "DAPE1x3 improves Kerple with a window of 64 keys at every length",
+                better("dape1x3-kerple-window", "kerple-window", (512,)),
+            ),
+            Claim(
+                "DAPE1x3 improves Kerple with two heads of keys and values at every length",
+                better("dape1x3-kerple-grouped", "kerple-grouped", (512,)),
+            ),
+        ),
+    ),
+    "fire": Experiment(
+        title="FIRE with the same threshold and activation with DAPE and without",
+        source=NOT_IN_PAPER,
+        methods=("fire", "fire-as-with-dape", "dape1x3-fire", "dape1x3-fire-as-without"),
+        train_lengths=(128, 512),
+        claims=(
+            Claim(
+                "DAPE1x3 improves FIRE, both with the published settings of FIRE with DAPE",
+                better("dape1x3-fire", "fire-as-with-dape"),
+            ),
+            Claim(
+                "DAPE1x3 improves FIRE, both with the published settings of FIRE without DAPE",
+                better("dape1x3-fire-as-without", "fire"),
+            ),
+            Claim(
+                "FIRE without DAPE is better with its own settings than with those for DAPE",
+                better("fire", "fire-as-with-dape"),
+            ),
+        ),
+    ),
+    "rates": Experiment(
+        title="half and twice the learning rate",
+        source=NOT_IN_PAPER,
+        methods=tuple(f"{method}{rate}" for method in _RATED for rate in ("", "-rate0.5", "-rate2")),
+        train_lengths=(128,),
+        claims=(
+            Claim(
+                "DAPE1x3-Kerple at the common learning rate is better than others at any of three, at every length",
+                better(
+                    "dape1x3-kerple",
+                    tuple(f"{method}{rate}" for method in _RATED[:-1] for rate in ("", "-rate0.5", "-rate2")),
+                    (128,),
+                ),
+            ),
+        ),
+    ),
+    "converged": Experiment(
+        title="the same methods after fifty tokens per parameter",
+        source=NOT_IN_PAPER,
+        methods=_CONVERGED,
+        train_lengths=(256, 512),
+        longest=16384,
+        claims=(
+            Claim(
+                "DAPE1x3-Kerple is better than Kerple at every length",
+                better("dape1x3-kerple", "kerple", (256, 512), _to_16384),
+            ),
+            Claim(
+                "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length",
+                better("dape1x3-kerple", "dape1x1-kerple", (256, 512), _to_16384),
+            ),
+            Claim(
+                "DAPE1x3-Kerple is better than ALiBi at every length",
+                better("dape1x3-kerple", "alibi", (256, 512), _to_16384),
+            ),
+            Claim(
+                "DAPE1x3-Kerple is better than RoPE at the train length",
+                better("dape1x3-kerple", "rope", (256, 512), lambda t: (t,)),
+            ),
+            Claim("DAPE1x3 improves RoPE at every length", better("dape1x3-rope", "rope", (256, 512), _to_16384)),
+            Claim(
+                "DAPE1x3-Kerple is better at 16384 than at its train length",
+                tuple(Less(Cell("dape1x3-kerple", t, 16384), Cell("dape1x3-kerple", t, t)) for t in (256, 512)),
+            ),
+        ),
+    ),
+    "context": Experiment(
+        title="the gain from context after fifty tokens per parameter",
+        source=NOT_IN_PAPER,
+        methods=_CONVERGED,
+        train_lengths=(256, 512),
+        longest=16384,
+        metric="delta",
+        claims=(
+            *(
+                Claim(
+                    f"more context helps {method} at every length (delta above 0)",
+                    tuple(Less(0.0, Cell(method, t, length)) for t in (256, 512) for length in _to_16384(t)[1:]),
+                )
+                for method in ("dape1x3-kerple", "dape1x1-kerple", "kerple")
+            ),
+            Claim(
+                "it helps DAPE1x3-Kerple more than Kerple",
+                better("kerple", "dape1x3-kerple", (256, 512), lambda t: _to_16384(t)[1:]),
+            ),
         ),
     ),
     "appendixE": Experiment(

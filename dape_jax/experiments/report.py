@@ -31,7 +31,16 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, Cell, Model, Score, models_of, paper_tables
+from dape_jax.experiments.catalogue import (
+    EXPERIMENTS,
+    NOT_IN_PAPER,
+    PRESETS,
+    Cell,
+    Model,
+    Score,
+    models_of,
+    paper_tables,
+)
 from dape_jax.experiments.run import identity, read_result
 from dape_jax.experiments.verdicts import MIN_SEEDS, Judgement, Lookup, Sample, is_log, judge
 from dape_jax.files import write_json
@@ -276,7 +285,8 @@ def paper_groups(name: str) -> list[Group]:
         if curve["metric"] == experiment.metric and step_tokens == (experiment.step_tokens or usual):
             model = (curve["method"], curve["size"], curve["train_length"], "")
             found[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
-    wanted = [] if experiment.overrides else models_of(experiment)
+    is_printed = not experiment.overrides and experiment.source != NOT_IN_PAPER
+    wanted = models_of(experiment) if is_printed else []
     groups = []
     for dataset, curves in found.items():
         series = []

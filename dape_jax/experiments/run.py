@@ -39,6 +39,7 @@ from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.experiments.catalogue import (
     EXPERIMENTS,
     METHODS,
+    OVERRIDES,
     PRESETS,
     Experiment,
     find_experiment,
@@ -148,17 +149,23 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 batch = experiment.step_tokens // paper_length
             if experiment.step_batch is not None:
                 batch = experiment.step_batch
-            argument = f"{size},{METHODS[method]},train_length={train_length},seed={seed}"
+            arguments = [size, METHODS[method], f"train_length={train_length}", f"seed={seed}", preset.argument]
+            argument = ",".join(filter(None, arguments))
             # If train lengths are compared, every model is evaluated from the shortest of them.
             shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
             run = Run(
                 method=method,
                 train_length=train_length,
-                lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest)),
+                lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest, experiment.longest)),
                 seed=seed,
                 recipe=preset.recipe,
                 argument=argument if batch is None else f"{argument},batch={batch}",
-                overrides=experiment.overrides | ({"data.path": data} if data else {}),
+                overrides={
+                    **preset.overrides,
+                    **experiment.overrides,
+                    **(OVERRIDES[method] if method in OVERRIDES else {}),
+                    **({"data.path": data} if data else {}),
+                },
                 paper_train_length=paper_length,
                 size=size,
                 paper_size=paper_size,
