@@ -113,16 +113,9 @@ _SMALL = Preset(
     data="stdlib",
     on_tasks=TaskPreset(
         recipe="che.py",
-        tasks=(
-            "even_pairs",
-            "missing_duplicate_string",
-            "parity_check",
-            "cycle_navigation",
-            "reverse_string",
-            "stack_manipulation",
-        ),
+        tasks=("even_pairs", "missing_duplicate_string"),
         methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
-        num_steps=6000,
+        num_steps=1500,
         # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
         lengths=(*range(1, 41, 13), *range(41, 501, 51)),
         num_sequences=64,
