@@ -12,8 +12,7 @@ PY := .venv/bin/python
 # started with others is left alone.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
 
-.PHONY: docs
-.PHONY: demo test test-all lint install install-dev tpu-aot gpu-wheels
+.PHONY: demo test test-all lint docs install install-dev tpu-aot gpu-wheels
 .DELETE_ON_ERROR:
 
 install: .venv/installed

@@ -173,8 +173,7 @@ def _wrong_flags(arguments: list[str]) -> list[str]:
         elif name.startswith("config.") and config is not None and (advice := _missing_field(config, name)):
             messages.append(f"{argument}: the config has no such field{advice}")
         elif name not in defined and name.removeprefix("no") not in defined and not name.startswith("config."):
-            advice = did_you_mean(name, defined).replace("mean ", "mean --")
-            messages.append(f"{argument}: no such flag{advice or '; see --help'}")
+            messages.append(f"{argument}: no such flag{did_you_mean(name, defined, '--') or '; see --help'}")
         elif equals and not _is_set_to_none(argument):
             try:
                 _parser_of(name, config).parse(value)
@@ -214,9 +213,10 @@ def _missing_field(config: Any, name: str) -> str:
         if not isinstance(here, ConfigDict) or part not in here:
             known = _paths(config)
             same_name = [each for each in known if each.rpartition(".")[2] == path.rpartition(".")[2]]
-            advice = did_you_mean(path, same_name or known) or did_you_mean(path, known)
+            prefix = "--config."
+            advice = did_you_mean(path, same_name or known, prefix) or did_you_mean(path, known, prefix)
             fields = f"; its fields are {sorted(here.keys())}" if isinstance(here, ConfigDict) else ""
-            return advice.replace("mean ", "mean --config.") or fields or "; it has no fields"
+            return advice or fields or "; it has no fields"
         here = here[part]
     return ""
 

@@ -272,8 +272,9 @@ def _read_model_of(spec: dict[str, Any]) -> TransformerConfig:
 def _read_section_of(cls: type, section: str, spec: dict[str, Any]) -> Any:
     given = spec[section]
     check_numbers(given, section)
-    if cls is TrainConfig and "checkpoint_interval" in given and given["checkpoint_interval"] is None:
-        given = given | ({"checkpoint_interval": given["eval_interval"]} if "eval_interval" in given else {})
+    has_both = {"checkpoint_interval", "eval_interval"} <= set(given)
+    if cls is TrainConfig and has_both and given["checkpoint_interval"] is None:
+        given = given | {"checkpoint_interval": given["eval_interval"]}
     return read_section(cls, section, given)
 
 

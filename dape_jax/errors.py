@@ -60,10 +60,10 @@ def check_all(*checks: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean NAME?" with the known name that is most similar, or "" if none is."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return "; did you mean NAME?" with the known name that is most similar, after the prefix, or "" if none is."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
+    return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 def evaluate_tasks(
     workdirs: Sequence[AnyPath],
-    options: TaskOptions = TaskOptions(),  # noqa: B008  (frozen)
+    options: TaskOptions = TaskOptions(),
     *,
     mesh: MeshConfig | None = None,
     output: AnyPath | None = None,

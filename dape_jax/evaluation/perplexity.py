@@ -66,7 +66,7 @@ class ScoredWindow:
 
 def evaluate(
     workdirs: Sequence[AnyPath],
-    options: PerplexityOptions = PerplexityOptions(),  # noqa: B008  (frozen)
+    options: PerplexityOptions = PerplexityOptions(),
     *,
     mesh: MeshConfig | None = None,
     output: AnyPath | None = None,

@@ -127,15 +127,16 @@ def judge(claim: Claim, lookup: Lookup, metric: str, divisor: int = 1, min_seeds
 
     A claim is "not tested" unless it has comparisons, and all of them have results of `min_seeds` seeds.
     """
+    not_tested = Judgement(claim.text, "not tested", 0, 0, 0, "", claim.note)
     compared = [difference(less, lookup, metric) for less in claim.comparisons]
     grouped: dict[Any, list[Difference]] = {}
     for each, (found, num_seeds) in zip(claim.comparisons, compared, strict=True):
         if num_seeds < min_seeds or found is None:
-            return Judgement(claim.text, "not tested", 0, 0, 0, "", claim.note)
+            return not_tested
         grouped.setdefault(_models(each), []).append(found)
     pairs = [Pair(tuple(each)) for each in grouped.values()]
     if not pairs:
-        return Judgement(claim.text, "not tested", 0, 0, 0, "", claim.note)
+        return not_tested
     holding = sum(holm([pair.p_holds for pair in pairs]))
     contradicted = sum(holm([pair.p_contradicted for pair in pairs]))
     needed = len(pairs) if claim.at_least is None else claim.at_least
