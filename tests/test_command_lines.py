@@ -226,8 +226,8 @@ SEVERAL = [
     (["dape_jax.planning", "--topolgy=v5e"], ["--topolgy=v5e: no such flag; did you mean --topology?"]),
     (["dape_jax.data.prepare", "--ouput=there"], ["--ouput=there: no such flag; did you mean --output?"]),
     (["dape_jax.data.inspect", "--ouput=there"], ["--ouput=there: no such flag; did you mean"]),
-    (["dape_jax.pretrained.export", "--ouput=there"], ["--ouput=there: no such flag; did you mean --output?"]),
-    (["dape_jax.pretrained.load", "--sorce=there"], ["--sorce=there: no such flag; did you mean --source?"]),
+    (["dape_jax.pretrained.export_command", "--ouput=there"], ["--ouput=there: no such flag; did you mean --output?"]),
+    (["dape_jax.pretrained.import_command", "--sorce=there"], ["--sorce=there: no such flag; did you mean --source?"]),
 ]
 
 
@@ -267,10 +267,10 @@ SCHEMES = [
     ["dape_jax.tools.generate", f"--workdir={ELSEWHERE}", "--prompt=a"],
     ["dape_jax.tools.generate", "--workdir=run", "--prompt=a", f"--output={ELSEWHERE}"],
     ["dape_jax.tools.generate", "--workdir=run", f"--prompt_file={ELSEWHERE}"],
-    ["dape_jax.pretrained.export", f"--workdir={ELSEWHERE}", "--output=exported"],
-    ["dape_jax.pretrained.export", "--workdir=run", f"--output={ELSEWHERE}"],
-    ["dape_jax.pretrained.load", f"--source={ELSEWHERE}", "--workdir=run"],
-    ["dape_jax.pretrained.load", "--source=there", f"--workdir={ELSEWHERE}"],
+    ["dape_jax.pretrained.export_command", f"--workdir={ELSEWHERE}", "--output=exported"],
+    ["dape_jax.pretrained.export_command", "--workdir=run", f"--output={ELSEWHERE}"],
+    ["dape_jax.pretrained.import_command", f"--source={ELSEWHERE}", "--workdir=run"],
+    ["dape_jax.pretrained.import_command", "--source=there", f"--workdir={ELSEWHERE}"],
 ]
 
 

@@ -42,6 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "causal": {"processor": {"name": "dape", "kernel_width": 4, "channels": 3, "alignment": "causal"}},
     "listing": {"processor": {"name": "dape", "kernel_width": 3, "channels": 3, "edge": "listing"}},
 }
+EXPORT, IMPORT = ("-m", "dape_jax.pretrained.export_command"), ("-m", "dape_jax.pretrained.import_command")
 FAST = {"pythia", "llama", "t5", "fire", "listing"}
 EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
@@ -386,12 +387,14 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
 def test_the_command_lines(exported, tmp_path):
     """Export, import and evaluate with the command lines."""
     workdir, _ = exported("llama")
-    command = run_command("-m", "dape_jax.pretrained.export", f"--workdir={workdir}", f"--output={tmp_path}/out")
+    command = run_command(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
     assert command.returncode == 0, command.stderr
     assert command.stdout == f"exported: {tmp_path}/out\n"
-    again = run_command("-m", "dape_jax.pretrained.export", f"--workdir={workdir}", f"--output={tmp_path}/out")
+    again = run_command(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    command = run_command("-m", "dape_jax.pretrained.load", f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
+    command = run_command(
+        "-m", "dape_jax.pretrained.import_command", f"--source={tmp_path}/out", f"--workdir={tmp_path}/run"
+    )
     assert command.returncode == 0, command.stderr
     assert f"run: {tmp_path}/run\n" in command.stdout
     (tmp_path / "text").mkdir()
@@ -400,7 +403,9 @@ def test_the_command_lines(exported, tmp_path):
     flags = [f"--workdir={tmp_path}/run", f"--data={tmp_path}/text", "--lengths=16,32", "--max_windows=2"]
     command = run_command("eval.py", *flags, "--last_tokens=8", f"--output={tmp_path}/results")
     assert command.returncode == 0, command.stderr
-    bad = run_command("-m", "dape_jax.pretrained.load", f"--source={tmp_path}/text", f"--workdir={tmp_path}/other")
+    bad = run_command(
+        "-m", "dape_jax.pretrained.import_command", f"--source={tmp_path}/text", f"--workdir={tmp_path}/other"
+    )
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
     assert "config.json: cannot be read" in bad.stderr
 

@@ -49,6 +49,8 @@ def cpu_seconds_of(code: str, *arguments: str) -> tuple[float, subprocess.Comple
         "dape_jax.data.prepare",
         "dape_jax.experiments",
         "dape_jax.planning",
+        "dape_jax.pretrained.export_command",
+        "dape_jax.pretrained.import_command",
         "dape_jax.tools.attention_maps",
         "dape_jax.tools.generate",
     ],

@@ -1,15 +1,5 @@
-"""Export a run as a Hugging Face checkpoint, for PyTorch transformers and programs that use it.
+"""Conversion of a run to a Hugging Face checkpoint; `export_command.py` is its command line."""
 
-    dape-export --workdir=runs/dape --output=exported
-
-In: a run directory. Out: `config.json`, `*.safetensors`, `modeling_dape.py`, and the tokenizer. Next:
-`modeling_dape.py`, which loads the checkpoint:
-
-    model = AutoModelForCausalLM.from_pretrained("exported", trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained("exported")
-"""
-
-import dataclasses
 import json
 import math
 import shutil
@@ -24,20 +14,16 @@ import numpy as np
 from jaxtyping import Array
 from tqdm import tqdm
 
-from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, byte_tokenizer_json, saved_tokenizer
-from dape_jax.distributed import require_single_process
 from dape_jax.errors import os_errors, require
-from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.files import sync_directory, write_json
 from dape_jax.model.transformer import Params, flat_params, parameter_kind
 from dape_jax.pretrained.families import NOT_EXPORTED
 from dape_jax.pretrained.files import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from dape_jax.provenance import provenance
-from dape_jax.storage import AnyPath, require_local, to_path
+from dape_jax.storage import AnyPath
 
 MODELING_FILE = "modeling_dape.py"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -240,32 +226,3 @@ an input is not limited.
 {json.dumps({"model": resolved(trained.run)["model"], **record}, indent=1)}
 ```
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Flags:
-    """Flags of the command line."""
-
-    workdir: str = flag(dataclasses.MISSING, "Run directory.")
-    output: str = flag(dataclasses.MISSING, "Directory to create.")
-    step: str = flag("newest", STEP_HELP)
-    dtype: str = flag("float32", f"Dtype of the tensors: {', '.join(SAFETENSORS_DTYPES)}.")
-
-
-def main(_: list[str]) -> None:
-    """Parse flags and export the run."""
-    require_single_process()
-    given = from_flags(Flags)
-    require_local(given.output, "--output")
-    export_run(to_path(given.workdir, "--workdir"), Path(given.output), step=given.step, dtype=given.dtype)
-    print(f"exported: {given.output}")
-
-
-def command() -> None:
-    """Run the command line `dape-export`."""
-    define_flags(Flags)
-    command_line.run(main)
-
-
-if __name__ == "__main__":
-    command()

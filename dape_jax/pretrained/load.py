@@ -1,13 +1,8 @@
-"""Import a Hugging Face checkpoint as a run at step 0, which all commands accept like a trained run.
-
-    dape-import --source=/models/pythia-410m --workdir=runs/pythia
-
-In: a directory with `config.json` and `*.safetensors`. Out: a run directory. Next: `docs/pretrained.md`.
+"""Conversion of a Hugging Face checkpoint to a run at step 0; `import_command.py` is its command line.
 
 The run has no training text: `data.path` is None. Its optimizer and schedule are defaults for continued training.
 """
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -20,17 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig, resolved
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
-from dape_jax.distributed import require_single_process
 from dape_jax.errors import require
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
 from dape_jax.pretrained.files import Source, inside, open_source, short
-from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices, read_mesh
-from dape_jax.storage import AnyPath, absolute, require_local, to_path
+from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
+from dape_jax.storage import AnyPath, absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
@@ -214,44 +206,3 @@ def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
 @functools.partial(jax.jit, donate_argnums=0)
 def _with_layer(stacked: Array, value: Array, layer: Int[Array, ""] | int) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, value, layer, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Flags:
-    """Flags of the command line."""
-
-    source: str = flag(dataclasses.MISSING, "Directory with config.json and *.safetensors.")
-    workdir: str = flag(dataclasses.MISSING, "Run directory to create.")
-    tokenizer: str | None = flag(None, "'bytes' or the path of a tokenizer.json; the source's if unset.")
-    train_length: int | None = flag(
-        None, "Train length of the model, in tokens; max_position_embeddings of its config if unset."
-    )
-    dtype: str = flag("auto", "Dtype of matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
-    mesh: str | None = flag(None, "Mesh, as axis=size,axis=size; parameters are sharded over all devices if unset.")
-
-
-def main(_: list[str]) -> None:
-    """Parse flags and import the checkpoint."""
-    require_single_process()
-    given = from_flags(Flags)
-    require_local(given.source, "--source")
-    workdir = to_path(given.workdir, "--workdir")
-    import_run(
-        Path(given.source),
-        workdir,
-        tokenizer=given.tokenizer,
-        train_length=given.train_length,
-        dtype=given.dtype,
-        mesh=None if given.mesh is None else read_mesh("--mesh", given.mesh),
-    )
-    print(f"run: {workdir}\nevaluate it: python eval.py --workdir={workdir} --data=TEXT --lengths=...")
-
-
-def command() -> None:
-    """Run the command line `dape-import`."""
-    define_flags(Flags)
-    command_line.run(main)
-
-
-if __name__ == "__main__":
-    command()

@@ -4,8 +4,10 @@ import contextlib
 import json
 import logging
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -170,7 +172,8 @@ def log_end(workdir: AnyPath, num_steps: int) -> None:
     """Log where a trained run is and which command evaluates it."""
     directory = shlex.quote(str(workdir))
     logger.info("%s is trained: step %d of %d", directory, num_steps, num_steps)
-    logger.info("evaluate it: python eval.py --workdir=%s", directory)
+    program = "python eval.py" if Path(sys.argv[0]).name == "train.py" else "dape-eval"
+    logger.info("evaluate it: %s --workdir=%s", program, directory)
 
 
 def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:

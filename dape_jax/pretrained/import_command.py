@@ -1,0 +1,61 @@
+"""Import a Hugging Face checkpoint as a run at step 0, which all commands accept like a trained run.
+
+    dape-import --source=/models/pythia-410m --workdir=runs/pythia
+
+In: a directory with `config.json` and `*.safetensors`. Out: a run directory. Next: `docs/pretrained.md`.
+
+The run has no training text: `data.path` is None. Its optimizer and schedule are defaults for continued training.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.storage import require_local, to_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Flags of the command line."""
+
+    source: str = flag(dataclasses.MISSING, "Directory with config.json and *.safetensors.")
+    workdir: str = flag(dataclasses.MISSING, "Run directory to create.")
+    tokenizer: str | None = flag(None, "'bytes' or the path of a tokenizer.json; the source's if unset.")
+    train_length: int | None = flag(
+        None, "Train length of the model, in tokens; max_position_embeddings of its config if unset."
+    )
+    dtype: str = flag("auto", "Dtype of matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
+    mesh: str | None = flag(None, "Mesh, as axis=size,axis=size; parameters are sharded over all devices if unset.")
+
+
+def main(_: list[str]) -> None:
+    """Parse flags and import the checkpoint."""
+    given = from_flags(Flags)
+    require_local(given.source, "--source")
+    workdir = to_path(given.workdir, "--workdir")
+
+    from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
+    from dape_jax.pretrained.load import import_run
+    from dape_jax.sharding import read_mesh
+
+    require_single_process()
+    import_run(
+        Path(given.source),
+        workdir,
+        tokenizer=given.tokenizer,
+        train_length=given.train_length,
+        dtype=given.dtype,
+        mesh=None if given.mesh is None else read_mesh("--mesh", given.mesh),
+    )
+    print(f"run: {workdir}\nevaluate it: dape-eval --workdir={workdir} --data=TEXT --lengths=...")
+
+
+def command() -> None:
+    """Run the command line `dape-import`."""
+    define_flags(Flags)
+    command_line.run(main)
+
+
+if __name__ == "__main__":
+    command()
