@@ -126,9 +126,27 @@ def test_tensorboard_has_every_scalar_and_the_config(told):
             loss = scalars[tag.replace("perplexity", "loss_nats"), step]
             assert value == pytest.approx(perplexity_of(loss), rel=1e-5)
             assert value > 1
+    read = metrics.read_scalars(workdir)
+    assert {(tag, step): value for tag, values in read.items() for step, value in values.items()} == scalars
     (text,) = [value for event in events for value in event.summary.value if value.HasField("tensor")]
     assert (text.tag, text.metadata.plugin_data.plugin_name) == ("config/text_summary", "text")
     assert '"profile_steps"' in text.tensor.string_val[0].decode()
+
+
+def test_scalars_of_repeated_steps_replace_earlier_ones(tmp_path):
+    """Steps after a checkpoint are trained again after a kill, which also cuts the last event."""
+    directory = tmp_path / "tensorboard"
+    for first, last in ((1, 5), (3, 4)):
+        events = metrics._Events(directory)
+        events.start(first, {})
+        for step in range(first, last + 1):
+            events.scalars(step, {"loss": 10.0 * first + step})
+        events.close()
+        (file,) = directory.glob("events*")
+        (directory / f"cut-tfevents-{first}").write_bytes(file.read_bytes()[:-3])
+        file.unlink()
+    assert metrics.read_scalars(tmp_path) == {"loss": {1: 11, 2: 12, 3: 33}}
+    assert metrics.read_scalars(tmp_path / "none") == {}
 
 
 def test_wandb_gets_the_same_scalars(told):

@@ -54,6 +54,7 @@ from dape_jax.recipes import RECIPES
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
+from dape_jax.training.metrics import read_scalars
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 
@@ -342,7 +343,7 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
-    """Return the results of a trained model at the run's lengths."""
+    """Return the results of a trained model at the run's lengths, and its losses during training."""
     lengths = item.run.lengths
     if isinstance(item.config, TaskRunConfig):
         stem, options = "accuracy", TaskOptions(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
@@ -351,7 +352,23 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
         stem = "delta" if item.metric == "delta" else "lengths"
         evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
     (results,) = read_json(workdir / f"{stem}.json")["runs"]
-    return {field: results[field] for field in ("documents", "lengths", "deltas") if field in results}
+    found = {field: results[field] for field in ("documents", "lengths", "deltas") if field in results}
+    return found | training_curve(workdir)
+
+
+def training_curve(workdir: Path) -> dict[str, Any]:
+    """Return the validation losses of a trained model by step, in nats, and the median time of a training step.
+
+    Their product is the loss by training time, without compilation, validation and checkpoints. Empty if the disk was
+    too full for TensorBoard's files.
+    """
+    scalars = read_scalars(workdir)
+    if not {"validation/loss_nats", "train/step_seconds"} <= set(scalars):
+        return {}
+    return {
+        "validation_nats": {str(step): nats for step, nats in scalars["validation/loss_nats"].items()},
+        "train_step_ms": 1000 * statistics.median(scalars["train/step_seconds"].values()),
+    }
 
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:

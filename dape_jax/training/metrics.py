@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -251,7 +252,7 @@ class _Wandb:
         self.run.finish()
 
 
-def _tensorboard() -> tuple[Callable[[str, str], Any], Callable[..., Any]]:
+def _tensorboard() -> tuple[Callable[[str, str], Any], Any]:
     """Import tensorboardX; return its writer of events and the class of an event.
 
     tensorboardX imports PyTorch if it is installed. That takes seconds and is not needed here.
@@ -332,6 +333,32 @@ class _Events:
         else:
             with self.staging:
                 self._upload()
+
+
+def read_scalars(workdir: Path) -> dict[str, dict[int, float]]:
+    """Return the scalars of a run's TensorBoard files by tag and step, each step as it was trained last.
+
+    A record is its length (8 bytes), a checksum (4), an event, and a checksum (4). A kill can cut the last record.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    _, event_of = _tensorboard()
+    files = []
+    for file in (workdir / "tensorboard").glob("*tfevents*"):
+        content, at, events = file.read_bytes(), 0, []
+        while (end := at + 16 + int.from_bytes(content[at : at + 8], "little")) <= len(content):
+            events.append(event_of.FromString(content[at + 12 : end - 4]))
+            at = end
+        files.append(events)
+    found: dict[str, dict[int, float]] = {}
+    for event in sorted(itertools.chain(*files), key=lambda event: event.wall_time):
+        if event.session_log.status == _SESSION_START:
+            found = {tag: {step: x for step, x in of.items() if step < event.step} for tag, of in found.items()}
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return found
 
 
 def _append(file: AnyPath, line: str) -> None:
