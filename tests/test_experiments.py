@@ -18,7 +18,7 @@ from dape_jax.config import RunConfig, TaskRunConfig, read_module, read_run
 from dape_jax.errors import InputError
 from dape_jax.evaluation.report import json_values
 from dape_jax.experiments import __main__ as experiments_main
-from dape_jax.experiments import catalogue, report, run, verdicts
+from dape_jax.experiments import catalogue, groups, report, run, verdicts
 from dape_jax.experiments.catalogue import (
     EXPERIMENTS,
     METHODS,
@@ -47,8 +47,11 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 # ---- the catalogue
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def presets_of(name: str) -> tuple[str, ...]:
+    return EXPERIMENTS[name].presets or tuple(PRESETS)
+
+
+@pytest.mark.parametrize(("name", "preset"), [(name, preset) for name in EXPERIMENTS for preset in presets_of(name)])
 def test_every_run_has_its_own_valid_config(name: str, preset: str):
     runs = runs_with_one_seed(name, preset)
     assert len({item.name for item in runs}) == len(runs) > 0
@@ -115,12 +118,13 @@ def test_steps_have_equal_numbers_of_tokens_where_the_papers_do():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_claims_compare_results_of_runs(name: str):
     experiment = EXPERIMENTS[name]
-    runs = runs_with_one_seed(name, "paper")
+    runs = runs_with_one_seed(name, presets_of(name)[-1])
+    divisor = 1 if experiment.tasks else PRESETS[presets_of(name)[-1]].length_divisor
     measured = {
-        Cell(item.method, item.paper_train_length, length, item.paper_size)
+        Cell(item.method, item.paper_train_length, length * divisor, item.paper_size)
         for item in runs
         for length in item.lengths
-        if not (experiment.metric == "delta" and length == item.paper_train_length)
+        if not (experiment.metric == "delta" and length == item.train_length)
     }
     scored = {(item.method, item.task) for item in runs}
     sides = {side for claim in experiment.claims for less in claim.comparisons for side in (less.low, less.high)}
@@ -138,8 +142,8 @@ def test_every_method_is_used():
 def test_the_papers_claims_hold_of_the_papers_numbers(dataset: str):
     checked = 0
     for name, experiment in EXPERIMENTS.items():
-        for group in (group for group in report.paper_groups(name) if group.data == dataset):
-            lookup = report.lookup_in(group)
+        for group in (group for group in groups.paper_groups(name) if group.data == dataset):
+            lookup = groups.lookup_in(group)
             for claim in experiment.claims:
                 printed = tuple(
                     less
@@ -155,10 +159,10 @@ def test_the_papers_claims_hold_of_the_papers_numbers(dataset: str):
 
 
 def test_the_papers_claims_hold_of_the_papers_table_of_tasks():
-    (group,) = report.paper_groups("table6")
+    (group,) = groups.paper_groups("table6")
     counts = {}
     for claim in EXPERIMENTS["table6"].claims:
-        means = [verdicts.difference(less, report.lookup_in(group), "accuracy")[0].mean for less in claim.comparisons]
+        means = [verdicts.difference(less, groups.lookup_in(group), "accuracy")[0].mean for less in claim.comparisons]
         counts[claim.text] = sum(mean < 0 for mean in means), len(means)
         assert counts[claim.text][0] >= (len(means) if claim.at_least is None else claim.at_least)
     # Where the paper counts tasks, its numbers give its count.
@@ -168,12 +172,12 @@ def test_the_papers_claims_hold_of_the_papers_table_of_tasks():
 def test_the_papers_numbers_are_shown_only_with_runs_of_equal_tokens_per_step():
     """Tables 2 and 5 have more tokens per step at a train length of 512 or 1024 than figure 3."""
     for name, trained_at in (("fig3", {128, 4096}), ("table5", {512})):
-        (group,) = [group for group in report.paper_groups(name) if group.data == "arxiv"]
+        (group,) = [group for group in groups.paper_groups(name) if group.data == "arxiv"]
         assert {series.train_length for series in group.series} == trained_at
 
 
 def test_an_experiment_with_one_finished_method_is_drawn_with_the_papers():
-    (paper, *others) = report.paper_groups("fig2")
+    (paper, *others) = groups.paper_groups("fig2")
     figure = report.plot(dataclasses.replace(paper, series=paper.series[:1]))
     (legend,) = [axes.get_legend() for axes in figure.axes if axes.get_legend() is not None]
     drawn = {series.method for group in (paper, *others) for series in group.series if series.train_length == 128}
@@ -682,6 +686,7 @@ def test_commands_print(arguments: list[str], settings_of_flags: dict, words: li
     [
         (["show", "table6"], {"tasks": ("odds",)}, ["--tasks = 'odds'", "odds_first"]),
         (["show", "fig7"], {}, ["experiment = 'fig7'"]),
+        (["show", "cost"], {"preset": "paper"}, ["--preset = 'paper'", "small"]),
         ([], {}, ["command", "list"]),
         (["run"], {}, ["run = ''", "fig2"]),
         (["list", "fig2"], {}, ["list = 'fig2'"]),
@@ -724,13 +729,13 @@ def test_recipes_work_on_the_command_line_of_another_directory(tmp_path: Path):
 def test_a_single_published_number_is_drawn_with_its_name():
     """Draw a marker, because a line through one point would be invisible; a curve has no name next to it."""
     axes = Figure().subplots()
-    alone = report.Series("cope", "125m", "", 512, {0: {1024: 20.5}})
-    curve = report.Series("kerple", "125m", "", 512, {0: {512: 19.0, 1024: 21.0}})
+    alone = groups.Series("cope", "125m", "", 512, {0: {1024: 20.5}})
+    curve = groups.Series("kerple", "125m", "", 512, {0: {512: 19.0, 1024: 21.0}})
     for item in (alone, curve):
         report._draw_curve(axes, item, 1, item.method, "tab:blue")
     assert [(text.get_text(), tuple(text.xy)) for text in axes.texts] == [("cope", (1024, 20.5))]
     point, line = axes.get_lines()
     assert (point.get_marker(), point.get_linestyle(), line.get_linestyle()) == ("D", "None", "-")
-    unknown = report.Series("cope", "125m", "", 512, {0: {1024: math.nan}})
+    unknown = groups.Series("cope", "125m", "", 512, {0: {1024: math.nan}})
     report._draw_curve(axes, unknown, 1, "nothing", "tab:blue")
     assert len(axes.texts) == 1

@@ -53,6 +53,14 @@ METHODS |= {
     method: METHODS["dape1x3-kerple"] for method in (*_CHANGES, "dape1x3-kerple-window", "dape1x3-kerple-grouped")
 }
 METHODS |= {f"{method}{suffix}": METHODS[method] + rate for method in _RATED for suffix, rate in _RATES.items()}
+# Kerple with the FLOPs per run of DAPE1x3-Kerple (1.40 times its own) or more, at the size xs and T = 128.
+_COSTLIER: dict[str, dict[str, Any]] = {
+    "kerple-840-steps": {"train.num_steps": 840},
+    "kerple-1200-steps": {"train.num_steps": 1200},
+    "kerple-width-116": {"model.width": 116, "model.head_dim": 29, "model.mlp_width": 464},
+    "kerple-5-layers": {"model.num_layers": 5},
+}
+METHODS |= {method: METHODS["kerple"] for method in _COSTLIER}
 
 # Config fields of methods that a recipe's argument does not have.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -61,6 +69,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dape1x3-kerple-scores": {"model.processor.inputs": "scores"},
     "dape1x3-kerple-bias": {"model.processor.inputs": "bias"},
     "dape1x3-kerple-no-residual": {"model.processor.residual": False},
+    **_COSTLIER,
     **{name: {"model.window": 64} for name in ("kerple-window", "dape1x3-kerple-window")},
     **{name: {"model.num_kv_heads": 2} for name in ("kerple-grouped", "dape1x3-kerple-grouped")},
 }
@@ -200,6 +209,7 @@ class Experiment:
     step_tokens: int | None = None  # tokens per step, if the paper uses the same number at all train lengths
     longest: int = 8192  # evaluation length
     step_batch: int | None = None  # sequences per step, for a measurement of time
+    presets: tuple[str, ...] = ()  # keys of PRESETS for which it is defined; all if empty
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
@@ -660,6 +670,40 @@ EXPERIMENTS = {
                 ),
             ),
         ),
+    ),
+    "cost": Experiment(
+        title="Kerple with the FLOPs of DAPE1x3-Kerple or more: more steps, wider, deeper",
+        source=NOT_IN_PAPER,
+        methods=("kerple", *_COSTLIER, "dape1x1-kerple", "dape1x3-kerple"),
+        train_lengths=(512,),
+        presets=("small",),
+        claims=tuple(
+            Claim(
+                f"DAPE1x3-Kerple is better than {method} {where}",
+                better("dape1x3-kerple", method, (512,), lengths),
+            )
+            for method in _COSTLIER
+            for where, lengths in (
+                ("at the train length", lambda t: (t,)),
+                ("at every length beyond", lambda t: lengths_from(t)[1:]),
+            )
+        ),
+    ),
+    "times": Experiment(
+        title="time of a training step of every method",
+        source=NOT_IN_PAPER,
+        methods=(
+            *_BASELINES,
+            "transformer-xl",
+            "dape1x1-kerple",
+            "dape1x3-kerple",
+            "kerple-width-116",
+            "kerple-5-layers",
+        ),
+        train_lengths=(512,),
+        metric="step_ms",
+        presets=("small",),
+        claims=(),
     ),
     "converged": Experiment(
         title="the same methods after fifty tokens per parameter",

@@ -1,7 +1,6 @@
 """Compare finished runs with the paper's claims: write `results/README.md`, `report.json` and a figure per experiment.
 
-Input: the files written by `run.py`, and the numbers printed in the paper. Lengths and sizes in claims and in `Series`
-are the paper's; tables and figures divide lengths by the preset's divisor.
+Lengths in claims and groups are the paper's; tables and figures divide them by the preset's divisor.
 """
 
 import dataclasses
@@ -15,11 +14,10 @@ from statistics import fmean
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dape_jax.errors import InputError, os_errors, require
+from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.report import (
     FIXED_BELOW,
     band,
@@ -31,89 +29,19 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import (
-    EXPERIMENTS,
-    NOT_IN_PAPER,
-    PRESETS,
-    Cell,
-    Model,
-    Score,
-    models_of,
-    paper_tables,
-)
-from dape_jax.experiments.run import identity, read_result
-from dape_jax.experiments.verdicts import MIN_SEEDS, Judgement, Lookup, Sample, is_log, judge
+from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS
+from dape_jax.experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
+from dape_jax.experiments.summary import Cost, Gain, cost_figure, costs, gain_figure, gains
+from dape_jax.experiments.verdicts import MIN_SEEDS, Judgement, judge
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 
-PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
 UNITS = {
     "perplexity": "perplexity",
     "delta": "delta perplexity",
     "step_ms": "milliseconds per training step",
     "accuracy": "accuracy in %",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Series:
-    """Results of one model by seed and length. Accuracies are in per cent.
-
-    Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples` are by
-    seed and length; claims are judged by the samples. For a task, `within` and `beyond` are, by seed, the means over
-    lengths up to the train length, and beyond.
-    """
-
-    method: str
-    size: str
-    task: str
-    train_length: int
-    values: dict[int, dict[int, float]]
-    within: dict[int, float] = dataclasses.field(default_factory=dict)
-    beyond: dict[int, float] = dataclasses.field(default_factory=dict)
-    samples: dict[int, dict[int, Sample]] = dataclasses.field(default_factory=dict)
-
-    def lengths(self) -> list[int]:
-        """Return the lengths that have a value."""
-        return sorted({length for by_length in self.values.values() for length in by_length})
-
-    def over_seeds(self, length: int) -> list[float]:
-        """Return the values at a length."""
-        return [by_length[length] for by_length in self.values.values() if length in by_length]
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """Finished runs of an experiment with one preset on one text (`data`) or on the tasks, or the paper's numbers.
-
-    `about` contains commits, devices, versions and times of the runs, and is empty for the paper; `series` has one
-    entry per model.
-    """
-
-    experiment: str
-    preset: str
-    data: str
-    about: dict[str, list[Any]]
-    series: list[Series]
-
-    @property
-    def name(self) -> str:
-        """Name of the group's directory and stem of its figure."""
-        return "-".join(filter(None, (self.preset, self.data)))
-
-    @property
-    def title(self) -> str:
-        """Title of the group in the report."""
-        return ", ".join(filter(None, (self.preset, self.data)))
-
-    @property
-    def divisor(self) -> int:
-        """Divisor of the paper's lengths in tables and figures."""
-        return 1 if EXPERIMENTS[self.experiment].tasks or not self.about else PRESETS[self.preset].length_divisor
-
-    def lengths(self) -> list[int]:
-        """Return the lengths that have a value."""
-        return sorted({length for series in self.series for length in series.lengths()})
 
 
 def _format_spread(values: list[float]) -> str:
@@ -128,175 +56,6 @@ def _format_spread(values: list[float]) -> str:
 def _mean(values: Sequence[float]) -> float:
     """Return the mean; infinity or NaN where `fmean` would raise: for infinities, or sums too large for a float."""
     return fmean(values) if max(map(abs, values)) < FIXED_BELOW else sum(values) / len(values)
-
-
-def lookup_in(group: Group) -> Lookup:
-    """Return the function that looks up samples in a group."""
-
-    def lookup(side: Cell | Score) -> dict[int, list[Sample]]:
-        if isinstance(side, Cell):
-            model = (side.method, side.size, side.train_length)
-            found = [item.samples for item in group.series if (item.method, item.size, item.train_length) == model]
-            return {seed: [of[side.length]] for by_seed in found for seed, of in by_seed.items() if side.length in of}
-        series = [item for item in group.series if item.task == side.task and item.method in side.methods]
-        if len(series) < len(side.methods):  # needs the results of all methods
-            return {}
-        seeds = set.intersection(*(set(item.beyond) for item in series))
-        return {seed: [_beyond(item, seed) for item in series] for seed in seeds}
-
-    return lookup
-
-
-def _beyond(series: Series, seed: int) -> Sample:
-    """Return the accuracies at the lengths beyond training, or their mean if only that is known."""
-    if seed not in series.values:
-        return Sample.of_value(series.beyond[seed])
-    chosen = {at: value for at, value in series.values[seed].items() if at > series.train_length}
-    return Sample(tuple(chosen), np.array(list(chosen.values()))[:, None])
-
-
-# ---- results: ours and the paper's
-
-
-def read_groups(results: Path) -> list[Group]:
-    """Return the finished runs under a directory in the catalogue's order.
-
-    Raises:
-        InputError: a file is not a results file, or does not match the others in its directory.
-    """
-    groups = []
-    for name, experiment in EXPERIMENTS.items():
-        for directory in sorted((results / name).glob("*/")):
-            preset, _, data = directory.name.partition("-")
-            if preset in PRESETS and (data == "") == bool(experiment.tasks):
-                group = _read_group(name, preset, data, sorted(directory.glob("*-seed*.json")))
-                groups += [group] if group.series else []
-    return groups
-
-
-def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
-    experiment = EXPERIMENTS[name]
-    order = models_of(experiment)
-    divisor = 1 if experiment.tasks else PRESETS[preset].length_divisor
-    values: dict[Model, dict[int, dict[int, float]]] = defaultdict(dict)
-    samples: dict[Model, dict[int, dict[int, Sample]]] = defaultdict(dict)
-    settings: dict[Model, Any] = {}
-    digests: dict[str, str] = {}  # digest of the text, or of each task
-    runs = []
-    for file in files:
-        run = read_result(file)
-        try:
-            if experiment.tasks:
-                model = (run["method"], "", run["train_length"], run["task"])
-            else:
-                model = (run["method"], run["paper_size"], run["paper_train_length"], "")
-            if model not in order:  # removed from the catalogue
-                continue
-            measured = _measured(run, experiment.metric)
-            drawn = _samples(run, experiment.metric, measured)
-            # Must be equal for all seeds of a model; otherwise their range would not be a range over seeds.
-            config = identity(run["config"], experiment.metric)
-            setting = {key: section | {"seed": 0} for key, section in config.items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"{file}: must be a run that measures {experiment.metric}: {error!r}") from error
-        values[model][run["seed"]] = {length * divisor: value for length, value in measured.items()}
-        samples[model][run["seed"]] = {length * divisor: sample for length, sample in drawn.items()}
-        same_data = run["data"] == digests.setdefault(model[-1], run["data"])
-        same_setting = setting == settings.setdefault(model, setting)
-        allowed = "must have the text of the other runs and the config of its other seeds"
-        require(same_data and same_setting, str(file), run["key"], allowed)
-        runs.append(run)
-    about = {field: sorted({json.dumps(run[field]) for run in runs}) for field in PROVENANCE}
-    about["wall_seconds"] = [run["wall_seconds"] for run in runs]
-    if experiment.tasks:
-        about["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in runs})
-        about["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in runs})
-    series = [_series(model, values[model], samples[model]) for model in order if model in values]
-    return Group(name, preset, data, about, series)
-
-
-def _measured(run: dict[str, Any], metric: str) -> dict[int, float]:
-    if metric == "step_ms":
-        return {run["train_length"]: float(run["step_ms"])}
-    if metric == "accuracy":
-        return {int(result["length"]): 100 * float(result["accuracy"]) for result in run["lengths"]}
-    results, field = (run["deltas"], "delta") if metric == "delta" else (run["lengths"], "perplexity")
-    return {int(result["length"]): float(result[field]) for result in results}
-
-
-def _samples(run: dict[str, Any], metric: str, measured: dict[int, float]) -> dict[int, Sample]:
-    """Return the numbers of each window or step by length; of runs of older versions, the value alone."""
-    if metric in ("perplexity", "delta") and "documents" in run:
-        units, rows = tuple(run["documents"]), {}
-        for result in run["lengths"]:
-            tokens_each = result["num_tokens"] / result["num_windows"]
-            rows[int(result["length"])] = np.array([float(nats) for nats in result["window_nats"]]) / tokens_each
-        if metric == "perplexity":
-            return {length: Sample(units, nats[:, None]) for length, nats in rows.items()}
-        local = rows[run["train_length"]]
-        return {length: Sample(units, np.stack([local, rows[length]], axis=1)) for length in measured}
-    if metric == "step_ms" and "step_ms_each" in run:
-        times = np.array(run["step_ms_each"], float)
-        return {length: Sample(tuple(range(len(times))), np.log(times)[:, None]) for length in measured}
-    return {length: _of_value(value, metric) for length, value in measured.items()}
-
-
-def _of_value(value: float, metric: str) -> Sample:
-    with np.errstate(divide="ignore"):
-        return Sample.of_value(float(np.log(value)) if is_log(metric) else value)
-
-
-def _series(
-    model: Model, values: dict[int, dict[int, float]], samples: dict[int, dict[int, Sample]] | None = None
-) -> Series:
-    method, size, train_length, task = model
-    within, beyond = {}, {}
-    for seed, by_length in values.items() if task else ():
-        for means, is_beyond in ((within, False), (beyond, True)):
-            chosen = [value for length, value in by_length.items() if (length > train_length) == is_beyond]
-            if chosen:
-                means[seed] = fmean(chosen)
-    return Series(method, size, task, train_length, values, within, beyond, samples or {})
-
-
-def paper_groups(name: str) -> list[Group]:
-    """Return the paper's numbers of an experiment as runs with one seed, one group per text."""
-    experiment, tables = EXPERIMENTS[name], paper_tables()
-    if experiment.tasks:
-        table = tables["table6"]
-        printed = {
-            (method, row["task"]): float(accuracy)
-            for row in table["tasks"]
-            for method, accuracy in zip(table["methods"], row["accuracy"], strict=True)
-        }
-        series = [
-            Series(method, size, task, train_length, {}, beyond={0: printed[method, task]})
-            for method, size, train_length, task in models_of(experiment)
-            if (method, task) in printed
-        ]
-        return [Group(name, "paper", "", {}, series)]
-    batch = PRESETS["paper"].batch
-    assert batch is not None
-    found: dict[str, dict[Model, dict[int, float]]] = {"arxiv": defaultdict(dict), "books3": defaultdict(dict)}
-    for curve in tables["curves"]:
-        # If the paper uses equal tokens per step at all train lengths, only train length 128 has the usual batch size.
-        usual = batch * curve["train_length"]
-        step_tokens = curve["step_tokens"] if "step_tokens" in curve else usual
-        if curve["metric"] == experiment.metric and step_tokens == (experiment.step_tokens or usual):
-            model = (curve["method"], curve["size"], curve["train_length"], "")
-            found[curve["dataset"]][model] |= {int(length): value for length, value in curve["values"].items()}
-    is_printed = not experiment.overrides and experiment.source != NOT_IN_PAPER
-    wanted = models_of(experiment) if is_printed else []
-    groups = []
-    for dataset, curves in found.items():
-        series = []
-        for model in wanted:
-            if model in curves:
-                values = curves[model]
-                samples = {length: _of_value(value, experiment.metric) for length, value in values.items()}
-                series.append(_series(model, {0: values}, {0: samples}))
-        groups.append(Group(name, "paper", dataset, {}, series))
-    return [group for group in groups if group.series]
 
 
 # ---- output
@@ -316,9 +75,24 @@ def write(results: Path) -> Path:
             files = drawings(plot(group), dpi=120) | {"csv": csv_text(_number_rows(group)).encode()}
             for suffix, content in files.items():
                 (results / group.experiment / f"{group.name}.{suffix}").write_bytes(content)
+        parts = [_INTRODUCTION]
+        if gained := gains(groups):
+            _write_summary(results, "gain", gain_figure(gained), gained)
+            parts += [_GAIN, "![gain](gain.png)"]
+        if spent := costs(groups):
+            _write_summary(results, "cost", cost_figure(spent), spent)
+            parts += [_COST, "![cost](cost.png)"]
         write_json(results / "report.json", json_values(_as_json(groups)))
-        (results / "README.md").write_text(_readme(groups) + _other_tables(results) + "\n")
+        page = "\n\n".join([*parts, f"{_VERDICTS}\n{_readme(groups)}{_other_tables(results)}"])
+        (results / "README.md").write_text(f"{page}\n")
     return results / "README.md"
+
+
+def _write_summary(results: Path, stem: str, figure: Figure, rows: Sequence[Gain] | Sequence[Cost]) -> None:
+    header = [field.name for field in dataclasses.fields(rows[0])]
+    numbers = csv_text([header, *(list(vars(row).values()) for row in rows)]).encode()
+    for suffix, content in (drawings(figure, dpi=120) | {"csv": numbers}).items():
+        (results / f"{stem}.{suffix}").write_bytes(content)
 
 
 def _number_rows(group: Group) -> list[list[Any]]:
@@ -353,12 +127,25 @@ def _as_json(groups: list[Group]) -> dict[str, Any]:
     return content
 
 
-_INTRODUCTION = f"""# The paper's experiments, reproduced
+_INTRODUCTION = """# The paper's experiments, reproduced
 
 `python -m dape_jax.experiments report` writes this page from the results files in this directory; `report.json` has the
 same numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M
 parameters and more, bytes of the standard library's source. For the tasks of table 6 it is `configs/che.py` with fewer
-steps. It tests whether a claim holds at that scale; it does not reproduce the paper's numbers.
+steps. It tests whether a claim holds at that scale; it does not reproduce the paper's numbers."""
+
+_GAIN = """## What DAPE gains
+
+Perplexity with DAPE divided by perplexity without, on the same windows and seeds; numbers in `gain.csv`. FIRE's
+official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alone."""
+
+_COST = """## What DAPE costs
+
+Perplexity at eight times the train length by the cost of training, relative to Kerple's; numbers in `cost.csv`. Kerple
+with more steps, wider and deeper has the FLOPs of DAPE1x3-Kerple or more. The time of a training is the number of its
+steps times the time of one, which is measured in turns (experiment `times`)."""
+
+_VERDICTS = f"""## Verdicts
 
 Claims are judged by paired differences on the same windows and seeds, with a bootstrap over documents and Student's t
 over seeds (`dape_jax/experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
@@ -366,8 +153,6 @@ pairs hold, or the required number of them, after Holm's correction at 5 %. It i
 reversed, **undecided** otherwise, and **not tested** unless every run that it compares has {MIN_SEEDS} seeds or more.
 The deciding comparison is the weakest of the required ones, with its 95 % interval and our lengths. In tables, values
 are the mean over seeds ± half their range.
-
-## Verdicts
 
 | experiment | claim of the paper, with its lengths | verdict | pairs that hold | contradicted | deciding |
 | --- | --- | --- | ---: | ---: | --- |"""
@@ -392,7 +177,7 @@ def _readme(groups: list[Group]) -> str:
             for paper in paper_groups(name):
                 sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
-    return "\n".join([_INTRODUCTION, *verdicts, "", "Notes on claims:", "", *noted, *sections])
+    return "\n".join([*verdicts, "", "Notes on claims:", "", *noted, *sections])
 
 
 _OTHERS = {  # measurements that are no experiment of the paper: section -> files in the results' directory

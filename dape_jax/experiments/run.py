@@ -49,6 +49,7 @@ from dape_jax.experiments.catalogue import (
 from dape_jax.experiments.settings import Settings
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
+from dape_jax.planning.flops import model_flops_per_token
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES
 from dape_jax.sharding import make_mesh, put_batch
@@ -115,8 +116,10 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     """Return the runs of an experiment, ordered by seed.
 
     Raises:
-        InputError: the experiment does not have a task, or a text is given for an experiment on tasks.
+        InputError: the experiment does not have the preset or a task, or a text is given for an experiment on tasks.
     """
+    presets = experiment.presets or tuple(PRESETS)
+    require(settings.preset in presets, "--preset", settings.preset, f"must be one of {presets} for this experiment")
     if experiment.tasks:
         allowed = "must be empty: this experiment is on tasks, which draw their own strings"
         require(settings.data == "", "--data", settings.data, allowed)
@@ -343,7 +346,7 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
-    """Return the results of a trained model at the run's lengths, and its losses during training."""
+    """Return the results of a trained model at the run's lengths, its FLOPs and its losses during training."""
     lengths = item.run.lengths
     if isinstance(item.config, TaskRunConfig):
         stem, options = "accuracy", TaskOptions(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
@@ -353,6 +356,10 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
         evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
     (results,) = read_json(workdir / f"{stem}.json")["runs"]
     found = {field: results[field] for field in ("documents", "lengths", "deltas") if field in results}
+    if isinstance(item.config, RunConfig):
+        train = item.config.train
+        per_token = model_flops_per_token(item.config.model, train.train_length, train.batch_size)
+        found["train_flops"] = per_token * train.train_length * train.batch_size * train.num_steps
     return found | training_curve(workdir)
 
 

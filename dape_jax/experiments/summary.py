@@ -1,0 +1,192 @@
+"""Figures over all experiments: what DAPE gains, and what it costs. In: groups of finished runs. Next: `report.py`.
+
+    gain   perplexity with DAPE divided by perplexity without, at 1, 8 and 32 times the train length
+    cost   perplexity at 8 times the train length by the FLOPs of training, and by the measured time of a step
+
+Sizes and lengths are the paper's, as in `groups.Group`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Cell, Experiment, Less
+from dape_jax.experiments.groups import Group, Series, lookup_in
+from dape_jax.experiments.verdicts import difference
+
+FACTORS = (1, 8, 32)  # evaluation length / train length
+COST_FACTOR = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Gain:
+    """Ratio of perplexities with DAPE and without, at one length, with its 95 % interval (NaN with one seed).
+
+    `where` is the preset, the text and our train length.
+    """
+
+    method: str
+    base: str
+    where: str
+    factor: int
+    ratio: float
+    low: float
+    high: float
+    num_seeds: int
+
+
+def base_of(method: str) -> str | None:
+    """Return the method without DAPE, or None if the catalogue has no such method."""
+    processor, _, rest = method.partition("-")
+    return rest if processor.startswith("dape") and rest in METHODS else None
+
+
+def gains(groups: Sequence[Group]) -> list[Gain]:
+    """Return the gain of every method with DAPE on every text; of runs in several experiments, once."""
+    found: dict[tuple[str, str, int], Gain] = {}
+    for group in groups:
+        experiment = EXPERIMENTS[group.experiment]
+        if not _is_comparable(experiment):
+            continue
+        lookup = lookup_in(group)
+        for series in group.series:
+            base, where = base_of(series.method), _where(group, series)
+            if base is None:
+                continue
+            for factor in FACTORS:
+                at = (series.train_length, series.train_length * factor, series.size)
+                less = Less(Cell(series.method, *at), Cell(base, *at))
+                each, num_seeds = difference(less, lookup, experiment.metric)
+                key = (series.method, where, factor)
+                if each is not None and (key not in found or num_seeds > found[key].num_seeds):
+                    ratio, low, high = (math.exp(min(value, 700)) for value in (each.mean, each.low, each.high))
+                    found[key] = Gain(series.method, base, where, factor, ratio, low, high, num_seeds)
+    return list(found.values())
+
+
+def _is_comparable(experiment: Experiment) -> bool:
+    """Return whether an experiment measures perplexity with the preset's data and settings."""
+    return experiment.metric == "perplexity" and not experiment.overrides and experiment.step_tokens is None
+
+
+def _where(group: Group, series: Series) -> str:
+    return f"{group.title}, {_trained_at(group, series)}"
+
+
+def _trained_at(group: Group, series: Series) -> str:
+    """Return our size, unless it stands for the paper's 125m, and our train length."""
+    size = "" if series.size == "125m" else f"{PRESETS[group.preset].sizes[series.size]}, "
+    return f"{size}T = {series.train_length // group.divisor}"
+
+
+def gain_figure(found: Sequence[Gain]) -> Figure:
+    """Draw the gains: a panel for each factor, a row for each method, and a colour for each text and train length."""
+    methods = list(dict.fromkeys(each.method for each in found))
+    places = list(dict.fromkeys(each.where for each in found))
+    figure = Figure(figsize=(11, 1.6 + 0.14 * len(methods) * (1 + len(places))), layout="constrained")
+    panels = figure.subplots(1, len(FACTORS), sharey=True, squeeze=False)[0]
+    for axes, factor in zip(panels, FACTORS, strict=True):
+        axes.axvline(1.0, color="gray", linewidth=1)
+        for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
+            offset = (places.index(each.where) + 1) / (len(places) + 1) - 0.5
+            at, color = methods.index(each.method) + 0.8 * offset, f"C{places.index(each.where)}"
+            axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
+            if math.isfinite(each.low) and math.isfinite(each.high):
+                axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3) if _in_range(axes, tick)]
+        axes.set_xticks(ticks)
+        axes.set_title(f"at {factor} x the train length" if factor > 1 else "at the train length", fontsize=10)
+        axes.grid(alpha=0.3, axis="x")
+    panels[0].set_yticks(
+        range(len(methods)), [f"{method}\nagainst {base_of(method)}" for method in methods], fontsize=8
+    )
+    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
+    handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=place)[0] for i, place in enumerate(places)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
+    return figure
+
+
+def _in_range(axes: Axes, tick: float) -> bool:
+    low, high = axes.get_xlim()
+    return low <= tick <= high
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Perplexity of a model at `COST_FACTOR` times its train length by seed, and the cost of its training.
+
+    `flops` and `time` of the training are relative to Kerple's. `time` is the number of steps times the time of a step,
+    where the steps of all methods were timed in turns; None if they were not.
+    """
+
+    method: str
+    where: str
+    perplexities: tuple[float, ...]
+    flops: float
+    time: float | None
+
+
+def costs(groups: Sequence[Group]) -> list[Cost]:
+    """Return the cost of every method on every text, where its FLOPs and those of Kerple are recorded."""
+    step_ms: dict[tuple[str, str, str], float] = {}
+    trained: dict[tuple[str, str], tuple[tuple[float, ...], Series, Group]] = {}
+    for group in groups:
+        experiment = EXPERIMENTS[group.experiment]
+        for series in group.series:
+            if experiment.metric == "step_ms":
+                place = (group.preset, _trained_at(group, series))
+                step_ms[*place, series.method] = fmean(series.over_seeds(series.train_length))
+            elif _is_comparable(experiment) and series.train_flops is not None:
+                values = tuple(series.over_seeds(COST_FACTOR * series.train_length))
+                key = (_where(group, series), series.method)
+                if values and (key not in trained or len(values) > len(trained[key][0])):
+                    trained[key] = (values, series, group)
+    found = []
+    for (where, method), (values, series, group) in trained.items():
+        if (where, "kerple") not in trained:
+            continue
+        _, base, _ = trained[where, "kerple"]
+        assert series.train_flops is not None, method
+        assert base.train_flops is not None, where
+        place = (group.preset, _trained_at(group, series))
+        time = None
+        if {(*place, method), (*place, "kerple")} <= set(step_ms):
+            time = step_ms[*place, method] * series.num_steps / (step_ms[*place, "kerple"] * base.num_steps)
+        found.append(Cost(method, where, values, series.train_flops / base.train_flops, time))
+    return found
+
+
+def cost_figure(found: Sequence[Cost]) -> Figure:
+    """Draw perplexity by cost: a row for each text and train length, a panel for FLOPs and one for time."""
+    places = list(dict.fromkeys(each.where for each in found))
+    figure = Figure(figsize=(11, 4.2 * len(places)), layout="constrained")
+    panels = figure.subplots(len(places), 2, squeeze=False, sharey="row")
+    for row, place in zip(panels, places, strict=True):
+        for axes, name in zip(row, ("FLOPs", "time"), strict=True):
+            for each in (each for each in found if each.where == place):
+                cost = each.flops if name == "FLOPs" else each.time
+                mean = fmean(each.perplexities)
+                if cost is None or not math.isfinite(mean):
+                    continue
+                color = "C3" if each.method.startswith("dape") else "C0"
+                axes.plot([cost], [mean], marker="o", color=color)
+                axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
+                at = {"xytext": (5, 4), "textcoords": "offset points"}
+                axes.annotate(each.method, (cost, mean), **at, fontsize=7)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.set_title(place, fontsize=9)
+            axes.set_xlabel(f"{name} of training, relative to Kerple")
+            axes.grid(alpha=0.3, which="both")
+        row[0].set_ylabel(f"perplexity at {COST_FACTOR} x the train length")
+    return figure

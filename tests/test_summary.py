@@ -1,0 +1,81 @@
+"""Figures over all experiments: ratios with DAPE to without, and costs relative to Kerple."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from dape_jax.experiments import summary
+from dape_jax.experiments.catalogue import METHODS
+from dape_jax.experiments.groups import Group, Series
+from dape_jax.experiments.verdicts import Sample
+
+SEEDS, DOCUMENTS = (0, 1, 2), 40
+
+
+def series_of(method: str, nats: dict[int, float], train_length: int = 512, **fields) -> Series:
+    """Return a model with this loss at each length; documents and seeds differ, equally for all models."""
+    draw = np.random.default_rng(0)
+    samples, values = {}, {}
+    for seed in SEEDS:
+        noise = draw.normal(0, 0.3, DOCUMENTS) + 0.01 * seed
+        samples[seed] = {at: Sample(tuple(range(DOCUMENTS)), (mean + noise)[:, None]) for at, mean in nats.items()}
+        values[seed] = {at: math.exp(mean + noise.mean()) for at, mean in nats.items()}
+    return Series(method, "125m", "", train_length, values, samples=samples, **fields)
+
+
+def group_of(experiment: str, *series: Series, data: str = "stdlib") -> Group:
+    return Group(experiment, "small", data, {"wall_seconds": [1.0]}, list(series))
+
+
+def test_the_base_of_a_method_is_the_method_without_dape():
+    bases = {method: summary.base_of(method) for method in METHODS}
+    assert bases["dape1x3-kerple"] == bases["dape1x1-kerple"] == bases["dape1x11-kerple"] == "kerple"
+    assert bases["dape1x3-kerple-window"] == "kerple-window"
+    assert bases["dape1x3-kerple-rate2"] == "kerple-rate2"
+    assert bases["kerple"] is bases["rope"] is bases["fire-as-with-dape"] is bases["dape1x1-kerple-c64"] is None
+
+
+def test_gains_are_ratios_of_perplexities():
+    lengths = (512, 4096, 8192)
+    base = series_of("kerple", dict.fromkeys(lengths, 2.0))
+    better = series_of("dape1x3-kerple", {512: 2.0 + math.log(0.9), 4096: 2.0 + math.log(0.5), 8192: 1.0})
+    fewer = dataclasses.replace(better, samples={0: better.samples[0]})
+    found = summary.gains([group_of("table5", fewer, base), group_of("fig2", better, base)])
+    assert [(each.method, each.base, each.factor, each.num_seeds) for each in found] == [
+        ("dape1x3-kerple", "kerple", 1, 3),
+        ("dape1x3-kerple", "kerple", 8, 3),
+    ]
+    assert {each.where for each in found} == {"small, stdlib, T = 128"}
+    assert [each.ratio for each in found] == pytest.approx([0.9, 0.5])
+    # Documents and seeds have the same noise on both sides, so the interval has no width.
+    assert all(each.low == pytest.approx(each.ratio) and each.high == pytest.approx(each.ratio) for each in found)
+    assert summary.gains([group_of("fig6", better, base), group_of("fig3", better, base)]) == []  # other settings
+    (axes, *_) = summary.gain_figure(found).axes
+    points = [line for line in axes.get_lines() if line.get_marker() == "o" and len(line.get_xdata())]
+    assert [line.get_xdata()[0] for line in points] == pytest.approx([0.9])
+
+
+def test_costs_are_relative_to_kerple_with_its_number_of_steps():
+    kerple = series_of("kerple", {4096: 2.0}, train_flops=100.0, num_steps=600)
+    more = series_of("kerple-840-steps", {4096: 1.9}, train_flops=140.0, num_steps=840)
+    dape = series_of("dape1x3-kerple", {4096: 1.5}, train_flops=140.0, num_steps=600)
+    unknown = series_of("rope", {4096: 3.0})
+    trained = group_of("cost", kerple, more, dape, unknown)
+    assert {each.method: (each.flops, each.time) for each in summary.costs([trained])} == {
+        "kerple": (1.0, None),
+        "kerple-840-steps": (1.4, None),
+        "dape1x3-kerple": (1.4, None),
+    }
+    timed = [
+        dataclasses.replace(series, values={0: {512: ms}}, samples={}, num_steps=1)
+        for series, ms in ((kerple, 10.0), (more, 10.0), (dape, 16.0))
+    ]
+    found = summary.costs([trained, group_of("times", *timed)])
+    assert [each.time for each in found] == pytest.approx([1.0, 1.4, 1.6])
+    assert found[2].perplexities == tuple(dape.over_seeds(4096))
+    by_flops, by_time = summary.cost_figure(found).axes
+    assert [text.get_text() for text in by_time.texts] == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
+    assert [text.xy[0] for text in by_flops.texts] == pytest.approx([1.0, 1.4, 1.4])
+    assert summary.costs([group_of("cost", dape)]) == []
