@@ -79,7 +79,7 @@ def _where(group: Group, series: Series) -> str:
 
 
 def _trained_at(group: Group, series: Series) -> str:
-    """Return our size, unless it stands for the paper's 125m, and our train length."""
+    """Return our size, unless it is the smallest, and our train length."""
     size = "" if series.size == "125m" else f"{PRESETS[group.preset].sizes[series.size]}, "
     return f"{size}T = {series.train_length // group.divisor}"
 
