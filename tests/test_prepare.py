@@ -10,6 +10,7 @@ import logging
 import lzma
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -900,6 +901,31 @@ def test_ids_train_no_tokenizer(tmp_path: Path):
     write_pair(tmp_path / "pair", [[[1, 2]]])
     with pytest.raises(InputError, match=r"train_bpe = 300: \.bin files contain ids"):
         command.prepare(config(tmp_path / "pair.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
+
+
+def test_an_input_that_expands_beyond_the_disk_is_one_line(tmp_path: Path):
+    """Limit the size of files instead of the disk, continue with more space, and compare with another corpus."""
+    lines = b"".join(b'{"text": "%s %d"}\n' % (b"scores and keys " * 60, number) for number in range(500))
+    (tmp_path / "small.jsonl.gz").write_bytes(gzip.compress(lines))
+    assert (tmp_path / "small.jsonl.gz").stat().st_size < 20_000 < 400_000 < len(lines)
+    arguments = [f"--input={tmp_path}/small.jsonl.gz", "--tokenizer=bytes", "--validation_fraction=0.3"]
+    arguments.append(f"--output={tmp_path}/out")
+    program = [sys.executable, "-m", "dape_jax.data.prepare", *arguments]
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    done = subprocess.run(program, preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        f"error: output = '{tmp_path}/out': cannot be written to: [Errno 27] File too large",
+    )
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = command.prepare(config(tmp_path / "small.jsonl.gz", tmp_path / "other"))
+    assert open_corpus(tmp_path / "out").digest == expected.corpus.digest
 
 
 def test_files_and_directories_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch):
