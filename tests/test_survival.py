@@ -335,7 +335,7 @@ def test_damaged_metadata_of_orbax_are_moved_and_the_step_is_kept(workdir, caplo
     (step, *_) = checkpoint.restore_newest(workdir, abstract(small_state(0)))
     assert step == 3
     assert (workdir / "damaged" / "3_CHECKPOINT_METADATA").read_bytes() == content
-    assert "metadata of step 3 are damaged" in caplog.text
+    assert "the metadata of step 3 is damaged" in caplog.text
     with checkpoint.open_checkpoints(workdir, 3) as manager:
         assert sorted(manager.all_steps()) == [1, 2, 3]
     assert checkpoint.restore_newest(workdir, abstract(small_state(0)))[0] == 3
