@@ -180,7 +180,9 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
 def test_another_tokenizer_is_refused(trained_root, sources, tmp_path):
     shutil.copytree(sources / "dape", tmp_path / "source")
     save_tokenizer(train_bpe(["the attention scores " * 9], 270), tmp_path / "source")
-    with pytest.raises(InputError, match=r"init\.source = .*the tokenizer .*, this run's of the tokenizer bytes"):
+    with pytest.raises(
+        InputError, match=r"init\.source = .*has the tokenizer .*, but this run has the tokenizer bytes"
+    ):
         loop.train(tiny.spec(trained_root, init__source=str(tmp_path / "source")), tmp_path / "run")
 
 
