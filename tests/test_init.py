@@ -304,7 +304,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     assert run.init.trained_kinds == ("processor",)
     start(monkeypatch, config.to_dict(), tmp_path / "run")
     for bad, words in (
-        (None, "must have source="),
+        (None, "must contain source="),
         (f"source={tmp_path}/nothing", "written by train.py"),
         (f"source={sources}/dape,kernel=5", "needs processor=dape"),
     ):
