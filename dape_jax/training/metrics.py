@@ -121,9 +121,8 @@ class MetricLogger:
         step_seconds = now - self.fetched_at
         tokens_per_second = tokens / step_seconds
         self.fetched_at = now
-        values["learning_rate"] = float(
-            self.learning_rates[max(num_applied - 1, 0)]
-        )  # the schedule advances only with applied steps
+        # Skipped steps do not advance the schedule.
+        values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])
         values["tokens_per_second"], values["step_seconds"] = tokens_per_second, step_seconds
         self.train_text = f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s"
         if self.token_flops is not None:
@@ -225,7 +224,7 @@ def require_wandb(project: str | None) -> None:
 
 
 class _Wandb:
-    """Run in Weights & Biases, named after the workdir. A resumed run continues its run there."""
+    """Run in Weights & Biases. The workdir's path gives its id, so that a resumed run continues it."""
 
     name = "Weights & Biases"
 

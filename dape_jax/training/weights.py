@@ -38,7 +38,7 @@ class Weights:
     workdir: AnyPath
     step: int
     model: TransformerConfig  # of the source
-    taken: tuple[ParameterPath, ...]  # parameters that are taken from the source; all others are random
+    taken: tuple[ParameterPath, ...]  # parameters that are taken from the source; all others are initialised
     record: dict[str, Any]  # origin of the parameters as JSON values, for `config.json` and checkpoints
 
     def restore(self, mesh: Mesh) -> Params:
