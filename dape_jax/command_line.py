@@ -32,7 +32,7 @@ def run(
 
         InputError (also for bad flags)   2, with one line for each message
         NonFiniteError                    1
-        OSError                           1: an unreadable file, a full disk, a lost network
+        OSError                           1, for example for an unreadable file or a full disk
         StoppedError                      143
         Ctrl-C                            130
         BrokenPipeError                   141, without a line
@@ -79,9 +79,7 @@ def run(
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except (
-        BrokenPipeError
-    ):  # the reader of the output has exited, as in `| head`; the flush at exit must not fail as well
+    except BrokenPipeError:  # the reader of the output has exited, as in `| head`; without dup2 the final flush fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except NonFiniteError as error:

@@ -26,7 +26,8 @@ from dape_jax.model.transformer import (
 from dape_jax.sharding import parameter_shardings, replicated
 
 # Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients are not rounded to 0. The
-# scale halves at an overflow, and doubles after STEPS_TO_DOUBLE steps without an overflow (as in GPT-NeoX).
+# scale halves at an overflow, and doubles after STEPS_TO_DOUBLE steps without one (GPT-NeoX's loss_scale_window).
+# Differs: GPT-NeoX configures a hysteresis of 2, so that its scale does not halve at a first overflow.
 FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**32, 1000
 
 
