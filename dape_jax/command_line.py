@@ -28,19 +28,24 @@ def run(
     positional: tuple[str, ...] = (),
     on_bad_flags: Callable[[list[str], InputError], None] = lambda arguments, error: None,
 ) -> None:
-    """Parse flags and call `main` with the program's name and its positional arguments.
+    """Parse flags, call `main`, and turn expected exceptions into one line on standard error and an exit status.
+
+        InputError (also for bad flags)   2, with one line for each message
+        NonFiniteError                    1
+        OSError                           1, for example for an unreadable file or a full disk
+        StoppedError                      143
+        Ctrl-C                            130
+        BrokenPipeError                   141, without a line
+
+    Any other exception is a bug and keeps its traceback. Messages of this package are logged from INFO, those of
+    libraries from WARNING, because Orbax logs many lines for each checkpoint.
 
     Args:
-        main: the program.
+        main: function that is called with the program's name and its positional arguments.
         interrupted: message after Ctrl-C.
-        positional: names of the positional arguments, for messages; more arguments than these are refused.
-        on_bad_flags: called with the command line and the error of its flags or config file, before this is printed.
-
-    An `InputError`, like bad flags, ends the program with status 2 and a line on standard error for each message, a
-    `NonFiniteError` with one line and status 1, a `StoppedError` with one line and status 143. So does an `OSError`,
-    with status 1: a file that may not be read, a full disk, a lost network. Any other exception is a bug and keeps its
-    traceback. Messages of this package are logged from INFO, those of libraries from WARNING (Orbax logs many lines for
-    each checkpoint).
+        positional: names of the positional arguments, for messages. Further arguments are refused.
+        on_bad_flags: function that is called with the command line and the error of a flag or the config file, before
+            the error is printed.
     """
 
     def quietly(arguments: list[str]) -> None:
@@ -63,7 +68,7 @@ def run(
             raise
 
     sys.unraisablehook = _print_unraisable
-    # For --help, which shows the docstring of the main module: that of an entry point has none.
+    # --help shows the docstring of the main module, and the script of an installed entry point has none.
     sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     try:
         app.run(quietly, flags_parser=parse)
@@ -74,7 +79,7 @@ def run(
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of the output has exited, as in `| head`; the flush at exit must not fail too
+    except BrokenPipeError:  # the reader of the output has exited, as in `| head`; without dup2 the final flush fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except NonFiniteError as error:
@@ -89,10 +94,10 @@ def run(
 
 
 class _PlainFormatter(logging.Formatter):
-    """Format a line of a log: its time, "warning" or worse if it is that, and its message."""
+    """Format log records as time, level (from WARNING) and message."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the line of a record."""
         line = super().format(record)
         if record.levelno < logging.WARNING:
             return line
@@ -101,7 +106,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 def _print_unraisable(unraisable: Any) -> None:
-    """Print an exception of a thread, but not that of TensorStore's when Orbax has closed the loop they report to."""
+    """Print an unraisable exception, except those of TensorStore's threads after Orbax has closed its event loop."""
     if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(unraisable)
 
@@ -109,10 +114,10 @@ def _print_unraisable(unraisable: Any) -> None:
 def _parse(arguments: list[str]) -> list[str]:
     """Return the positional arguments after parsing the flags.
 
-    `--flag=None` sets an optional flag or config field to None. Wrong flags are reported together.
+    `--flag=None` sets an optional flag or config field to None.
 
     Raises:
-        InputError: a flag or the config file is wrong.
+        InputError: a flag or the config file is wrong; with a message for each wrong flag.
     """
     unset = [argument for argument in arguments if _is_set_to_none(argument)]
     try:
@@ -127,7 +132,7 @@ def _parse(arguments: list[str]) -> list[str]:
     except flags.Error as error:
         text = "; ".join(str(error).splitlines())
         text = re.sub(r"flag --(\w+)=None: Flag --\1 must have a value other than None\.", r"--\1: must be given", text)
-        _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # raised in a config file, after its traceback
+        _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # a config file's error follows its traceback
         messages = _wrong_flags(arguments) if message == text else []
         raise InputError(*(messages or [message])) from error
     except BrokenPipeError:  # `--help | head`
@@ -152,7 +157,7 @@ def _set_to_none(config: Any, path: str) -> None:
     *sections, name = path.split(".")
     for section in sections:
         config = config[section]
-    with config.ignore_type():  # whether None is allowed there is checked with the rest of the config
+    with config.ignore_type():  # the check of the whole config later refuses None where it is not allowed
         config[name] = None
 
 
@@ -160,13 +165,13 @@ PARSERS = {int: flags.IntegerParser(), float: flags.FloatParser(), bool: flags.B
 
 
 def _wrong_flags(arguments: list[str]) -> list[str]:
-    """Return a message for each flag that does not exist or whose value cannot be read."""
+    """Return a message for each unknown flag, and for each flag with a value of the wrong type."""
     defined, messages, config = flags.FLAGS, [], None
     for argument in arguments[1:]:
         if argument == "--":
             break
         name, equals, value = argument.lstrip("-").partition("=")
-        if not argument.startswith("-") or not name or name[0].isdigit():  # -1 is a value
+        if not argument.startswith("-") or not name or name[0].isdigit():  # -1 is a value, not a flag
             continue
         if name == "config" and equals:
             config = defined["config"].parser.parse(value)
@@ -183,7 +188,10 @@ def _wrong_flags(arguments: list[str]) -> list[str]:
 
 
 def _parser_of(name: str, config: Any) -> Any:
-    """Return the parser of a flag. Flags of a config are not defined yet if absl has stopped at an earlier one."""
+    """Return the parser of a flag.
+
+    The type of a config field gives its parser: if absl has stopped at an earlier flag, it has not defined this one.
+    """
     if name.startswith("config.") and config is not None:
         *sections, field = name.split(".")[1:]
         for section in sections:
@@ -197,15 +205,15 @@ def _parser_of(name: str, config: Any) -> Any:
 
 
 class _Section(flags.ArgumentParser):
-    """Refuse to set a section of a config."""
+    """Parser that refuses to set a whole section of a config."""
 
     def parse(self, argument: str) -> None:
-        """Raise an error."""
-        raise ValueError("has fields; set those, or choose by name in the config file's argument")
+        """Raise `ValueError`."""
+        raise ValueError("is a section; set its fields, or choose it by name in the config file's argument")
 
 
 def _missing_field(config: Any, name: str) -> str:
-    """Return "" if the config has the field of a flag `config.SECTION.FIELD`, otherwise advice."""
+    """Return advice on a flag `config.SECTION.FIELD` whose field is not in the config, or "" if it is."""
     here: Any = config
     path = name.partition(".")[2]
     for part in path.split("."):
@@ -232,7 +240,11 @@ def _paths(config: Any, prefix: str = "") -> list[str]:
 
 
 def config_of(flag: flags.Flag | flags.FlagHolder) -> dict[str, Any]:
-    """Return the nested dict of a config-file flag. absl reports an unreadable file only here."""
+    """Return the nested dict of a config-file flag.
+
+    Raises:
+        InputError: the file cannot be read, which absl reports only when the value is used.
+    """
     config: Any = flag.value
     try:
         return config.to_dict()
@@ -243,17 +255,17 @@ def config_of(flag: flags.Flag | flags.FlagHolder) -> dict[str, Any]:
 def flag(default: Any, text: str, repeated: bool = False) -> Any:
     """Return a dataclass field that `define_flags` turns into a flag with this help text.
 
-    The default `dataclasses.MISSING` makes the flag required. A tuple is a comma-separated list or, if `repeated`, one
-    text for each time that the flag is given.
+    The default `dataclasses.MISSING` makes the flag required. A tuple is given as a comma-separated list or, if
+    `repeated`, as one string for each occurrence of the flag.
     """
     return dataclasses.field(default=default, metadata={"help": text, "repeated": repeated})
 
 
 def define_flags(settings: type) -> None:
-    """Define one absl flag for each field of a dataclass, except those that it inherits.
+    """Define one absl flag for each field of a dataclass, except inherited fields.
 
-    The type of the field gives the kind of flag: a list for a tuple, a switch for a bool, otherwise a number or text,
-    which may be None. A field without a default is a required flag.
+    A tuple becomes a list flag, and any other type the flag of the same type, which may be None for `TYPE | None`. A
+    field without a default becomes a required flag.
     """
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
     hints = typing.get_type_hints(settings)
@@ -273,10 +285,10 @@ def define_flags(settings: type) -> None:
 
 
 def from_flags(settings: type[Settings]) -> Settings:
-    """Return the dataclass with the values of its flags, which `define_flags` defined.
+    """Return the dataclass with the values of the flags that `define_flags` defined for it.
 
     Raises:
-        InputError: a list of numbers contains something else, or the dataclass refuses a value.
+        InputError: an item of a list of numbers is not a number or range, or the dataclass refuses a value.
     """
     hints, given = typing.get_type_hints(settings), flags.FLAGS.flag_values_dict()
     values = {}
@@ -289,14 +301,14 @@ def from_flags(settings: type[Settings]) -> Settings:
     return settings(**values)
 
 
-MAX_NUMBERS = 1_000_000  # in a range of a flag
+MAX_NUMBERS = 1_000_000  # maximum length of one range in a flag
 
 
 def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
-    """Return the integers in the items of a flag: `7`, `1-40` (1 to 40) or `40-500/20` (every 20th from 40).
+    """Return the integers of a flag's items: `7`, `1-40` (1 to 40, both included) or `40-500/20` (every 20th from 40).
 
     Raises:
-        InputError: an item has another form, or its range is empty or too long.
+        InputError: an item has another form, or is an empty or too long range.
     """
     numbers: list[int] = []
     for item in items:

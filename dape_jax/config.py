@@ -1,7 +1,7 @@
 """Configs: the nested dict of a config file, converted to frozen dataclasses and checked before any device work.
 
 In: the nested dict of a config file. Out: `RunConfig` or `TaskRunConfig`. Each section becomes the dataclass of the
-module that it configures. Sections have no default values, so that a config file is complete.
+module that it configures. Fields have no default values, except the options of `CHOICES`, so config files are complete.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from dape_jax.sharding import BATCH_AXES, MeshConfig, check_mesh
 from dape_jax.tasks.tapes import TaskConfig
 from dape_jax.training.optimizer import OptimizerConfig
 
-Self = TypeVar("Self", bound="BaseRunConfig")  # the run-time checks of tests do not understand `typing.Self`
+Self = TypeVar("Self", bound="BaseRunConfig")  # beartype, which checks annotations in tests, cannot check `typing.Self`
 
-# Fields of the `model` section that are chosen by name; each is a dict from name to config dataclass.
+# Fields of the `model` section that are chosen by name, each with a dict from name to config dataclass.
 CHOICES = {
     "rotary": ROTARY,
     "bias": BIASES | CONTEXTUAL,
@@ -43,7 +43,7 @@ CHOICES = {
 
 
 LARGEST_INTEGER = 2**31 - 1  # positions, windows and steps are int32 on a device
-# Fields that decide how large an array is, for which numbers beyond these are mistakes; and seeds.
+# Largest values of seeds, and of fields that set the size of an array: a larger number is a mistake.
 LARGEST = {
     "model.num_layers": 10_000,
     "model.width": 2**20,
@@ -72,16 +72,16 @@ class TrainConfig:
     seed: int  # of the parameters and of dropout
     train_length: int  # T, in tokens; for a task, the longest input in symbols
     batch_size: int  # sequences per step, over all devices and accumulation parts
-    accumulation_steps: int  # parts in which the gradient of a step is computed
+    accumulation_steps: int  # parts of a batch whose gradients are computed one after the other
     logits_chunk_tokens: int  # tokens per device whose logits are in memory at a time
     num_steps: int
-    eval_interval: int  # steps between validations; the last step has one too
+    eval_interval: int  # steps between validations; the last step is always validated
     validation_batches: int  # batches per validation
-    checkpoint_interval: int  # steps between checkpoints, a multiple of `eval_interval`; the last step has one too
+    checkpoint_interval: int  # steps between checkpoints, a multiple of `eval_interval`; the last step is always saved
     max_to_keep: int  # newest checkpoints to keep; the one with the lowest validation loss is kept as well
     max_bad_steps: int  # consecutive non-finite steps to skip before aborting
-    wandb: str | None  # project in Weights & Biases to which metrics are also sent, or None
-    profile_steps: tuple[int, ...]  # first and last step of a trace in the workdir's profile/, or ()
+    wandb: str | None  # project in Weights & Biases that also receives the metrics, or None
+    profile_steps: tuple[int, ...]  # first and last step of a trace in the workdir's profile/; (): no trace
 
     def __post_init__(self):
         others = {field.name for field in dataclasses.fields(self)}
@@ -106,12 +106,10 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class InitConfig:
-    """Settings of the parameters with which a run starts."""
+    """Initial parameters of a run, and the parameters that it trains."""
 
-    source: str | None  # workdir of a run, or workdir@step, whose parameters are used; None: random parameters
-    train_only: (
-        str | None
-    )  # comma-separated members of PARAMETER_KINDS to train, all others are frozen; None: train all
+    source: str | None  # workdir or workdir@step of the run whose parameters are used; None: random parameters
+    train_only: str | None  # comma-separated members of PARAMETER_KINDS; other parameters are frozen; None: train all
 
     def __post_init__(self):
         allowed = "must be a run directory, or directory@step with a step's number, newest or best"
@@ -148,7 +146,7 @@ class BaseRunConfig:
 
     def __post_init__(self):
         fraction, num_steps = self.optimizer.warmup_fraction, self.train.num_steps
-        allowed = f"must leave at least one of train.num_steps = {num_steps} after the warm-up"
+        allowed = f"must leave at least one step of train.num_steps = {num_steps} after the warm-up"
         require(round(fraction * num_steps) < num_steps, "optimizer.warmup_fraction", fraction, allowed)
 
     def check_model_mesh(self, mesh: Mesh) -> None:
@@ -221,7 +219,7 @@ class RunConfig(BaseRunConfig):
         """
         if is_algorithmic(spec):
             raise InputError(
-                f"data.task = {spec['data']['task']!r}: is a task, but this program needs a language model"
+                f"data.task = {spec['data']['task']!r}: must not be set: this program needs a language model"
             )
         return super().from_dict(spec)
 
@@ -291,10 +289,10 @@ def _check_fields(cls: type, section: str, spec: dict[str, Any]) -> None:
 
 
 def _typed(cls: type, section: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that are in `spec`: integers as floats, and lists as tuples, where it has these.
+    """Return `spec` with the types of a dataclass's fields: integers become floats, and lists become tuples.
 
     Raises:
-        InputError: a field is of another type than the dataclass has.
+        InputError: a value has another type.
     """
     hints = {name: kind for name, kind in typing.get_type_hints(cls).items() if name in spec}
     hints = {name: kind for name, kind in hints.items() if typing.get_origin(kind) is not typing.ClassVar}
@@ -304,12 +302,12 @@ def _typed(cls: type, section: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 def _typed_value(kind: Any, field: str, value: Any) -> Any:
     kinds = typing.get_args(kind) or (kind,)  # the members of a union
-    if typing.get_origin(kind) is tuple:  # a list, in a config saved as JSON
+    if typing.get_origin(kind) is tuple:  # JSON has no tuples
         is_right = isinstance(value, list | tuple) and all(type(each) is kinds[0] for each in value)
         require(is_right, field, value, f"must be a list of values of type {kinds[0].__name__}")
         return tuple(value)
     is_right = isinstance(value, (*kinds, int) if float in kinds else kinds)
-    is_right = is_right and (bool in kinds or not isinstance(value, bool))  # which is an int in Python
+    is_right = is_right and (bool in kinds or not isinstance(value, bool))  # a bool is an int in Python
     names = ["None" if kind is type(None) else kind.__name__ for kind in kinds]
     require(is_right, field, value, "must be of type " + " or ".join(names))
     return float(value) if isinstance(value, int) and float in kinds else value
@@ -325,13 +323,18 @@ def check_numbers(spec: Any, field: str = "") -> None:
             check_numbers(value, field)
     elif isinstance(spec, int):
         largest = LARGEST[field] if field in LARGEST else LARGEST_INTEGER
-        require(abs(spec) <= largest, field, spec, f"must be at most {largest}")
+        limit = f"must be at most {largest}" if spec > 0 else f"must be at least {-largest}"
+        require(abs(spec) <= largest, field, spec, limit)
     elif isinstance(spec, float):
         require(math.isfinite(spec), field, spec, "must be finite")
 
 
 def read_section(cls: type, section: str, spec: dict[str, Any]) -> Any:
-    """Return the dataclass of a section after checking that all fields are present and of the right type."""
+    """Return the dataclass of a section.
+
+    Raises:
+        InputError: a field is unknown, missing, of another type or out of range.
+    """
     _check_fields(cls, section, spec)
     return cls(**_typed(cls, section, spec))
 
@@ -342,9 +345,9 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
     `field` names the field in messages, and `choices` is a dict from name to config dataclass, like `biases.BIASES`.
 
     Raises:
-        InputError: an unknown name or option.
+        InputError: the name or an option is unknown, or an option is out of range.
     """
-    require(isinstance(spec, dict), field, spec, "must have a name, and options")
+    require(isinstance(spec, dict), field, spec, "must be a dict with a name and options")
     options = dict(spec)
     name = options.pop("name", None)
     require(isinstance(name, str) and name in choices, f"{field}.name", name, f"must be one of {sorted(choices)}")
@@ -379,23 +382,27 @@ def read_model(spec: dict[str, Any]) -> TransformerConfig:
     width, heads = fields["width"], fields["num_heads"]
     if "head_dim" not in fields:
         require(heads > 0, "model.num_heads", heads, "must be positive")
-        require(width % heads == 0, "model.num_heads", heads, f"must divide model.width = {width}, or give head_dim")
+        require(
+            width % heads == 0, "model.num_heads", heads, f"must divide model.width = {width} if model.head_dim is None"
+        )
         fields["head_dim"] = width // heads
     others = {"num_kv_heads": heads, "num_outputs": fields["vocab_size"], "mlp_width": 4 * width}
     return TransformerConfig(**chosen, **others | fields)
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
-    """Return a choice of `CHOICES` with all its options, for a config file: `choose("bias", "fire", threshold=64)`.
+    """Return the dict of a choice with all its options, for a config file: `choose("bias", "fire", threshold=64)`.
+
+    `field` is a key of `CHOICES`.
 
     Raises:
-        InputError: an unknown name or option.
+        InputError: the name or an option is unknown, or an option is out of range.
     """
     return {"name": name} | _fields_of(read_choice(f"model.{field}", CHOICES[field], {"name": name} | options))
 
 
 def _fields_of(section: Any) -> dict[str, Any]:
-    """Return the fields of a config dataclass; a placeholder gives one that is None its type, for flags."""
+    """Return the fields of a config dataclass, with None as a typed placeholder, which flags can set."""
     kinds = typing.get_type_hints(type(section))
     values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
     return {
@@ -405,7 +412,7 @@ def _fields_of(section: Any) -> dict[str, Any]:
 
 
 def config_file_dict(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
-    """Return a run's config as a config file gives it: every field can be set by a flag."""
+    """Return a run's config in the form of a config file, in which a flag can set every field."""
     spec = {field.name: _fields_of(getattr(run, field.name)) for field in dataclasses.fields(run)}
     saved = resolved(run)["model"]
     return spec | {"model": spec["model"] | {field: choose(field, **saved[field]) for field in CHOICES}}
@@ -421,7 +428,7 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
 
 
 def _added(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections and fields that configs of older versions lack, with the values that mean the same."""
+    """Return the sections and fields that configs of older versions lack, with values that keep the older behaviour."""
     model = spec["model"]
     same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
     fields = {name: GPT_NEOX[name] for name in same}
@@ -433,9 +440,9 @@ def _added(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved config with the sections and fields that it lacks because an older version saved it.
+    """Return a saved config with the sections and fields that it lacks if an older version saved it.
 
-    A config that was not saved by any version is returned as it is; `read_run` says what is wrong with it.
+    A config that no version could have saved is returned unchanged; `read_run` refuses it with a message.
     """
 
     def fill(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
@@ -449,9 +456,9 @@ def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_added(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config without the sections and fields of newer versions that change nothing.
+    """Return a resolved config without the sections and fields that newer versions added and that have no effect.
 
-    The results of two configs are equal if the configs mean the same, whichever versions saved them.
+    Equivalent configs saved by different versions give equal results, so they can be compared.
     """
 
     def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
@@ -461,8 +468,9 @@ def without_added(spec: dict[str, Any]) -> dict[str, Any]:
     return strip(spec, _added(spec))
 
 
-# Fields that affect only performance or storage; they may change on resume. Results change by rounding, and where
-# `mesh.context` or the accumulation changes, dropout draws other numbers. A digest identifies the data, wherever it is.
+# Fields that may change on resume: they affect only performance, storage, evaluation and the handling of bad steps.
+# The trained model changes by rounding; a change of `mesh.context` or of the accumulation also changes dropout's masks.
+# `data.path` may change because a digest identifies the data.
 RESUMABLE_FIELDS = (
     "mesh",
     "model.attention",
@@ -481,7 +489,7 @@ RESUMABLE_FIELDS = (
 
 
 def read_module(file: Path) -> ModuleType:
-    """Return the module in a file, for a config file, which is read by its path and belongs to no package.
+    """Import a config file by its path: it is not part of a package.
 
     Raises:
         InputError: the file is missing.
@@ -499,7 +507,10 @@ def read_module(file: Path) -> ModuleType:
 def differences(
     saved: Any, new: Any, path: str = "", ignored: tuple[str, ...] = (), names: tuple[str, str] = ("saved", "now")
 ) -> list[str]:
-    """Return one line for each leaf in which two nested dicts differ, except at or below the dotted paths `ignored`."""
+    """Return one line for each leaf in which two nested dicts differ, except at or below the dotted paths `ignored`.
+
+    `names` are the two dicts' names in the lines.
+    """
     if path in ignored:
         return []
     if not (isinstance(saved, dict) and isinstance(new, dict)):

@@ -2,16 +2,16 @@
 
     python scripts/corrupt.py --output=results/survival
 
-A tiny run is trained, and a copy of it truncated after step 4 of 8. For each case one file of the copy, or of its
-corpus, is corrupted; then the run is resumed or evaluated. Allowed outcomes:
+A tiny run is trained for 8 steps, and the checkpoints after step 4 are deleted from a copy. In each case, one file of
+the copy or of its corpus is corrupted; then the run is resumed or evaluated. Allowed outcomes:
 
-    equal      the file does not matter: bitwise the same last checkpoint, the same results
+    equal      no effect: `train.py` ends with a bitwise equal checkpoint, `eval.py` with equal results
     older      `eval.py` skips the damaged checkpoint with a warning, and evaluates an older one
-    one line   an error of one line, and files outside `damaged/` are unchanged
+    one line   an error of one line; no file of the run is changed or removed
 
-All other outcomes are reported and make the status 1: a traceback, different bits or results, a process that hangs.
-Files of one kind, for example the chunks of arrays, count once. Processes of root drop the capability to read all
-files. The counts are written to OUTPUT/corrupt.json.
+Any other outcome (a traceback, different bits or results, a process that hangs) is reported, and the exit status is 1.
+Of files of one kind, such as the chunks of arrays, only one is corrupted. If root runs this script, its processes drop
+the capabilities that bypass file permissions. The counts are written to OUTPUT/corrupt.json.
 """
 
 import atexit
@@ -44,8 +44,9 @@ from dape_jax.provenance import make_results_directory, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_STEPS, CUT_AT = 8, 4
-TIMEOUT_S = 600  # per process; one takes seconds on an idle machine
-CAPABILITY_VERSION, READ_ALL = 0x20080522, 0b110  # Linux capabilities CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+TIMEOUT_S = 600  # for each process, which takes seconds on an idle machine
+# From linux/capability.h: _LINUX_CAPABILITY_VERSION_3; bits of CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+CAPABILITY_VERSION, READ_ALL = 0x20080522, 0b110
 ALLOWED = ("equal", "older", "one line")
 
 
@@ -53,12 +54,12 @@ ALLOWED = ("equal", "older", "one line")
 
 
 def random_bytes(file: Path, draw: random.Random) -> None:
-    """Replace the content by the same number of random bytes."""
+    """Replace the content with the same number of random bytes, at least one."""
     file.write_bytes(draw.randbytes(max(1, file.stat().st_size)))
 
 
 def flip(place: Callable[[int, random.Random], int]) -> Callable[[Path, random.Random], None]:
-    """Return a function that flips one bit of a file."""
+    """Return a function that flips one bit of the byte at `place(size, draw)`."""
 
     def corrupt(file: Path, draw: random.Random) -> None:
         content = bytearray(file.read_bytes() or b"\0")
@@ -69,12 +70,12 @@ def flip(place: Callable[[int, random.Random], int]) -> Callable[[Path, random.R
 
 
 def cut(keep: float) -> Callable[[Path, random.Random], None]:
-    """Return a function that truncates a file."""
+    """Return a function that truncates a file to the fraction `keep` of its size."""
     return lambda file, draw: os.truncate(file, int(file.stat().st_size * keep))
 
 
 def replace_by(make: Callable[[Path], object]) -> Callable[[Path, random.Random], None]:
-    """Return a function that replaces a file by something else."""
+    """Return a function that deletes a file and calls `make` with its path."""
 
     def corrupt(file: Path, draw: random.Random) -> None:
         file.unlink()
@@ -103,10 +104,10 @@ CORRUPTIONS: dict[str, Callable[[Path, random.Random], object]] = {
 
 
 class Runner:
-    """Runs command lines in forks of this process, which has imported all modules but not used JAX's devices."""
+    """Runner of command lines in forks of this process, which has imported all modules but not used JAX's devices."""
 
     def __init__(self, directory: Path, settings: Any):
-        """Import the modules of the command lines; `settings` are those of the calling program."""
+        """Import the modules of the command lines; `settings` are the caller's flags, which forks remove."""
         os.environ |= {"JAX_PLATFORMS": "cpu", "MPLCONFIGDIR": str(directory / "matplotlib"), "HOME": str(directory)}
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(directory / "cache")}
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -116,14 +117,14 @@ class Runner:
         self.directory, self.own_flags = directory, [field.name for field in dataclasses.fields(settings)]
 
     def run(self, *arguments: str) -> tuple[int | None, str]:
-        """Return the status of a command line, or None if it hangs, and its standard error."""
+        """Run a command line; return its exit status (None if it hangs) and its standard error."""
         log = self.directory / "stderr"
         log.unlink(missing_ok=True)
         process = os.fork()
         if process == 0:
             try:
                 self._become(log, arguments)
-            except BaseException:  # of any kind: a fork must not continue as the test
+            except BaseException:  # a fork must never continue as the test
                 traceback.print_exc()
                 os._exit(1)
         started = time.monotonic()
@@ -140,7 +141,7 @@ class Runner:
         os.chdir(ROOT)
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o644), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        give_up_reading_all()
+        drop_permission_bypass()
         flags.FLAGS.unparse_flags()
         for name in self.own_flags:  # the command line defines its own flags
             delattr(flags.FLAGS, name)
@@ -195,7 +196,7 @@ def eval_arguments(workdir: Path, output: Path) -> tuple[str, ...]:
 
 
 def digests(workdir: Path) -> Any:
-    """Return the digests of the last checkpoint: of all arrays and JSON items."""
+    """Return the digests of all arrays and JSON items of the last checkpoint."""
     return json.loads((workdir / "checkpoints" / str(NUM_STEPS) / "digests" / "metadata").read_text())
 
 
@@ -205,7 +206,7 @@ def curves(output: Path) -> Any:
 
 
 def files_of(directory: Path) -> dict[str, bytes | str]:
-    """Return the content of all files, except those that change in every run."""
+    """Return the content of all files, except those that every run changes."""
     found: dict[str, bytes | str] = {}
     for path in sorted(directory.rglob("*")):
         name = str(path.relative_to(directory))
@@ -217,12 +218,12 @@ def files_of(directory: Path) -> dict[str, bytes | str]:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a file: its path without numbers and hexadecimal names."""
+    """Return the kind of a file: its path with placeholders for numbers and hexadecimal names."""
     return re.sub(r"\d+", "N", re.sub(r"[0-9a-f]{12,}", "HASH", name))
 
 
 def outcome(status: int | None, said: str) -> str:
-    """Classify the outcome by status and standard error."""
+    """Classify the outcome by exit status and standard error."""
     if status is None:
         return "hangs"
     if status < 0:
@@ -241,7 +242,7 @@ class Settings:
     """Checked flags."""
 
     seed: int = flag(0, "Seed of the random places and bytes.")
-    kinds: str = flag("", "Regular expression of the kinds of files; all if not given.")
+    kinds: str = flag("", "Regular expression that selects kinds of files; by default all.")
     ways: tuple[str, ...] = flag(tuple(CORRUPTIONS), f"Ways to corrupt a file: {', '.join(CORRUPTIONS)}.")
     output: str = flag("results/survival", "Directory of the JSON.")
 
@@ -251,7 +252,7 @@ class Settings:
 
 
 def main(_: list[str]) -> None:
-    """Corrupt all files in all ways, and write the counts."""
+    """Corrupt a file of each kind in each way, and write the counts."""
     settings = from_flags(Settings)
     directory = make_results_directory(Path(settings.output))
     scratch = Path(tempfile.mkdtemp(prefix="corrupt_"))  # a TemporaryDirectory would be removed by each fork
@@ -284,7 +285,9 @@ def corrupt(scratch: Path, settings: Settings) -> dict[str, Any]:
         if step.name.isdecimal() and int(step.name) > CUT_AT:
             shutil.rmtree(step)
     (cut_off / "skipped.jsonl").write_text('{"step": 1, "reason": "bad"}\n')
-    shutil.copytree(cut_off, scratch / "run")  # results contain the name of the directory
+    shutil.copytree(
+        cut_off, scratch / "run"
+    )  # evaluated under the name of the corrupted copies, which the results contain
     status, said = runner.run(*eval_arguments(scratch / "run", scratch / "cut_off_results"))
     if status != 0:
         raise RuntimeError(f"the run without corruption cannot be evaluated:\n{said}")
@@ -338,7 +341,7 @@ def corrupt(scratch: Path, settings: Settings) -> dict[str, Any]:
     }
 
 
-def give_up_reading_all() -> None:
+def drop_permission_bypass() -> None:
     """Drop the capabilities to bypass file permissions in this process."""
     libc = ctypes.CDLL(None)
     header, data = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()

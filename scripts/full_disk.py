@@ -1,16 +1,16 @@
-"""Fill the disk at many different times of a run, and check that nothing is lost.
+"""Fill the disk at many different times of a run, and check that the run can be resumed.
 
     sudo python scripts/full_disk.py --count=50 --output=results/survival
 
-A tiny run trains in an in-memory file system that is too small: `--count` sizes between 0 and the size of the run, so
-that it is full at different writes. Allowed outcomes:
+A tiny run trains in an in-memory file system, which is too small. `--count` sizes, up to the size of the run, make
+different writes fail. Allowed outcomes:
 
-    refused      an error of one line, before or during the training; after the file system was enlarged, the same
-                 command ends bitwise equal to a run with enough space
-    equal        the space was enough, and the run ends bitwise equal
+    refused      an error of one line, before or during training; after the file system is enlarged, the same command
+                 ends with a checkpoint bitwise equal to that of a run with enough space
+    equal        the space is enough, and the last checkpoint is bitwise equal
 
-All other outcomes are reported and make the status 1. The counts are written to OUTPUT/full_disk.json. Mounting a file
-system needs root.
+Any other outcome is reported, and the exit status is 1. The counts are written to OUTPUT/full_disk.json. Mounting a
+file system needs root.
 """
 
 import collections
@@ -36,15 +36,15 @@ from dape_jax.errors import require
 from dape_jax.files import write_json
 from dape_jax.provenance import make_results_directory, provenance
 
-BLOCK = 4096  # bytes; sizes are multiples
-ENOUGH = 2**26
+BLOCK = 4096  # sizes are multiples of this number of bytes
+ENOUGH = 2**26  # bytes, more than the run needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Checked flags."""
 
-    count: int = flag(50, "Number of sizes of the file system.")
+    count: int = flag(50, "Number of file system sizes to try.")
     output: str = flag("results/survival", "Directory of the JSON.")
 
     def __post_init__(self):
@@ -53,7 +53,7 @@ class Settings:
 
 @contextlib.contextmanager
 def mounted(directory: Path, size: int) -> Iterator[None]:
-    """Mount an in-memory file system of this size, in bytes."""
+    """Mount an in-memory file system of `size` bytes, and unmount it at the end of the block."""
     mount(directory, f"size={size}")
     try:
         yield
@@ -62,13 +62,13 @@ def mounted(directory: Path, size: int) -> Iterator[None]:
 
 
 def mount(directory: Path, options: str) -> None:
-    """Mount an in-memory file system, or change its size."""
+    """Mount an in-memory file system, or remount it with another size."""
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
     subprocess.run(command, check=True, capture_output=True)
 
 
 def main(_: list[str]) -> None:
-    """Fill the disk, and write the counts."""
+    """Run with each size, and write the counts."""
     settings = from_flags(Settings)
     require(os.geteuid() == 0, "user", os.geteuid(), "must be 0: only root can mount a file system")
     directory = make_results_directory(Path(settings.output))

@@ -3,9 +3,9 @@
     python scripts/fuzz_config.py --count=1000 --seed=0
 
 Each config is a recipe of `configs/` with one to three changed fields: other types, extreme numbers, unknown or missing
-fields, strings of any characters. It is read as in `train.py`, and if it is accepted, the model is traced without using
-a device. All outcomes except acceptance and an `InputError` of one line are reported and make the status 1. The counts
-are written to OUTPUT/fuzz_config.json.
+fields, strings with control characters. It is read as in `train.py`. If it is accepted, the model is traced without
+using a device. Any outcome except acceptance or an `InputError` of one line is reported, and the exit status is 1. The
+counts are written to OUTPUT/fuzz_config.json.
 """
 
 import collections
@@ -35,8 +35,8 @@ from dape_jax.provenance import make_results_directory, provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = (("quickstart", None), ("small", None), ("paper", None), ("che", "task=even_pairs"))
-SLOW_S = 20  # more than reading and tracing takes on a busy machine
-TRACED_LAYERS = 64  # maximum layers of a model that is traced
+SLOW_S = 20  # more than reading and tracing take on a busy machine
+TRACED_LAYERS = 64  # models with more layers are not traced, which would be slow
 STRANGE: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31 - 1, 2**31, 2**32, 2**63, 10**20, -(2**63), 0.0, -0.5, 0.5, 1.0,
     1e308, 1e-320, math.inf, -math.inf, math.nan, "", "auto", "none", "a" * 5000, "\x1b[2J", "\u202e", "\ud800", "1",
@@ -99,7 +99,7 @@ def change(spec: dict[str, Any], recipes: list[dict[str, Any]], draw: random.Ran
 
 
 def read(spec: dict[str, Any]) -> None:
-    """Read a config, and trace the model if it is accepted."""
+    """Read a config, and trace its model."""
     run = read_run(spec)
     if run.model.num_layers > TRACED_LAYERS:
         return
@@ -110,7 +110,7 @@ def read(spec: dict[str, Any]) -> None:
 
 
 def fuzz(settings: Settings) -> dict[str, Any]:
-    """Return the counts of outcomes, and the configs that are neither accepted nor rejected in one line."""
+    """Return the counts of outcomes, and the changes that led to any other outcome than acceptance or one line."""
     jax.config.update("jax_platforms", "cpu")
     recipes = []
     for name, argument in RECIPES:
@@ -131,7 +131,7 @@ def fuzz(settings: Settings) -> dict[str, Any]:
         except InputError as error:
             said = printable(str(error))
             outcome = "one line" if len(said.splitlines()) == 1 and len(said) < 8000 else "several lines"
-        except Exception as error:  # of any kind: these are the errors to find
+        except Exception as error:  # any type: these are the errors that the test looks for
             said = f"{type(error).__name__}: {error}"[:500]
             outcome = type(error).__name__
         if time.monotonic() - started > SLOW_S:

@@ -4,18 +4,19 @@
     python scripts/kill_test.py --kills=20 --storage=s3 --fail=0.01 --slow=0.02
     python scripts/kill_test.py --kills=25 --processes=2
 
-`train.py` trains a tiny model twice with the same command. The first run is uninterrupted. The second is killed at
-random times, with SIGKILL or SIGTERM, and restarted with the same command until it ends. Then the parameters, the
-optimizer, the counters and the data position of both are compared, array by array and by their digests. The counts are
-written to `results/survival/kill_test.json`, or `kill_test_s3.json`, `kill_test_2_processes.json`. A process takes
-several seconds, mostly for imports.
+`train.py` trains a tiny model twice with the same command. The first run is uninterrupted. The second run is killed at
+random times, with SIGKILL or SIGTERM, and restarted with the same command. After the last kill it runs to its end. Then
+the parameters, optimizer states, counters and positions in the data of both runs are compared, array by array and by
+their digests. The counts are written to OUTPUT/kill_test.json, or with the flags above to OUTPUT/kill_test_s3.json and
+OUTPUT/kill_test_2_processes.json. Each restart takes several seconds, mostly for imports.
 
-With `--storage`, the second run is in a bucket of `object_storage.py`, where requests may fail; the first is on the
-local disk. With `--processes`, one process is killed, and the others must also end before all are restarted.
+With `--storage`, the workdir of the second run is in a bucket of `object_storage.py`, where requests may fail; that of
+the first run is on the local disk. With `--processes`, one process is killed, and the others must also end before all
+are restarted.
 
-The phase in which a signal arrives is read from a file written by the run: `OBSERVED` is `train.py` with three
-functions wrapped to count their calls. A save continues in the background of the next steps; unfinished files show
-whether a save was in progress.
+The phase in which a signal arrives is read from the process's phase file: `OBSERVED` runs `train.py` with three
+functions wrapped to write the phase and the number of calls to this file. A save continues in the background during the
+next steps; unfinished files show whether a save was in progress.
 """
 
 import collections
@@ -48,35 +49,35 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import object_storage  # noqa: E402
 
 KILLS = flags.DEFINE_integer("kills", 100, "Number of kills.", lower_bound=1)
-STORAGE = flags.DEFINE_enum("storage", "local", ["local", "s3", "gs"], "Location of the run that is killed.")
-PROCESSES = flags.DEFINE_integer("processes", 1, "Number of processes of a run.", lower_bound=1)
+STORAGE = flags.DEFINE_enum("storage", "local", ["local", "s3", "gs"], "Storage of the killed run's workdir.")
+PROCESSES = flags.DEFINE_integer("processes", 1, "Number of processes of each run.", lower_bound=1)
 OUTPUT = flags.DEFINE_string("output", "results/survival", "Directory of the JSON.")
 
 PHASES = ("start-up", "step", "validation", "save")
-MAX_STEPS = 8  # maximum steps before a kill; with a checkpoint every second step, most processes make progress
-TIMEOUT_S = 300  # for one phase of a process, which takes seconds on an idle machine
-ENDED, STOPPED, LOST = 0, 128 + signal.SIGTERM, 128 + signal.SIGABRT
-OTHERS_TIMEOUT_S = 40  # for the other processes of a run to end after one was killed
+MAX_STEPS = 8  # maximum steps before a kill; with a checkpoint every second step, most restarts make progress
+TIMEOUT_S = 300  # without a change of the phase file; a phase takes seconds on an idle machine
+ENDED, STOPPED, LOST = 0, 128 + signal.SIGTERM, 128 + signal.SIGABRT  # exit statuses
+OTHERS_TIMEOUT_S = 40  # until the other processes of a run end after one was killed
 
 OBSERVED = """
 import os, runpy, sys
-note, *sys.argv = sys.argv[1:]
-note = os.open(note, os.O_WRONLY)
+phase_file, *sys.argv = sys.argv[1:]
+phase_file = os.open(phase_file, os.O_WRONLY)
 calls = dict.fromkeys(["step", "validation", "save"], 0)
 
-def say(phase):
-    os.pwrite(note, " ".join(map(str, [phase, *calls.values()])).ljust(64).encode(), 0)
+def report(phase):
+    os.pwrite(phase_file, " ".join(map(str, [phase, *calls.values()])).ljust(64).encode(), 0)
 
 def observed(function, phase):
     def call(*args, **kwargs):
         calls[phase] += 1
-        say(phase)
+        report(phase)
         result = function(*args, **kwargs)
-        say("step")
+        report("step")
         return result
     return call
 
-say("start-up")
+report("start-up")
 from dape_jax.training import checkpoint, loop
 make_train_step = loop.make_train_step
 loop.make_train_step = lambda *args, **kwargs: observed(make_train_step(*args, **kwargs), "step")
@@ -91,25 +92,25 @@ class Process:
     """One process of a run."""
 
     def __init__(self, command: list[str], directory: Path, number: int = 0):
-        self.note, self.log = directory / f"note{number}", (directory / f"log{number}").open("w+")
-        self.note.write_text("start-up 0 0 0")
+        self.phase_file, self.log = directory / f"phase{number}", (directory / f"log{number}").open("w+")
+        self.phase_file.write_text("start-up 0 0 0")
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(directory / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
         env = os.environ | cache | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        observed = [sys.executable, "-c", OBSERVED, str(self.note), *command]
+        observed = [sys.executable, "-c", OBSERVED, str(self.phase_file), *command]
         self.popen = subprocess.Popen(observed, cwd=ROOT, env=env, stdout=self.log, stderr=self.log)
-        self.started = self.noted = time.monotonic()
-        self.last_note = ""
+        self.started = self.changed_at = time.monotonic()
+        self.last_content = ""
 
     def at(self) -> tuple[str, dict[str, int]]:
-        """Return the current phase, and the number of calls by phase."""
-        phase, *calls = self.note.read_text().split()
+        """Return the current phase, and the number of times that each phase was entered."""
+        phase, *calls = self.phase_file.read_text().split()
         return phase, dict(zip(PHASES[1:], map(int, calls), strict=True))
 
     def wait_for(self, phase: str, calls: int, at_most_s: float = TIMEOUT_S) -> None:
-        """Wait until the process has entered a phase `calls` times, has ended, or `at_most_s` has passed."""
+        """Wait until the process has entered a phase `calls` times, has ended, or is `at_most_s` seconds old."""
         while self.popen.poll() is None and time.monotonic() - self.started < at_most_s:
             if self.at()[1][phase] >= calls:
                 return
@@ -117,15 +118,15 @@ class Process:
             time.sleep(0.0005)
 
     def check_timeout(self) -> None:
-        """Kill the process and raise `RuntimeError` if it has made no progress for too long."""
-        if (note := self.note.read_text()) != self.last_note:
-            self.last_note, self.noted = note, time.monotonic()
-        if time.monotonic() - self.noted > TIMEOUT_S:
+        """Kill the process and raise `RuntimeError` if its phase file has not changed for `TIMEOUT_S`."""
+        if (content := self.phase_file.read_text()) != self.last_content:
+            self.last_content, self.changed_at = content, time.monotonic()
+        if time.monotonic() - self.changed_at > TIMEOUT_S:
             self.popen.kill()
             raise RuntimeError(f"hangs in {self.at()}:\n{self.tail()}")
 
     def end(self, *more: int) -> int:
-        """Wait for the end and return the status; raise `RuntimeError` if it is unexpected."""
+        """Wait for the end and return the exit status; raise `RuntimeError` if it is neither expected nor in `more`."""
         while self.popen.poll() is None:
             self.check_timeout()
             time.sleep(0.005)
@@ -135,15 +136,15 @@ class Process:
         return status
 
     def end_after_another(self) -> int:
-        """Wait for the end after another process of the run has ended, and return the status.
+        """Wait for the end after another process of the run has ended, and return the exit status.
 
-        A process that waits for the others to start would wait for minutes; this function kills it, as a launcher does.
+        A process that waits for the others to join would wait for minutes; this function kills it, as a launcher does.
         """
         end = time.monotonic() + OTHERS_TIMEOUT_S
         while self.popen.poll() is None and time.monotonic() < end:
             time.sleep(0.005)
         self.popen.kill()
-        # jax's runtime may abort it at any line; Python's handler may then fail while printing the stacks.
+        # jax's runtime may abort it at any line; faulthandler may then crash while printing the stacks.
         return self.end(LOST, -signal.SIGABRT, -signal.SIGSEGV)
 
     def tail(self) -> str:
@@ -153,10 +154,10 @@ class Process:
 
 
 def main(_: list[str]) -> None:
-    """Parse flags, run the test, write and print its counts."""
+    """Run the test, and write and print its counts."""
     output = make_results_directory(Path(OUTPUT.value))
-    of_bucket = "" if STORAGE.value == "local" else f"_{STORAGE.value}"
-    of_processes = "" if PROCESSES.value == 1 else f"_{PROCESSES.value}_processes"
+    storage_suffix = "" if STORAGE.value == "local" else f"_{STORAGE.value}"
+    processes_suffix = "" if PROCESSES.value == 1 else f"_{PROCESSES.value}_processes"
     faults = object_storage.Faults(object_storage.FAIL.value, object_storage.SLOW.value, object_storage.SEED.value)
     with tempfile.TemporaryDirectory(prefix="kill_test_") as scratch, contextlib.ExitStack() as stack:
         workdir = to_path(f"{scratch}/killed", "workdir")
@@ -167,7 +168,7 @@ def main(_: list[str]) -> None:
     if STORAGE.value != "local":
         result["requests"] = {"all": faults.num_requests, "failed": faults.num_failed, "slow": faults.num_slow}
     result["provenance"] = provenance("orbax-checkpoint", "flax", "grain", "optax")
-    write_json(output / f"kill_test{of_bucket}{of_processes}.json", result)
+    write_json(output / f"kill_test{storage_suffix}{processes_suffix}.json", result)
     print(json.dumps(result, indent=2), flush=True)
     os._exit(0)  # do not wait for the threads of the servers
 
@@ -176,29 +177,29 @@ def start(command: list[str], directory: Path, processes: int) -> list[Process]:
     """Start all processes of a run."""
     if processes == 1:
         return [Process(command, directory)]
-    together = [f"--coordinator=127.0.0.1:{object_storage.free_port()}", f"--num_processes={processes}"]
-    return [Process([*command, *together, f"--process_id={number}"], directory, number) for number in range(processes)]
+    runtime = [f"--coordinator=127.0.0.1:{object_storage.free_port()}", f"--num_processes={processes}"]
+    return [Process([*command, *runtime, f"--process_id={number}"], directory, number) for number in range(processes)]
 
 
 def kill_test(directory: Path, killed: AnyPath, kills: int, seed: int, processes: int) -> dict[str, Any]:
     """Train with and without kills, compare the results, and return counts of signals and phases.
 
     Args:
-        directory: directory for text and runs.
-        killed: workdir of the run that is killed.
+        directory: directory for the text, the uninterrupted run and logs.
+        killed: workdir of the killed run.
         kills: number of kills.
-        seed: seed of the random times.
+        seed: seed of the random phases, times and signals.
         processes: number of processes of each run.
 
     Raises:
-        RuntimeError: a run hangs, fails, or ends with different bits.
+        RuntimeError: a run hangs, fails, finds a damaged checkpoint, or ends with different bits.
     """
     text = directory / "text"
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text(f"{number} scores of queries and keys, " * 40)
-    # SIGTERM is detected within a second. A tiny model takes dozens of steps in this time, but few with saves to a
-    # bucket.
+    # The run must not end before the last kill. SIGTERM is detected within a second, in which a tiny model takes dozens
+    # of steps, but few with saves to a bucket.
     num_steps = (6 if is_remote(killed) else 12) * kills + 40
     whole = directory / "whole"
     begun = time.monotonic()
@@ -254,10 +255,10 @@ def kill_test(directory: Path, killed: AnyPath, kills: int, seed: int, processes
 
 
 def end_all(run: list[Process]) -> None:
-    """Wait for the end of all processes of a run; raise `RuntimeError` if one was killed."""
+    """Wait until all processes of a run have ended; raise `RuntimeError` if one was killed or failed."""
     for process in run:
         if process.end() != ENDED:
-            raise RuntimeError(f"killed by another program:\n{process.tail()}")
+            raise RuntimeError(f"stopped by a signal that the test did not send:\n{process.tail()}")
 
 
 def unfinished(workdir: AnyPath) -> bool:
@@ -275,7 +276,7 @@ def refuse_damage(workdir: AnyPath, process: Process) -> None:
 
 
 def command(directory: Path, workdir: AnyPath, num_steps: int) -> list[str]:
-    """Return the command of a tiny run of `train.py`."""
+    """Return the command line of the tiny run."""
     fields = {
         "model.num_layers": 2,
         "model.width": 16,
@@ -295,7 +296,7 @@ def command(directory: Path, workdir: AnyPath, num_steps: int) -> list[str]:
 
 
 def read(workdir: AnyPath, step: int) -> dict[str, Any]:
-    """Return the state, data position and digests of a checkpoint, which several processes may have saved."""
+    """Return the state, position in the data and digests of a checkpoint, also of one saved by several processes."""
     directory = absolute(workdir) / "checkpoints" / str(step)
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         jsons = {name: ocp.args.JsonRestore() for name in ("data", "digests")}
@@ -309,7 +310,7 @@ def read(workdir: AnyPath, step: int) -> dict[str, Any]:
 
 
 def compare(whole: dict[str, Any], killed: dict[str, Any]) -> int:
-    """Return the number of arrays, after checking that arrays, digests and data positions are equal.
+    """Return the number of arrays, after checking that arrays, digests and positions in the data are bitwise equal.
 
     Raises:
         RuntimeError: they differ.

@@ -1,13 +1,13 @@
-"""Serve S3 and Google Cloud Storage on the loopback interface, with failing requests, for tests.
+"""Emulate S3 and Google Cloud Storage (GCS) on the loopback interface, with injected faults, for tests.
 
     python scripts/object_storage.py --fail=0.02 --slow=0.05
 
-It prints shell commands that set the environment in which `train.py`, `eval.py` and the tools use these servers for
-s3://bucket/ and gs://bucket/, and serves until it is stopped. Nothing is stored permanently.
+The script prints shell commands that set environment variables, with which `train.py`, `eval.py` and the tools use
+these servers for s3://bucket/ and gs://bucket/. It serves until it is stopped. All objects are in memory.
 
-The servers are those of the packages `moto` and `gcp-storage-emulator`. A proxy for each answers a share of the
-requests with status 503, drops the answers of the same share, delays others, and adds conditional writes to the second
-server, which does not support them.
+The servers are those of the packages `moto` and `gcp-storage-emulator`. A proxy in front of each injects faults: of the
+share `--fail` of all requests, it answers half with status 503 and executes the others without returning the answer. It
+delays the share `--slow` by a second. It also adds conditional writes to the GCS emulator, which lacks them.
 """
 
 import contextlib
@@ -29,8 +29,10 @@ from moto.server import ThreadedMotoServer
 
 from dape_jax import command_line
 
-FAIL = flags.DEFINE_float("fail", 0.0, "Share of the requests that fail, half of them after execution.")
-SLOW = flags.DEFINE_float("slow", 0.0, "Share of the requests that take a second longer.")
+FAIL = flags.DEFINE_float(
+    "fail", 0.0, "Share of requests that fail; half of them are executed, and their answers dropped."
+)
+SLOW = flags.DEFINE_float("slow", 0.0, "Share of requests that are delayed by a second.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the faults.")
 
 BUCKET = "bucket"
@@ -54,9 +56,9 @@ def free_port() -> int:
 
 
 def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
-    """Start a server, in a thread, that forwards requests to another server, except for faults."""
-    answers: dict[str, tuple[int, Mapping[str, str], bytes]] = {}  # answers to the parts of uploads
-    writing = threading.Lock()  # makes the comparison of an object's version and the write atomic
+    """Start a proxy, in a thread, that forwards requests to the server at port `upstream` and injects faults."""
+    answers: dict[str, tuple[int, Mapping[str, str], bytes]] = {}  # last answers to requests of multi-part uploads
+    writing = threading.Lock()  # makes the comparison of an object's version and the write one atomic operation
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -71,10 +73,10 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
             if draw < faults.fail:
                 faults.num_failed += 1
                 if draw < faults.fail / 2:
-                    self.answer(503, {"Content-Type": "text/plain"}, b"a fault")
+                    self.answer(503, {"Content-Type": "text/plain"}, b"injected fault")
                     return
             status, headers, content = self.conditional(body)
-            if "upload_id=" in self.path:  # the second server deletes an upload when it is complete
+            if "upload_id=" in self.path:  # the GCS emulator forgets an upload once complete
                 if status == 404:
                     status, headers, content = answers.get(self.path, (status, headers, content))
                 answers[self.path] = status, headers, content
@@ -85,7 +87,7 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
             self.answer(status, headers, content)
 
         def conditional(self, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
-            """Return the answer, with object versions and conditional writes, which the second server lacks."""
+            """Return the answer, with object versions and conditional writes, which the GCS emulator lacks."""
             url = urllib.parse.urlsplit(self.path)
             query = urllib.parse.parse_qs(url.query)
             condition, is_read = query.get("ifGenerationMatch"), "media" in query.get("alt", [])
@@ -138,7 +140,7 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            pass  # killed clients
+            pass  # a client was killed
 
     server = Server((HOST, 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -147,7 +149,7 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
 
 @contextlib.contextmanager
 def servers(faults: Faults) -> Iterator[dict[str, str]]:
-    """Run both servers with one bucket each; yield the environment variables that select them."""
+    """Run both servers and their proxies, with a bucket in each; yield the environment variables that select them."""
     for name in ("werkzeug", "gcp_storage_emulator"):  # they log every request
         logging.getLogger(name).setLevel(logging.CRITICAL)
     s3 = ThreadedMotoServer(ip_address=HOST, port=0, verbose=False)
@@ -178,18 +180,18 @@ def servers(faults: Faults) -> Iterator[dict[str, str]]:
 
 
 def main(_: list[str]) -> None:
-    """Parse flags, serve, print the environment."""
+    """Start the servers, print the environment, and serve until interrupted."""
     faults = Faults(FAIL.value, SLOW.value, SEED.value)
     with servers(faults) as environment:
         for name, value in environment.items():
             print(f"export {name}={value}")
-        print(f"# s3://{BUCKET}/ and gs://{BUCKET}/; Ctrl-C stops them", flush=True)
+        print(f"# s3://{BUCKET}/ and gs://{BUCKET}/; Ctrl-C stops the servers", flush=True)
         try:
             while True:
                 time.sleep(3600)
         finally:
             print(f"# {faults.num_requests} requests, {faults.num_failed} failed, {faults.num_slow} slow", flush=True)
-            os._exit(0)  # a server's thread would wait for its clients
+            os._exit(0)  # a normal exit would wait for the servers' threads, which wait for their clients
 
 
 if __name__ == "__main__":

@@ -800,9 +800,9 @@ def test_a_step_that_is_deleted_during_the_evaluation_is_replaced_by_a_newer_one
 
 
 def test_language_models_and_tasks_do_not_mix(runs, root, tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"data.task = 'reverse_string': is a task, but"):
+    with pytest.raises(InputError, match=r"data.task = 'reverse_string': must not be set"):
         read_trained(root / "dape", "newest", {})
-    with pytest.raises(InputError, match=r"data.task = 'even_pairs': is a task, but"):
+    with pytest.raises(InputError, match=r"data.task = 'even_pairs': must not be set"):
         RunConfig.from_dict(spec("task=even_pairs"))
     specs = {"text": tiny.SPEC, "dape": spec("task=even_pairs"), "other": spec("task=parity_check")}
     monkeypatch.setattr(checkpoint, "restore_config", lambda workdir, _: (4, {"config": specs[workdir.name]}))

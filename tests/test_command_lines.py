@@ -188,7 +188,7 @@ SEVERAL = [
             "--config.num_steps=8: the config has no such field; did you mean --config.train.num_steps?",
             "--config.model.window=wide: invalid literal for int()",
             "--config.optimizer.beta1=low: could not convert string to float",
-            "--config.model.bias=alibi: has fields; set those, or choose by name",
+            "--config.model.bias=alibi: is a section; set its fields, or choose it by name",
             "--workdri=there: no such flag; did you mean --workdir?",
         ],
     ),

@@ -537,7 +537,9 @@ def test_processes_agree_on_the_steps_before_they_resume(root, tmp_path, one_pro
     back_to_step_4(one_process, there / "run")
     line = ending(Run(root, here / "run", 2, *EIGHT_STEPS, "--workdir=run", last_directory=there))
     assert "'run'" in line
-    assert "['8', '4'] on process 0, ['4'] on process 1; is it on a file system that all share?" in line
+    assert (
+        "['8', '4'] on process 0, ['4'] on process 1; is the workdir on a file system that all processes share?" in line
+    )
     assert steps(here / "run") == [4, 8]
 
 

@@ -180,7 +180,9 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
 def test_another_tokenizer_is_refused(trained_root, sources, tmp_path):
     shutil.copytree(sources / "dape", tmp_path / "source")
     save_tokenizer(train_bpe(["the attention scores " * 9], 270), tmp_path / "source")
-    with pytest.raises(InputError, match=r"init\.source = .*the tokenizer .*, this run's of the tokenizer bytes"):
+    with pytest.raises(
+        InputError, match=r"init\.source = .*has the tokenizer .*, but this run has the tokenizer bytes"
+    ):
         loop.train(tiny.spec(trained_root, init__source=str(tmp_path / "source")), tmp_path / "run")
 
 
@@ -302,7 +304,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     assert run.init.trained_kinds == ("processor",)
     start(monkeypatch, config.to_dict(), tmp_path / "run")
     for bad, words in (
-        (None, "must have source="),
+        (None, "must contain source="),
         (f"source={tmp_path}/nothing", "written by train.py"),
         (f"source={sources}/dape,kernel=5", "needs processor=dape"),
     ):

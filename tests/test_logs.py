@@ -82,7 +82,7 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     assert last_progress.startswith("my run: 4 of 4 steps, ")
     assert "validation" in last_progress
     assert messages[-2:] == [
-        f"'{workdir}' is trained: step 4 of 4",
+        f"training of '{workdir}' is complete: step 4 of 4",
         f"evaluate it: dape-eval --workdir='{workdir}'",
     ]
 

@@ -406,7 +406,9 @@ def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monk
 
     monkeypatch.setattr(loop, "make_mesh", lambda config: ONE)
     poisoned(monkeypatch, {3, 4})
-    with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*after 1 bad steps.*max_bad_steps = 1"):
+    with pytest.raises(
+        NonFiniteError, match=r"step 4: loss_nats = nan.*bad steps skipped before it: 1; .*max_bad_steps = 1"
+    ):
         loop.train(spec(max_bad_steps=1), tmp_path / "stopped")
     loop.train(spec(max_bad_steps=2), tmp_path / "skipped")
     assert "step 3: skipped (bad): loss_nats = nan" in caplog.text

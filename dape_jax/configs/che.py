@@ -1,4 +1,4 @@
-r"""Tasks of the Chomsky hierarchy (the paper's table 6): train on inputs of 1 to 40 symbols, test on up to 500.
+r"""Tasks of the Chomsky hierarchy (the paper's table 6): train on inputs of 1 to 40 symbols, test on 1 to 500.
 
     python train.py --config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3 \
         --workdir=runs/che/missing_duplicate_string/dape1x3-kerple
@@ -14,14 +14,14 @@ Argument: task=NAME, one of
 and any of
 
     rotary=none|rope  bias=nope|alibi|kerple|fire|transformer_xl|..  processor=none|dape  kernel=W  channels=C
-    positions=M         positions drawn at random from M (randomized positional encodings); 0: positions 0, 1, 2, ..
-    computation_steps=K computation tokens on the tape per input symbol
-    causal=1            decoder; 0: the paper's encoder
+    positions=M          randomized positional encodings: positions are drawn from 0..M-1; 0: positions 0, 1, 2, ..
+    computation_steps=K  computation tokens on the tape for each input symbol
+    causal=0|1           0: the paper's encoder; 1: a decoder
     num_steps=N  learning_rate=R  seed=S
 
-The paper trains 200,000 steps. Expect (`results/che`, num_steps=1500 on two CPU cores, even_pairs; accuracy in %, mean
-over lengths up to 40 and mean over lengths beyond): Kerple 52.50 and 51.51; DAPE1x3-Kerple 100.00 and 82.95. Chance is
-50 %.
+Expect for even_pairs with num_steps=1500, on two CPU cores (`results/che`; accuracy in %, mean over lengths 1 to 40 and
+mean over lengths 41 to 500): Kerple 52.50 and 51.51; DAPE1x3-Kerple 100.00 and 82.95. Chance is 50 %. The paper trains
+200,000 steps.
 """
 
 from pathlib import Path
@@ -37,11 +37,11 @@ from dape_jax.tasks.tapes import TaskConfig
 common = read_module(Path(__file__).with_name("common.py"))
 
 TRAIN_LENGTH, TEST_LENGTH = 40, 500
-NUM_PROGRAMS = 5  # programs compiled for training; tapes are padded to the next program's length
+NUM_PROGRAMS = 5  # programs compiled for training, one for each padded length of a tape
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Return the recipe's config for an argument; see above."""
+    """Return the recipe's config for an argument; see the module's docstring."""
     more = dict(task="", positions=0, computation_steps=0, causal=0, num_steps=200_000, learning_rate=1e-3, seed=0)
     choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS, **more)
     require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"must be one of {list(TASKS)}")
@@ -82,7 +82,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     )
     config.train = common.train(
         seed=choice["seed"],
-        train_length=TRAIN_LENGTH,  # the longest input; every batch has one length, uniform in 1..40
+        train_length=TRAIN_LENGTH,  # longest input; each batch has one length, drawn uniformly from 1..40
         batch_size=128,
         num_steps=choice["num_steps"],
         eval_interval=500,
@@ -93,7 +93,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.evaluation = dict(
         lengths=tuple(range(1, TEST_LENGTH + 1)),
         num_sequences=512,
-        batch_tokens=4096,  # fits in a CPU's cache: half the time of a batch four times as large
+        batch_tokens=4096,  # fits in a CPU's cache: twice as fast as a batch of four times the size
         pad_to=32,
         dropout=False,
         blockwise_from=64,

@@ -1,7 +1,7 @@
 """Sections shared by the recipes. A recipe consists of its docstring and the fields in which it differs.
 
-`configs/` is not a package, because a recipe is read by its path and may be in any directory. Recipes load this file
-with `read_module(Path(__file__).with_name("common.py"))`, which works from any directory.
+`configs/` is not a package, because a recipe is read by its path and may be copied to any directory, together with this
+file. Recipes load it with `read_module(Path(__file__).with_name("common.py"))`.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kern
 def model(**fields: Any) -> dict[str, Any]:
     """Return the `model` section; `fields` are the size, the block (`GPT_NEOX`), the method and other changes."""
     shared = dict(
-        num_kv_heads=config_dict.placeholder(int),  # None: as num_heads; fewer for grouped-query attention
+        num_kv_heads=config_dict.placeholder(int),  # None: num_heads; fewer for grouped-query attention
         head_dim=config_dict.placeholder(int),  # None: width / num_heads
         mlp_width=config_dict.placeholder(int),  # None: 4 x width
-        vocab_size=config_dict.placeholder(int),  # None: that of the corpus
-        num_outputs=config_dict.placeholder(int),  # None: as vocab_size
+        vocab_size=config_dict.placeholder(int),  # None: the corpus's
+        num_outputs=config_dict.placeholder(int),  # None: vocab_size
         window=config_dict.placeholder(int),  # None: all keys; --config.model.window=N for sliding-window attention
         remat="none",
         dtype="auto",
@@ -33,7 +33,7 @@ def text(**fields: Any) -> dict[str, Any]:
     """Return the `data` section of a language model: bytes of the standard library's source."""
     shared = dict(
         path="stdlib",
-        tokenizer=config_dict.placeholder(str),  # None: that of a prepared corpus, bytes for raw text
+        tokenizer=config_dict.placeholder(str),  # None: the prepared corpus's, or bytes for raw text
         cache_dir="data",
         validation_fraction=0.05,
         seed=0,
@@ -61,17 +61,17 @@ def train(**fields: Any) -> dict[str, Any]:
         seed=0,
         accumulation_steps=1,
         logits_chunk_tokens=2048,
-        checkpoint_interval=config_dict.placeholder(int),  # None: as eval_interval
+        checkpoint_interval=config_dict.placeholder(int),  # None: eval_interval
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
-        wandb=config_dict.placeholder(str),  # None: metrics go to TensorBoard's files alone
+        wandb=config_dict.placeholder(str),  # None: metrics are written only to TensorBoard's files
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
     return shared | fields
 
 
 def mesh() -> dict[str, int]:
-    """Return the `mesh` section: parameters and batch sharded over all devices."""
+    """Return the `mesh` section: parameters and batch are sharded over all devices."""
     return dict(data=1, fsdp=-1, context=1, tensor=1)
 
 
@@ -87,7 +87,7 @@ def perplexity(**fields: Any) -> dict[str, Any]:
 
 
 def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
-    """Return the values of a config file's argument, `config.py:key=value,key=value`, with the types of the defaults.
+    """Parse a config file's argument, `config.py:key=value,key=value`; values have the types of their defaults.
 
     Raises:
         InputError: a key is unknown, or a value has another type.
@@ -110,15 +110,15 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
 
 
 def choose_method(argument: dict[str, Any], train_length: int, length_scale: float = 1.0) -> dict[str, Any]:
-    """Return the fields of a `model` section for a method of the paper, with the official settings.
+    """Return the fields of the `model` section for a method, with the paper's official settings.
 
     Args:
         argument: values for the keys of `METHOD_ARGUMENTS`, from `parse_argument`.
-        train_length: training length in tokens, for YaRN.
-        length_scale: the recipe's lengths relative to the paper's; it scales FIRE's threshold.
+        train_length: train length in tokens, for YaRN.
+        length_scale: ratio of the recipe's lengths to the paper's; it scales FIRE's threshold.
 
     Raises:
-        InputError: a name is unknown, or an option of DAPE is given without DAPE.
+        InputError: a name is unknown, or an option of DAPE or FIRE is given without it.
     """
     is_dape = argument["processor"] == "dape"
     for key in ("kernel", "channels"):
@@ -135,7 +135,9 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
     allowed = "must be auto, dape or plain, and only with bias=fire"
     is_allowed = argument["fire"] in (("auto", "dape", "plain") if argument["bias"] == "fire" else ("auto",))
     require(is_allowed, "config argument", f"fire={argument['fire']}", allowed)
-    if argument["bias"] == "fire":  # the official configurations have 512 and 128, which the code halves
+    if (
+        argument["bias"] == "fire"
+    ):  # the official configurations have thresholds of 512 and 128, and its code halves them
         with_dape = is_dape if argument["fire"] == "auto" else argument["fire"] == "dape"
         bias |= {"threshold": round(length_scale * (256 if with_dape else 64))}
         bias |= {"activation": "leaky_relu" if with_dape else "relu"}

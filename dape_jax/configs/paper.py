@@ -10,26 +10,26 @@ Argument: first a size, 125m|350m|2.7b|6.7b, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
-    fire=auto|dape|plain    FIRE's published settings with DAPE, or without; auto depends on the processor
+    fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
     train_length=T  batch=B  accumulation=A  num_steps=N  rate=R  vocab=V  seed=S  attention=auto|dense|blockwise|fused
 
-All other options of a method (`docs/methods.md`) are fields: --config.model.processor.alignment=causal.
+Other options of a method (`docs/methods.md`) are set by flags: --config.model.processor.alignment=causal.
 
-`python -m dape_jax.experiments list` lists the paper's figures and tables, `show fig2 --preset=paper` prints the
-command of each run of figure 2, and `run fig2 --preset=paper --data=DIR` runs them all.
+`python -m dape_jax.experiments list` lists the paper's figures and tables, `.. show fig2 --preset=paper` prints the
+command of each run of figure 2, and `.. run fig2 --preset=paper --data=DIR` executes these commands.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
 1 % warm-up, cosine to a tenth, weight decay 0.1, clip 1.0, batch 32 on each of eight devices, 50,000 steps. The paper's
 perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20. This
 project has not trained at this scale.
 
-`rate` multiplies the learning rate. The vocabulary is GPT-NeoX's, padded as in the official code (vocab=50304, or
-vocab=257 for a corpus prepared as bytes, with perplexities per byte, which are not comparable with the paper's). The
-tokenizer is that of the prepared corpus, and so is the vocabulary with --config.model.vocab_size=None.
+`rate` multiplies the learning rate. The default vocab=50304 is GPT-NeoX's vocabulary, padded as in the official code.
+For a corpus prepared as bytes set vocab=257; its perplexities are per byte and not comparable with the paper's. The
+tokenizer is the prepared corpus's; --config.model.vocab_size=None selects its vocabulary size.
 
-Differs: bfloat16 instead of float16 (--config.model.dtype=float16 has a dynamic loss scale); the right edge of the
-convolution is "prefix" (for the paper's listing add --config.model.processor.edge=listing); the learning rates of 2.7b
-and 6.7b, which the paper does not give, are GPT-3's.
+Differs: bfloat16 instead of float16 (--config.model.dtype=float16 uses a dynamic loss scale); the right edge of the
+convolution is "prefix" (--config.model.processor.edge=listing follows the paper's listing); the learning rates of 2.7b
+and 6.7b are GPT-3's, because the paper does not give them.
 
 Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
 """
@@ -48,7 +48,7 @@ LEARNING_RATES = {"125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Return the recipe's config for an argument; see above."""
+    """Return the recipe's config for an argument; see the module's docstring."""
     size, _, rest = (argument or "125m").partition(",")
     require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
     choice = common.parse_argument(
@@ -74,7 +74,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         remat="full",
     )
     config.data = common.text(
-        path="",  # --config.data.path is required
+        path="",  # no default: --config.data.path is required
         validation_fraction=0.01,
         seed=seed,
     )

@@ -26,7 +26,7 @@ common = read_module(Path(__file__).with_name("common.py"))
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Return the recipe's config for an argument; see above."""
+    """Return the recipe's config for an argument; see the module's docstring."""
     choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
     config = ConfigDict()
     config.model = common.model(
@@ -35,7 +35,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_heads=4,
         **GPT_NEOX,
         **common.choose_method(choice, train_length=64, length_scale=0.5),
-        attention=choose("attention", "blockwise", block_size=32, num_buckets=2),  # faster than dense here, even at 64
+        attention=choose(
+            "attention", "blockwise", block_size=32, num_buckets=2
+        ),  # faster than dense even at a length of 64
     )
     config.data = common.text()
     config.optimizer = common.optimizer(learning_rate=2e-3)

@@ -1,4 +1,4 @@
-r"""Paper's language-model runs with all lengths divided by four, at sizes that two CPU cores train in minutes.
+r"""Language-model runs of the paper with all lengths divided by four, at sizes that two CPU cores train in minutes.
 
     python train.py --config=configs/small.py:xs,bias=kerple,processor=dape,kernel=3,train_length=32 \
         --workdir=runs/small/dape1x3-kerple
@@ -11,13 +11,13 @@ Argument: first a size, xs|s|m|l, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
-    fire=auto|dape|plain    FIRE's published settings with DAPE, or without; auto depends on the processor
+    fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
     train_length=T  batch=B  step_tokens=N  num_steps=N  rate=R  seed=S
 
-The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024, each
-with `step_tokens` = 1,024 tokens in a step unless `batch` is given. `rate` multiplies the learning rate. Evaluation
-lengths are up to 2048, in the paper up to 8192: in both, 64 times the shortest train length. The text is the standard
-library's source, the tokens are bytes. The presets `small` and `converged` of `python -m dape_jax.experiments` use this
+The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024. Unless
+`batch` is given, a step has `step_tokens` (1,024) tokens. `rate` multiplies the learning rate. The longest evaluation
+length is 2048, in the paper 8192: in both, 64 times the shortest train length. The text is the source of Python's
+standard library, the tokens are bytes. The presets `small` and `converged` of `python -m dape_jax.experiments` use this
 recipe.
 """
 
@@ -41,7 +41,7 @@ LEARNING_RATES = {"xs": 3e-3, "s": 2e-3, "m": 1.5e-3, "l": 1e-3}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:
-    """Return the recipe's config for an argument; see above."""
+    """Return the recipe's config for an argument; see the module's docstring."""
     size, _, rest = (argument or "xs").partition(",")
     require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
     more = dict(train_length=32, batch=0, step_tokens=1024, num_steps=600, rate=1.0, seed=0)

@@ -1,1 +1,1 @@
-"""From batches to a trained model. Read in this order: optimizer, step, checkpoint, source, metrics, loop."""
+"""Training: from batches to checkpoints. Reading order: optimizer, step, checkpoint, source, metrics, loop."""

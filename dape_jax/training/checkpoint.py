@@ -1,12 +1,12 @@
 """Checkpoints: saved completely or not at all, and verified when read. In: `step.py`'s state. Next: `loop.py`.
 
-Each step is one composite Orbax save with the items `params`, `opt_state`, `health`, `data` and `config`, so that an
-evaluator reads `params` and `config` alone. The newest few steps are kept, and the one with the lowest validation loss.
+Each step is one composite Orbax save with the items `params`, `opt_state`, `health`, `data` and `config`, so that
+evaluation reads only `params` and `config`. The newest steps and the one with the lowest validation loss are kept.
 
-Orbax restores an array with a flipped bit without an error. Each save therefore has one more item, `digests`: one for
-each array, computed on the devices before the arrays are written, one for each JSON item and one for the step's number.
-Whatever is read is compared with it. A step that differs is skipped with a warning that says why. When training resumes
-from an older step, it moves the damaged one to `damaged/`. Nothing is deleted.
+Orbax restores an array with a flipped bit without an error. Each save therefore has one more item, `digests`: a digest
+of each array, computed on the devices before the arrays are written, of each JSON item and of the step's number. Every
+item that is read is compared with its digest. A damaged step is skipped with a warning that gives the reason. When
+training resumes from an older step, it moves the damaged steps to `damaged/`. Damaged steps are never deleted.
 """
 
 import contextlib
@@ -61,8 +61,8 @@ LOCK_FILE = "run.lock"
 _DELETED = "deleted"  # directory next to the steps, for steps that are being deleted; not in a bucket, see `_Manager`
 _METADATA = "_CHECKPOINT_METADATA"  # written by Orbax to each step
 _COMPLETE = "commit_success.txt"  # Orbax writes it last to a step in a bucket, where nothing can be renamed
-# Errors of a machine, its network or its permissions, which say nothing about the checkpoint.
-_OF_THE_MACHINE = (
+# Errors caused by the machine, its network or file permissions: they do not mean that a checkpoint is damaged.
+_ENVIRONMENT_ERRORS = (
     errno.EACCES,
     errno.EPERM,
     errno.EIO,
@@ -81,15 +81,15 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
     return not is_traceback and "did not provide metrics" not in record.getMessage()
 
 
-# Orbax logs the traceback of an error, up to four times in background threads, and raises the error as well. It also
-# logs that a step has no validation loss: steps saved at SIGTERM and imported models have none. asyncio logs the other
-# writes and reads that fail with the first one, which are never awaited.
+# Orbax raises an error and also logs its traceback, up to four times from background threads. It also logs that a step
+# has no validation loss, as is normal for steps saved at SIGTERM and for imported models. When one read or write fails,
+# the others fail as well; Orbax never awaits them, and asyncio logs each one.
 logging.getLogger("absl").addFilter(_is_worth_logging)
 logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
 
 class DamagedError(Exception):
-    """Error: a step differs from what was saved; the message names the difference."""
+    """Damaged step: it cannot be read, or differs from what was saved. The message names the file or item."""
 
 
 # ---- the run directory
@@ -125,11 +125,11 @@ def write_config(workdir: AnyPath, config: dict[str, Any]) -> None:
 def read_config(workdir: AnyPath) -> dict[str, Any] | None:
     """Return the config that a run wrote to its directory, or None if there is no run.
 
-    Each checkpoint has a copy. If the file is missing or damaged, that of the newest intact one is returned.
+    Each checkpoint has a copy. If the file is missing or damaged, the copy in the newest intact checkpoint is returned.
 
     Raises:
-        InputError: the file was not written by a run, and there is no checkpoint; or all of them are damaged.
-        OSError: the file may not be read.
+        InputError: there is a run, but neither the file nor any checkpoint is intact.
+        OSError: the file exists but cannot be read.
     """
     try:
         return read_config_file(workdir)
@@ -150,11 +150,11 @@ def read_config_file(workdir: AnyPath) -> dict[str, Any]:
     """Return the content of the config's file.
 
     Raises:
-        InputError: the file was not written by a run.
-        OSError: the file is missing, or may not be read.
+        InputError: the file is damaged, or was not written by a run.
+        OSError: the file is missing, or cannot be read.
     """
     file = workdir / CONFIG_FILE
-    read_bytes(file)  # which tells a file that is missing from one that is damaged
+    read_bytes(file)  # raises OSError, which `read_json` would report as a damaged file
     record = read_json(file)
     _require_record(record, workdir, str(file))
     return record | {"config": upgraded(record["config"])}
@@ -168,7 +168,8 @@ def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> No
 def require_space(workdir: AnyPath, state: TrainState | Params) -> None:
     """Raise `InputError` unless the file system has space for a checkpoint of this state, which may be abstract.
 
-    Files of unfinished saves and deletions count as free: they are removed before the next save. A bucket has space.
+    Files of unfinished saves and deletions count as free: they are removed before the next save. A bucket always has
+    space.
     """
 
     def check() -> None:
@@ -190,7 +191,10 @@ def _directory(workdir: AnyPath) -> AnyPath:
 
 
 def step_names(workdir: AnyPath) -> list[str]:
-    """Return the names of the saved steps, newest first. Unfinished saves have other names, or are not complete."""
+    """Return the names of the saved steps, newest first, without unfinished saves.
+
+    An unfinished save has another name, or in a bucket lacks the file `_COMPLETE`.
+    """
     directory = _directory(workdir)
     found = [name for name in list_directory(directory) if name.isdecimal()]
     if is_remote(directory):
@@ -203,10 +207,10 @@ def step_names(workdir: AnyPath) -> list[str]:
 
 @functools.partial(jax.jit, static_argnames="sharding")
 def _sums(leaves: list[Array], sharding: NamedSharding | None) -> UInt32[Array, "leaves 2"]:
-    """Return two wrap-around sums for each array, over hashes of each word with its index.
+    """Return two wrap-around sums of hashes for each array; each word is hashed together with its index.
 
     For a given index the hash is one-to-one, so changing one word changes both sums. Integer sums do not depend on the
-    order, so not on the mesh. Each array is read once, and nothing of its size is written.
+    order of their terms, and therefore not on the mesh. Each array is read once, and no array of its size is written.
     """
 
     def sums(leaf: Array) -> Array:
@@ -233,7 +237,7 @@ def _sums(leaves: list[Array], sharding: NamedSharding | None) -> UInt32[Array, 
 
 
 def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of each array of a tree, 16 hexadecimal digits by path; equal for every sharding."""
+    """Return path -> digest (16 hexadecimal digits) of each array of a tree; it does not depend on the sharding."""
     if not items:
         return {}
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(items), strict=True)
@@ -247,17 +251,18 @@ def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, with one-line errors for failed saves, and deletion at once: a reader sees a step or none of it.
+    """Orbax's manager with one-line errors for failed saves, and with atomic deletion.
 
-    A local step is renamed, and then deleted. In a bucket the file that makes it complete is deleted first.
+    A reader never sees a step that is partly deleted: a local step is first renamed, and a step in a bucket first loses
+    the file `_COMPLETE`.
     """
 
     def __init__(self, workdir: AnyPath, max_to_keep: int):
         """Open the checkpoints of a run, creating their directory if missing.
 
-        Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best, so a policy keeps the newest
-        and the best. `best_fn` is set as well: without it Orbax does not write the metrics, and a resumed run would
-        not know the best step.
+        Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best, so a preservation policy keeps
+        the newest steps and the best. `best_fn` is set as well: without it Orbax does not write the metrics, and a
+        resumed run could not find the best step.
         """
         self.workdir = workdir
         self.saving: int | None = None
@@ -277,14 +282,14 @@ class _Manager(ocp.CheckpointManager):
         )
         items = ("params", "opt_state", "health", "data", "config", "digests")
         super().__init__(_directory(workdir), item_names=items, options=options)
-        self._delete()  # what a killed process left
+        self._delete()  # steps whose deletion was interrupted by a kill
 
     def _delete(self) -> None:
         if jax.process_index() == 0 and not is_remote(self.workdir):
             shutil.rmtree(_directory(self.workdir) / _DELETED, ignore_errors=True)
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
-        """Take the steps away that are no longer kept, as Orbax does in its background thread, and delete them."""
+        """Finish a save and delete the steps that are no longer kept; Orbax calls this in its background thread."""
         directory = _directory(self.workdir)
         if not is_remote(directory):
             super()._finalize(step, steps_to_remove)
@@ -300,7 +305,7 @@ class _Manager(ocp.CheckpointManager):
                 logger.warning("%s/%d: cannot be deleted: %s", directory, removed, describe(error))
 
     def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Start a save; see Orbax.
+        """Start a save, after the previous one has finished.
 
         Raises:
             InputError: this step or the previous one cannot be written.
@@ -311,15 +316,15 @@ class _Manager(ocp.CheckpointManager):
             return super().save(step, *args, **kwargs)
 
     def reached_preemption(self, step: int) -> bool:
-        """Return False: `distributed.PreemptionGuard` asks jax, once for each step.
+        """Return False: `distributed.PreemptionGuard` queries jax, once for each step.
 
-        Orbax would also ask, in the background, about a step that has passed. jax would take that for the current
-        step, and agree to stop at a step that has passed.
+        Orbax would also query jax, from a background thread, about an earlier step. jax would take it for the current
+        step, and could choose an earlier step as the one at which all processes stop.
         """
         return False
 
     def wait_until_finished(self) -> None:
-        """Wait for the save in the background.
+        """Wait until the background save has finished.
 
         Raises:
             InputError: the step cannot be written.
@@ -343,13 +348,13 @@ class _Manager(ocp.CheckpointManager):
 
 
 def _error_number(error: BaseException) -> int | None:
-    """Return the `errno` of an error, also of one raised by TensorStore, or None."""
+    """Return the `errno` of an error, including errors of TensorStore, which contain it in their text; or None."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return int(code[1]) if code else getattr(error, "errno", None)
 
 
 def open_checkpoints(workdir: AnyPath, max_to_keep: int) -> ocp.CheckpointManager:
-    """Return the manager of a run's checkpoints. Call `close()` on it: saves run in the background until then."""
+    """Return the manager of a run's checkpoints. The caller closes it, which waits for the background save."""
     return _Manager(workdir, max_to_keep)
 
 
@@ -361,9 +366,9 @@ def save(
     config: dict[str, Any],
     validation_nats: float | None,
 ) -> None:
-    """Start saving everything that a resumed run needs; return when the arrays may be overwritten.
+    """Start saving the state that a resumed run needs; return when the arrays may be overwritten.
 
-    A step without a validation loss (where SIGTERM stopped the run) is kept while it is among the newest. It is never
+    A step without a validation loss (where SIGTERM stopped the run) is kept while it is among the newest, and is never
     the best.
 
     Raises:
@@ -386,7 +391,7 @@ def save(
 
 
 def save_params(workdir: AnyPath, params: Params, config: dict[str, Any]) -> None:
-    """Save parameters as step 0 of a run that was not trained here, and wait until they are written.
+    """Save parameters that were not trained in `workdir` as step 0, and wait until they are written.
 
     Raises:
         InputError: they cannot be written.
@@ -405,14 +410,14 @@ def save_params(workdir: AnyPath, params: Params, config: dict[str, Any]) -> Non
 def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Read the newest intact step, and move the damaged ones to `damaged/`.
 
-    Call it before `open_checkpoints`. Of the steps before the newest intact one, only the JSON items are read.
+    Call it before `open_checkpoints`. Of steps older than the newest intact one, only the JSON items are read.
 
     Returns:
-        The step's number, its state, sharded like `abstract`, and its position in the data, or None if no step was
+        The step's number, its state (sharded like `abstract`) and its position in the data; or None if no step was
         saved.
 
     Raises:
-        InputError: there are steps, and none is intact; or the processes see different steps.
+        InputError: steps exist and none is intact, or the processes see different steps.
     """
     arrays = {name: ocp.args.StandardRestore(tree) for name, tree in abstract._asdict().items()}
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "config")}
@@ -420,7 +425,7 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
     found = None
     names = step_names(workdir)
     field = f"steps in workdir = {str(workdir)!r}"
-    require_same(field, str(names), "; is it on a file system that all share?")
+    require_same(field, str(names), "; is the workdir on a file system that all processes share?")
     for name in names:
         try:
             restored = _read(workdir, name, **jsons, **({} if found else arrays))
@@ -430,7 +435,7 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
             found = found or (int(name), TrainState(*(restored[item] for item in arrays)), restored["data"])
     if faults and found is None:
         raise InputError(
-            f"workdir = {str(workdir)!r}: all of its checkpoints are damaged; they are left as they are. "
+            f"workdir = {str(workdir)!r}: all of its checkpoints are damaged; none was moved. "
             + "; ".join(f"step {name}: {fault}" for name, fault in faults.items())
         )
 
@@ -449,9 +454,9 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
 
 
 def _free_name(workdir: AnyPath, name: str) -> AnyPath:
-    """Return a path in `damaged/` that does not exist, named after `name`."""
+    """Return an unused path in `damaged/`: `name`, or `name` with a number."""
     damaged = workdir / "damaged"
-    damaged.mkdir(exist_ok=True)  # which does nothing in a bucket
+    damaged.mkdir(exist_ok=True)  # does nothing in a bucket
     free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return damaged / next(each for each in free if each not in list_directory(damaged))
 
@@ -459,10 +464,10 @@ def _free_name(workdir: AnyPath, name: str) -> AnyPath:
 def _move_unreadable_metadata(workdir: AnyPath, name: str) -> None:
     """Move Orbax's metadata of a step to `damaged/` if it is not JSON.
 
-    It contains times only. Orbax does without it, but raises an error for JSON that is nested too deeply.
+    The metadata contains only times. Orbax works without it, but fails on JSON that is nested too deeply.
     """
     file = _directory(workdir) / name / _METADATA
-    with contextlib.suppress(OSError), errors():  # Orbax does without a file that cannot be read, too
+    with contextlib.suppress(OSError), errors():  # Orbax also works if the file cannot be read
         content = read_bytes(file)
         try:
             parse_json(str(file), content)
@@ -470,14 +475,14 @@ def _move_unreadable_metadata(workdir: AnyPath, name: str) -> None:
             target = _free_name(workdir, f"{name}{_METADATA}")
             write_atomically(target, content)
             file.unlink()
-            logger.warning("metadata of step %s are damaged and moved to %s: %s", name, target, error)
+            logger.warning("the metadata of step %s is damaged and moved to %s: %s", name, target, error)
 
 
 def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[str, Any]]:
-    """Return a step's number and the config saved with it, from which an evaluator rebuilds the model.
+    """Return a step's number and the config saved with it, from which evaluation rebuilds the model.
 
-    `which` is "newest", "best" (the lowest validation loss) or a number. The first two skip steps whose config or
-    metrics are damaged, with a warning.
+    `which` is "newest", "best" (the lowest validation loss) or a step's number. "newest" and "best" skip steps whose
+    config or metrics are damaged, with a warning. If no step has a validation loss, "best" is the newest.
 
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
@@ -499,7 +504,7 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
         else:
             if which != "best":
                 break
-    if not intact and step_names(workdir) != steps:  # a training run has deleted these meanwhile
+    if not intact and step_names(workdir) != steps:  # a training run has deleted these steps since they were listed
         return restore_config(workdir, which)
     require(bool(intact), "workdir", str(workdir), "all of its checkpoints are damaged")
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}
@@ -511,10 +516,10 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
 
 
 def restore_params(workdir: AnyPath, step: int, abstract: Params) -> Params:
-    """Read the parameters of a step, and nothing else, with the shardings of `abstract`.
+    """Read only the parameters of a step, with the shardings of `abstract`.
 
     Raises:
-        InputError: they differ from what was saved.
+        InputError: the step is damaged, or cannot be read now.
     """
     try:
         return _read(workdir, str(step), params=ocp.args.StandardRestore(abstract))["params"]
@@ -524,9 +529,9 @@ def restore_params(workdir: AnyPath, step: int, abstract: Params) -> Params:
 
 
 def _why_unreadable(step: AnyPath) -> str:
-    """Return which file of a step the machine does not let us read, and why; or "" if there is none.
+    """Open all files of a step; describe the first error if it is one of `_ENVIRONMENT_ERRORS`, otherwise return "".
 
-    Of a bucket, the errors themselves say so.
+    A step in a bucket is not checked: there, Orbax's errors distinguish unreadable from missing files.
     """
     if is_remote(step):
         return ""
@@ -539,7 +544,7 @@ def _why_unreadable(step: AnyPath) -> str:
             for name in names:
                 Path(directory, name).open("rb").close()
     except OSError as error:
-        if error.errno in _OF_THE_MACHINE:
+        if error.errno in _ENVIRONMENT_ERRORS:
             return f"{step}: cannot be read now: {describe(error)}"
     return ""
 
@@ -547,11 +552,12 @@ def _why_unreadable(step: AnyPath) -> str:
 def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
     """Return items of a step, and its metrics if it has any, after comparing them with the step's digests.
 
-    Arrays are read by all processes together, JSON items alone by each process that calls this.
+    With arrays in `items`, all processes must call this, and an error of one process is raised on all. Without arrays,
+    each process reads on its own.
 
     Raises:
-        DamagedError: the step is damaged. With arrays, on every process, if one process finds damage.
-        InputError: the files may not be read now. With arrays, on every process, if one process may not read them.
+        DamagedError: the step is damaged.
+        InputError: the files cannot be read now, for a reason that does not mean damage.
     """
     step = _directory(workdir) / name
     is_together = any(isinstance(args, ocp.args.StandardRestore) for args in items.values())
@@ -559,38 +565,38 @@ def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
     restored, fault, unreadable = {}, "", ""
     process = jax.process_index()
     try:
-        # Each process reads alone: if one failed, the others would wait for it inside Orbax.
+        # Each process reads on its own, without Orbax's barriers: the others would wait there for a failed process.
         alone = ocp.options.MultiprocessingOptions(
             primary_host=process, active_processes={process}, barrier_sync_key_prefix=f"process_{process}"
         )
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
             args = ocp.args.Composite(**items, digests=ocp.args.JsonRestore())
             restored = dict(reader.restore(step, args=args).items())
-        if exists(step / "metrics" / "metrics"):  # which Orbax's manager writes, and reads when it is opened
+        if exists(step / "metrics" / "metrics"):  # written by Orbax's manager, which reads it on opening
             restored["metrics"] = read_json(step / "metrics" / "metrics")
         require(isinstance(restored["digests"], dict), f"{step}/digests", restored["digests"], "must be a JSON object")
     except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # not the fault of the step
+        raise  # does not mean that the step is damaged
     except InputError as error:
         fault = str(error)
-    except Exception as error:  # Orbax and TensorStore raise many types; the first error of the chain is specific
+    except Exception as error:  # Orbax and TensorStore raise many types; the root cause is the most specific error
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__) is not None:
             chain.append(cause)
-        if (number := _error_number(chain[-1])) in _OF_THE_MACHINE:
+        if (number := _error_number(chain[-1])) in _ENVIRONMENT_ERRORS:
             unreadable = f"{step}: cannot be read now: {os.strerror(number)}"
         elif any(map(is_of_network, chain)) and not any(isinstance(each, FileNotFoundError) for each in chain):
             unreadable = f"{step}: cannot be read now: {' '.join(str(chain[-1]).split())[:300]}"
         else:
             fault = f"{step}: cannot be read: {' '.join(str(chain[-1]).split())[:300]}"
-    if fault and not unreadable:  # Orbax takes what it may not read for missing
+    if fault and not unreadable:  # Orbax reports a file without read permission as missing
         unreadable = _why_unreadable(step)
     if unreadable := agreed(unreadable):
         raise InputError(unreadable)
     if fault := agreed(fault):
         raise DamagedError(fault)
     known = (*items, "metrics")
-    is_other = restored["digests"].get("step") not in (None, json_digest(int(name)))  # None: of an older version
+    is_other = restored["digests"].get("step") not in (None, json_digest(int(name)))  # None: saved by an older version
     saved = {path: digest for path, digest in restored.pop("digests").items() if path.split("/")[0] in known}
     arrays = {item: restored[item] for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)}
     found = {item: json_digest(value) for item, value in restored.items() if item not in arrays} | leaf_digests(arrays)

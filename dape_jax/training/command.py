@@ -22,9 +22,9 @@ class Settings:
     """Flags of this program."""
 
     workdir: str = flag(dataclasses.MISSING, "Run directory. Re-running with the same directory resumes training.")
-    coordinator: str | None = flag(None, "host:port of process 0, for a run of several processes.")
+    coordinator: str | None = flag(None, "host:port of process 0, for a run with several processes.")
     num_processes: int | None = flag(None, "Number of processes of the run.")
-    process_id: int | None = flag(None, "Number of this process, from 0.")
+    process_id: int | None = flag(None, "Index of this process, from 0.")
 
     def __post_init__(self):
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
@@ -34,8 +34,10 @@ RUNTIME_FLAGS = ("coordinator", "num_processes", "process_id")
 
 
 def main(_: list[str]) -> None:
-    """Initialise the distributed runtime, train."""
-    from dape_jax.distributed import distributed_runtime  # after the flags are checked: JAX takes seconds to import
+    """Initialise the distributed runtime, and train."""
+    from dape_jax.distributed import (
+        distributed_runtime,
+    )  # imported after the flags are checked, because JAX takes seconds to import
     from dape_jax.training.loop import train
 
     with distributed_runtime(*(flags.FLAGS[name].value for name in RUNTIME_FLAGS)):
@@ -44,13 +46,16 @@ def main(_: list[str]) -> None:
 
 
 def tell_other_processes(arguments: list[str], error: InputError) -> None:
-    """End all processes with an error in the flags or the config file of this one; return if it runs alone."""
+    """End all processes of a run with this process's error in a flag or the config file; return if it runs alone.
+
+    Otherwise the other processes would wait for this one to join.
+    """
     from dape_jax.distributed import distributed_runtime
 
     values = flags.FlagValues()
     for name in RUNTIME_FLAGS:
         values[name] = flags.FLAGS[name]
-    values.set_gnu_getopt()  # these flags may follow others, which are not parsed
+    values.set_gnu_getopt()  # parsing must not stop at `--workdir DIR`: DIR looks positional
     with contextlib.suppress(flags.Error, InputError):
         values(arguments, known_only=True)
         with distributed_runtime(*(values[name].value for name in RUNTIME_FLAGS), error=error):

@@ -46,17 +46,20 @@ logger = logging.getLogger(__name__)
 def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
 
-    1. It holds no config: start a new run, with random parameters or those of the run that `init.source` names.
-    2. It holds the same config and a checkpoint: resume bit-exactly from the newest one that is intact. Damaged ones
-       are moved aside with a warning; if all are damaged, refuse.
-    3. It holds the same config and no checkpoint: the run died before its first; start again, as in 1.
-    4. It holds another config: refuse and print the differences. Fields in `config.RESUMABLE_FIELDS` may differ. It
-       holds an imported model: refuse.
-    5. It holds a checkpoint of the last step: return.
+    It contains:
+
+    1. No config: start a new run, with random parameters or those of the run named by `init.source`.
+    2. The same config and a checkpoint: resume bit-exactly from the newest intact checkpoint. Damaged checkpoints are
+       moved to `damaged/` with a warning; if all are damaged, refuse.
+    3. The same config and no checkpoint: the run died before its first checkpoint. Start again, as in 1.
+    4. Another config: refuse with the differences. Fields in `config.RESUMABLE_FIELDS` may differ.
+    5. An imported model: refuse.
+    6. A checkpoint of the last step: return.
 
     Raises:
-        InputError: bad input, before any device work.
-        NonFiniteError: the loss is not finite; earlier checkpoints are kept.
+        InputError: bad input, or a checkpoint that cannot be read or written.
+        NonFiniteError: more than `train.max_bad_steps` consecutive steps are not finite, or a validation loss is not;
+            earlier checkpoints are kept.
         StoppedError: SIGTERM; the state is saved.
     """
     # ---- check the config
@@ -75,7 +78,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         allowed = "holds an imported model, which is not trained in place; name it in init.source of another run"
         require("imported" not in saved, "workdir", str(workdir), allowed)
         refuse_other_config(workdir, saved["config"], config)
-    # Build and trace the model, so that a method's own checks run before anything is written.
+    # Build and trace the model, so that the checks of its bias and processor run before any file is written.
     graphdef, abstract = model_structure(run.model)
     jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(jnp.zeros((1, 1), jnp.int32)), abstract)
 
@@ -119,7 +122,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
             start, state, data_state = resumed
             source.batches.set_state(data_state)
         else:
-            assert run.init.source is None or weights is not None, "the checkpoints were deleted meanwhile"
+            assert run.init.source is None or weights is not None, "the checkpoints were deleted during start-up"
             given = None if weights is None else weights.restore(mesh)
             start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, given)
         if start == run.train.num_steps:
@@ -161,7 +164,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
 
 @contextlib.contextmanager
 def compiling(name: str) -> Iterator[None]:
-    """Log that a function is compiled in the block, by its first call, and then how long that took."""
+    """Log the start and the duration of a compilation; the block calls the jitted function for the first time."""
     logger.info("compiling %s ...", name)
     started_at = time.monotonic()
     yield
@@ -169,17 +172,17 @@ def compiling(name: str) -> Iterator[None]:
 
 
 def log_end(workdir: AnyPath, num_steps: int) -> None:
-    """Log where a trained run is and which command evaluates it."""
+    """Log the directory of a finished run and the command that evaluates it."""
     directory = shlex.quote(str(workdir))
-    logger.info("%s is trained: step %d of %d", directory, num_steps, num_steps)
+    logger.info("training of %s is complete: step %d of %d", directory, num_steps, num_steps)
     program = "python eval.py" if Path(sys.argv[0]).name == "train.py" else "dape-eval"
     logger.info("evaluate it: %s --workdir=%s", program, directory)
 
 
 def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Write the run's config and tokenizer to `workdir`, or compare the config with the one there.
+    """Write the run's config and tokenizer to `workdir`, or compare the config with the saved one.
 
-    A config that is missing or damaged is written again. So is that of a run without a checkpoint, which starts again.
+    A missing or damaged config is written again. So is the config of a run without a checkpoint, which starts again.
     """
     saved = checkpoint.read_config(workdir)
     if saved is None:
@@ -199,7 +202,7 @@ def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokeni
 
 
 def require_same_config(config: dict[str, Any]) -> None:
-    """Raise `InputError` on all processes, with all differences from process 0, unless all have the same config."""
+    """Raise `InputError` on all processes unless all have the same config; it names the differences from process 0."""
     first, *others = map(json.loads, texts_of_all(json.dumps(config)))
     for process, other in enumerate(others, 1):
         if lines := differences(first, other, names=("process 0 has", f"process {process} has")):
@@ -209,13 +212,11 @@ def require_same_config(config: dict[str, Any]) -> None:
 def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
     if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
-        place = str(workdir)
-        advice = ""
+        place, advice = str(workdir), ""
         if any(line.startswith("train.num_steps:") for line in lines):
             advice = (
-                ". The learning rate falls to its last value over train.num_steps, so a run is not extended: train on "
-                f"from its weights in another directory, --config=configs/continue.py:source={place} "
-                "--config.train.num_steps=N"
+                ". The learning-rate schedule ends at train.num_steps, so a run cannot be extended; start another run "
+                f"from its weights: --config=configs/continue.py:source={place} --config.train.num_steps=N"
             )
         raise InputError(
             f"workdir = {place!r}: holds a run with another config; choose another directory, or use the config "
@@ -224,14 +225,14 @@ def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, 
 
 
 def num_tokens(batch: Batch) -> int:
-    """Return the number of tokens of one sequence of a batch, without padding."""
+    """Return the number of tokens in one sequence of a batch, without padding."""
     return int((batch["positions"][0] >= 0).sum()) if "positions" in batch else batch["inputs"].shape[1]
 
 
 def make_validation(
     run: RunConfig | TaskRunConfig, graphdef: nnx.GraphDef, validation: list[Batch], mesh: Mesh
 ) -> Callable[[Params], dict[str, float]]:
-    """Return `validate(params)`: the mean loss of the validation batches in nats, and for a task the accuracy."""
+    """Return `validate(params)`, which computes the mean validation loss in nats, and for a task also the accuracy."""
 
     def of_corpus(params: Params) -> dict[str, float]:
         nlls = [nll_step(params, put_batch(batch, mesh)) for batch in validation]

@@ -1,4 +1,4 @@
-"""Metrics of a training run: progress, TensorBoard, Weights & Biases, a file of skipped steps. Next: `loop.py`."""
+"""Metrics of a training run: progress, TensorBoard, Weights & Biases, and the log of skipped steps. Next: `loop.py`."""
 
 import contextlib
 import hashlib
@@ -31,17 +31,17 @@ logger = logging.getLogger(__name__)
 
 SKIPPED_FILE = "skipped.jsonl"
 _SESSION_START = 1  # SessionLog.START of TensorBoard's events
-_UPLOAD_SECONDS = 60.0  # between two files of TensorBoard's events in a bucket
+_UPLOAD_SECONDS = 60.0  # between uploads of TensorBoard's events to a bucket
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Destination of a run's scalars. An `OSError` of any method ends its use, and not the run."""
+    """Destination of a run's scalars. After an `OSError` in a method, the run continues without this sink."""
 
     name: str  # in messages
 
     def start(self, first_step: int, config: dict[str, Any]) -> None:
-        """Accept the first step that will be reported, and the run's config."""
+        """Accept the number of the first step that will be reported, and the run's config."""
         ...
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -49,14 +49,14 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Write all that was accepted."""
+        """Write all accepted scalars."""
         ...
 
 
 class MetricLogger:
     """Progress, sinks and `skipped.jsonl`, one step behind the device. Only process 0 writes.
 
-    The metrics of a step are fetched after the next step was dispatched, so that the device never waits for the host.
+    The metrics of a step are fetched after the next step is dispatched, so that the device never waits for the host.
     """
 
     def __init__(self, workdir: AnyPath, run: RunConfig | TaskRunConfig, start: int):
@@ -66,7 +66,8 @@ class MetricLogger:
         self.learning_rates = np.asarray(schedule(jnp.arange(run.train.num_steps)))
         self.workdir, self.max_bad_steps = workdir, run.train.max_bad_steps
         self.has_perplexity = isinstance(run, RunConfig)
-        # In a task, lengths differ from step to step; frozen parameters need no gradient, which the formula counts.
+        # None: no MFU. The formula assumes one length, but a task's lengths vary, and counts the gradients of all
+        # parameters, but frozen parameters have none.
         self.token_flops: float | None = None
         if isinstance(run, RunConfig) and run.init.train_only is None:
             self.token_flops = model_flops_per_token(run.model, run.train.train_length, run.train.batch_size)
@@ -98,12 +99,12 @@ class MetricLogger:
             _close(sink)
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
-        """Accept the metrics of a step with this many tokens, and report the previous step."""
+        """Accept the metrics of a step on `tokens` tokens, and report the previous step."""
         self.flush()
         self.pending = (step, metrics, tokens)
 
     def flush(self) -> None:
-        """Fetch and report the metrics accepted last.
+        """Fetch and report the pending metrics, if any.
 
         Raises:
             NonFiniteError: more than `max_bad_steps` consecutive steps were not finite.
@@ -121,7 +122,8 @@ class MetricLogger:
         step_seconds = now - self.fetched_at
         tokens_per_second = tokens / step_seconds
         self.fetched_at = now
-        values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])  # advances with applied steps
+        # Skipped steps do not advance the schedule.
+        values["learning_rate"] = float(self.learning_rates[max(num_applied - 1, 0)])
         values["tokens_per_second"], values["step_seconds"] = tokens_per_second, step_seconds
         self.train_text = f"loss {values['loss_nats']:.3f}, {tokens_per_second:,.0f} tokens/s"
         if self.token_flops is not None:
@@ -152,7 +154,7 @@ class MetricLogger:
     def _log_skipped(self, step: int, values: dict[str, float], is_bad: bool, bad_in_a_row: int) -> None:
         message = ", ".join(f"{name} = {values[name]:.6g}" for name in ("loss_nats", "gradient_norm"))
         if bad_in_a_row > self.max_bad_steps:
-            skipped = f" after {bad_in_a_row - 1} bad steps that were skipped" if bad_in_a_row > 1 else ""
+            skipped = f"; bad steps skipped before it: {bad_in_a_row - 1}" if bad_in_a_row > 1 else ""
             raise NonFiniteError(
                 f"step {step}: {message}{skipped}; train.max_bad_steps = {self.max_bad_steps}; "
                 "earlier checkpoints are kept"
@@ -161,7 +163,7 @@ class MetricLogger:
             return
         reason = "bad" if is_bad else "overflow"
         logger.warning("step %d: skipped (%s): %s", step, reason, message)
-        # JSON has no infinity and no NaN; they are written as strings.
+        # JSON has no infinity and no NaN, so they are written as strings.
         numbers = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         try:
             _append(self.workdir / SKIPPED_FILE, json.dumps({"step": step, "reason": reason} | numbers) + "\n")
@@ -171,7 +173,7 @@ class MetricLogger:
     def _drop_skipped_after(self, start: int) -> None:
         """Remove the lines of `skipped.jsonl` for steps after `start`, which will be repeated.
 
-        Lines that cannot be read are removed too: a kill cuts the last one. Nothing else depends on the file.
+        Unreadable lines are removed as well; a kill may truncate the last line, so only other lines cause a warning.
         """
         file = self.workdir / SKIPPED_FILE
         try:
@@ -181,10 +183,10 @@ class MetricLogger:
         except FileNotFoundError:
             return
         except OSError as error:
-            logger.warning("%s is left as it is: %s", file, describe(error))
+            logger.warning("%s is left unchanged: %s", file, describe(error))
             return
         if any(_step_of(line) is None for line in lines[:-1]):
-            logger.warning("%s had lines that cannot be read; they were removed", file)
+            logger.warning("unreadable lines were removed from %s", file)
 
     def _write_scalars(self, group: str, step: int, values: dict[str, float]) -> None:
         if self.has_perplexity:
@@ -201,7 +203,7 @@ class MetricLogger:
             self.sinks.append(_Wandb(wandb_project, self.workdir))
 
     def _write(self, write: Callable[[Sink], None]) -> None:
-        """Write to every sink. If that fails, warn once, and train without this sink."""
+        """Call `write` with every sink. After an `OSError`, warn and remove the sink."""
         for sink in list(self.sinks):
             try:
                 write(sink)
@@ -212,7 +214,7 @@ class MetricLogger:
 
 
 def _close(sink: Sink) -> None:
-    with contextlib.suppress(OSError):  # a full disk; all events are flushed already
+    with contextlib.suppress(OSError):  # such as a full disk: lost scalars must not end a run
         sink.close()
 
 
@@ -223,7 +225,7 @@ def require_wandb(project: str | None) -> None:
 
 
 class _Wandb:
-    """Run in Weights & Biases, named after the workdir. The same workdir continues the same run."""
+    """Run in Weights & Biases. The workdir's path gives its id, so that a resumed run continues it."""
 
     name = "Weights & Biases"
 
@@ -253,13 +255,13 @@ class _Wandb:
 
 
 def _tensorboard() -> tuple[Callable[[str, str], Any], Any]:
-    """Import tensorboardX; return its writer of events and the class of an event.
+    """Import tensorboardX without PyTorch; return its class that writes events and its class of an event.
 
-    tensorboardX imports PyTorch if it is installed. That takes seconds and is not needed here.
+    tensorboardX imports PyTorch if it is installed, which takes seconds and is not needed here.
     """
     is_imported = "torch" in sys.modules
     if not is_imported:
-        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # an import of it raises ImportError
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # importing it now raises ImportError
     try:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
@@ -270,19 +272,19 @@ def _tensorboard() -> tuple[Callable[[str, str], Any], Any]:
 
 
 class _Events:
-    """TensorBoard's files of events, in a directory of the workdir.
+    """TensorBoard's event files, in a directory of the workdir.
 
-    Nothing can be appended to an object in a bucket: there, the events of each minute are a separate file, which
-    TensorBoard reads one after the other.
+    Objects in a bucket cannot be appended to. There, the events of each minute are a separate file, and TensorBoard
+    reads the files one after the other.
     """
 
     name = "TensorBoard"
 
     def __init__(self, directory: AnyPath):
-        """Open a file; `close` it.
+        """Open the first file. The caller calls `close`.
 
         Raises:
-            OSError: it cannot be written to.
+            OSError: the file cannot be written to.
         """
         self.writer_of, self.event = _tensorboard()
         self.directory, self.num_files = directory, 0
@@ -292,15 +294,15 @@ class _Events:
         self._open()
 
     def _open(self) -> None:
-        # SummaryWriter is not used: its thread dies when the disk is full, and the run then waits for it forever.
+        # Not SummaryWriter: its thread dies when the disk is full, and the run then waits for the thread forever.
         prefix = str(self.directory / "events") if self.staging is None else f"{self.staging.name}/events"
         self.writer, self.opened_at = self.writer_of(prefix, f".{self.num_files}"), time.monotonic()
         self.num_files += 1
 
     def start(self, first_step: int, config: dict[str, Any]) -> None:
-        """See `Sink`. TensorBoard drops events of this step and of later ones, which will be repeated."""
+        """See `Sink`. TensorBoard discards earlier events from this step on, because these steps are repeated."""
         self.write(step=first_step, session_log={"status": _SESSION_START})
-        code = "".join(f"    {line}\n" for line in json.dumps(config, indent=1).splitlines())  # as Markdown
+        code = "".join(f"    {line}\n" for line in json.dumps(config, indent=1).splitlines())  # a Markdown code block
         text = {"dtype": "DT_STRING", "string_val": [code.encode()], "tensor_shape": {"dim": [{"size": 1}]}}
         described = {"plugin_data": {"plugin_name": "text"}}
         self.write(
@@ -312,7 +314,7 @@ class _Events:
         self.write(step=step, summary={"value": [{"tag": tag, "simple_value": x} for tag, x in values.items()]})
 
     def write(self, **fields: Any) -> None:
-        """Append an event with these fields; see `__init__` for errors."""
+        """Append an event with these fields; raise `OSError` if it cannot be written."""
         self.writer.write_event(self.event(wall_time=time.time(), **fields))
         self.writer.flush()
         if self.staging is not None and time.monotonic() - self.opened_at > _UPLOAD_SECONDS:
@@ -327,7 +329,7 @@ class _Events:
             file.unlink()
 
     def close(self) -> None:
-        """Close the file; see `__init__` for errors."""
+        """See `Sink`."""
         if self.staging is None:
             self.writer.close()
         else:
@@ -362,7 +364,7 @@ def read_scalars(workdir: Path) -> dict[str, dict[int, float]]:
 
 
 def _append(file: AnyPath, line: str) -> None:
-    """Append a line to a file, in a bucket by writing it again."""
+    """Append a line to a file; in a bucket, rewrite the file with the line."""
     if not is_remote(file):
         with file.open("a") as opened:
             opened.write(line)

@@ -16,12 +16,12 @@ class OptimizerConfig:
 
     learning_rate: float  # peak learning rate
     warmup_fraction: float  # fraction of all steps in which the rate rises linearly from 0
-    final_fraction: float  # last learning rate as a fraction of the peak; 1 for a constant rate
-    beta1: float  # decay of the first moment
-    beta2: float  # decay of the second moment
+    final_fraction: float  # last learning rate as a fraction of the peak; 1: constant after the warm-up
+    beta1: float  # decay rate of the first moment
+    beta2: float  # decay rate of the second moment
     epsilon: float  # constant added to the root of the second moment
-    weight_decay: float  # decay, multiplied by the learning rate; norms and biases of layers are exempt
-    clip_norm: float  # largest global norm of a gradient
+    weight_decay: float  # decay, multiplied by the learning rate; see `is_decayed` for exempt parameters
+    clip_norm: float  # global norm to which larger gradients are scaled down
 
     def __post_init__(self):
         for field in ("learning_rate", "epsilon", "clip_norm"):
@@ -49,8 +49,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def is_decayed(path: tuple[Any, ...]) -> bool:
     """Return whether weight decay applies to the parameter at this path.
 
-    Source: the official code exempts norms and parameters whose name is "bias". Parameters of position biases (Kerple's
-    p and a, FIRE's c, T5's table) are decayed.
+    Source: the official code exempts norms and parameters named "bias". Parameters of position biases (Kerple's p and
+    a, FIRE's c, T5's table) are decayed.
     Differs: nothing.
     """
     name = path[-1].key
@@ -58,7 +58,7 @@ def is_decayed(path: tuple[Any, ...]) -> bool:
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """Return AdamW after clipping by global norm."""
+    """Return gradient clipping by global norm followed by AdamW."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

@@ -18,14 +18,14 @@ from dape_jax.tasks.tapes import Batch, digest
 
 @runtime_checkable
 class Batches(Iterator[Batch], Protocol):
-    """Endless iterator over batches. Its state, JSON values, is saved with every checkpoint."""
+    """Endless iterator over batches. Its state consists of JSON values and is saved with every checkpoint."""
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position."""
+        """Return the position in the data."""
         ...
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
+        """Continue from the position that `get_state` returned."""
         ...
 
 
@@ -35,8 +35,8 @@ class Source:
 
     batches: Batches
     validation: list[Batch]
-    digest: str  # of the data, which the run's config records
-    tokenizer: Tokenizer | None  # of the corpus; a task has none
+    digest: str  # of the data; `config.json` records it
+    tokenizer: Tokenizer | None  # of the corpus; None for a task
 
 
 def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
@@ -45,7 +45,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     Raises:
         InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
     """
-    from dape_jax.data import batches as corpus_batches  # with Grain, which takes 0.1 s to import
+    from dape_jax.data import batches as corpus_batches  # imports Grain, which takes 0.1 s
     from dape_jax.tasks import batches as task_batches
 
     train, (part, num_parts) = run.train, batch_part(mesh)
@@ -58,7 +58,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     else:
         corpus = process_zero_first(lambda: load_verified(run.data, lossy=run.init.source is not None))
         vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
-        allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None takes that"
+        allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None selects it"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
         batches = corpus_batches.train_batches(
             corpus.train, train_length=train.train_length, seed=run.data.seed, **shard
@@ -70,7 +70,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
 
 
 def load_verified(config: DataConfig, lossy: bool) -> Corpus:
-    """Return the corpus, after process 0 has compared all its bytes with their digest; see `load_corpus`."""
+    """Return the corpus; process 0 first compares all its bytes with their digest. See `load_corpus` for `lossy`."""
     corpus = load_corpus(config, lossy)
     if jax.process_index() == 0:
         corpus.train.verify()

@@ -25,8 +25,9 @@ from dape_jax.model.transformer import (
 )
 from dape_jax.sharding import parameter_shardings, replicated
 
-# Dynamic loss scaling for float16: the loss is multiplied so that small gradients are not rounded to 0. The scale
-# halves at an overflow, and doubles after this many steps without one (as in GPT-NeoX).
+# Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients are not rounded to 0. The
+# scale halves at an overflow, and doubles after STEPS_TO_DOUBLE steps without one (GPT-NeoX's loss_scale_window).
+# Differs: GPT-NeoX configures a hysteresis of 2, so that its scale does not halve at a first overflow.
 FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**32, 1000
 
 
@@ -41,7 +42,7 @@ class Health(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """State that a training step reads and writes."""
+    """State that a training step updates."""
 
     params: Params
     opt_state: optax.OptState
@@ -143,20 +144,20 @@ def make_train_step(
     The gradient is that of the mean over the whole batch, computed in `accumulation_steps` parts of equal size.
 
     A step is bad if its loss or gradient is not finite. It leaves parameters and optimizer unchanged, and `health`
-    counts it. In float16 a non-finite gradient halves the loss scale, and the step is skipped as well; it is bad only
-    if the scale is 1.
+    counts it. In float16 a loss scale above 1 can cause the non-finite value: such a step, an overflow, is also skipped
+    and halves the scale, but is not bad.
 
-    `shardings` are those of the state, before and after the step. Dropout's seed is `seed` with the number of the step.
-    See `nll_of_features` for `logits_chunk_tokens`.
+    `shardings` are those of the state, before and after the step. Dropout's key is derived from `seed` and the number
+    of the step and part. See `nll_of_features` for `logits_chunk_tokens`.
 
     With `train_only`, members of `PARAMETER_KINDS`, only parameters of these kinds are trained. All others are frozen:
-    they have no gradient, no part in its norm, no weight decay and no optimizer state.
+    they have no gradient, do not contribute to its norm, and have no weight decay or optimizer state.
 
     Returns:
         The step. Its batch has `inputs` and `targets`, optionally `weights` (the loss is their weighted mean) and
-        `positions` (those of the first row are used). Its metrics, as device arrays: `loss_nats` per token, the
+        `positions` (the same in every row). Its metrics, as device arrays: `loss_nats` per token, the
         `gradient_norm` before clipping, whether the step was `applied` and whether it was `bad`, the totals
-        `num_applied` and `skipped`, and `bad_in_a_row`; in float16 also `loss_scale`.
+        `num_applied` and `skipped`, and `bad_in_a_row`; in float16 also the `loss_scale` of this step.
     """
 
     def loss_and_gradients(
@@ -183,13 +184,13 @@ def make_train_step(
         if accumulation_steps == 1:
             loss, gradients = loss_and_gradients(state.params, batch, health.loss_scale, first_number)
         else:
-            # Part i takes every accumulation_steps-th row, so that it is sharded over the devices like the batch.
+            # Part i consists of every accumulation_steps-th row, so that each part is sharded like the batch.
             parts = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
 
             def add(
                 total: tuple[Array, Params], batch_and_number: tuple[dict[str, Array], Int[Array, ""]]
             ) -> tuple[tuple[Array, Params], None]:
-                # Without the barrier, libtpu 0.0.51 moves the sum over devices out of the loop, and crashes.
+                # Without the barrier, libtpu 0.0.51 moves the sum over devices out of the loop and crashes.
                 batch, number = batch_and_number
                 one = jax.lax.optimization_barrier(loss_and_gradients(state.params, batch, health.loss_scale, number))
                 return jax.tree.map(jnp.add, total, one), None

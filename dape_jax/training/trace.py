@@ -1,4 +1,4 @@
-"""Trace of a few training steps on request: `--config.train.profile_steps=10,15`. Next: `loop.py`."""
+"""Profiler trace of training steps on request: `--config.train.profile_steps=10,15`. Next: `loop.py`."""
 
 import logging
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class StepTrace:
-    """Trace the steps from the first to the last of `steps` into `workdir/profile`, on process 0."""
+    """Profiler trace of training steps in `workdir/profile`, written by process 0."""
 
     def __init__(self, workdir: AnyPath, steps: tuple[int, ...]):
-        """Accept the field `train.profile_steps`; () traces nothing.
+        """Accept the field `train.profile_steps`: the first and the last step, or () for no trace.
 
         Raises:
             InputError: the workdir is in a bucket, where JAX's profiler cannot write.
         """
-        allowed = "must not be given with a workdir in a bucket; the profiler writes local files"
+        allowed = "must be empty for a workdir in a bucket: the profiler writes local files"
         require(not (steps and is_remote(workdir)), "train.profile_steps", steps, allowed)
         self.directory = workdir / PROFILE_DIRECTORY
         self.first, self.last = steps if steps and jax.process_index() == 0 else (0, 0)
@@ -32,26 +32,26 @@ class StepTrace:
 
     @contextmanager
     def of_run(self) -> Iterator["StepTrace"]:
-        """Write the trace also if the block ends before its last step."""
+        """Stop and write the trace at the end of the block, if it ends before the last traced step."""
         try:
             yield self
         finally:
             self.stop()
 
     def before(self, step: int) -> None:
-        """Start the trace before its first step, or in the middle if the run was resumed there."""
+        """Start the trace before its first step, or before a later one if the run resumes there."""
         if not self.is_on and self.first <= step <= self.last:
             jax.profiler.start_trace(str(self.directory))
             self.is_on = True
 
     def after(self, step: int, results: Any) -> None:
-        """Stop the trace after its last step, when the devices have computed these results of it."""
+        """Stop the trace after its last step, once the devices have computed the step's `results`."""
         if self.is_on and step == self.last:
             jax.block_until_ready(results)
             self.stop()
 
     def stop(self) -> None:
-        """Write the trace, if there is one."""
+        """Stop and write the trace, if it is running."""
         if self.is_on:
             self.is_on = False
             jax.profiler.stop_trace()

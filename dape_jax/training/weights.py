@@ -1,7 +1,7 @@
-"""Start from weights: parameters of another run's checkpoint. In: `init.source` of a config. Next: `loop.py`.
+"""Initial parameters from another run's checkpoint. In: `init.source` of a config. Next: `loop.py`.
 
-The optimizer, the schedule and the position in the data are new. Rotary embedding, bias and processor may differ from
-the source's. All other parameters must be the same, by path and shape. This is checked before any device work.
+Optimizer, schedule and position in the data start from the beginning. Rotary embedding, bias and processor may differ
+from the source's. All other parameters must match by path and shape, which is checked before any device work.
 """
 
 import contextlib
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Checkpoint from which a run starts."""
+    """Checkpoint with a run's initial parameters."""
 
     workdir: AnyPath
     step: int
     model: TransformerConfig  # of the source
-    taken: tuple[ParameterPath, ...]  # parameters that the run starts with; all others are new
-    record: dict[str, Any]  # JSON values that say where the parameters came from
+    taken: tuple[ParameterPath, ...]  # parameters that are taken from the source; all others are initialised
+    record: dict[str, Any]  # origin of the parameters as JSON values, for `config.json` and checkpoints
 
     def restore(self, mesh: Mesh) -> Params:
-        """Read the parameters to start with, sharded over the mesh.
+        """Read the parameters in `taken`, sharded over the mesh.
 
         Raises:
-            InputError: they differ from what was saved, or cannot be read.
+            InputError: the checkpoint is damaged, or cannot be read.
         """
         with _reading(f"{self.workdir}@{self.step}"):
             flat = flat_params(checkpoint.restore_params(self.workdir, self.step, abstract_params(self.model, mesh)))
@@ -54,7 +54,7 @@ class Weights:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Raise `InputError` that names `init.source` for an error in the block."""
+    """Raise `InputError` that names `init.source` for an `InputError` or `OSError` in the block."""
     try:
         with os_errors("init.source", source, "cannot be read"):
             yield
@@ -65,14 +65,14 @@ def _reading(source: str) -> Iterator[None]:
 
 
 def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> Weights:
-    """Compare the run that `init.source` names with `run`; no parameters are read yet.
+    """Find the checkpoint named by `init.source`, and compare its config with `run`; do not read its parameters yet.
 
     Args:
         run: config of the new run.
-        tokenizer: of its corpus; a task has none.
+        tokenizer: tokenizer of the new run's corpus, or None for a task.
 
     Raises:
-        InputError: there is no such checkpoint, its tokens have another meaning, or the models do not fit.
+        InputError: there is no such checkpoint, its tokenizer or task differs, or its parameters do not match.
     """
     assert run.init.source is not None
     field, (directory, which) = run.init.source, run.init.source_and_step
@@ -82,19 +82,15 @@ def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) ->
         source = read_run(saved["config"])
         names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, tokenizer)]
     require_same("init.source", f"step {step} of {directory}")
-    require(names[0] == names[1], "init.source", field, f"its tokens are those of {names[0]}, this run's of {names[1]}")
+    require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
     logger.info("parameters of %s, step %d: %d arrays are used", workdir, step, len(taken))
     for text, paths in (("start as new", new), ("of the source are not used", dropped)):
         if paths:
             logger.info("%d arrays %s: %s", len(paths), text, ", ".join(map("/".join, paths)))
     processor = run.model.processor
-    if (
-        isinstance(processor, DapeConfig)
-        and processor.init != "identity"
-        and {"processor"} & set(map(parameter_kind, new))
-    ):
-        logger.warning("the processor is new and changes the scores; model.processor.init=identity would leave them")
+    if isinstance(processor, DapeConfig) and processor.init != "identity" and "processor" in map(parameter_kind, new):
+        logger.warning("the processor is new and changes the scores; model.processor.init=identity would not")
     models = resolved(source)["model"], resolved(run)["model"]
     if lines := differences(*models, ignored=_FREE_FIELDS, names=("source", "now")):
         logger.warning("the model differs from that of %s: %s", workdir, "; ".join(lines))
@@ -103,7 +99,7 @@ def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) ->
 
 
 def _tokens_of(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> str:
-    """Return a text that is equal for runs whose tokens have the same meaning."""
+    """Return the name of the tokenizer or task; it is equal if tokens have the same meaning."""
     if isinstance(run, TaskRunConfig):
         return f"the task {run.data.task}"
     assert tokenizer is not None
@@ -113,14 +109,14 @@ def _tokens_of(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> s
 def _compare(
     source: TransformerConfig, model: TransformerConfig, field: str
 ) -> tuple[tuple[ParameterPath, ...], tuple[ParameterPath, ...], tuple[ParameterPath, ...]]:
-    """Return the paths of the parameters to take from the source, of new ones, and of those of the source not used.
+    """Return the paths of the parameters taken from the source, of new parameters, and of unused ones of the source.
 
-    A bias or processor of another name has none of the source's parameters, also where paths and shapes agree: their
-    meaning differs.
+    If the type of the bias or processor differs, none of its parameters are taken, even if paths and shapes agree:
+    their meaning differs.
 
     Raises:
-        InputError: a parameter of the source has another shape, or one that is missing on either side is not part of
-            bias or processor.
+        InputError: a shared parameter has another shape, or a parameter outside the bias and the processor exists on
+            one side only.
     """
     theirs, ours = (flat_params(model_structure(each)[1]) for each in (source, model))
     same = {kind: type(getattr(source, kind)) is type(getattr(model, kind)) for kind in ("bias", "processor")}
@@ -135,7 +131,7 @@ def _compare(
     taken = tuple(filter(is_shared, ours))
     for path in taken:
         shapes = [side[path].shape for side in (theirs, ours)]
-        message = f"{'/'.join(path)}: its shape is {shapes[0]}, that of this model's is {shapes[1]}"
+        message = f"{'/'.join(path)}: has shape {shapes[0]}, but {shapes[1]} in this model"
         require(shapes[0] == shapes[1], "init.source", field, message)
     new, dropped = (tuple(path for path in side if not is_shared(path)) for side in (ours, theirs))
     return taken, new, dropped
