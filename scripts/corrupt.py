@@ -150,7 +150,7 @@ class Runner:
         try:
             runpy.run_path(arguments[0], run_name="__main__")
         except SystemExit as error:
-            status = error.code if isinstance(error.code, int) else 0
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
         except BaseException:
             traceback.print_exc()
             status = 1

@@ -287,8 +287,9 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     spec = recipe.get_config(f"source={sources}/dape@2").to_dict()
     expected = json.loads(json.dumps(resolved(read_run(tiny.spec(trained_root, train__num_steps=4)))))
     assert resolved(read_run(spec)) == expected | {"init": {"source": f"{sources}/dape@2", "train_only": None}}
-    monkeypatch.setattr("sys.argv", ["train.py", f"--config.init.source={sources}/dape@2"])
-    assert recipe.get_config(None).to_dict() == spec
+    for flag in ([f"--config.init.source={sources}/dape@2"], ["-config.init.source", f"{sources}/dape@2", "--other"]):
+        monkeypatch.setattr("sys.argv", ["train.py", *flag])
+        assert recipe.get_config(None).to_dict() == spec
     monkeypatch.setattr("sys.argv", ["train.py"])
     argument = f"source={sources}/none,rotary=rope,processor=dape,kernel=5,channels=3,train_only=processor"
     config = recipe.get_config(argument)

@@ -1,4 +1,4 @@
-"""Initial values of every parameter, compared with the distributions that the papers and official codes state.
+"""Compare the initial values of every parameter with the distributions that papers and official codes state.
 
 A Kolmogorov-Smirnov test rejects values that are too large and values that are too small. Random keys are fixed, so
 each test either always passes or always fails.

@@ -7,6 +7,7 @@ import sys
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import tiny
 
@@ -17,6 +18,7 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
 from dape_jax.training import loop, metrics
+from dape_jax.training.trace import StepTrace
 
 
 def events_of(directory: Path) -> list:
@@ -33,14 +35,19 @@ def events_of(directory: Path) -> list:
 
 
 class FakeWandb(types.ModuleType):
-    """Replace the three functions of wandb that are used, and record their arguments."""
+    """Replace the names of wandb that are used, and record arguments. Without a key, `init` fails."""
 
-    def __init__(self):
+    Error = RuntimeError
+
+    def __init__(self, has_key: bool = True):
+        self.has_key = has_key
         super().__init__("wandb")
         self.__spec__ = types.SimpleNamespace(name="wandb")  # pyright: ignore[reportAttributeAccessIssue]
         self.begun, self.logged, self.finished = {}, [], 0
 
     def init(self, **arguments):
+        if not self.has_key:
+            raise self.Error("api_key not configured")
         self.begun = arguments
         return self
 
@@ -169,6 +176,25 @@ def test_a_missing_package_is_one_line(trained_root, tmp_path, monkeypatch):
         loop.train(spec, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_wandb_without_a_key_is_a_warning(trained_root, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(has_key=False))
+    run = RunConfig.from_dict(tiny.spec(trained_root, train__wandb="mine"))
+    with metrics.MetricLogger(tmp_path, run, 0) as metric_logger:
+        assert [sink.name for sink in metric_logger.sinks] == ["TensorBoard"]
+    assert "Weights & Biases's scalars are no longer written: api_key not configured" in caplog.text
+
+
+def test_a_trace_that_ends_early_names_its_steps(tmp_path, monkeypatch, caplog):
+    """Resume at step 3 of a trace of steps 2 to 9, and end after step 4."""
+    monkeypatch.setattr("jax.profiler.start_trace", lambda directory: None)
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
+    with caplog.at_level("INFO"), StepTrace(tmp_path, (2, 9)).of_run() as trace:
+        for step in (3, 4):
+            trace.before(step)
+            trace.after(step, jnp.zeros(()))
+    assert "trace of steps 3 to 4" in caplog.text
 
 
 def test_a_trace_is_written(told):

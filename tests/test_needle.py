@@ -1,4 +1,4 @@
-"""The needle of `scripts/needle.py`: its place in a window, and a model that repeats it."""
+"""Test `scripts/needle.py`: the place of the needle in a window, and a model whose update is zero."""
 
 import sys
 from pathlib import Path

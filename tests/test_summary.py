@@ -1,4 +1,4 @@
-"""Figures over all experiments: ratios with DAPE to without, and costs relative to Kerple."""
+"""Test the summary figures: ratios of perplexities with DAPE to those without, and costs relative to Kerple."""
 
 import dataclasses
 import math

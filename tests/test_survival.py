@@ -537,6 +537,7 @@ def test_a_file_without_permission_is_not_damage(workdir, monkeypatch, name):
     denied = workdir / "checkpoints" / "3" / name
     shutil.move(denied, workdir / "elsewhere")
     denied.mkdir()  # there, but of the wrong kind: reading it fails
+    (denied.parents[len(Path(name).parts) - 1] / "0").symlink_to("nowhere")  # a file that is missing does not hide it
     scandir = os.scandir
 
     def refuse(path):

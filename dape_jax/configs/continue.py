@@ -25,6 +25,7 @@ processor=dape if the source has no processor. Removing or replacing the rotary 
 first. This project has not run this recipe at the paper's scale.
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -38,16 +39,20 @@ from dape_jax.training.checkpoint import read_config_file
 common = read_module(Path(__file__).with_name("common.py"))
 
 METHOD = ("rotary", "bias", "processor")
-SOURCE_FLAG = "--config.init.source="
+SOURCE_FLAG = "config.init.source"
 
 
 def source_of_flag() -> str:
-    """Return the source given by the flag, or "".
+    """Return the source given by the flag, as --config.init.source=RUN or --config.init.source RUN, or "".
 
     It is read from the command line, because flags are applied to the config only after `get_config`.
     """
-    given = [flag.removeprefix(SOURCE_FLAG) for flag in sys.argv if flag.startswith(SOURCE_FLAG)]
-    return given[-1] if given else ""
+    found = ""
+    for argument, following in itertools.pairwise([*sys.argv[1:], ""]):
+        name, equals, value = argument.partition("=")
+        if name in (f"-{SOURCE_FLAG}", f"--{SOURCE_FLAG}"):
+            found = value if equals else following
+    return found
 
 
 def get_config(argument: str | None = None) -> ConfigDict:

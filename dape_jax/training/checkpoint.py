@@ -536,17 +536,15 @@ def _why_unreadable(step: AnyPath) -> str:
     if is_remote(step):
         return ""
 
-    def fail(error: OSError) -> None:
-        raise error
-
-    try:
-        for directory, _, names in os.walk(step, onerror=fail):
-            for name in names:
+    errors: list[OSError] = []
+    for directory, _, names in os.walk(step, onerror=errors.append):
+        for name in names:
+            try:
                 Path(directory, name).open("rb").close()
-    except OSError as error:
-        if error.errno in _ENVIRONMENT_ERRORS:
-            return f"{step}: cannot be read now: {describe(error)}"
-    return ""
+            except OSError as error:
+                errors.append(error)
+    found = [error for error in errors if error.errno in _ENVIRONMENT_ERRORS]
+    return f"{step}: cannot be read now: {describe(found[0])}" if found else ""
 
 
 def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class MetricLogger:
     def __exit__(self, *exception: object) -> None:
         self.bar.close()
         for sink in self.sinks:
-            _close(sink)
+            self._close(sink)
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
         """Accept the metrics of a step on `tokens` tokens, and report the previous step."""
@@ -210,12 +210,13 @@ class MetricLogger:
             except OSError as error:
                 logger.warning("%s: %s's scalars are no longer written: %s", self.workdir, sink.name, describe(error))
                 self.sinks.remove(sink)
-                _close(sink)
+                self._close(sink)
 
-
-def _close(sink: Sink) -> None:
-    with contextlib.suppress(OSError):  # such as a full disk: lost scalars must not end a run
-        sink.close()
+    def _close(self, sink: Sink) -> None:
+        try:
+            sink.close()
+        except OSError as error:  # such as a full disk: lost scalars must not end a run
+            logger.warning("%s: %s's last scalars are not written: %s", self.workdir, sink.name, describe(error))
 
 
 def require_wandb(project: str | None) -> None:
@@ -231,19 +232,23 @@ class _Wandb:
 
     def __init__(self, project: str, workdir: AnyPath):
         self.project, self.workdir = project, workdir
+        self.run: Any = None
 
     def start(self, first_step: int, config: dict[str, Any]) -> None:
         """See `Sink`."""
         import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
         place = str(absolute(self.workdir))
-        self.run = wandb.init(
-            project=self.project,
-            name=self.workdir.name,
-            id=hashlib.sha256(place.encode()).hexdigest()[:16],
-            resume="allow",
-            config=config | {"workdir": place},
-        )
+        try:
+            self.run = wandb.init(
+                project=self.project,
+                name=self.workdir.name,
+                id=hashlib.sha256(place.encode()).hexdigest()[:16],
+                resume="allow",
+                config=config | {"workdir": place},
+            )
+        except wandb.Error as error:  # such as a missing key
+            raise OSError(str(error)) from error
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """See `Sink`."""
@@ -251,7 +256,8 @@ class _Wandb:
 
     def close(self) -> None:
         """See `Sink`."""
-        self.run.finish()
+        if self.run is not None:
+            self.run.finish()
 
 
 def _tensorboard() -> tuple[Callable[[str, str], Any], Any]:

@@ -28,7 +28,7 @@ class StepTrace:
         require(not (steps and is_remote(workdir)), "train.profile_steps", steps, allowed)
         self.directory = workdir / PROFILE_DIRECTORY
         self.first, self.last = steps if steps and jax.process_index() == 0 else (0, 0)
-        self.is_on = False
+        self.traced: tuple[int, int] | None = None  # first and last step of the running trace
 
     @contextmanager
     def of_run(self) -> Iterator["StepTrace"]:
@@ -40,19 +40,20 @@ class StepTrace:
 
     def before(self, step: int) -> None:
         """Start the trace before its first step, or before a later one if the run resumes there."""
-        if not self.is_on and self.first <= step <= self.last:
-            jax.profiler.start_trace(str(self.directory))
-            self.is_on = True
+        if self.first <= step <= self.last:
+            if self.traced is None:
+                jax.profiler.start_trace(str(self.directory))
+            self.traced = (step if self.traced is None else self.traced[0], step)
 
     def after(self, step: int, results: Any) -> None:
         """Stop the trace after its last step, once the devices have computed the step's `results`."""
-        if self.is_on and step == self.last:
+        if self.traced is not None and step == self.last:
             jax.block_until_ready(results)
             self.stop()
 
     def stop(self) -> None:
         """Stop and write the trace, if it is running."""
-        if self.is_on:
-            self.is_on = False
+        if self.traced is not None:
             jax.profiler.stop_trace()
-            logger.info("trace of steps %d to %d: tensorboard --logdir=%s", self.first, self.last, self.directory)
+            logger.info("trace of steps %d to %d: tensorboard --logdir=%s", *self.traced, self.directory)
+            self.traced = None
