@@ -155,7 +155,7 @@ def main(_: list[str]) -> None:
     for seed in SEED.value:
         train_original(study, seed)
         if not step_names(study.imported(seed)):
-            import_run(study.original(seed), study.imported(seed))
+            import_run(study.original(seed), study.imported(seed), tokenizer="bytes")
     points: list[dict[str, Any]] = []
     for seed in SEED.value:
         points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in STRETCHES]
