@@ -289,8 +289,11 @@ def draw(
     """
     num_heads = len(cells["scores"])
     side = min(3.6, max(1.8, 29 / num_heads))  # inches per map; smaller with many heads, to limit the file's size
-    figure = Figure((1.25 * len(cells) * side + 1, num_heads * side + 1.2))
-    panels = figure.subplots(num_heads, len(cells), squeeze=False)
+    width, height = 1.25 * len(cells) * side + 1, num_heads * side + 1.2
+    figure = Figure((width, height))
+    # In inches, for any number of heads and maps: matplotlib's own margins are fractions of the figure.
+    margins = {"top": 1 - 0.85 / height, "bottom": 0.6 / height, "left": 0.9 / width, "right": 1 - 0.1 / width}
+    panels = figure.subplots(num_heads, len(cells), squeeze=False, gridspec_kw=margins)
     figure.suptitle(title, fontsize=11, parse_math=False)
     for column, (name, heads) in enumerate(cells.items()):
         panels[0, column].set_title(HEADINGS[name], fontsize=10)
