@@ -723,6 +723,10 @@ def test_the_same_recipe_again_does_nothing(tmp_path: Path):
     assert (again.corpus.digest, again.record) == (first.corpus.digest, first.record)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
     assert "already complete" in command.summary(again)
+    for number, is_few in ((19, True), (20, False)):
+        counted = dataclasses.replace(again.record, num_documents=Counter(train=1000, validation=number))
+        summary = command.summary(dataclasses.replace(again, record=counted))
+        assert ("few to evaluate on: a larger --validation_fraction" in summary) == is_few
 
 
 @pytest.mark.parametrize("name", ["out", "out.partial"])

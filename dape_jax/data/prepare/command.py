@@ -237,6 +237,9 @@ def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[s
             bar.update(file.num_bytes)
 
 
+FEW_DOCUMENTS = 20  # with fewer, the intervals of an evaluation are wide
+
+
 def summary(prepared: Prepared) -> str:
     """Return the counts of a corpus and its digest as text."""
     record, made = prepared.record, prepared.corpus
@@ -252,6 +255,8 @@ def summary(prepared: Prepared) -> str:
         "skipped": counts(record.skipped),
         "bad records": counts(record.rejected) + (f": see {output / REJECTED_FILE}" if record.rejected else ""),
     }
+    if record.num_documents["validation"] < FEW_DOCUMENTS:
+        lines["documents"] += " (few to evaluate on: a larger --validation_fraction holds out more)"
     if record.num_lossy:
         lines["lossy"] = f"{record.num_lossy:,} documents cannot be decoded exactly from their tokens"
     lines["digest"] = made.digest
