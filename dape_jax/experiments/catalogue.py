@@ -606,7 +606,7 @@ EXPERIMENTS = {
         ),
     ),
     "variants": Experiment(
-        title="variants of DAPE1x3: what it reads, where it is aligned, residual, window, grouped keys",
+        title="variants of DAPE1x3: inputs, alignment, residual, window, grouped keys",
         source=NOT_IN_PAPER,
         methods=(
             *("kerple", "kerple-window", "kerple-grouped", "dape1x3-kerple", *_CHANGES),
