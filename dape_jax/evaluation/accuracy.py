@@ -1,8 +1,7 @@
 """Accuracy by length of models on the algorithmic tasks. In: workdirs of runs on tasks. Out: files `accuracy.*`.
 
-At every length the same number of new strings is answered, the same strings for every model, and the right symbols of
-the answers are counted; `tapes.py` says which symbols count. The score is the mean of the accuracies at lengths above
-the train length.
+All models answer the same new strings, the same number at every length. Accuracy is the share of correct symbols among
+those that count (see `tapes.py`). The score is the mean accuracy over the lengths above the train length.
 """
 
 import dataclasses
@@ -192,11 +191,11 @@ def answer_tapes(
 
 
 def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndarray, "B"]) -> dict[str, Any]:
-    """Return the accuracy at one length: right symbols / symbols that count, over all sequences, and a 95 % interval.
+    """Return the accuracy at one length, correct symbols / symbols that count, over all sequences, with a 95 % interval.
 
     The symbols of one sequence are not independent. The interval is Wilson's for the number of independent symbols that
     would have the variance observed between sequences. With one symbol each, that is the number of sequences; it is
-    also used where nothing varies, so that a model that is always right has an interval too.
+    also used where nothing varies, so that a model without errors has an interval too.
 
     Differs: the reference takes the mean over 8 batches of 64 sequences each. Where an END decides how many symbols of
         a sequence count (addition, multiplication, stack manipulation), batches of short targets weigh more there.
@@ -250,7 +249,7 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
 
 
 def columns(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths in the table: all if they are few, else preferred ones, else equally spaced ones."""
+    """Return the lengths in the table: all of a few, otherwise the preferred ones, otherwise equally spaced ones."""
     if len(lengths) <= MAX_COLUMNS:
         return list(lengths)
     preferred = [length for length in TABLE_LENGTHS if length in lengths]

@@ -13,7 +13,7 @@ class EvaluationConfig:
     """Perplexity by length; see `perplexity.py`."""
 
     lengths: tuple[int, ...]  # sequence lengths N in tokens, increasing
-    last_tokens: int  # scored tokens at the end of a sequence; a sequence shorter than that is scored whole
+    last_tokens: int  # scored tokens at the end of a sequence; all tokens of a shorter one
     max_windows: int  # maximum number of scored windows; see `choose_windows`
     batch_tokens: int  # a batch has as many sequences as fit, and at least one for each device
     blockwise_from: int  # length from which attention is fused or blockwise, so that memory is linear in length
@@ -26,7 +26,7 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyConfig:
-    """Accuracy by length; see `accuracy.py`, and `EvaluationConfig` for the fields that it has too."""
+    """Accuracy by length; see `accuracy.py`, and `EvaluationConfig` for the shared fields."""
 
     lengths: tuple[int, ...]  # input lengths in symbols, increasing
     num_sequences: int  # of each length

@@ -4,7 +4,7 @@ In: one result for each model. Out: `lengths.*` (perplexity by length), `delta.*
 (loss by position). `save` writes those of other evaluations and of the benchmarks.
 
 JSON has no infinity and no NaN. They are written as the strings "inf", "-inf" and "nan", which `float` reads. Tables
-have the same words, and figures leave such points out, as well as numbers above 1e100.
+have the same words, and figures omit such points, and numbers above 1e100.
 """
 
 import csv
@@ -89,7 +89,7 @@ def drawings(figure: Figure, dpi: int) -> dict[str, bytes]:
 
 
 def csv_text(rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows as CSV, with numbers in full precision, and nothing for None."""
+    """Return rows as CSV, with numbers in full precision and an empty cell for None."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

@@ -1,6 +1,6 @@
 """Trained models for every tool: read the config of a checkpoint, build its mesh, restore its parameters.
 
-In: a workdir of `train.py`. Out: a `TrainedModel`, which says what to compile; then the parameters. Checkpoints are
+In: a workdir of `train.py`. Out: a `TrainedModel`, from which programs are compiled; then the parameters. Checkpoints are
 never written here. Next: `programs.py`.
 """
 
@@ -28,7 +28,7 @@ AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 
 
 class DeletedStepError(InputError):
-    """Error: a step was deleted, for example by its training run, after its config was read."""
+    """Error for a step that was deleted after its config was read, for example by its training run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TrainedModel(Generic[AnyRunConfig]):
 
     @property
     def label(self) -> str:
-        """Return the name, on a task after the task: a method has the same name on every task."""
+        """Return the name, preceded by the task of a run on a task: methods have the same names on all tasks."""
         return f"{self.run.data.task}/{self.name}" if isinstance(self.run, TaskRunConfig) else self.name
 
 

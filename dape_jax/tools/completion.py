@@ -104,7 +104,7 @@ def extend(
 
 
 def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
-    """Raise `InputError` for arguments that `generate` refuses for any prompts; allocates nothing."""
+    """Raise `InputError` for arguments that `generate` refuses for all prompts. Allocates nothing."""
     jax.eval_shape(lambda: make_cache(config, 1, 1))
     require(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be positive")
     require(0 <= seed < 2**32, "seed", seed, "must be 0 to 2**32 - 1")
@@ -251,7 +251,7 @@ class TextStream:
     returned.
 
     Args:
-        tokenizer: that decodes.
+        tokenizer: tokenizer of the ids.
         after: tokens before the first ones; their text is not returned.
     """
 

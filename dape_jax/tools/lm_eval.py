@@ -11,8 +11,8 @@ widths, so that a few programs serve all requests:
     row        c c c c x x . . . . . . . . . .      c: context   x: scored   .: padding up to the width of the batch
     position         ^ ^                            the only positions that are unembedded
 
-Padding changes no score, because attention is causal. Two kinds of model are the exception, those that generation
-refuses: their rows are not padded, and a batch holds rows of equal length.
+Padding changes no score, because attention is causal. The exceptions are the models that generation refuses
+(`edge="listing"`, `leak=True`): their rows are not padded, and a batch has rows of equal length.
 """
 
 import functools
@@ -183,7 +183,7 @@ class DapeLM(TemplateLM):
     """Trained model behind the harness's interface.
 
     An empty context is the end-of-document token, which precedes every document in training. A context that is too long
-    loses its beginning; how many did is logged.
+    loses its beginning; the number of such contexts is logged.
     """
 
     def __init__(

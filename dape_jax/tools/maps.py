@@ -1,10 +1,9 @@
 """Draw attention maps before the softmax, as in the paper's appendix K: scores, bias, and what DAPE adds to them.
 
 `attention_maps.py` is the command line. In: a trained run and one document. Out, in --output: one figure per layer
-(`layer-00.png`), `index.html`, which shows all of them, and `attention_maps.json` with statistics of every map. From
-`MANY_HEADS` heads on, the page shows small figures (`layer-00-small.png`), which are links to the large ones. Up to
-`MAX_NAMED_TOKENS` tokens, the axes show the text of each token. From `MANY_HEADS` heads on, the page shows small
-figures (`layer-00-small.png`), which are links. Up to `MAX_NAMED_TOKENS` tokens, the axes show the text of each token.
+(`layer-00.png`), `index.html`, which shows all of them, and `attention_maps.json` with statistics of every map. With
+`MANY_HEADS` heads or more, the page shows small figures (`layer-00-small.png`), which are links to the large ones. With
+`MAX_NAMED_TOKENS` tokens or fewer, the axes show the text of each token.
 
 A figure has one row per head and one column per map, each a function of (query, key):
 
@@ -55,7 +54,7 @@ from dape_jax.storage import AnyPath, exists
 JSON_FILE = "attention_maps.json"
 MAX_CELLS = 512  # along one side of a map
 MAX_NAMED_TOKENS = 32  # tokens whose text is on the axes
-MANY_HEADS = 8  # heads from which the page shows a small figure of all heads, which leads to the large one
+MANY_HEADS = 8  # with this number of heads or more, the page shows small figures
 HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the processor", "probs": "probabilities"}
 
 
