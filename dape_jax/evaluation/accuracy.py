@@ -191,7 +191,7 @@ def answer_tapes(
 
 
 def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[np.ndarray, "B"]) -> dict[str, Any]:
-    """Return the accuracy at one length, correct symbols / symbols that count, over all sequences, with a 95 % interval.
+    """Return the accuracy at one length, correct symbols / symbols that count, with a 95 % interval.
 
     The symbols of one sequence are not independent. The interval is Wilson's for the number of independent symbols that
     would have the variance observed between sequences. With one symbol each, that is the number of sequences; it is

@@ -1,7 +1,7 @@
 """Trained models for every tool: read the config of a checkpoint, build its mesh, restore its parameters.
 
-In: a workdir of `train.py`. Out: a `TrainedModel`, from which programs are compiled; then the parameters. Checkpoints are
-never written here. Next: `programs.py`.
+In: a workdir of `train.py`. Out: a `TrainedModel`, from which programs are compiled; then the parameters. Checkpoints
+are never written here. Next: `programs.py`.
 """
 
 import contextlib
