@@ -9,7 +9,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 # The directory depends on the recipes and on the Python version (whose library is the demo's text): a demo that was
-# started with others is left alone.
+# started with others is not changed.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
 
 .PHONY: demo test test-all lint docs install install-dev tpu-aot gpu-wheels
@@ -20,7 +20,8 @@ install-dev: .venv/dev-installed
 
 PIP_INSTALL = $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# The file is written last, so that an interrupted installation resumes. It is made again if its Python is gone.
+# The file is written last, so that an interrupted installation resumes. It is made again
+# if the environment's Python is missing or too old.
 ifneq ($(shell .venv/bin/python -c 'import sys; print(sys.version_info >= (3, 11))' 2>/dev/null),True)
 .PHONY: .venv/installed
 endif
@@ -40,15 +41,15 @@ demo: install
 	$(PY) train.py --config=configs/quickstart.py:processor=dape,kernel=3 --workdir=$(DEMO)/dape1x3-kerple
 	$(PY) eval.py --workdir=$(DEMO)/kerple,$(DEMO)/dape1x3-kerple
 
-# Outside of the environment's packages: if JAX finds libtpu, every command on a machine without a TPU searches for one
-# and complains.
+# Not installed into the environment: if JAX finds libtpu, every command on a machine without a TPU searches for one and
+# prints warnings.
 tpu-aot: .venv/tpu-aot/installed
 
 .venv/tpu-aot/installed: constraints.txt | install
 	$(PIP_INSTALL) --upgrade --no-deps --target .venv/tpu-aot libtpu
 	touch $@
 
-# For Linux, Python 3.12 and JAX with its plugin for CUDA, beside what machines with PyTorch usually have.
+# Packages that machines with PyTorch, JAX and its CUDA plugin usually lack, for Linux and Python 3.12.
 gpu-wheels: build/gpu-wheels/downloaded
 
 WHEEL_PLATFORMS = $(foreach tag,manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1,--platform $(tag)_x86_64)

@@ -13,7 +13,7 @@ it. This module does not need JAX, so that the summary is written even if JAX fa
 
 Output, at most eight files:
 
-    results.jsonl   a line for every step of every case; the last line of a case is valid
+    results.jsonl   a line for every step of every case; only the last line of a case counts
     summary.txt     tables made from results.jsonl
     layers.png      times of one layer
     environment.txt hardware and software of the machine
@@ -187,7 +187,7 @@ class Measurement:
             for _ in range(3):
                 if status in (0, None) or limit - time.monotonic() < 10:
                     break
-                (self.control / "stop").unlink(missing_ok=True)  # it prepares the cases after this one again
+                (self.control / "stop").unlink(missing_ok=True)  # the group has to prepare its later cases
                 status = self.finish(self.start_group(group), limit - time.monotonic())
             self.say(f"{group} is timed: {'killed at its limit' if status is None else f'status {status}'}")
 

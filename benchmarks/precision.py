@@ -4,8 +4,8 @@
 
 The row is the last of `length` rows. Its query and the keys are drawn from a normal distribution, and the parameters
 are newly initialised. An error is the largest among the scores within 20 nats of the row's maximum: others have no
-weight in the softmax. OUTPUT has JSON, tables and a figure of three errors in nats. If a score is NaN, tables have NaN,
-and the JSON has null:
+weight in the softmax. OUTPUT has JSON, tables and a figure of three errors in nats. Errors that are not finite
+are NaN in tables and null in the JSON:
 
     as written   Conv2(LeakyReLU(Conv1([A; B]))), hidden features rounded to the dtype
     dape         `processors.dape`, centred on the features of the bias B (docs/kernel.md)

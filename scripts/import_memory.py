@@ -6,8 +6,8 @@ Checkpoints with the shapes of published models are written as sparse files of z
 imported by `dape_jax.pretrained.load`, in a separate process, onto eight simulated devices (--mesh=fsdp=8). These
 devices use the machine's memory, so the peak includes the parameters, in float32; the rest is the memory of the import
 itself, which depends on the largest tensor. The peak is measured before the checkpoint of the run is written (`read`),
-and at the end (`whole`). The 8B model has 6 of its 32 layers, because the parameters of all would take 32 GB; its
-tensors have the published sizes.
+and at the end (`whole`). The 8B model has 6 of its 32 layers, because the parameters of all layers would take 32 GB;
+its tensors have the published sizes.
 
 The results are written to OUTPUT/import_memory.json.
 """
@@ -56,7 +56,7 @@ LLAMA_3_8B = {
 }
 MODELS = {"pythia-2.8b": (PYTHIA_2_8B, "F16"), "llama-3-8b, 6 of 32 layers": (LLAMA_3_8B, "BF16")}
 
-# Program of the measured process: the import, with the peak before the checkpoint is written.
+# Program of the measured process: import a checkpoint, print the peak before the run's checkpoint is written.
 IMPORT = """
 import resource, sys
 from pathlib import Path
@@ -90,8 +90,8 @@ def main(_: list[str]) -> None:
         print(
             f"{name}: parameters {result['parameter_bytes'] / 1e9:.2f} GB, largest tensor "
             f"{result['largest_tensor_bytes'] / 1e9:.2f} GB, peak {result['peak_read_bytes'] / 1e9:.2f} GB: "
-            f"{beyond:.1f} of the largest tensor beyond the parameters; {result['peak_whole_bytes'] / 1e9:.2f} GB with "
-            "the checkpoint"
+            f"{beyond:.1f} times the largest tensor beyond the parameters; {result['peak_whole_bytes'] / 1e9:.2f} GB "
+            "with the checkpoint"
         )
     write_json(output / "import_memory.json", {"models": results} | provenance("safetensors"))
 

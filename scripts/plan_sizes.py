@@ -42,7 +42,7 @@ def plan(name: str) -> None:
 
 
 def table() -> str:
-    """Return a Markdown table with a row per existing plan; figures are for one chip."""
+    """Return a Markdown table with a row per existing plan; numbers are for one chip."""
     lines = [
         "| model | slice | mesh | batch x length | parameters and moments | peak | received | compute | memory "
         "| interconnect | MFU at most |",
@@ -66,7 +66,7 @@ def table() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Make all plans, or those given as arguments."""
+    """Run all plans, or those given as arguments; write the table."""
     names = arguments[1:] or list(PLANS)
     for name in names:
         require(name in PLANS, "NAME", name, f"must be one of {list(PLANS)}")

@@ -5,8 +5,9 @@
 
 A model with Pythia's architecture (parallel residual, RoPE on a quarter of each head, about 5M parameters) is trained
 on bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a
-constant learning rate: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are evaluated up to
-32 T on the same windows of the same documents, so that differences of two runs have paired intervals over documents.
+constant learning rate after warm-up: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are
+evaluated up to 32 T on the same windows of the same documents, so that differences of two runs have paired intervals
+over documents.
 
 Recall is measured on text: the last bytes of a sequence are replaced by a passage of another document, and in half of
 the sequences the first bytes are replaced by the same passage. Recall is the difference in loss of the last passage
@@ -40,6 +41,7 @@ from dape_jax import command_line
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Corpus, DataConfig, TokenStore, load_corpus
 from dape_jax.data.tokenizers import byte_tokenizer_json
+from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import (
     ScoredWindow,
@@ -66,7 +68,9 @@ WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the run 
 OUTPUT = flags.DEFINE_string("output", "results/retrofit", "Directory of the results.")
 SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; may be repeated.", lower_bound=0)
 STEPS = flags.DEFINE_integer("steps", 1500, "Steps of the original training; a multiple of 100.", lower_bound=100)
-WAY = flags.DEFINE_multi_string("way", [], "Name of a way to continue, see WAYS; may be repeated. All if not given.")
+WAY = flags.DEFINE_multi_string(
+    "way", [], "Name of a way to continue, a key of WAYS; may be repeated. All if not given."
+)
 
 TRAIN_LENGTH, BATCH_SIZE = 128, 16
 SIZES = {"num_hidden_layers": 4, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 1280}
@@ -151,6 +155,9 @@ def main(_: list[str]) -> None:
     """Train, import, continue, evaluate, and write the results."""
     output = make_results_directory(Path(OUTPUT.value))
     study = Study(DATA.value, Path(WORKDIR.value), STEPS.value)
+    for name in WAY.value:
+        require(name in WAYS, "--way", name, f"must be one of {list(WAYS)}")
+    require(STEPS.value > 0 and STEPS.value % 100 == 0, "--steps", STEPS.value, "must be a positive multiple of 100")
     ways = {name: WAYS[name] for name in (WAY.value or WAYS)}
     for seed in SEED.value:
         train_original(study, seed)

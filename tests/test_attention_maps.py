@@ -262,7 +262,9 @@ def test_a_model_that_diverged_is_refused(workdir, tmp_path, monkeypatch):
         return mesh, jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
 
     monkeypatch.setattr(module, "restore", diverged)
-    with pytest.raises(InputError, match=r"^workdir = .*: the model has diverged: layer 0 is not finite$"):
+    with pytest.raises(
+        InputError, match=r"^workdir = .*: the model has diverged: the output of layer 0 is not finite$"
+    ):
         attention_maps(workdir, length=16, output=tmp_path / "maps")
     assert not (tmp_path / "maps" / "index.html").exists()
 

@@ -709,7 +709,7 @@ def no_weights(monkeypatch):
 
 def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, no_weights):
     refusals: list[tuple[list[str], dict[str, Any], str]] = [
-        ([], {}, "workdir = .*must be one workdir or more"),
+        ([], {}, "workdir = .*must have at least one directory"),
         (["dape"], {"lengths": (0,)}, r"evaluation.lengths = \(0,\): must be one or more positive"),
         (["dape"], {"lengths": (6, 3)}, "evaluation.lengths = .*increasing"),
         (["dape"], {"num_sequences": 0}, "evaluation.num_sequences = 0: must be positive"),
@@ -860,7 +860,7 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
     result = run_command("eval.py", f"--workdir={workdir}", "--last_tokens=5")
     assert result.returncode == 2, result.stdout
     assert result.stderr.splitlines() == [
-        "error: --last_tokens = 5: only for language models, and these are not",
+        "error: --last_tokens = 5: must not be given: it is only for language models",
     ]
 
 

@@ -384,7 +384,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
     for workdirs, words in (
         ([tmp_path / "nothing"], "train.py"),
         ([runs[0], runs[0]], "must have different names"),
-        ([], "must be one workdir or more"),
+        ([], "must have at least one directory"),
         ([empty], "has no checkpoint yet"),
     ):
         with pytest.raises(InputError, match=words):
@@ -1012,4 +1012,4 @@ def test_every_protocol_from_the_command_line(runs):
     assert done.stderr.splitlines() == ["error: protocol = 'deltas': must be one of ['perplexity', 'delta']"]
     done = run_command("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: --num_sequences = 3: only for runs on tasks, and these are not"]
+    assert done.stderr.splitlines() == ["error: --num_sequences = 3: must not be given: it is only for runs on tasks"]

@@ -150,7 +150,7 @@ def test_the_directory_common_to_workdirs(environment):
     assert str(report.common_directory(paths)) == "s3://bucket/runs"
     assert report.common_directory(paths[:1]) == paths[0]
     for other in ("gs://bucket/runs/a", "s3://other/runs/a", "runs/a"):
-        with pytest.raises(InputError, match="have no directory in common; give --output"):
+        with pytest.raises(InputError, match="must have a common directory; give --output"):
             report.common_directory([paths[0], storage.to_path(other, "")])
 
 

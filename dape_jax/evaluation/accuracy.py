@@ -59,7 +59,7 @@ def evaluate_tasks(
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.
 
-    The workdirs of the same task have different names.
+    Workdirs of the same task must have different names.
     """
     models = read_models(read_trained_on_task, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")
@@ -97,12 +97,12 @@ class Tapes:
         self.rng = np.random.default_rng([EVALUATION, length])
         self.inputs_BN = config.of.sample(self.rng, num_sequences, length)
         self.targets_BM = config.of.solve(self.inputs_BN)
-        unused = np.random.default_rng(0)  # of positions, which targets do not depend on
+        unused = np.random.default_rng(0)  # for random positions, on which targets do not depend
         tapes = make_tapes(config, self.inputs_BN, self.targets_BM, unused, pad_to=padded)
         self.targets_BT, self.counted_BT = tapes["targets"], tapes["counted"]
 
     def batch(self, rows: Int[np.ndarray, "B"]) -> Batch:
-        """Return the inputs and positions of some of the tapes."""
+        """Return the inputs and positions of the tapes numbered `rows`."""
         tapes = make_tapes(self.config, self.inputs_BN[rows], self.targets_BM[rows], self.rng, pad_to=self.padded)
         return {name: tapes[name] for name in ("inputs", "positions")}
 
@@ -113,8 +113,8 @@ class Tapes:
 def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
     """Make `step({"params": params, "number": number}, batch) -> answers_BT`, jitted.
 
-    The answer at every place of a tape is the most probable symbol, or -1 where the logits are not finite. Dropout's
-    random numbers depend on the number of the batch.
+    The answer at every token of a tape is the most probable symbol, or -1 where the logits are not finite. The key of
+    dropout is derived from the number of the batch.
     """
 
     def step(model_and_number: dict[str, Any], batch: dict[str, Array]) -> Int[Array, "B T"]:
@@ -127,7 +127,7 @@ def make_answer_step(graphdef: nnx.GraphDef, dropout: bool) -> Wrapped:
 
 
 def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
-    """Compile the programs of one model, by the T of the tapes; its parameters are not read."""
+    """Compile the programs of one model without reading its parameters; return them by T, the tokens of a tape."""
     mesh, run, evaluation = make_mesh(trained.mesh), trained.run, trained.run.evaluation
 
     def step_at(padded: int) -> tuple[Wrapped, int]:
@@ -135,7 +135,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
         attention = blockwise if padded >= evaluation.blockwise_from else Dense()
         graphdef, _ = model_structure(dataclasses.replace(run.model, attention=attention))
         largest = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
-        # The same number of batches, of as equal sizes as possible, so that the last has less padding.
+        # Without more batches, make their sizes as equal as possible, so that the last has less padding.
         num_batches = -(-evaluation.num_sequences // largest)
         even = -(-evaluation.num_sequences // num_batches)
         return make_answer_step(graphdef, evaluation.dropout), batch_size_at(padded, even, evaluation, mesh)
@@ -160,7 +160,7 @@ def answer_tapes(
     """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
     num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
-    numbers = itertools.count()  # of batches, over all lengths
+    numbers = itertools.count()  # batch numbers, which continue from one length to the next
     accuracies = []
     with jax.set_mesh(mesh), Progress(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
         for length in evaluation.lengths:
@@ -201,11 +201,11 @@ def length_accuracy(length: int, right_B: Int[np.ndarray, "B"], counted_B: Int[n
         a sequence count (addition, multiplication, stack manipulation), batches of short targets weigh more there.
     """
     accuracy = right_B.sum() / counted_B.sum()
-    # In integers up to the division: rounding would give equal sequences a variance, and make their interval vanish.
+    # Subtract integers: rounding errors would give equal sequences a tiny variance, and so an interval of width 0.
     off_B = right_B * counted_B.sum() - right_B.sum() * counted_B
     variance = np.sum((off_B / counted_B.sum() ** 2) ** 2)
     independent = accuracy * (1 - accuracy) / variance if variance > 0 else len(right_B)
-    z = 1.959964  # 97.5 % of a normal distribution is below
+    z = 1.959964  # 97.5 % quantile of the normal distribution
     centre = (accuracy + z**2 / (2 * independent)) / (1 + z**2 / independent)
     half = z * math.sqrt(accuracy * (1 - accuracy) / independent + (z / (2 * independent)) ** 2)
     half /= 1 + z**2 / independent

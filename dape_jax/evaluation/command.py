@@ -26,7 +26,7 @@ class Flags:
     workdir: tuple[str, ...] = flag(dataclasses.MISSING, "Run directories to compare.")
     mesh: str | None = flag(
         None,
-        "Mesh of the devices, as axis=size,axis=size: context=8 has eight devices share every sequence. If unset, "
+        "Mesh of the devices, as axis=size,axis=size: context=8 shares every sequence among eight devices. If unset, "
         "sequences are spread over all devices.",
     )
     output: str | None = flag(
@@ -59,11 +59,11 @@ def main(_: list[str]) -> None:
 
 
 def refuse_flags(options: type[Options], models: str) -> None:
-    """Raise `InputError` if a flag is given that only these options have, which are for other models."""
+    """Raise `InputError` if a flag of `options` other than those of `Options` is given: it is for other models."""
     shared = {field.name for field in dataclasses.fields(Options)}
     for name in (field.name for field in dataclasses.fields(options) if field.name not in shared):
         given = flags.FLAGS[name]
-        require(not given.present, f"--{name}", given.value, f"only for {models}, and these are not")
+        require(not given.present, f"--{name}", given.value, f"must not be given: it is only for {models}")
 
 
 def command() -> None:

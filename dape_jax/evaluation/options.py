@@ -11,7 +11,7 @@ PROTOCOLS = ("perplexity", "delta")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of every evaluation, and flags of `eval.py`; `None` and empty lengths are those of the run's config."""
+    """Options of every evaluation, and flags of `eval.py`; `None` or empty: the value in the run's config."""
 
     step: str = flag("newest", STEP_HELP)
     lengths: tuple[int, ...] = flag(
@@ -50,7 +50,7 @@ class PerplexityOptions(Options):
         require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
         allowed = "must not be given with --by_position, which scores all tokens"
         require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
-        from dape_jax.model.positions import STRETCHES  # with JAX, which the flags do not need
+        from dape_jax.model.positions import STRETCHES  # imports JAX, which --help does not need
 
         is_known = set(self.rotary) <= set(STRETCHES) and len(set(self.rotary)) == len(self.rotary) > 0
         require(is_known, "rotary", self.rotary, f"must be one or more of {list(STRETCHES)}, each once")
@@ -65,5 +65,7 @@ class PerplexityOptions(Options):
 class TaskOptions(Options):
     """Options of `evaluate_tasks`, and flags of `eval.py` for runs on algorithmic tasks."""
 
-    num_sequences: int | None = flag(None, "Of a task: strings of each length; that of the run's config if unset.")
-    dropout: bool | None = flag(None, "Of a task: whether dropout stays on; as in the run's config if unset.")
+    num_sequences: int | None = flag(
+        None, "For runs on tasks: sequences of each length; that of the run's config if unset."
+    )
+    dropout: bool | None = flag(None, "For runs on tasks: whether dropout stays on; as in the run's config if unset.")

@@ -82,8 +82,8 @@ def evaluate(
         show: called with the table, before anything is written.
 
     Raises:
-        InputError: bad input, a text that differs from its digest, or a length that does not fit into memory, before
-            any parameters are read; later, a checkpoint that cannot be read, or a directory that cannot be written to.
+        InputError: before any parameters are read, for bad input, a text that differs from its digest, or a length that
+            does not fit into memory; later, if a checkpoint cannot be read or a directory cannot be written to.
     """
     models = read_models(read_trained, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
     if options.kind == "delta":
@@ -104,7 +104,7 @@ def evaluate(
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
     directory = make_results_directory(output or report.common_directory(workdirs))
-    # Compile everything before reading parameters, so that a length that does not fit is refused before the work.
+    # Compile everything before reading parameters, so that a length that does not fit is refused early.
     programs = [
         {rotary: compile_lengths(model, rotary, len(windows)) for rotary in chosen}
         for model, chosen in zip(models, variants, strict=True)
@@ -120,7 +120,7 @@ def evaluate(
     return report.WRITERS[options.kind](results, directory, show)
 
 
-# ---- what is compared
+# ---- models, variants and corpora
 
 
 def _text_of(model: TrainedModel[RunConfig], corpus: Corpus, data: str | None) -> str:
@@ -128,7 +128,7 @@ def _text_of(model: TrainedModel[RunConfig], corpus: Corpus, data: str | None) -
 
 
 def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> list[Corpus]:
-    """Return the corpus of each model; see `validation_corpus`. Imported models have that of the first trained one.
+    """Return the corpus of each model; see `validation_corpus`. Imported models get that of the first trained one.
 
     Raises:
         InputError: a corpus cannot be read, or all models are imported, and `data` is None.
@@ -136,7 +136,7 @@ def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | No
     first = next((model for model in models if model.run.data.path is not None), models[0])
     corpora = []
     for model in models:
-        if model.run.data.path is None:  # the text and its split of the other model, in this one's tokens
+        if model.run.data.path is None:  # imported: text and split of `first`, with this model's tokenizer
             config = dataclasses.replace(first.run.data, tokenizer=model.run.data.tokenizer)
             model = dataclasses.replace(
                 model, run=dataclasses.replace(model.run, data=config), data_digest=first.data_digest
@@ -167,7 +167,7 @@ def with_protocol(model: TrainedModel[RunConfig], kind: str) -> TrainedModel[Run
 
 
 def rotary_variants(models: Sequence[TrainedModel[RunConfig]], rotary: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the rotary variants of each model: `rotary` for those with RoPE, and "rope", as trained, for the others.
+    """Return the rotary variants of each model: `rotary` for models with RoPE, only "rope" (as trained) for others.
 
     Raises:
         InputError: variants are asked for, and no model has RoPE.
@@ -198,7 +198,7 @@ def variant_name(model: TrainedModel[RunConfig], rotary: str) -> str:
 
 
 def choose_windows(store: TokenStore, longest: int, max_windows: int) -> list[ScoredWindow]:
-    """Return the windows to score: of the longest length, at the end of documents, then before those, not overlapping.
+    """Return non-overlapping windows of the longest length, from the end of each document backwards.
 
     Every document that is long enough gives one window before any document gives two, so that a few long documents do
     not dominate the result.
@@ -281,7 +281,9 @@ def warn_of_divergence(name: str, nll_by_length: NllByLength) -> None:
     if infinite := [
         f"{length} ({loss:,.6g} nats)" for length, loss in losses.items() if math.isinf(perplexity_of(loss))
     ]:
-        logger.warning("%s: the perplexity is infinite, because of the loss, at length %s", name, ", ".join(infinite))
+        logger.warning(
+            "%s: the perplexity is infinite, as the loss is too large, at length %s", name, ", ".join(infinite)
+        )
 
 
 def summarise(

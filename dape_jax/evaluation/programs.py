@@ -33,7 +33,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Step compiled for batches of one shape: `step(params, batch)`; `num_bytes` on each device, with its arguments."""
+    """Compiled `step(params, batch)` for batches of one shape; it needs `num_bytes` on each device, with arguments."""
 
     length: int
     batch_size: int
@@ -57,7 +57,7 @@ def model_at(
 
 
 def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig | AccuracyConfig, mesh: Mesh) -> int:
-    """Return the sequences of a batch: as many as `batch_tokens` holds, rounded up to a multiple of the batch axes."""
+    """Return the number of sequences in a batch: as many as fit, rounded up to a multiple of the batch axes."""
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     return -(-min(num_sequences, max(1, evaluation.batch_tokens // length)) // parts) * parts
 
@@ -160,7 +160,7 @@ def predicted_bytes(compiled: Compiled) -> int:
 
 
 def available_bytes(mesh: Mesh) -> int:
-    """Return the free memory of the device of this process that has least; the devices of a CPU share the host's."""
+    """Return the minimum free memory of this process's devices; the devices of a CPU share the host's memory."""
     devices = mesh.local_devices
     if devices[0].platform == "cpu":
         return host_available_bytes() // len(devices)
@@ -169,13 +169,13 @@ def available_bytes(mesh: Mesh) -> int:
 
 
 def host_available_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that this process can still allocate, by the host's figures and those of its control groups.
+    """Return the memory that this process can still allocate, limited by the host and by its control groups.
 
     Inactive file cache of a control group counts as free: the kernel drops it before it refuses memory. `root` is the
     root of the file system.
     """
     meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo")}
-    if not meminfo:  # not Linux: total memory is all that is known
+    if not meminfo:  # not Linux: only the total memory is known
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     available = meminfo["MemAvailable"]
     for line in _lines(root / "proc/self/cgroup"):

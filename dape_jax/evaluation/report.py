@@ -28,8 +28,8 @@ from dape_jax.storage import AnyPath, absolute, is_remote
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 Show = Callable[[str], object]  # prints a table
 
-FIXED_BELOW = 1e9  # numbers from here on have an exponent in tables: a perplexity can have 300 digits
-DRAWN_BELOW = 1e100  # numbers from here on are left out of figures: matplotlib computes with their multiples
+FIXED_BELOW = 1e9  # tables show larger numbers with an exponent: a perplexity can have 300 digits
+DRAWN_BELOW = 1e100  # figures omit larger numbers: matplotlib computes with their multiples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,13 +131,13 @@ def common_directory(workdirs: Sequence[AnyPath]) -> AnyPath:
     """Return the default directory of results: the workdir, or the longest path common to all workdirs.
 
     Raises:
-        InputError: they have nothing in common: some are local, or in another bucket.
+        InputError: the paths have no common part, because they are in different buckets, or only some are local.
     """
     first, *others = map(absolute, workdirs)
     lineages = [{os.fspath(each), *map(os.fspath, each.parents)} for each in others]
     common = next((up for up in (first, *first.parents) if all(os.fspath(up) in each for each in lineages)), None)
     if common is None or (is_remote(first) and not os.fspath(common).partition("://")[2]):  # not even a bucket
-        raise InputError(f"workdir = {list(map(str, workdirs))}: have no directory in common; give --output")
+        raise InputError(f"workdir = {list(map(str, workdirs))}: must have a common directory; give --output")
     return common
 
 

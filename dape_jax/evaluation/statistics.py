@@ -2,8 +2,8 @@
 
 In: the nll of windows, and the document that each window comes from. Out: results as JSON values, which `report.py`
 writes. "low" and "high" are the ends of a 95 % bootstrap interval over documents, or None with fewer than two
-documents. The perplexity of a model that diverged is infinite where exp(loss) is too large for a float; what follows
-from a NaN, or from a difference of two infinities, is NaN. Next: `perplexity.py`.
+documents. The perplexity of a model that diverged is infinite where exp(loss) is too large for a float; a result
+that depends on a NaN, or on a difference of two infinities, is NaN. Next: `perplexity.py`.
 """
 
 import math
@@ -22,7 +22,7 @@ Documents = Int[np.ndarray, "windows"]  # the document of each window
 
 
 def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
-    """Return the ends of the 95 % bootstrap interval of a statistic over documents, numbers or lists, or None and None.
+    """Return the ends of a statistic's 95 % bootstrap interval over documents, as numbers or lists, or None and None.
 
     Whole documents are drawn, because the windows of a document are not independent. All sums are taken of the same
     draw, so that paired values stay paired. With fewer than two documents there is no interval.
@@ -41,10 +41,10 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
         np.add.at(totals, which, rows)
         return totals
 
-    import scipy.stats  # takes half a second
+    import scipy.stats  # imported here, because it takes half a second
 
     with warnings.catch_warnings(), np.errstate(over="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # of a NaN, whose interval is NaN
+        warnings.simplefilter("ignore", scipy.stats.DegenerateDataWarning)  # raised for NaN, whose interval is NaN
         interval = scipy.stats.bootstrap(
             tuple(map(sum_by_document, sums)),
             statistic,
@@ -141,8 +141,8 @@ def positions_result(
 
     A model breaks at the first bin beyond the train length where the smoothed loss exceeds the loss around the train
     length (the mean over positions from T_train / 2 to T_train) by more than `MARGIN_NATS`, and where the 95 %
-    bootstrap interval of that excess over documents is above 0, so that noise alone is no break. It also breaks at a
-    bin whose excess is NaN.
+    bootstrap interval of that excess over documents is above 0, so that noise is not taken for a break. It also breaks
+    at a bin whose excess is NaN.
 
     `nll_of_windows` is the nll in nats of every target.
     """
@@ -159,7 +159,7 @@ def positions_result(
     is_last_octave = (starts >= length // 2)[None]
 
     def mean(nll: np.ndarray, tokens: np.ndarray, is_chosen: np.ndarray) -> np.ndarray:
-        """Return the mean over the chosen bins; `nll` and `tokens` have a bin in each row, as the bootstrap gives."""
+        """Return the mean over the chosen bins; the first axis of `nll` and `tokens` is bins."""
         is_finite = np.isfinite(nll)
         total = is_chosen @ np.where(is_finite, nll, 0)  # 0 * NaN of a bin that is not chosen would be NaN
         return np.where(is_chosen @ ~is_finite, np.nan, total) / (is_chosen @ tokens)

@@ -119,11 +119,11 @@ def read_models(
     mesh: MeshConfig | None,
     *overrides: str,
 ) -> list[TrainedModel[AnyRunConfig]]:
-    """Read the descriptions of the models to compare, whose labels must be different; `read` is one of the above.
+    """Read the descriptions of the models to compare, whose labels must differ; `read` is one of the functions above.
 
     The options named by `overrides` replace the config's evaluation field of that name, where they are given.
     """
-    require(bool(workdirs), "workdir", [], "must be one workdir or more")
+    require(bool(workdirs), "workdir", [], "must have at least one directory")
     given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
     models = [read(workdir, options.step, given, mesh) for workdir in workdirs]
     labels = [model.label for model in models]
@@ -156,9 +156,9 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
     except InputError as error:
         raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
     allowed = (
-        f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, then "
-        f"{trained.data_digest}), so its validation documents may be training data; name the corpus to score with "
-        "--data"
+        f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, "
+        f"in training {trained.data_digest}), so its validation documents may be training data; name the corpus to "
+        "score with --data"
     )
     require(corpus.digest == trained.data_digest, "data.path", config.path, allowed)
     return corpus

@@ -39,7 +39,7 @@ METHODS = {
     "dape1x3-fire-as-without": "bias=fire,fire=plain,processor=dape,kernel=3",
 }
 
-# Methods of experiments that are not in the paper. What a recipe's argument does not have is in OVERRIDES.
+# Methods of experiments that are not in the paper. Config fields that a recipe's argument cannot set are in OVERRIDES.
 _CHANGES = {
     "dape1x3-kerple-causal": "with a causal kernel",
     "dape1x3-kerple-scores": "that reads the scores alone",
@@ -62,7 +62,7 @@ _COSTLIER: dict[str, dict[str, Any]] = {
 }
 METHODS |= {method: METHODS["kerple"] for method in _COSTLIER}
 
-# Config fields of methods that a recipe's argument does not have.
+# Config fields of methods that a recipe's argument cannot set.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dape1x2-kerple": {"model.processor.alignment": "causal"},  # a centered kernel has an odd width
     "dape1x3-kerple-causal": {"model.processor.alignment": "causal"},

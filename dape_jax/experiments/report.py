@@ -180,7 +180,7 @@ def _readme(groups: list[Group]) -> str:
     return "\n".join([*verdicts, "", "Notes on claims:", "", *noted, *sections])
 
 
-_OTHERS = {  # measurements that are no experiment of the paper: section -> files in the results' directory
+_OTHERS = {  # measurements that are not experiments of the paper: title -> stem of the files in the results directory
     "The demo": "quickstart/lengths",
     "Two algorithmic tasks after 1,500 steps": "che/accuracy",
     "Associative recall": "recall/accuracy",

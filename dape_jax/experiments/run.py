@@ -113,7 +113,7 @@ class Run:
 
 
 def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
-    """Return the runs of an experiment, ordered by seed.
+    """Return the runs of an experiment, ordered by seed, then by model.
 
     Raises:
         InputError: the experiment does not have the preset or a task, or a text is given for an experiment on tasks.
@@ -179,7 +179,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """Return a run's config as a nested dict, as read by `train.py`.
+    """Return a run's config as the nested dict that `train.py` reads.
 
     Raises:
         InputError: the recipe is missing, or rejects its argument.

@@ -72,8 +72,8 @@ Lookup = Callable[[Cell | Score], dict[int, list[Sample]]]
 class Difference:
     """Difference low - factor * high of a comparison; of logarithms for perplexities and times.
 
-    `p_less` is the p-value of "the difference is not below 0", `p_more` of "it is not above 0". They are NaN with one
-    seed, and so is the interval.
+    `p_less` is the p-value of "the difference is not below 0", `p_more` of "it is not above 0". They and the interval
+    are NaN with one seed. If a model diverged, the interval is NaN, and the p-values are 0 or 1.
     """
 
     less: Less

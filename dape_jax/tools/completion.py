@@ -39,7 +39,7 @@ from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import BATCH
 from dape_jax.storage import AnyPath, absolute, exists
 
-# Rows per prefill step. The length of a cache is a multiple of it, so that prompts of many lengths share a program.
+# Rows per prefill step. Lengths of caches are multiples of it, so that prompts of many lengths share a program.
 CHUNK = 64
 
 
@@ -93,7 +93,7 @@ def extend(
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Apply `Transformer.extend` to the next T tokens of every sequence.
 
-    `first` is the position of the first of them, one for all sequences or one for each.
+    `first` is the position of the first new token: a scalar for all sequences, or one number for each.
     """
 
     def extend_one(tokens_T: Int[Array, "T"], first: Int[Array, ""], cache: Cache) -> tuple[Float[Array, "T D"], Cache]:
@@ -104,7 +104,7 @@ def extend(
 
 
 def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
-    """Raise `InputError` for arguments that `generate` refuses for all prompts. Allocates nothing."""
+    """Raise `InputError` for arguments that `generate` refuses for any prompt. Allocates nothing."""
     jax.eval_shape(lambda: make_cache(config, 1, 1))
     require(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be positive")
     require(0 <= seed < 2**32, "seed", seed, "must be 0 to 2**32 - 1")
@@ -120,7 +120,7 @@ class Latest(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("config", "batch", "length", "mesh"))
 def make_caches(config: TransformerConfig, batch: int, length: int, mesh: Mesh) -> Cache:
-    """Return one cache per sequence, split over the devices: a dim B before the dims of a `Cache` of one sequence."""
+    """Return one cache per sequence, split over the devices: every array of `Cache` has a leading dim B."""
     caches = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), make_cache(config, 1, length))
     return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, BATCH))
 
@@ -205,13 +205,13 @@ def generate(
 ) -> Iterator[Integer[np.ndarray, "B"]]:
     """Continue every prompt; yield the tokens of one step at a time.
 
-    A draw depends only on the seed, the index of the prompt and the position: a prompt gives the same tokens whatever
-    the prompts after it (up to rounding of the logits). Sequences are split over the devices of `mesh`, which is that
-    of the parameters, and padded with copies of the last.
+    A draw depends only on the seed, the index of the prompt and the position, so later prompts do not change the tokens
+    of earlier ones (up to rounding of the logits). Sequences are split over the devices of `mesh`, the mesh of the
+    parameters; the batch is padded with copies of the last prompt.
 
-    `num_ids` is the size of the tokenizer's vocabulary, from which tokens are drawn, or None for the model's.
-    `end_token` ends a sequence, which then repeats it; the iterator stops when all sequences have ended. None stops it
-    only at `max_new_tokens`.
+    Tokens are drawn from the first `num_ids` ids: the tokenizer's vocabulary, or the model's if None. `end_token` ends
+    a sequence, which then repeats it. The iterator stops when all sequences have ended, and always after
+    `max_new_tokens` steps.
 
     Raises:
         InputError: no prompts, a bad prompt or number, or a model that cannot be cached.
@@ -258,8 +258,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, after: Integer[np.ndarray, "_"] | None = None):
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._before = np.zeros(0, np.int64) if after is None else after  # newest tokens that are shown
-        self._waiting = np.zeros(0, np.int64)  # tokens after them, which end within a character
+        self._before = np.zeros(0, np.int64) if after is None else after  # newest tokens whose text was returned
+        self._waiting = np.zeros(0, np.int64)  # later tokens, which end within a character
 
     def feed(self, ids: Integer[np.ndarray, "_"], *, last: bool = False) -> str:
         """Return the characters that these ids complete; with `last`, also a replacement sign for incomplete bytes."""
@@ -297,7 +297,7 @@ def complete(
 
     A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
     which precedes every document in training. One prompt is printed with its completion as it grows, several when all
-    are complete. `Flags` describes the other arguments.
+    are complete. `generate.Flags` describes the other arguments.
 
     Returns:
         The completion of each prompt.

@@ -93,7 +93,7 @@ def score(
 
     The scored targets start at column 0 of the result; zeros follow. Positions are unembedded `CHUNK` at a time, so
     memory does not grow with length times vocabulary. `batch` is from `make_batch`; `num_ids` is the size of the
-    tokenizer's vocabulary, which may be smaller than the model's: greedy is among these ids.
+    tokenizer's vocabulary, which may be smaller than the model's: the greedy token is one of these ids.
     """
     graphdef, _ = model_structure(config)
     model = nnx.merge(graphdef, params)
@@ -130,10 +130,10 @@ class GenerationOptions(NamedTuple):
 
 
 def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> GenerationOptions:
-    """Return the harness's `generation_kwargs`: greedy unless `do_sample` or a temperature says otherwise.
+    """Return the harness's `generation_kwargs`: greedy unless `do_sample` or a temperature is set.
 
     Raises:
-        InputError: a bad value, an unsupported option, or no room left for a context.
+        InputError: a bad value, an unsupported option, or no space left for a context.
     """
     supported = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": None, **normalize_gen_kwargs(gen_kwargs)}
@@ -159,9 +159,9 @@ def generate_until_stop(
     tokenizer: Tokenizer,
     until: Sequence[str],
 ) -> list[str]:
-    """Consume steps of `generate` until the sequence of each prompt has ended or produced a stop.
+    """Consume steps of `generate` until the sequence of each prompt has ended or contains a stop sequence.
 
-    Stops are compared with the decoded string, so they may begin and end inside tokens.
+    Stop sequences are compared with the decoded string, so they may begin and end inside tokens.
     """
     streams = [TextStream(tokenizer, after=prompt) for prompt in prompts]
     outputs = [""] * len(prompts)
@@ -230,7 +230,7 @@ class DapeLM(TemplateLM):
         return self._tokenizer.encode(string.encode("utf-8", "replace")).tolist()
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the harness records about the model: checkpoint and provenance."""
+        """Return the harness's record of the model: checkpoint and provenance."""
         about = {"workdir": str(self.info.workdir), "step": self.info.step, "max_length": self.max_length}
         return about | provenance("flax")
 
@@ -315,7 +315,7 @@ class DapeLM(TemplateLM):
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return a continuation of each context up to a stop, the end of the document, or `max_gen_toks`.
+        """Return a continuation of each context up to a stop sequence, the end of the document, or `max_gen_toks`.
 
         Sampled continuations depend on the order of the requests and on the batch size; equal calls give equal ones.
 
@@ -346,7 +346,7 @@ class DapeLM(TemplateLM):
                         self._params,
                         self._mesh,
                         batch,
-                        # Decides the size of the caches, one of a few; `islice` stops earlier.
+                        # Gives caches one of a few sizes, so that programs are shared; `islice` stops earlier.
                         max_new_tokens=self._cache_width(batch[0], options) - len(batch[0]) + 1,
                         sampling=options.sampling,
                         seed=next(seeds),

@@ -61,7 +61,7 @@ HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the proce
 def attention_maps(
     workdir: AnyPath, *, length: int, text: AnyPath | None = None, step: str = "newest", output: AnyPath | None = None
 ) -> AnyPath:
-    """Draw the maps of every layer and head of a trained model; `Flags` describes the arguments.
+    """Draw the maps of every layer and head of a trained model; `attention_maps.Flags` describes the arguments.
 
     Returns:
         The path of the index page.
@@ -97,7 +97,9 @@ def attention_maps(
     for layer in Progress(range(config.num_layers), unit="layer", desc=name):
         x_BTD, cells, stats = jax.device_get(maps_of_layer(params, x_BTD, layer))
         if not np.isfinite(x_BTD).all():
-            raise InputError(f"workdir = {str(workdir)!r}: the model has diverged: layer {layer} is not finite")
+            raise InputError(
+                f"workdir = {str(workdir)!r}: the model has diverged: the output of layer {layer} is not finite"
+            )
         cells = {map_name: cells[map_name] for map_name in HEADINGS if map_name in cells}  # jit sorts by name
         title = f"{name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
@@ -227,7 +229,7 @@ def row_maps(
     k_BSGK: Float[Array, "1 S G K"],
     k_pos_S: Int[Array, "S"],
 ) -> tuple[dict[str, Float[Array, "H T S"]], Bool[Array, "T S"]]:
-    """Return the maps of a block of rows, as defined above, and the mask of visible pairs."""
+    """Return the maps of a block of rows (see the module's docstring) and the mask of visible pairs."""
     scores_BHTS, bias_BHTS, mask_TS = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, window=attention.mask.window)
     processed_BHTS = attention.processor(scores_BHTS, bias_BHTS, mask_TS)
     maps = {"scores": scores_BHTS}
@@ -283,7 +285,7 @@ def draw(
     Args:
         cells: the maps.
         extent: number of positions along one side.
-        title: of the figure.
+        title: title of the figure.
         names: text of each token, for the axes, or None to show positions.
     """
     num_heads = len(cells["scores"])
