@@ -1,5 +1,6 @@
 """Buckets: paths, errors, leases, the local copy of a corpus, and complete runs, with two unreliable servers."""
 
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +52,15 @@ def environment(faults) -> Iterator[dict[str, str]]:
         for name, value in environment.items():
             patch.setenv(name, value)
         yield environment
+    # Release the connections here: a later test would fail if it collected an unclosed socket, or found these classes.
+    for protocol in ("s3", "gs"):
+        if protocol in fsspec.registry:
+            fsspec.get_filesystem_class(protocol).clear_instance_cache()
+    for protocol in ("s3", "s3a", "gs", "gcs"):
+        sys.modules["fsspec.registry"]._registry.pop(protocol, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(params=["s3", "gs"])
