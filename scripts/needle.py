@@ -1,4 +1,4 @@
-"""Find a needle in a haystack: recall of a sentence in held-out text, by its depth and the length of the text.
+"""Measure the recall of a sentence in held-out text by depth and length (needle in a haystack).
 
     python scripts/needle.py --workdir=runs/kerple,runs/dape1x3-kerple --lengths=128,512,2048 --output=results/needle
 
@@ -7,10 +7,10 @@ A window of N tokens has one needle at depth d (0 at the beginning, 1 at the end
     ... text ... The code of kobuta is 40817. ... text ... The code of kobuta is 40817
     |<------ d ------>|                                                        ^^^^^ scored
 
-Key and value are random. Measured over `--windows` windows: the loss of the value in nats per token, the same without
-the needle (the text is longer instead), and the share of windows in which every token of the value is the most likely
-one, given those before it. A model with DAPE is measured twice: as trained, and with DAPE's update set to zero, so that
-what remains are its weights with the plain bias.
+Key and value are random. Measured over `--windows` windows: the loss of the value in nats per token, the same loss
+without the needle (with more text instead), and the share of windows in which every token of the value is the most
+probable one, given the tokens before it. A model with DAPE is measured twice: as trained, and with DAPE's update set to
+zero, which leaves its weights with the plain bias.
 
 Writes needle.json, .csv, .md, .txt, and needle.png and .pdf with a heat map of the decrease in loss for each model.
 """
@@ -54,12 +54,12 @@ ZEROED = ("output_WCH", "output_bias_H")  # parameters of DAPE's second convolut
 class Settings:
     """Checked flags."""
 
-    workdir: tuple[str, ...] = flag(dataclasses.MISSING, "Run directories of language models of one tokenizer.")
+    workdir: tuple[str, ...] = flag(dataclasses.MISSING, "Run directories of language models with the same tokenizer.")
     lengths: tuple[int, ...] = flag((128, 256, 512, 1024, 2048), "Lengths of the windows, in tokens.")
     depths: int = flag(5, "Number of depths, evenly spaced from 0 to 1.")
     windows: int = flag(128, "Number of windows of each length and depth.")
-    batch_tokens: int = flag(8192, "Tokens of a batch.")
-    data: str | None = flag(None, "Corpus of the text, like --config.data.path; that of each run if unset.")
+    batch_tokens: int = flag(8192, "Tokens in a batch.")
+    data: str | None = flag(None, "Corpus of the text, like --config.data.path; if unset, the corpus of each run.")
     step: str = flag("newest", STEP_HELP)
     output: str = flag("results/needle", "Result directory.")
 

@@ -34,8 +34,8 @@ class Series:
     """Results of one model by seed and length. Accuracies are in per cent.
 
     Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples` are by
-    seed and length; claims are judged by the samples. For a task, `within` and `beyond` are, by seed, the means over
-    lengths up to the train length, and beyond. `train_flops` and `num_steps` are a run's, if known.
+    seed and length; claims are judged by the samples. For a task, `within` and `beyond` are the means, by seed, over
+    lengths up to the train length and over longer ones. `train_flops` is None and `num_steps` is 0 if unknown.
     """
 
     method: str
@@ -110,7 +110,7 @@ def lookup_in(group: Group) -> Lookup:
 
 
 def _beyond(series: Series, seed: int) -> Sample:
-    """Return the accuracies at the lengths beyond training, or their mean if only that is known."""
+    """Return the accuracies at lengths beyond the train length, or their mean if only the mean is known."""
     if seed not in series.values:
         return Sample.of_value(series.beyond[seed])
     chosen = {at: value for at, value in series.values[seed].items() if at > series.train_length}
@@ -157,7 +157,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
                 continue
             measured = _measured(run, experiment.metric)
             drawn = _samples(run, experiment.metric, measured)
-            # Must be equal for all seeds of a model; otherwise their range would not be a range over seeds.
+            # Must be equal for all seeds of a model; otherwise their range would not show the effect of the seed alone.
             config = identity(run["config"], experiment.metric)
             setting = {key: section | {"seed": 0} for key, section in config.items()}
         except (KeyError, TypeError, ValueError) as error:
@@ -195,7 +195,7 @@ def _measured(run: dict[str, Any], metric: str) -> dict[int, float]:
 
 
 def _samples(run: dict[str, Any], metric: str, measured: dict[int, float]) -> dict[int, Sample]:
-    """Return the numbers of each window or step by length; of runs of older versions, the value alone."""
+    """Return the sample at each length: one row per window or step, or only the value for files of older versions."""
     if metric in ("perplexity", "delta") and "documents" in run:
         units, rows = tuple(run["documents"]), {}
         for result in run["lengths"]:

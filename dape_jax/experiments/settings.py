@@ -1,4 +1,4 @@
-"""Flags of the experiments' command line. Imports no JAX, so that --help is quick."""
+"""Flags of the experiments' command line. This module does not import JAX, so that --help is quick."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from dape_jax.storage import require_local
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Flags of the command line; empty flags have the preset's value."""
+    """Flags of the command line; empty flags take the preset's value."""
 
-    preset: str = flag("small", f"Settings, one of {list(PRESETS)}: minutes on two CPU cores, or as published.")
+    preset: str = flag("small", f"Preset of sizes, lengths and training steps, one of {list(PRESETS)}.")
     data: str = flag("", "Training text, as in --config.data.path; the preset's if empty.")
     seeds: tuple[int, ...] = flag((), "Seeds of every model; the preset's if empty.")
     tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
-    results: str = flag("results", "Directory of the results and the report.")
+    results: str = flag("results", "Directory of the results files and the report.")
     workdirs: str = flag("runs/experiments", "Directory of the run directories.")
 
     def __post_init__(self):

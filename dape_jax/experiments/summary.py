@@ -1,4 +1,4 @@
-"""Figures over all experiments: what DAPE gains, and what it costs. In: groups of finished runs. Next: `report.py`.
+"""Draw the gain and the cost of DAPE over all experiments. In: groups of finished runs. Next: `report.py`.
 
     gain   perplexity with DAPE divided by perplexity without, at 1, 8 and 32 times the train length
     cost   perplexity at 8 times the train length by the FLOPs of training, and by the measured time of a step
@@ -47,7 +47,7 @@ def base_of(method: str) -> str | None:
 
 
 def gains(groups: Sequence[Group]) -> list[Gain]:
-    """Return the gain of every method with DAPE on every text; of runs in several experiments, once."""
+    """Return the gain of every method with DAPE on every text, once for runs that several experiments share."""
     found: dict[tuple[str, str, int], Gain] = {}
     for group in groups:
         experiment = EXPERIMENTS[group.experiment]
@@ -125,7 +125,7 @@ class Cost:
     """Perplexity of a model at `COST_FACTOR` times its train length by seed, and the cost of its training.
 
     `flops` and `time` of the training are relative to Kerple's. `time` is the number of steps times the time of a step,
-    where the steps of all methods were timed in turns; None if they were not.
+    where the steps of all methods were timed in turns; it is None if they were not timed.
     """
 
     method: str
@@ -136,7 +136,7 @@ class Cost:
 
 
 def costs(groups: Sequence[Group]) -> list[Cost]:
-    """Return the cost of every method on every text, where its FLOPs and those of Kerple are recorded."""
+    """Return the cost of every method on every text for which its FLOPs and Kerple's FLOPs are recorded."""
     step_ms: dict[tuple[str, str, str], float] = {}
     trained: dict[tuple[str, str], tuple[tuple[float, ...], Series, Group]] = {}
     for group in groups:
