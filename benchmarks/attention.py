@@ -91,7 +91,7 @@ class Settings:
     batch: int = flag(1, "Batch size B.")
     dtype: str = flag("float32", f"Dtype of q, k, v and the convolutions' operands: {', '.join(TOLERANCES)}.")
     block_size: int | None = flag(None, "Rows in a block of `blockwise`; chosen by platform if not given.")
-    num_buckets: int | None = flag(None, "Runs of rows of `blockwise`; chosen by platform if not given.")
+    num_buckets: int | None = flag(None, "Ranges of rows in `blockwise`; chosen by platform if not given.")
     repeats: int = flag(10, "Samples of the time of each implementation.")
     output: str = flag("results/attention", "Directory of the table, the JSON and the figure.")
 

@@ -8,7 +8,7 @@ and variants of both, cuDNN's plain attention, PyTorch); complete training steps
 kernels (Nsight Compute) and a check of their memory accesses (compute-sanitizer).
 
 Each group of cases is a process (`gpu_cases.py`) with a time limit. Groups are prepared in parallel, because
-compilation needs CPU time, and then timed one at a time. A group that dies is restarted, without the case that ended
+compilation needs CPU time, and then timed one at a time. A group that crashes is restarted, without the case that ended
 it. This module does not need JAX, so that the summary is written even if JAX fails.
 
 Output, at most eight files:
@@ -326,7 +326,7 @@ def summarize(results: dict[tuple[str, str], Line], output: str) -> str:
         if line["status"] == "failed" or "left_out" in line
     ]
     text += ["", f"NOT FINISHED: {', '.join(unfinished) or 'nothing'}"]
-    return "\n".join([*text, *(f"FAILED OR LEFT OUT: {line}" for line in failed)])
+    return "\n".join([*text, *(f"FAILED OR NOT RUN: {line}" for line in failed)])
 
 
 UNFINISHED = ("prepares", "prepared", "runs")

@@ -112,7 +112,7 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
             seed=0,
             recipe=PRESETS[preset].recipe,
             argument=f"{size},{METHODS[method]},train_length={length},batch={batch}",
-            overrides={"data.path": STDLIB, "evaluation.lengths": (length,)},  # neither is read
+            overrides={"data.path": STDLIB, "evaluation.lengths": (length,)},  # required by the recipe, not used
             paper_size=model,
             paper_train_length=length,
             size=size,

@@ -5,17 +5,17 @@
 
 A model with Pythia's architecture (parallel residual, RoPE on a quarter of each head, about 5M parameters) is trained
 on bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a
-constant learning rate after warm-up: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. All are
-evaluated up to 32 T on the same windows of the same documents, so that differences of two runs have paired intervals
-over documents.
+constant learning rate after warm-up: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. A way of
+several stages has the points of its last stage. All are evaluated up to 32 T on the same windows, one in each document,
+so that differences of two runs have paired intervals over documents.
 
 Recall is measured on text: the last bytes of a sequence are replaced by a passage of another document, and in half of
 the sequences the first bytes are replaced by the same passage. Recall is the difference in loss of the last passage
 between the two halves. The passage's first bytes are the cue and are not scored.
 
-Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. Results
-are written to OUTPUT: `retrofit.*` with perplexities, `pairs.*` with the effect of DAPE, `recall.*` with recall and the
-loss by position.
+Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. A WORKDIR
+has one corpus and one number of steps. Results are written to OUTPUT: `retrofit.*` with perplexities, `pairs.*` with
+the effect of DAPE, `recall.*` with recall and the loss by position.
 """
 
 import dataclasses
@@ -159,6 +159,7 @@ def main(_: list[str]) -> None:
         require(name in WAYS, "--way", name, f"must be one of {list(WAYS)}")
     require(STEPS.value > 0 and STEPS.value % 100 == 0, "--steps", STEPS.value, "must be a positive multiple of 100")
     ways = {name: WAYS[name] for name in (WAY.value or WAYS)}
+    keep_settings(study)
     for seed in SEED.value:
         train_original(study, seed)
         if not step_names(study.imported(seed)):
@@ -171,6 +172,20 @@ def main(_: list[str]) -> None:
     write_perplexity(study, points, output)
     write_pairs(points, output)
     write_recall(points, output)
+
+
+def keep_settings(study: Study) -> None:
+    """Record corpus and steps in the directory, or check that its finished parts have the same.
+
+    Raises:
+        InputError: the directory has another corpus or number of steps.
+    """
+    file, settings = study.workdir / "study.json", {"data": study.data, "steps": study.steps}
+    if file.exists():
+        require(read_json(file) == settings, "--workdir", str(study.workdir), f"was begun with {read_json(file)}")
+    else:
+        study.workdir.mkdir(parents=True, exist_ok=True)
+        write_json(file, settings)
 
 
 # ---- training
@@ -268,6 +283,8 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
     model = read_trained(workdir, str(step), overrides)
     store = study.corpus(seed).validation
     windows = choose_windows(store, max(LENGTHS), WINDOWS)
+    enough = len({window.document for window in windows}) == WINDOWS
+    require(enough, "--data", study.data, f"must hold out {WINDOWS} documents of more than {max(LENGTHS):,} bytes")
     programs = compile_lengths(model, rotary, len(windows))
     mesh, params = restore(model)
     nll = score_windows(programs, params, mesh, store, windows, f"{workdir.name} {percent} % {rotary}")
