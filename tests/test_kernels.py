@@ -230,10 +230,10 @@ def assert_close(found, exact, tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     ("case", "implementation"),
-    each(CASES | PLAIN, "tpu")
+    each({"kerple3": CASES["kerple3"]} | PLAIN, "tpu")
     + each({"alibi-causal4": CASES["alibi-causal4"]}, "gpu")
     + slowly(each({"kerple3": CASES["kerple3"]}, "gpu", "dense", "blockwise"))
-    + slowly(each({"alibi-causal4": CASES["alibi-causal4"]}, "dense", "blockwise"))
+    + slowly(each({"alibi-causal4": CASES["alibi-causal4"]}, "tpu", "dense", "blockwise"))
     + slowly(each(MORE, *KERNELS) + each(MORE_PLAIN, "tpu") + each(MORE | MORE_PLAIN, "dense", "blockwise")[::3]),
 )
 def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
@@ -260,9 +260,7 @@ def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
 
 @pytest.mark.parametrize(
     ("case", "implementation"),
-    each({"kerple3": CASES["kerple3"]}, "tpu")
-    + each({"alibi-causal4": CASES["alibi-causal4"]}, "gpu")
-    + slowly(each({"kerple3": CASES["kerple3"]}, "gpu")),
+    each({"alibi-causal4": CASES["alibi-causal4"]}, "gpu") + slowly(each({"kerple3": CASES["kerple3"]}, *KERNELS)),
 )
 def test_prefix_invariance(case, implementation):
     """f(x[:t]) = f(x)[:t]; and the last rows, computed alone against all keys, are the same."""
@@ -327,18 +325,17 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
         assert ours < max(1.5 * dense, 2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "num_rows"),
     [
         # Two blocks and two tiles: the interpreter is slow.
         pytest.param(dataclasses.replace(CASES["kerple3"], batch=1, length=152, row_stride=4), 38, id="every-fourth"),
-        pytest.param(
-            dataclasses.replace(CASES["kerple3"], row_stride=4), 38, id="every-fourth-of-two", marks=pytest.mark.slow
-        ),
-        pytest.param(Case(heads=2, groups=1, length=136), 136, id="all", marks=pytest.mark.slow),
-        pytest.param(CASES["kerple3"], 20, id="first", marks=pytest.mark.slow),  # rows end before the keys
-        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases", marks=pytest.mark.slow),
-        pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, id="plain", marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(CASES["kerple3"], row_stride=4), 38, id="every-fourth-of-two"),
+        pytest.param(Case(heads=2, groups=1, length=136), 136, id="all"),
+        pytest.param(CASES["kerple3"], 20, id="first"),  # rows end before the keys
+        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases"),
+        pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, id="plain"),
     ],
 )
 def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):

@@ -137,7 +137,7 @@ def test_gradients_are_right_far_away(bias, dtype):
         assert 0 < error < 0.02, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize("platform", [pytest.param("tpu", marks=pytest.mark.slow), "gpu"])
 def test_kernels_are_right_far_away(platform):
     """Compare the last rows of 1,200 keys in bfloat16 with dense attention in float32 on rounded q, k and v."""
     heads, length, rows = 3, 1200, 8
@@ -163,6 +163,7 @@ def test_kernels_are_right_far_away(platform):
     assert 1e-4 < np.abs(found - expected).max() < 0.02
 
 
+@pytest.mark.slow
 def test_training_in_16_bits_is_compared_with_float32(tmp_path, monkeypatch):
     settings = precision_training.Settings(
         steps=25, length=16, batch=8, dtypes=("float32", "float16"), output=str(tmp_path)
