@@ -14,8 +14,9 @@ the sequences the first bytes are replaced by the same passage. Recall is the di
 between the two halves. The passage's first bytes are the cue and are not scored.
 
 Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. A WORKDIR
-has one corpus and one number of steps. Results are written to OUTPUT: `retrofit.*` with perplexities, `pairs.*` with
-the effect of DAPE, `recall.*` with recall and the loss by position.
+has one corpus and one number of steps. Results are written to OUTPUT: `retrofit.*` with perplexities after the last
+step, `steps.*` with those after fewer steps, on half of the windows, `pairs.*` with the effect of DAPE, `recall.*` with
+recall and the loss by position.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import NullLocator, StrMethodFormatter
 from tqdm import tqdm
 
 from dape_jax import command_line
@@ -54,7 +55,6 @@ from dape_jax.evaluation.programs import Program, run_in_batches
 from dape_jax.evaluation.statistics import bootstrap_interval, positions_result
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.files import read_json, write_json
-from dape_jax.model.positions import STRETCHES
 from dape_jax.model.transformer import Params
 from dape_jax.pretrained.load import import_run
 from dape_jax.provenance import make_results_directory
@@ -77,8 +77,9 @@ SIZES = {"num_hidden_layers": 4, "hidden_size": 320, "num_attention_heads": 5, "
 PEAK, CONTINUED = 1e-3, 5e-4  # learning rates
 PERCENTS = (2, 5, 10, 20, 40)
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-QUICK = (128, 1024, 4096)  # lengths of all points but the last, and of recall
 WINDOWS = 32
+QUICK_LENGTHS, QUICK_WINDOWS = (128, 1024, 4096), 16  # of the points before the last; the first of the windows
+RECALL_LENGTHS = (128, 1024)
 PASSAGE, CUE = 32, 8  # bytes
 KERPLE = "rotary=none,bias=kerple"
 DAPE = "processor=dape,channels=16"
@@ -106,6 +107,9 @@ WAYS: dict[str, list[Stage]] = {
         (25, "rotary=none", ()),
     ],
 }
+# Lines of the original with each rotary embedding at evaluation; positions and steps have the first two.
+ORIGINALS = {"rope": ":", "yarn": "--", "ntk": "-.", "pi": (0, (1, 4))}
+DRAWN_ORIGINALS = ("original, rope", "original, yarn")
 # Pairs of ways to compare, which differ in DAPE, a bias or the start.
 PAIRS = {
     "RoPE + DAPE1x3": "RoPE",
@@ -166,10 +170,11 @@ def main(_: list[str]) -> None:
             import_run(study.original(seed), study.imported(seed), tokenizer="bytes")
     points: list[dict[str, Any]] = []
     for seed in SEED.value:
-        points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in STRETCHES]
+        points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in ORIGINALS]
     for seed, (way, stages) in itertools.product(SEED.value, ways.items()):
         points += continue_way(study, way, stages, seed)
-    write_perplexity(study, points, output)
+    write_perplexity(points, output)
+    write_steps(study, points, output)
     write_pairs(points, output)
     write_recall(points, output)
 
@@ -278,13 +283,14 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
     if file.exists():
         return read_json(file)
     is_last = percent in (0, max(PERCENTS))
-    lengths = LENGTHS if is_last else QUICK
-    overrides = {"lengths": lengths, "last_tokens": max(LENGTHS), "max_windows": WINDOWS, "batch_tokens": 4096}
+    lengths, num_windows = (LENGTHS, WINDOWS) if is_last else (QUICK_LENGTHS, QUICK_WINDOWS)
+    overrides = {"lengths": lengths, "last_tokens": max(LENGTHS), "max_windows": num_windows, "batch_tokens": 4096}
     model = read_trained(workdir, str(step), overrides)
     store = study.corpus(seed).validation
     windows = choose_windows(store, max(LENGTHS), WINDOWS)
     enough = len({window.document for window in windows}) == WINDOWS
     require(enough, "--data", study.data, f"must hold out {WINDOWS} documents of more than {max(LENGTHS):,} bytes")
+    windows = windows[:num_windows]
     programs = compile_lengths(model, rotary, len(windows))
     mesh, params = restore(model)
     nll = score_windows(programs, params, mesh, store, windows, f"{workdir.name} {percent} % {rotary}")
@@ -298,8 +304,8 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
     if is_last:
         documents = np.array(result["documents"])
         result["positions"] = positions_result(documents, nll[max(LENGTHS)], TRAIN_LENGTH)
-        quick = [program for program in programs if program.length in QUICK]
-        result["recall_nats"] = recall(quick, params, mesh, store, windows)
+        recalled = [program for program in programs if program.length in RECALL_LENGTHS]
+        result["recall_nats"] = recall(recalled, params, mesh, store, windows)
     file.parent.mkdir(exist_ok=True)
     write_json(file, result)
     jax.clear_caches()
@@ -351,9 +357,12 @@ def by_seed(points: list[dict[str, Any]]) -> dict[Key, dict[int, dict[str, Any]]
     return table
 
 
-def mean_perplexity(seeds: dict[int, dict[str, Any]], length: int) -> float:
-    """Return the perplexity of the mean loss over windows and seeds."""
-    return math.exp(np.mean([np.mean(point["nll_nats"][str(length)]) for point in seeds.values()]))
+def perplexities(seeds: dict[int, dict[str, Any]], lengths: tuple[int, ...], num_windows: int) -> dict[int, float]:
+    """Return the perplexity, by length, of the mean loss over seeds and the first windows."""
+    return {
+        length: math.exp(np.mean([point["nll_nats"][str(length)][:num_windows] for point in seeds.values()]))
+        for length in lengths
+    }
 
 
 def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], length: int) -> dict[str, Any]:
@@ -383,23 +392,37 @@ def cell(value: dict[str, Any]) -> str:
     return f"{value['percent']:+.1f} % [{value['low']:+.1f}, {value['high']:+.1f}]"
 
 
-def write_perplexity(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
-    """Write perplexities by way, steps and length, as means over seeds."""
-    rows = [["continued as", "steps", *map(str, LENGTHS)]]
-    summary = []
-    for (way, percent), seeds in by_seed(points).items():
-        lengths = [length for length in LENGTHS if str(length) in next(iter(seeds.values()))["nll_nats"]]
-        perplexity = {length: mean_perplexity(seeds, length) for length in lengths}
-        summary.append({"way": way, "percent": percent, "seeds": sorted(seeds), "perplexity": perplexity})
-        cells = [f"{perplexity[length]:.2f}" if length in perplexity else "" for length in LENGTHS]
-        rows.append([way, f"{percent} %", *cells])
+def write_perplexity(points: list[dict[str, Any]], output: AnyPath) -> None:
+    """Write the perplexities before and after the continuation at all lengths, as means over seeds."""
+    last = {way: seeds for (way, percent), seeds in by_seed(points).items() if percent in (0, max(PERCENTS))}
+    table = {way: perplexities(seeds, LENGTHS, WINDOWS) for way, seeds in last.items()}
+    rows = [["continued as", *map(str, LENGTHS)]]
+    rows += [[way, *(f"{perplexity[length]:.2f}" for length in LENGTHS)] for way, perplexity in table.items()]
     caption = (
-        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, "
-        f"mean of {len(SEED.value)} seeds; trained and continued at {TRAIN_LENGTH} bytes, steps in "
-        f"per cent of {study.steps}."
+        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, mean of {len(SEED.value)} "
+        f"seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the original steps."
     )
-    content = {"points": points, "summary": summary, "ways": WAYS}
-    report.save("retrofit", output, content, caption, rows, steps_figure(summary), print)
+    content = {"points": points, "perplexity": table, "ways": WAYS}
+    report.save("retrofit", output, content, caption, rows, lengths_figure(table), print)
+
+
+def write_steps(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
+    """Write the perplexities by steps of continuation, as means over seeds."""
+    table = {
+        key: perplexities(seeds, QUICK_LENGTHS, QUICK_WINDOWS)
+        for key, seeds in by_seed(points).items()
+        if key[0] in WAYS or key[0] in DRAWN_ORIGINALS
+    }
+    rows = [["continued as", "bytes", *(f"{percent} %" for percent in PERCENTS)]]
+    for way, length in itertools.product(dict.fromkeys(way for way, _ in table if way in WAYS), QUICK_LENGTHS):
+        cells = [f"{table[way, percent][length]:.2f}" if (way, percent) in table else "" for percent in PERCENTS]
+        rows.append([way, f"{length:,}", *cells])
+    caption = (
+        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by steps of continuation, in per cent of the original "
+        f"{study.steps:,}, {QUICK_WINDOWS} windows, mean of {len(SEED.value)} seeds."
+    )
+    summary = [{"way": way, "percent": percent, "perplexity": each} for (way, percent), each in table.items()]
+    report.save("steps", output, {"steps": summary}, caption, rows, steps_figure(table), print)
 
 
 def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
@@ -421,18 +444,21 @@ def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
 
 def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
     """Write the gain from an earlier copy of a passage, and the position at which the loss breaks."""
-    rows = [["continued as", "steps", *(f"recall at {length}" for length in QUICK), "breaks at", "last octave"]]
+    rows = [["continued as", *(f"recall at {length}" for length in RECALL_LENGTHS), "breaks at", "last octave"]]
     table = {key: seeds for key, seeds in by_seed(points).items() if key[1] in (0, max(PERCENTS))}
     results = []
     for (way, percent), seeds in table.items():
-        gains = {length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()] for length in QUICK}
+        gains = {
+            length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()]
+            for length in RECALL_LENGTHS
+        }
         breaks = [point["positions"]["breaks_at"] for point in seeds.values()]
         last_octave = [point["positions"]["last_octave_nats"] for point in seeds.values()]
         values = {"recall_nats": gains, "breaks_at": breaks, "last_octave_nats": last_octave}
         results.append({"way": way, "percent": percent, "seeds": list(seeds), **values})
-        cells = [f"{np.mean(gains[length]):.2f}" for length in QUICK]
+        cells = [f"{np.mean(of_seeds):.2f}" for of_seeds in gains.values()]
         places = ", ".join("no" if each is None else f"{each:,}" for each in breaks)
-        rows.append([way, f"{percent} %", *cells, places, f"{np.mean(last_octave):.2f}"])
+        rows.append([way, *cells, places, f"{np.mean(last_octave):.2f}"])
     caption = (
         f"Recall: decrease in loss, in nats per byte, of the last {PASSAGE - CUE} bytes if the same "
         f"{PASSAGE} bytes were also at the start of the sequence ({WINDOWS} passages). Position at which the loss "
@@ -442,7 +468,9 @@ def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
 
 
 def style(way: str) -> dict[str, Any]:
-    """Return the color, marker and line of a way: colors for positions, markers for the processor."""
+    """Return the color, marker and line of a way: colors for positions, markers for the processor; originals black."""
+    if way not in WAYS:
+        return {"color": "black", "linestyle": ORIGINALS[way.removeprefix("original, ")]}
     positions, _, rest = way.partition(" + ") if not way.startswith("RoPE + Kerple") else ("RoPE + Kerple", "", way)
     color = {"RoPE": "tab:gray", "RoPE + Kerple": "tab:purple", "Kerple": "tab:blue", "ALiBi": "tab:orange"}[positions]
     marker = "^" if "1x3" in rest else "s" if "1x1" in rest else "o"
@@ -450,19 +478,32 @@ def style(way: str) -> dict[str, Any]:
     return {"color": color, "marker": marker, "linestyle": line, "markersize": 4}
 
 
-def steps_figure(summary: list[dict[str, Any]]) -> Figure:
+def lengths_figure(table: dict[str, dict[int, float]]) -> Figure:
+    """Plot the perplexity by length, before and after the continuation."""
+    drawing = Figure(figsize=(8, 6), layout="constrained")
+    axes = drawing.subplots()
+    for way, perplexity in table.items():
+        axes.plot(list(perplexity), list(perplexity.values()), label=way, **style(way))
+    axes.set(xlabel="sequence length, bytes", ylabel=f"perplexity of the last {TRAIN_LENGTH} bytes")
+    axes.set(xscale="log", yscale="log")
+    axes.set_xticks(LENGTHS, list(map(str, LENGTHS)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    plain_ticks(axes)
+    drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
+    return drawing
+
+
+def steps_figure(table: dict[Key, dict[int, float]]) -> Figure:
     """Plot perplexity against steps of continued training, at 1, 8 and 32 times the train length."""
     drawing = Figure(figsize=(13, 5), layout="constrained")
-    panels = drawing.subplots(1, len(QUICK))
-    original = {each["way"]: each["perplexity"] for each in summary if each["percent"] == 0}
-    for axes, length in zip(panels, QUICK, strict=True):
-        for way in WAYS:
-            found = [each for each in summary if each["way"] == way]
-            if found:
-                perplexities = [each["perplexity"][length] for each in found]
-                axes.plot([each["percent"] for each in found], perplexities, label=way, **style(way))
-        for name, line in (("original, rope", ":"), ("original, yarn", "--")):
-            axes.axhline(original[name][length], color="black", linewidth=1, linestyle=line, label=name)
+    panels = drawing.subplots(1, len(QUICK_LENGTHS))
+    for axes, length in zip(panels, QUICK_LENGTHS, strict=True):
+        for way in dict.fromkeys(way for way, _ in table):
+            curve = {percent: perplexity[length] for (name, percent), perplexity in table.items() if name == way}
+            if way in WAYS:
+                axes.plot(list(curve), list(curve.values()), label=way, **style(way))
+            else:
+                axes.axhline(curve[0], label=way, color="black", linewidth=1, linestyle=style(way)["linestyle"])
         axes.set(title=f"{length:,} bytes ({length // TRAIN_LENGTH} T)", yscale="log")
         axes.set_xlabel("steps, % of the original")
         plain_ticks(axes)
@@ -477,13 +518,11 @@ def positions_figure(table: dict[Key, dict[int, dict[str, Any]]]) -> Figure:
     drawing = Figure(figsize=(8, 6), layout="constrained")
     axes = drawing.subplots()
     for (way, percent), seeds in table.items():
-        if percent == 0 and way not in ("original, rope", "original, yarn"):
+        if percent == 0 and way not in DRAWN_ORIGINALS:
             continue
         bins = [point["positions"]["bins"] for point in seeds.values()]
         curve = np.mean([[each["smoothed_nats"] for each in of_seed] for of_seed in bins], axis=0)
-        dashes = "--" if way.endswith("yarn") else ":"
-        looks = style(way) | {"markevery": 16} if percent else {"color": "black", "linestyle": dashes}
-        axes.plot([each["last"] for each in bins[0]], curve, label=way, **looks)
+        axes.plot([each["last"] for each in bins[0]], curve, label=way, **style(way) | {"markevery": 16})
     axes.axvline(TRAIN_LENGTH, color="black", linewidth=0.5)
     axes.set(xlabel="position", ylabel="loss, nats per byte", xscale="log", xlim=(8, max(LENGTHS)))
     drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
