@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from dape_jax.tools.completion import Sampling, generate
 from dape_jax.training import checkpoint
 
 torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 DAPE = {"processor": {"name": "dape", "kernel_width": 3, "channels": 4}}
 MODELS: dict[str, dict[str, Any]] = {
@@ -350,6 +353,22 @@ def test_tokenizers_give_the_same_ids(exported, tmp_path):
     for text in texts[:2]:
         assert theirs(text)["input_ids"] == bpe.encode(text.encode()).tolist()
     assert theirs.eos_token_id == bpe.end_of_document
+
+
+def test_examples_load_the_directory_without_a_question(exported, tmp_path, monkeypatch):
+    """Check those of the documentation and of the model card: transformers asks before it runs unknown code."""
+    _, directory = exported("llama")
+    (tmp_path / "exported").symlink_to(directory)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda question="": pytest.fail(question))
+    with pytest.raises(pytest.fail.Exception):
+        transformers.AutoConfig.from_pretrained("exported")
+    for page in (ROOT / "docs" / "pretrained.md", directory / "README.md"):
+        (example,) = re.findall(r"```python\n(from transformers.*?)```", page.read_text(), re.DOTALL)
+        found: dict[str, Any] = {}
+        exec(example.replace("PATH", "exported"), found)
+        assert found["model"].config.model_type == "dape"
+        assert found["tokenizer"].eos_token_id == 256
 
 
 def test_a_model_that_cannot_be_cached_is_refused(exported):

@@ -216,7 +216,7 @@ A decoder whose attention scores are processed by DAPE, exported from step {trai
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH", trust_remote_code=True)
 ```
 
 Trained on sequences of {trained.run.train.train_length} tokens of data `{trained.data_digest[:16]}`. The length of
