@@ -66,6 +66,8 @@ def run(
         except InputError as error:
             on_bad_flags(arguments, error)
             raise
+        except SystemExit:  # absl has printed the help, and exits with 1
+            sys.exit(0)
 
     sys.unraisablehook = _print_unraisable
     # --help shows the docstring of the main module, and the script of an installed entry point has none.

@@ -358,13 +358,14 @@ def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
     argument_lists = [["--workdir=d", *arguments] for arguments, _ in accepted]
     argument_lists += [*(arguments for arguments, _ in refused), ["--help"]]
     commands = [[str(program), *arguments] for arguments in argument_lists]
-    *results, (_, help_text, _) = run_all(commands, tmp_path / "scratch")
+    *results, (help_status, help_text, _) = run_all(commands, tmp_path / "scratch")
     for (status, out, err), (arguments, values) in zip(results, accepted, strict=False):
         assert (status, out) == (0, f"{defaults | values}\n"), (arguments, err)
     for (status, _, err), (arguments, message) in zip(results[len(accepted) :], refused, strict=True):
         assert status == 2, arguments
         assert message in err
         assert err.count("\n") == 1
+    assert help_status == 0
     assert "--[no]show: Show the result." in help_text
     assert "--workdir: Run directory." in help_text
 
