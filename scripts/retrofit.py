@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 from jaxtyping import Int
 from matplotlib.axes import Axes
@@ -39,6 +38,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from tqdm import tqdm
 
 from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Corpus, DataConfig, TokenStore, load_corpus
 from dape_jax.data.tokenizers import byte_tokenizer_json
@@ -62,15 +62,6 @@ from dape_jax.storage import AnyPath
 from dape_jax.training.checkpoint import step_names
 
 ROOT = Path(__file__).resolve().parent.parent
-
-DATA = flags.DEFINE_string("data", "data/manuals", "Corpus of bytes written by `prepare`.")
-WORKDIR = flags.DEFINE_string("workdir", "runs/retrofit", "Directory of the run directories.")
-OUTPUT = flags.DEFINE_string("output", "results/retrofit", "Directory of the results.")
-SEED = flags.DEFINE_multi_integer("seed", [0, 1], "Seed of a model; may be repeated.", lower_bound=0)
-STEPS = flags.DEFINE_integer("steps", 1500, "Steps of the original training; a multiple of 100.", lower_bound=100)
-WAY = flags.DEFINE_multi_string(
-    "way", [], "Name of a way to continue, a key of WAYS; may be repeated. All if not given."
-)
 
 TRAIN_LENGTH, BATCH_SIZE = 128, 16
 SIZES = {"num_hidden_layers": 4, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 1280}
@@ -111,27 +102,38 @@ WAYS: dict[str, list[Stage]] = {
 ORIGINALS = {"rope": ":", "yarn": "--", "ntk": "-.", "pi": (0, (1, 4))}
 DRAWN_ORIGINALS = ("original, rope", "original, yarn")
 # Pairs of ways to compare, which differ in DAPE, a bias or the start.
-PAIRS = {
-    "RoPE + DAPE1x3": "RoPE",
-    "RoPE + Kerple + DAPE1x3": "RoPE",
-    "Kerple": "RoPE",
-    "Kerple + DAPE1x1": "Kerple",
-    "Kerple + DAPE1x3": "Kerple",
-    "ALiBi": "RoPE",
-    "ALiBi + DAPE1x1": "ALiBi",
-    "ALiBi + DAPE1x3": "ALiBi",
-    "Kerple + DAPE1x3, only these": "Kerple + DAPE1x3",
-    "Kerple + DAPE1x3, RoPE faded": "Kerple + DAPE1x3",
-}
+PAIRS = (
+    ("RoPE + DAPE1x3", "RoPE"),
+    ("RoPE + Kerple + DAPE1x3", "RoPE"),
+    ("Kerple", "RoPE"),
+    ("Kerple + DAPE1x3", "RoPE"),
+    ("ALiBi", "RoPE"),
+    ("ALiBi + DAPE1x3", "RoPE"),
+    ("Kerple + DAPE1x1", "Kerple"),
+    ("Kerple + DAPE1x3", "Kerple"),
+    ("ALiBi + DAPE1x1", "ALiBi"),
+    ("ALiBi + DAPE1x3", "ALiBi"),
+    ("Kerple + DAPE1x3, only these", "Kerple + DAPE1x3"),
+    ("Kerple + DAPE1x3, RoPE faded", "Kerple + DAPE1x3"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """Paths and sizes of a study."""
+    """Checked flags, and the paths and sizes that follow from them."""
 
-    data: str
-    workdir: Path
-    steps: int
+    data: str = flag("data/manuals", "Corpus of bytes written by `prepare`.")
+    workdir: str = flag("runs/retrofit", "Directory of the run directories.")
+    output: str = flag("results/retrofit", "Directory of the results.")
+    seeds: tuple[int, ...] = flag((0, 1), "Seeds of the models.")
+    steps: int = flag(1500, "Steps of the original training; a multiple of 100.")
+    way: tuple[str, ...] = flag((), "Name of a way to continue; may be repeated. All if not given.", repeated=True)
+
+    def __post_init__(self):
+        require(bool(self.seeds), "--seeds", self.seeds, "must have one or more seeds")
+        require(self.steps > 0 and self.steps % 100 == 0, "--steps", self.steps, "must be a positive multiple of 100")
+        for name in self.way:
+            require(name in WAYS, "--way", name, f"must be one of {list(WAYS)}")
 
     def percent(self, percent: float) -> int:
         """Return the number of steps that is this percentage of the original steps."""
@@ -139,41 +141,38 @@ class Study:
 
     def original(self, seed: int) -> Path:
         """Return the directory of the model trained in PyTorch."""
-        return self.workdir / f"original-{seed}"
+        return Path(self.workdir, f"original-{seed}")
 
     def imported(self, seed: int) -> Path:
         """Return the run directory of the imported model."""
-        return self.workdir / f"imported-{seed}"
+        return Path(self.workdir, f"imported-{seed}")
 
     def continued(self, way: str, seed: int, stage: int) -> Path:
         """Return the run directory of a stage of a way."""
         name = "".join(c if c.isalnum() else "-" for c in way.lower()).replace("--", "-").replace("--", "-")
-        return self.workdir / f"{name}-{seed}-{stage}"
+        return Path(self.workdir, f"{name}-{seed}-{stage}")
 
     def corpus(self, seed: int) -> Corpus:
         """Return the text; the seed orders the training windows."""
-        return load_corpus(DataConfig(self.data, None, str(self.workdir / "cache"), 0.05, seed))
+        return load_corpus(DataConfig(self.data, None, str(Path(self.workdir, "cache")), 0.05, seed))
 
 
 def main(_: list[str]) -> None:
     """Train, import, continue, evaluate, and write the results."""
-    output = make_results_directory(Path(OUTPUT.value))
-    study = Study(DATA.value, Path(WORKDIR.value), STEPS.value)
-    for name in WAY.value:
-        require(name in WAYS, "--way", name, f"must be one of {list(WAYS)}")
-    require(STEPS.value > 0 and STEPS.value % 100 == 0, "--steps", STEPS.value, "must be a positive multiple of 100")
-    ways = {name: WAYS[name] for name in (WAY.value or WAYS)}
+    study = from_flags(Study)
+    output = make_results_directory(Path(study.output))
+    ways = {name: WAYS[name] for name in (study.way or WAYS)}
     keep_settings(study)
-    for seed in SEED.value:
+    for seed in study.seeds:
         train_original(study, seed)
         if not step_names(study.imported(seed)):
             import_run(study.original(seed), study.imported(seed), tokenizer="bytes")
     points: list[dict[str, Any]] = []
-    for seed in SEED.value:
+    for seed in study.seeds:
         points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in ORIGINALS]
-    for seed, (way, stages) in itertools.product(SEED.value, ways.items()):
+    for seed, (way, stages) in itertools.product(study.seeds, ways.items()):
         points += continue_way(study, way, stages, seed)
-    write_perplexity(points, output)
+    write_perplexity(study, points, output)
     write_steps(study, points, output)
     write_pairs(points, output)
     write_recall(points, output)
@@ -185,11 +184,11 @@ def keep_settings(study: Study) -> None:
     Raises:
         InputError: the directory has another corpus or number of steps.
     """
-    file, settings = study.workdir / "study.json", {"data": study.data, "steps": study.steps}
+    file, settings = Path(study.workdir, "study.json"), {"data": study.data, "steps": study.steps}
     if file.exists():
-        require(read_json(file) == settings, "--workdir", str(study.workdir), f"was begun with {read_json(file)}")
+        require(read_json(file) == settings, "--workdir", study.workdir, f"was begun with {read_json(file)}")
     else:
-        study.workdir.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, settings)
 
 
@@ -279,7 +278,7 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
 
     The original and the last point of a way also have the loss by position, and recall.
     """
-    file = study.workdir / "scores" / f"{workdir.name}-{step}-{rotary}.json"
+    file = Path(study.workdir, "scores") / f"{workdir.name}-{step}-{rotary}.json"
     if file.exists():
         return read_json(file)
     is_last = percent in (0, max(PERCENTS))
@@ -392,15 +391,16 @@ def cell(value: dict[str, Any]) -> str:
     return f"{value['percent']:+.1f} % [{value['low']:+.1f}, {value['high']:+.1f}]"
 
 
-def write_perplexity(points: list[dict[str, Any]], output: AnyPath) -> None:
+def write_perplexity(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
     """Write the perplexities before and after the continuation at all lengths, as means over seeds."""
     last = {way: seeds for (way, percent), seeds in by_seed(points).items() if percent in (0, max(PERCENTS))}
     table = {way: perplexities(seeds, LENGTHS, WINDOWS) for way, seeds in last.items()}
     rows = [["continued as", *map(str, LENGTHS)]]
     rows += [[way, *(f"{perplexity[length]:.2f}" for length in LENGTHS)] for way, perplexity in table.items()]
     caption = (
-        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, mean of {len(SEED.value)} "
-        f"seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the original steps."
+        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, mean of "
+        f"{len(study.seeds)} seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the "
+        "original steps."
     )
     content = {"points": points, "perplexity": table, "ways": WAYS}
     report.save("retrofit", output, content, caption, rows, lengths_figure(table), print)
@@ -419,7 +419,7 @@ def write_steps(study: Study, points: list[dict[str, Any]], output: AnyPath) -> 
         rows.append([way, f"{length:,}", *cells])
     caption = (
         f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by steps of continuation, in per cent of the original "
-        f"{study.steps:,}, {QUICK_WINDOWS} windows, mean of {len(SEED.value)} seeds."
+        f"{study.steps:,}, {QUICK_WINDOWS} windows, mean of {len(study.seeds)} seeds."
     )
     summary = [{"way": way, "percent": percent, "perplexity": each} for (way, percent), each in table.items()]
     report.save("steps", output, {"steps": summary}, caption, rows, steps_figure(table), print)
@@ -430,7 +430,7 @@ def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
     table, last = by_seed(points), max(PERCENTS)
     rows = [["after the last step", "against", *map(str, LENGTHS)]]
     pairs = []
-    for way, base in PAIRS.items():
+    for way, base in PAIRS:
         if (way, last) in table and (base, last) in table:
             changes = {length: change(table[way, last], table[base, last], length) for length in LENGTHS}
             pairs.append({"way": way, "against": base, "changes": changes})
@@ -525,6 +525,8 @@ def positions_figure(table: dict[Key, dict[int, dict[str, Any]]]) -> Figure:
         axes.plot([each["last"] for each in bins[0]], curve, label=way, **style(way) | {"markevery": 16})
     axes.axvline(TRAIN_LENGTH, color="black", linewidth=0.5)
     axes.set(xlabel="position", ylabel="loss, nats per byte", xscale="log", xlim=(8, max(LENGTHS)))
+    axes.set_xticks((8, 32, *LENGTHS), list(map(str, (8, 32, *LENGTHS))))
+    axes.xaxis.set_minor_locator(NullLocator())
     drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
     return drawing
 
@@ -536,4 +538,5 @@ def plain_ticks(axes: Axes) -> None:
 
 
 if __name__ == "__main__":
+    define_flags(Study)
     command_line.run(main)
