@@ -1,0 +1,455 @@
+"""Numbers of README, the documentation and the recipes are those of the committed raw files."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A statement of a page with # for each number, and the numbers in the raw files. Pages round as they like.
+Statement = tuple[str, list[float]]
+NUMBER = r"(-?\d+(?:,\d{3})*(?:\.\d+)?)"
+
+
+def find(text: str, template: str) -> re.Match[str] | None:
+    """Return the place of a template in a text, in which line breaks count as spaces."""
+    pattern = re.escape(" ".join(template.split())).replace(r"\ ", " ").replace(r"\#", NUMBER)
+    return re.search(r"(?<![\d.,-])" + pattern + r"(?!\d)", " ".join(text.split()))
+
+
+def difference(text: str, statement: Statement) -> str | None:
+    """Return how a text differs from a statement, or None."""
+    template, values = statement
+    found = find(text, template)
+    if not found:
+        return f"has no {template!r}"
+    for shown, value in zip(found.groups(), values, strict=True):
+        digits = len(shown.partition(".")[2])
+        if shown.replace(",", "") != f"{value:.{digits}f}":
+            return f"has {found.group()!r}, not {value}"
+    return None
+
+
+@cache
+def read(name: str) -> Any:
+    return json.loads((ROOT / "results" / name).read_text())
+
+
+def select(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
+    """Return the only row with these values."""
+    (row,) = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    return row
+
+
+def by_length(name: str, run: str, key: str = "perplexity", **wanted: Any) -> dict[int, Any]:
+    """Return a figure of a run of a results file, by length."""
+    return {each["length"]: each[key] for each in select(read(name)["runs"], name=run, **wanted)["lengths"]}
+
+
+def readme() -> Iterator[Statement]:
+    dape, kerple = (by_length("quickstart/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
+    yield "| perplexity per byte at 64, the train length (quickstart, one seed) | # | # |", [dape[64], kerple[64]]
+    yield "| the same at 2,048 | # | # |", [dape[2048], kerple[2048]]
+    longest = [mean_of_fig2(method, 2048) for method in ("dape1x3-kerple", "kerple")]
+    yield "| perplexity per byte at 2,048, trained at 32 (mean of two seeds) | # | # |", longest
+    for task, name in (
+        ("accuracy on even pairs, lengths 41 to 500, trained on 1 to 40 (chance 50 %)", "even_pairs"),
+        ("accuracy on missing duplicate, same lengths (chance 50 %)", "missing_duplicate_string"),
+    ):
+        runs = [select(read("che/accuracy.json")["runs"], task=name, name=run) for run in ("dape1x3-kerple", "kerple")]
+        yield f"| {task} | # % | # % |", [100 * run["score"] for run in runs]
+    pairs, recall = (
+        [select(read(file)["runs"], name=run, task=task) for run in ("dape1x3-kerple", "kerple")]
+        for file, task in (("che/accuracy.json", "even_pairs"), ("recall/accuracy.json", "associative_recall"))
+    )
+    task = "associative recall, lengths 60 to 480, trained on 1 to 40 (chance 6.25 %)"
+    yield f"| {task} | # % | # % |", [100 * run["score"] for run in recall]
+    yield (
+        "at the train lengths either (# % and # %, same files)",
+        [100 * pairs[1]["trained"], 100 * recall[1]["trained"]],
+    )
+    ours, eager = (attention(2048, name) for name in ("blockwise", "torch eager"))
+    yield (
+        "takes # s here and # s with the paper's listing in eager PyTorch on the same CPU, at a peak of # and # MiB",
+        [ours["min_ms"] / 1000, eager["min_ms"] / 1000, ours["peak_mib"], eager["peak_mib"]],
+    )
+
+
+def getting_started() -> Iterator[Statement]:
+    for name in ("kerple", "dape1x3-kerple"):
+        lengths = select(read("quickstart/lengths.json")["runs"], name=name)["lengths"]
+        cells = [value for each in lengths for value in (each["perplexity"], each["low"], each["high"])]
+        yield f"| {name} |" + " # [#, #] |" * len(lengths), cells
+    first = read("quickstart/lengths.json")["runs"][0]["lengths"][0]
+    yield (
+        "# sequences from # held-out documents, # scored tokens",
+        [first["num_windows"], first["num_documents"], first["num_tokens"]],
+    )
+
+
+def quickstart() -> Iterator[Statement]:
+    kerple, dape = (by_length("quickstart/lengths.json", name) for name in ("kerple", "dape1x3-kerple"))
+    yield "Kerple # and #; DAPE1x3-Kerple # and #.", [kerple[64], kerple[2048], dape[64], dape[2048]]
+
+
+def mean_of_fig2(method: str, length: int) -> float:
+    """Return the mean over seeds of the perplexity at a length, trained at 32."""
+    series = read("report.json")["fig2"]["small-stdlib"]["series"]
+    seeds = select(series, method=method, size="125m", train_length=4 * 32)["values"].values()  # the paper's lengths
+    return fmean(values[str(4 * length)] for values in seeds)
+
+
+def small() -> Iterator[Statement]:
+    values = [mean_of_fig2(method, length) for method in ("dape1x3-kerple", "kerple") for length in (32, 2048)]
+    yield "# and #; with processor=none # and #.", values
+
+
+def che_recipe() -> Iterator[Statement]:
+    kerple, dape = (
+        select(read("che/accuracy.json")["runs"], task="even_pairs", name=name) for name in ("kerple", "dape1x3-kerple")
+    )
+    values = [100 * run[key] for run in (kerple, dape) for key in ("trained", "score")]
+    yield "Kerple # and #; DAPE1x3-Kerple # and #.", values
+
+
+def che() -> Iterator[Statement]:
+    for file, lengths in (("che", (10, 20, 40, 500)), ("recall", (9, 15, 24, 30, 39, 180, 300, 480))):
+        name = f"{file}/accuracy.json"
+        for run in read(name)["runs"]:
+            accuracy = by_length(name, run["name"], "accuracy", task=run["task"])
+            task = f" {run['task']} |" if file == "che" else ""
+            values = [run["trained"], run["score"], *(accuracy[length] for length in lengths)]
+            yield f"| {run['name']} |{task}" + " # |" * len(values), [100 * value for value in values]
+    at_480 = by_length("recall/accuracy.json", "dape1x3-kerple", "accuracy")[480]
+    yield "recalls every value at 13 pairs and # % of them at 160", [100 * at_480]
+    batches = [select(rows, length=40) for rows in read("tasks/sampling.json")["tasks"].values()]
+    milliseconds = [sum(batch[f"{part}_ms"] for part in ("sample", "solve", "tape")) for batch in batches]
+    yield "a batch at length 40 takes # to # ms", [min(milliseconds), max(milliseconds)]
+
+
+def distributed() -> Iterator[Statement]:
+    kills = [read(f"survival/{name}.json") for name in ("kill_test", "kill_test_2_processes", "kill_test_gs")]
+    assert read("survival/kill_test_s3.json")["kills"] == kills[2]["kills"]
+    yield (
+        "after # local kills, # of one of two processes, # in each kind of bucket",
+        [test["kills"] for test in kills],
+    )
+    corrupt = read("survival/corrupt.json")
+    yield (
+        "# cases: the results of the undamaged run in #, those of an older checkpoint with a warning in #, one line "
+        "of error in #",
+        [len(corrupt["cases"]), *(corrupt["outcomes"][outcome] for outcome in ("equal", "older", "one line"))],
+    )
+    disk = read("survival/full_disk.json")["outcomes"]
+    yield "with the same bits at # sizes; enough space at #", [disk["refused"], disk["equal"]]
+    fuzz = read("survival/fuzz_config.json")["outcomes"]
+    yield "# refused with one line, # accepted", [fuzz["one line"], fuzz["accepted"]]
+    yield "is # ms (`python -m benchmarks.dispatch`", [read("dispatch/dispatch.json")["median_ms"]["together"]]
+
+
+def training() -> Iterator[Statement]:
+    signals = read("survival/kill_test.json")["signals"]
+    yield "(# by SIGKILL, # by SIGTERM)", [signals["SIGKILL"], signals["SIGTERM"]]
+
+
+def gpu() -> Iterator[Statement]:
+    now, before, blockwise = (
+        read(f"gpu_compiled/{part}gpu_compiled.json")["rows"] for part in ("", "before/", "blockwise/")
+    )
+    for length in (512, 2048, 8192):
+        for batch in (1, 8):
+            wanted = dict(length=length, batch=batch, direction="backward")
+            template, values = f"| {length:,} | {batch} |", []
+            for rows, name in ((now, "fused"), (before, "fused"), *((now, n) for n in ("blockwise", "dense", "cudnn"))):
+                row = select(rows, implementation=name, **wanted)
+                memory = row["temporary_mib"]
+                template += f" #; # {'MiB' if memory < 1e4 else 'GiB'}; # GB |"
+                values += [row["launches"], memory if memory < 1e4 else memory / 1024, row["gbyte"]]
+            yield template, values
+    wanted = dict(length=2048, batch=1, direction="backward")
+    registers = [
+        kernel[key]
+        for rows in (now, before)
+        for kernel in (
+            select(rows, implementation="fused", **wanted)["kernels"][name]
+            for name in ("forward", "scores_gradient", "parameters_gradient")
+        )
+        for key in ("registers", "spilled_bytes")
+    ]
+    yield (
+        "forward # (#), gradient of the scores # (#), gradients of the parameters # (#). Before the kernels stored "
+        "their own zeros (commit 7520777): # (#), # (#), # (#).",
+        registers,
+    )
+    row = select(blockwise, implementation="blockwise-256x4", **wanted)
+    yield "# launches and # MiB with 256", [row["launches"], row["temporary_mib"]]
+
+
+def tpu(directory: str, **wanted: Any) -> dict[str, Any]:
+    return select(read(f"tpu/{directory}/tpu.json")["rows"], **wanted)
+
+
+def kernel() -> Iterator[Statement]:
+    yield from kernel_sizes()
+    yield from kernel_precision()
+    yield from kernel_chips()
+    yield from kernel_steps()
+
+
+def kernel_sizes() -> Iterator[Statement]:
+    """Of one layer for v5e, by length."""
+    for length in (2048, 8192, 32768, 131072):
+        fused = tpu("lengths", length=length, direction="backward")
+        template, values = f"| {length:,} | # MiB | # GB | # ms |", [fused["temporary_mib"], fused["moved_gb"]]
+        values += [fused["kernels_ms"] + fused["other_ms"]]
+        rows = [tpu("blockwise", length=length)]
+        if length <= 8192:
+            rows += [row for row in [tpu("naive", length=length)] if row["fits"]]
+        for row in rows:
+            template += " # MiB | # GB | # ms |"
+            values += [row["temporary_mib"], row["moved_gb"], row["other_ms"]]
+        yield template, values
+        forward = tpu("lengths", length=length, direction="forward")
+        yield (
+            f"| {length:,} | # MiB | # GB | # ms | # ms | # MiB | # GB | # ms | # ms |",
+            [row[key] for row in (forward, fused) for key in ("temporary_mib", "moved_gb", "kernels_ms", "other_ms")],
+        )
+    naive, blockwise = tpu("naive", length=2048), [tpu("blockwise", length=length) for length in (2048, 8192)]
+    yield (
+        "takes # MiB, moves # GB and needs # ms by the compiler's estimate",
+        [naive["temporary_mib"], naive["moved_gb"], naive["other_ms"]],
+    )
+    yield "needs # ms at T = 2048 and # ms at T = 8192", [row["other_ms"] for row in blockwise]
+    passes = tpu("lengths", length=2048, direction="backward")
+    forward, backward = passes["kernels"]
+    peak, bandwidth = 197e12, 819e9
+    yield "The kernel executes # and # GFLOP", [forward["flops"] / 1e9, backward["flops"] / 1e9]
+    yield (
+        "# and # ms, and moves # and # GB, # and # ms",
+        [
+            *(1e3 * each["flops"] / peak for each in (forward, backward)),
+            *(each["bytes"] / 1e9 for each in (forward, backward)),
+            *(1e3 * each["bytes"] / bandwidth for each in (forward, backward)),
+        ],
+    )
+    yield "Its instruction bundles take # and # ms", passes["kernels_of_passes_ms"]
+    yield "the blocks stay in VMEM: # GB of traffic", [blockwise[0]["moved_gb"]]
+
+
+def kernel_precision() -> Iterator[Statement]:
+    for bias in ("alibi", "kerple", "kerple_power"):
+        for length in (512, 2048, 8192, 32768):
+            bfloat16, float16 = (
+                select(read("precision/precision.json")["rows"], bias=bias, length=length, dtype=dtype)
+                for dtype in ("bfloat16", "float16")
+            )
+            template, values = f"| {bias} | {length:,} |", []
+            for value in (
+                *(row[key] for row in (bfloat16, float16) for key in ("as_written", "dape")),
+                float16["float32"],
+            ):
+                if value is None:
+                    template += " NaN |"
+                elif value < 5e-5:
+                    template += " < 0.0001 |"
+                else:
+                    template += " # |"
+                    values += [value]
+            yield template, values
+
+
+def kernel_chips() -> Iterator[Statement]:
+    chips = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+    for chip, topology in chips.items():
+        template, values = f"| {chip} |", []
+        for model in ("125m", "350m", "2.7b", "6.7b"):
+            row = tpu("chips", topology=topology, model=model)
+            template += " # MiB, # + # ms, # s |" if row["fits"] else " refused |"
+            if row["fits"]:
+                values += [row[key] for key in ("temporary_mib", "kernels_ms", "other_ms", "compile_s")]
+        yield template, values
+    del chips["v4"]
+    for chip, topology in chips.items():
+        medium, long = (
+            tpu("lengths", length=length, direction="backward")
+            if chip == "v5e"
+            else tpu(f"chips-{length}", topology=topology)
+            for length in (8192, 131072)
+        )
+        rows = (medium, long, tpu("chips-6.7b-8192", topology=topology))
+        yield (
+            f"| {chip} |" + " # MiB, # + # ms |" * 3,
+            [row[key] for row in rows for key in ("temporary_mib", "kernels_ms", "other_ms")],
+        )
+        plain, dape = (tpu("plain", topology=topology, processor=processor) for processor in ("plain", "dape"))
+        yield (
+            f"| {chip} | # + # ms | # ms | # + # ms | # ms | # | # |",
+            [
+                *(value for row in (plain, dape) for value in (*row["kernels_of_passes_ms"], row["other_ms"])),
+                dape["kernels_ms"] / plain["kernels_ms"],
+                (dape["kernels_ms"] + dape["other_ms"]) / (plain["kernels_ms"] + plain["other_ms"]),
+            ],
+        )
+    fused, splash = (tpu("nope", implementation=name, direction="backward") for name in ("fused", "splash"))
+    yield (
+        "splash attention takes # + # ms in its kernels where this one takes # + #, and # ms in other operations "
+        "where this one takes #: # ms each",
+        [
+            *(*splash["kernels_of_passes_ms"], *fused["kernels_of_passes_ms"], splash["other_ms"], fused["other_ms"]),
+            fused["kernels_ms"] + fused["other_ms"],
+        ],
+    )
+
+
+def kernel_steps() -> Iterator[Statement]:
+    methods = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple")
+    for chip in ("v5e", "v5p"):
+        for model in ("125m", "350m"):
+            rows = read(f"step_cycles/{chip}-{model}/step_cycles.json")["rows"]
+            for length in (512, 2048, 8192):
+                ratios = [select(rows, length=length, method=method)["ratio"] for method in methods]
+                ours = select(rows, length=length, method="dape1x3-kerple")
+                milliseconds = ours["kernels_ms"] + ours["other_ms"]
+                yield (
+                    f"| {model.upper()} | {chip} | {length:,} |" + " # |" * 6 + " # ms | #% |",
+                    [*ratios, milliseconds, 100 * ours["kernels_ms"] / milliseconds],
+                )
+
+
+def planning() -> Iterator[Statement]:
+    for file in sorted((ROOT / "results" / "planning").glob("*/plan.json")):
+        content = read(str(file.relative_to(ROOT / "results")))
+        plan = content["plans"][content["best"]]
+        held = plan["held_bytes"]
+        yield (
+            f"| {file.parent.name} | {content['topology']} | {plan['mesh']} "
+            "| # x # | # GiB | # GiB | # GB | # ms | # ms | # ms | #% |",
+            [
+                *(plan["batch_size"], plan["length"], (held["parameters"] + held["moments"]) / 2**30),
+                *(plan["peak_bytes"] / 2**30, sum(each["num_bytes"] for each in plan["collectives"]) / 1e9),
+                *(1e3 * plan["roofline_seconds"][name] for name in ("compute", "memory", "interconnect")),
+                100 * plan["mfu"],
+            ],
+        )
+    blockwise, fused = (read(f"planning/{name}/plan.json")["plans"][0] for name in ("125m-blockwise", "125m"))
+    yield (
+        "# ms per step for 125M with `blockwise`, # ms with the kernel",
+        [1e3 * plan["roofline_seconds"]["memory"] for plan in (blockwise, fused)],
+    )
+
+
+def attention(length: int, name: str) -> dict[str, Any]:
+    return select(read("attention/cpu.json")["rows"], length=length, direction="backward", name=name)
+
+
+def reproducing() -> Iterator[Statement]:
+    names = ("blockwise", "torch eager", "torch.compile", "plain jax", "plain torch")
+    for length in (512, 2048):
+        yield f"| {length:,} |" + " # ms |" * 5, [attention(length, name)["min_ms"] for name in names]
+    yield "| 2,048, peak memory |" + " # MiB |" * 5, [attention(2048, name)["peak_mib"] for name in names]
+
+
+def pretrained() -> Iterator[Statement]:
+    names = {"pythia-2.8b": "Pythia 2.8B", "llama-3-8b": "Llama 3 8B, 6 of its 32 layers"}
+    models = read("pretrained/import_memory.json")["models"]
+    for model, name in zip(models, names.values(), strict=True):
+        parameters, peak = model["parameter_bytes"], model["peak_read_bytes"]
+        yield (
+            f"| {name} | # GB | # GB | # GB | # GB |",
+            [value / 1e9 for value in (parameters, model["largest_tensor_bytes"], peak, peak - parameters)],
+        )
+    yield from study()
+
+
+def study() -> Iterator[Statement]:
+    """Of the continued RoPE model."""
+    table = read("retrofit/retrofit.json")["perplexity"]
+    for way, perplexity in table.items():
+        yield f"| {way} | # | # | # | # |", [perplexity[length] for length in ("128", "256", "1024", "4096")]
+    pairs = {(pair["way"], pair["against"]): pair["changes"] for pair in read("retrofit/pairs.json")["pairs"]}
+    for (way, against), changes in pairs.items():
+        template, values = f"| {way} | {against} |", []
+        for length in ("128", "1024", "4096"):
+            numbers = [changes[length][key] for key in ("percent", "low", "high")]
+            signed = ["+#" if number > 0 else "#" for number in numbers]
+            template += f" {signed[0]} % [{signed[1]}, {signed[2]}] |"
+            values += numbers
+        yield template, values
+    steps = {(each["way"], each["percent"]): each["perplexity"] for each in read("retrofit/steps.json")["steps"]}
+    for way in ("Kerple", "Kerple + DAPE1x3", "ALiBi + DAPE1x3"):
+        for length in ("128", "1024"):
+            values = [steps[way, percent][length] for percent in (2, 5, 10, 20, 40)]
+            yield f"| {way} | {int(length):,} |" + " # |" * 5, values
+    ways = ("Kerple", "ALiBi", "Kerple + DAPE1x3", "ALiBi + DAPE1x3")
+    yield (
+        "alone are # % and # % worse at the train length than RoPE; with DAPE1x3, # % and # %",
+        [pairs[way, "RoPE"]["128"]["percent"] for way in ways],
+    )
+    recall = [each["recall_nats"] for each in read("retrofit/recall.json")["recall"]]
+    near, far = (max(fmean(of_seeds[length]) for of_seeds in recall) for length in ("128", "1024"))
+    yield "by # nats per byte at most", [near]
+    yield "by up to # nats", [far]
+    yarn, dape, rope = table["original, yarn"], steps["Kerple + DAPE1x3", 10], steps["RoPE", 10]
+    yield "twice the train length and # % at four times", [100 * (yarn["512"] / yarn["128"] - 1)]
+    yield (
+        "was # % higher than RoPE's after 10 % of the steps (Kerple with DAPE1x3, as many steps of both), # % after "
+        "40 %",
+        [100 * (dape["128"] / rope["128"] - 1), pairs["Kerple + DAPE1x3", "RoPE"]["128"]["percent"]],
+    )
+
+
+PAGES = {
+    "README.md": readme,
+    "docs/getting_started.md": getting_started,
+    "docs/che.md": che,
+    "docs/distributed.md": distributed,
+    "docs/training.md": training,
+    "docs/gpu.md": gpu,
+    "docs/kernel.md": kernel,
+    "docs/planning.md": planning,
+    "docs/reproducing.md": reproducing,
+    "docs/pretrained.md": pretrained,
+    "configs/quickstart.py": quickstart,
+    "configs/small.py": small,
+    "configs/che.py": che_recipe,
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_of_a_page_are_those_of_its_files(page):
+    text = (ROOT / page).read_text()
+    assert not [found for statement in PAGES[page]() if (found := difference(text, statement))]
+
+
+OTHERS = {  # first cells of rows whose numbers have no raw file of ours
+    "docs/evaluation.md": {
+        *("kerple", "dape1x3-kerple", "1 layer, width 32, 2 heads", "4 layers, width 128, 4 heads (the demo's)"),
+        *(f"P({length}{which})" for length in (128, 256, 512, 1024, 2048) for which in ("", ", local")),
+        *(f"ΔP({length})" for length in (128, 256, 512, 1024, 2048)),
+    },
+    "docs/kernel.md": {"350M"},  # the paper's
+}
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))])
+def test_every_number_of_a_table_is_tested(page):
+    """Look for rows with a cell that begins with a decimal number, and that are in no statement."""
+    templates = [template for template, _ in PAGES[page]()] if page in PAGES else []
+    rows = re.findall(r"^\|.*\| -?\d[\d,]*\.\d+(?![\dB]).*$", (ROOT / page).read_text(), re.MULTILINE)
+    untested = [row for row in rows if not any(find(row, template) for template in templates)]
+    assert {row.split("|")[1].strip() for row in untested} == OTHERS.get(page, set())
+
+
+def test_a_wrong_number_is_found():
+    text = "| kerple |\n 4.88 | 1,234 MiB |"
+    template = "| kerple | # | # MiB |"
+    assert difference(text, (template, [4.884, 1233.6])) is None
+    assert "not 4.889" in (difference(text, (template, [4.889, 1233.6])) or "")
+    assert "not 1235" in (difference(text, (template, [4.884, 1235])) or "")
+    assert "has no" in (difference(text, ("| kerple | # | # GiB |", [4.884, 1233.6])) or "")
