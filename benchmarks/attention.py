@@ -6,7 +6,7 @@
 The second command is for a GPU. One layer is q, k, v -> out, without projections, with the heads of the paper's models.
 All implementations at one model, length and direction are called in turns in one process (A B C A B C ..), so that
 other load slows all of them. It does not slow them equally: threads that wait for each other, such as PyTorch's, are
-slowed most. For reliable ratios the machine must be idle.
+slowed most. Ratios are reliable only on an idle machine.
 
 Timed: the implementations of `attention.py` (`dense` is the formula, compiled by XLA); `plain jax`, causal attention
 without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN on a GPU in bfloat16); and with `--vs=torch`, with the
@@ -19,8 +19,8 @@ Output: a table, JSON and a figure in OUTPUT, with the platform's name. The colu
     min ms        minimum time of a call over `--repeats` samples (see `measure.py`); the JSON has all of them
     / dense ..    time and peak memory relative to dense; also to torch eager, torch.compile, plain jax
     peak MiB      memory of a call; see `measure.py`
-    GFLOP/s       `layer_work` over the minimum: the FLOPs that the layer needs, for every implementation
-    roofline      minimum time of `layer_work` on the chip over the measured one; for bfloat16, chips of `hardware.py`
+    GFLOP/s       FLOPs of `layer_work` / minimum time: those that the layer needs, for every implementation
+    roofline      minimum time of `layer_work` on the chip / measured time; for bfloat16, on the chips of `hardware.py`
     GFLOP, GB     matmuls and memory traffic of one run of the compiled program, with trip counts of loops. A Pallas
                   kernel reports its own cost, or counts as its operands and results. Not for PyTorch
     compile s     seconds of compilation

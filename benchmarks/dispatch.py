@@ -2,7 +2,7 @@
 
     python -m benchmarks.dispatch
 
-Out: results/dispatch/dispatch.json, and a line for each part of a step of the training loop: reading the next batch,
+Writes OUTPUT/dispatch.json, and prints a line for each part of a step of the training loop: reading the next batch,
 placing it on the device, and calling the step, which returns before the device has finished. The sum limits the steps
 per second on any device.
 """

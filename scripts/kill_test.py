@@ -8,7 +8,7 @@
 random times, with SIGKILL or SIGTERM, and restarted with the same command. After the last kill it runs to its end. Then
 the parameters, optimizer states, counters and positions in the data of both runs are compared, array by array and by
 their digests. The counts are written to OUTPUT/kill_test.json, or with the flags above to OUTPUT/kill_test_s3.json and
-OUTPUT/kill_test_2_processes.json. Each restart takes several seconds, mostly for imports.
+OUTPUT/kill_test_2_processes.json. Each restart takes several seconds, mostly for imports. Needs the extra `dev`.
 
 With `--storage`, the workdir of the second run is in a bucket of `object_storage.py`, where requests may fail; that of
 the first run is on the local disk. With `--processes`, one process is killed, and the others must also end before all

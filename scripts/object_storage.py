@@ -3,7 +3,8 @@
     python scripts/object_storage.py --fail=0.02 --slow=0.05
 
 The script prints shell commands that set environment variables, with which `train.py`, `eval.py` and the tools use
-these servers for s3://bucket/ and gs://bucket/. It serves until it is stopped. All objects are in memory.
+these servers for s3://bucket/ and gs://bucket/. It serves until it is stopped. All objects are in memory. Needs the
+extra `dev`.
 
 The servers are those of the packages `moto` and `gcp-storage-emulator`. A proxy in front of each injects faults: of the
 share `--fail` of all requests, it answers half with status 503 and executes the others without returning the answer. It

@@ -7,7 +7,7 @@ A model with Pythia's architecture (parallel residual, RoPE on a quarter of each
 on bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a
 constant learning rate after warm-up: one run gives the points at 2, 5, 10, 20 and 40 % of the original steps. A way of
 several stages has the points of its last stage. All are evaluated up to 32 T on the same windows, one in each document,
-so that differences of two runs have paired intervals over documents.
+so that differences of two runs have paired intervals over documents. Needs the extra `hf`.
 
 Recall is measured on text: the last bytes of a sequence are replaced by a passage of another document, and in half of
 the sequences the first bytes are replaced by the same passage. Recall is the difference in loss of the last passage
