@@ -55,7 +55,7 @@ __all__ = [  # noqa: RUF022
     "fire",
     "cope",
     "transformer_xl",
-    # The same as NNX modules with parameters.
+    # NNX modules that hold the parameters of these functions.
     "Dape",
     "Plain",
     "Alibi",
@@ -90,7 +90,7 @@ __all__ = [  # noqa: RUF022
     "PROCESSORS",
     "ROTARY",
     "IMPLEMENTATIONS",
-    # Interfaces of your own biases, processors and implementations.
+    # Base classes and protocols for new biases, processors and implementations.
     "Bias",
     "ContextualBias",
     "Processor",
@@ -102,13 +102,13 @@ __all__ = [  # noqa: RUF022
     "Transformer",
     "Cache",
     "make_cache",
-    # Bad input raises this.
+    # Exception for invalid input.
     "InputError",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the interface. Programs that use none of them show their flags without importing JAX."""
+    """Return a name of `dape_jax.library`, imported on first use, so that `--help` need not import JAX."""
     if name in __all__:
         return getattr(importlib.import_module("dape_jax.library"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

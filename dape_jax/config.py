@@ -112,7 +112,7 @@ class InitConfig:
     train_only: str | None  # comma-separated members of PARAMETER_KINDS; other parameters are frozen; None: train all
 
     def __post_init__(self):
-        allowed = "must be a run directory, or directory@step with a step's number, newest or best"
+        allowed = "must be a run directory, or directory@step, where step is a number, newest or best"
         require(self.source is None or all(self.source_and_step), "init.source", self.source, allowed)
         allowed = f"must be a comma-separated list of {list(PARAMETER_KINDS)}, each at most once"
         is_list = set(self.trained_kinds) <= set(PARAMETER_KINDS)
@@ -150,7 +150,7 @@ class BaseRunConfig:
         require(round(fraction * num_steps) < num_steps, "optimizer.warmup_fraction", fraction, allowed)
 
     def check_model_mesh(self, mesh: Mesh) -> None:
-        """Raise `InputError` unless the model divides over a mesh."""
+        """Raise `InputError` unless the model can be split evenly over a mesh."""
         model = self.model
         sizes = {"D": ("model.width", model.width)}
         sizes |= {"H": ("model.num_heads", model.num_heads), "G": ("model.num_kv_heads", model.num_kv_heads)}
@@ -159,7 +159,7 @@ class BaseRunConfig:
         check_mesh(mesh, {"V": ("model.num_outputs", model.num_outputs)})
 
     def check_mesh(self, mesh: Mesh) -> None:
-        """Raise `InputError` unless batch, sequences and model divide over a mesh."""
+        """Raise `InputError` unless batch, sequences and model can be split evenly over a mesh."""
         batch_size, num_parts = self.train.batch_size, self.train.accumulation_steps
         num_devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         divisor = num_devices * num_parts
@@ -175,7 +175,7 @@ class BaseRunConfig:
 
     @classmethod
     def from_dict(cls: type[Self], spec: dict[str, Any]) -> Self:
-        """Return the checked config of a config file's dict. None for `train.checkpoint_interval` is `eval_interval`.
+        """Return the checked config of a config file's dict. A `train.checkpoint_interval` of None is `eval_interval`.
 
         Raises:
             InputError: a section or field is unknown, missing or out of range.
@@ -442,7 +442,7 @@ def _added(spec: dict[str, Any]) -> dict[str, Any]:
 def upgraded(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config with the sections and fields that it lacks if an older version saved it.
 
-    A config that no version could have saved is returned unchanged; `read_run` refuses it with a message.
+    A config that no version could have saved is returned unchanged; `read_run` raises `InputError` for it.
     """
 
     def fill(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:

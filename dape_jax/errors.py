@@ -15,7 +15,7 @@ from tqdm import tqdm
 class InputError(ValueError):
     """Invalid input, described in one line with the field, its value and the allowed values; or in several lines.
 
-    Command lines print them without a traceback. Any other exception is a bug and keeps its traceback.
+    Command lines print these lines without a traceback. Any other exception is a bug and keeps its traceback.
     """
 
     def __init__(self, *messages: str):
@@ -38,7 +38,7 @@ def require(condition: bool, field: str, value: object, allowed: str) -> None:
 
 
 def require_package(package: str, extra: str, field: str, value: object) -> None:
-    """Raise `InputError`, which names the extra that installs the package, if `value` needs it and it is missing."""
+    """Raise `InputError`, with the extra to install, if the package that `value` needs is missing."""
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{field} = {value!r}: needs the package {package}: pip install 'dape_jax[{extra}]'")
 

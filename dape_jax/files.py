@@ -103,9 +103,8 @@ def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iter
     Args:
         directory: directory to lock.
         field: name of the flag or argument with the directory, for messages.
-        lock_file: name of the file in the directory that is locked. The file is not deleted, and contains the name of
-            the process that holds the lock. A symbolic link is rejected: it could point to a file of another user's
-            choice.
+        lock_file: name of the file in the directory that is locked. The file is not deleted; its content identifies
+            the process that holds the lock. A symbolic link is rejected: another user could have chosen its target.
 
     Raises:
         InputError: another process holds the lock, or the directory cannot be written to.

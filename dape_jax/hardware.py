@@ -79,7 +79,7 @@ def read_topology(topology: str) -> Slice:
         InputError: the chip or the shape is unknown; the message lists the known ones.
     """
     name, _, shape = topology.partition(":")
-    require(name in TOPOLOGIES, "--topology", topology, f"must be CHIP:SHAPE, with a TPU of {list(TOPOLOGIES)}")
+    require(name in TOPOLOGIES, "--topology", topology, f"must be CHIP:SHAPE, with CHIP one of {list(TOPOLOGIES)}")
     known = ", ".join(f"{name}:{shape}" for shape in TOPOLOGIES[name])
     require(shape in TOPOLOGIES[name], "--topology", topology, f"must be one of {known}")
     (chip,) = (chip for chip in CHIPS if chip.name == name)

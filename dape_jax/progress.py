@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 class Progress(tqdm):
     """Progress bar on a terminal, log lines elsewhere: a bar would fill a log file with its redraws.
 
-    A line is logged each minute, and when the work ends, unless `leave` is False.
+    A line is logged each minute and, unless `leave` is False, when the work ends.
     """
 
     def __init__(self, *args: Any, **options: Any):
         self.is_terminal, self.logged = sys.stderr.isatty(), None
         if not self.is_terminal:
-            # miniters=1: the time is looked at after every update, also if the first updates were fast.
+            # miniters=1: tqdm checks the time after every update, even if the first updates were fast.
             options |= {"mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "bar_format": _LINE}
-            options |= {"file": io.StringIO()}  # for the line breaks that tqdm writes by itself
+            options |= {"file": io.StringIO()}  # discards the line breaks that tqdm writes
         super().__init__(*args, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
@@ -33,5 +33,5 @@ class Progress(tqdm):
             return super().display(msg, pos)
         if msg is None and self.n not in (self.initial, self.logged):
             self.logged = self.n
-            logger.info("%s", str(self))  # as it is now: a handler may format it later
+            logger.info("%s", str(self))  # formatted now: a handler may do it after more updates
         return True

@@ -1,4 +1,4 @@
-"""Provenance of a result: commit, command, device and versions, stored with every figure."""
+"""Provenance of a result: commit, command, device and versions, stored with the result."""
 
 import hashlib
 import os
@@ -95,8 +95,8 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
 def commit() -> str:
     """Return the commit of the source, or "unknown" if it is not a git clone.
 
-    The suffix -dirty is added if tracked files have changed, except in results/, where a command may write several
-    results.
+    The suffix -dirty is added if tracked files have changed, except in results/: a command may write several results,
+    and the first must not mark the next as dirty.
     """
     if not (ROOT / ".git").exists():  # installed: git would describe a repository around the environment
         return "unknown"

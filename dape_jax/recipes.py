@@ -9,7 +9,7 @@ from ml_collections.config_flags.config_flags import ConfigFileFlagParser
 
 from dape_jax.errors import require
 
-RECIPES = Path(__file__).with_name("configs")  # in a clone, the link `configs` leads here
+RECIPES = Path(__file__).with_name("configs")  # in a clone, `configs` is a link to it
 _SHARED = "common.py"  # read by the recipes
 
 

@@ -3,7 +3,7 @@
 In: names of parameters, letters of activations. Out: shardings. Next: `data/`.
 
 Parameters are named after the shape legend (`up_DF`, `query_DHK`), so the table maps letters to axes. It is the same
-for parameters and activations except for two lines.
+for parameters and activations, except that only parameters are split over D, and only activations over B and T.
 
 Heads are never split inside attention: the score convolution mixes them, so a device with some of the heads would need
 the scores of all others. Query rows are independent, so attention is split over the batch and over query rows:
@@ -157,7 +157,7 @@ def in_mesh() -> bool:
 
 
 def device_platform() -> str:
-    """Return the platform of the devices, maybe abstract, of the mesh of `jax.set_mesh`, or else of JAX's backend."""
+    """Return the platform of the (possibly abstract) devices of `jax.set_mesh`'s mesh, or else of JAX's backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
@@ -276,7 +276,7 @@ def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
 
 @functools.cache
 def _held(sharding: NamedSharding, dim: int, size: int) -> tuple[np.ndarray, int, int]:
-    """Return this process's indices of a dim, the number of its part, and the number of parts."""
+    """Return this process's indices of a dim, the index of its part, and the number of parts."""
     shape = tuple(size if d == dim else sharding.mesh.size for d in range(len(sharding.spec)))
     by_process: dict[int, set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

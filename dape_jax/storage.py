@@ -66,7 +66,7 @@ def to_path(text: str, field: str) -> AnyPath:
         return Path(text)
     require(scheme in _PACKAGES, field, text, "must be a local path, gs://bucket/path or s3://bucket/path")
     require(bool(rest.strip("/")) and not rest.startswith("/"), field, text, f"must be {scheme}://bucket/path")
-    require(not glob.has_magic(rest), field, text, "must not contain * ? or [: in a bucket they are patterns")
+    require(not glob.has_magic(rest), field, text, "must not contain *, ? or [, which are patterns in a bucket")
     require_package(_PACKAGES[scheme], _EXTRAS[scheme], field, text)
     _prepare_libraries()
     return epath.Path(text)
@@ -356,9 +356,9 @@ def _end(reason: str) -> None:
 
 
 def _machine() -> str:
-    """Return an identifier of this machine since its start and of this container, or "" if unknown."""
+    """Return an identifier of this boot of the machine and of this container, or a unique one if they are unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return uuid.uuid4().hex  # unique
+        return uuid.uuid4().hex

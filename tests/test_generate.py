@@ -425,7 +425,7 @@ def test_bad_sampling_is_named(options, words):
 @pytest.mark.parametrize(
     ("processor", "words"),
     [
-        (DapeConfig(edge="listing"), ["model.processor.edge = 'listing'", "last 1 rows"]),
+        (DapeConfig(edge="listing"), ["model.processor.edge = 'listing'", "kernel_width // 2 = 1 rows"]),
         (DapeConfig(leak=True), ["model.processor.leak = True", "not generated yet"]),
     ],
 )

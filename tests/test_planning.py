@@ -277,9 +277,9 @@ def test_flops_of_a_convolution_exclude_padding(sizes, window):
     ("text", "said"),
     [
         ("v5e:3x3", "one of v5e:1x1, v5e:2x2"),
-        ("v9:2x2", "with a TPU of ['v4', 'v5e', 'v5p', 'v6e']"),
+        ("v9:2x2", "with CHIP one of ['v4', 'v5e', 'v5p', 'v6e']"),
         ("v5e", "one of v5e:1x1"),
-        ("h200:8", "with a TPU of"),
+        ("h200:8", "with CHIP one of"),
     ],
 )
 def test_an_unknown_topology_gets_the_list_of_known_ones(text, said):

@@ -474,7 +474,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
         ({"norm_epsilon": 0.0}, ["model.norm_epsilon", "0.0", "positive"]),
         ({"norm_first": False, "parallel_residual": True}, ["model.parallel_residual", "norm_first"]),
         ({"tied_embeddings": True, "num_outputs": 5}, ["model.num_outputs", "5", "11"]),
-        ({"rotary": {"name": "rope", "fraction": 0.4}}, ["model.head_dim x model.rotary.fraction = 0.4", "3", "even"]),
+        ({"rotary": {"name": "rope", "fraction": 0.4}}, ["model.rotary.fraction = 8 x 0.4 = 3", "even"]),
         ({"rotary": {"name": "rope", "fraction": 1.5}}, ["model.rotary.fraction", "1.5", "at most 1"]),
         ({"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}, ["high_frequency_factor", "4.0"]),
         ({"dtype": "float64"}, ["model.dtype", "float64", "JAX_ENABLE_X64"]),

@@ -15,7 +15,7 @@ METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kern
 
 
 def model(**fields: Any) -> dict[str, Any]:
-    """Return the `model` section; `fields` are the size, the block (`GPT_NEOX`), the method and other changes."""
+    """Return the `model` section; `fields` are size, block (for example `GPT_NEOX`), method and other values."""
     shared = dict(
         num_kv_heads=config_dict.placeholder(int),  # None: num_heads; fewer for grouped-query attention
         head_dim=config_dict.placeholder(int),  # None: width / num_heads
@@ -135,9 +135,8 @@ def choose_method(argument: dict[str, Any], train_length: int, length_scale: flo
     allowed = "must be auto, dape or plain, and only with bias=fire"
     is_allowed = argument["fire"] in (("auto", "dape", "plain") if argument["bias"] == "fire" else ("auto",))
     require(is_allowed, "config argument", f"fire={argument['fire']}", allowed)
-    if (
-        argument["bias"] == "fire"
-    ):  # the official configurations have thresholds of 512 and 128, and its code halves them
+    # The official configurations have thresholds of 512 and 128, and the official code halves them.
+    if argument["bias"] == "fire":
         with_dape = is_dape if argument["fire"] == "auto" else argument["fire"] == "dape"
         bias |= {"threshold": round(length_scale * (256 if with_dape else 64))}
         bias |= {"activation": "leaky_relu" if with_dape else "relu"}

@@ -72,11 +72,11 @@ def why_not_fused(
         if config.leak:
             return "leak = True; the kernels mask before they convolve"
         if config.edge != "prefix" and left_pad(config) < config.kernel_width - 1:
-            return f"edge = {config.edge!r}; the kernels have the edge 'prefix': rows do not depend on their number"
+            return f"edge = {config.edge!r}; the kernels take only 'prefix', where a row depends on no later key"
     if bias is not None and not isinstance(bias, DistanceBias):
         return f"{type(bias).__name__} is not a DistanceBias: it is as large as the scores, not a table over distances"
     if platform == "tpu":
-        from dape_jax.kernels import tpu  # with Pallas, which other platforms need not import
+        from dape_jax.kernels import tpu  # imports Pallas, which other platforms do not need
 
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
@@ -117,7 +117,7 @@ def attend_fused(
     if reason is None and v_BSGK.dtype != k_BSGK.dtype:
         reason = f"k is {k_BSGK.dtype} and v is {v_BSGK.dtype}"
     if reason is not None:
-        raise NotImplementedError(f"no fused attention for this: {reason}")
+        raise NotImplementedError(f"no kernel supports this attention: {reason}")
     bias, processor = score_mod
     assert isinstance(processor, Dape | Plain)
     assert isinstance(bias, DistanceBias | None)

@@ -283,7 +283,7 @@ class Band:
         column_O = row.column + self.offset_O + shift
         inside_O = (column_O >= 0) & (column_O < (left.shape[0] if self.t.pad else 0))
         inner = _last_dim(left)
-        return left.at[column_O[:, None], row.index, inner], inside_O[:, None] & (inner >= 0)
+        return left.at[column_O[:, None], row.index, inner], inside_O[:, None] & (inner >= 0)  # broadcast to [O, X]
 
     def read_corrected(self, table: Any, left: Any, row: Row, shift: Any = 0) -> Array:
         """Load [O, X] of a table [N, X], minus its correction [P, T, X] in the first columns."""

@@ -38,15 +38,15 @@ class Operator(NamedTuple):
 
         A -> A + added - left_added + Conv2(change(Conv1_A(tril(A)), knee - left_knee))
 
-    C is 0 for a `Plain` processor. All arrays are float32. A table has the N distances -(W - 1 - pad) .. S - 1, from
-    the smallest at which a hidden column is read.
+    C is 0 for a `Plain` processor. All arrays are float32. A table has an entry for each of the N distances
+    -(W - 1 - pad) .. S - 1; hidden columns at smaller distances are not read.
 
     Args:
         scores_WHC: the half of Conv1 that reads scores.
         output_WCH: Conv2.
         knee_CN: (1 - SLOPE) hidden; see the module's docstring. The kernels define its gradient as that of the complete
             Conv2(LeakyReLU(h_A + h_B)): the gradient of the scores' features times d h_B / d knee.
-        added_HN: the bias, if it is added outside the convolution, plus Conv2 of LeakyReLU(h_B) and its bias.
+        added_HN: the bias, if it is added outside the convolution, plus Conv2(LeakyReLU(h_B)) with the bias of Conv2.
         left_knee_PCT: (1 - SLOPE) left, in the first P = pad columns.
         left_added_QHT: part of `added` from columns that do not exist, in the first Q = 2 pad columns.
     """
@@ -60,17 +60,17 @@ class Operator(NamedTuple):
 
     @property
     def width(self) -> int:
-        """W."""
+        """Return W."""
         return self.scores_WHC.shape[0]
 
     @property
     def pad(self) -> int:
-        """P; see `left_pad`."""
+        """Return P, the number of columns that a convolution reads to its left; see `left_pad`."""
         return self.left_knee_PCT.shape[0]
 
     @property
     def ahead(self) -> int:
-        """W - 1 - P: number of columns read to the right; column 0 of a table has the distance -ahead."""
+        """Return W - 1 - P, the number of columns read to the right. Entry 0 of a table has the distance -ahead."""
         return self.width - 1 - self.pad
 
 
@@ -165,7 +165,8 @@ def make_operator(
     def output(w: int, features_CN: Float[Array, "C N"]) -> Float[Array, "H N"]:
         return jnp.einsum("CH,CN->HN", output_WCH[w], features_CN, precision=HIGHEST)
 
-    # The change computed from `knee` contains LeakyReLU(h_B) with the opposite sign: both gradients of h_B cancel.
+    # No gradient flows to h_B here: it would cancel that of the change, which contains -LeakyReLU(h_B). The gradient of
+    # `knee` that the kernels return includes neither (see `Operator`).
     fixed_CN, fixed_left_PCT = jax.lax.stop_gradient((hidden_CN, left_PCT))
     features_CN = jax.nn.leaky_relu(fixed_CN, SLOPE)
     for w in range(width):

@@ -1,1 +1,1 @@
-"""Paper's model. Reading order: positions, scores, biases, contextual, processors, attention, transformer, loss."""
+"""Transformer model. Reading order: positions, scores, biases, contextual, processors, attention, transformer, loss."""

@@ -101,7 +101,7 @@ def attend(
 
 
 def check_shapes(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Array, k_pos_S: Array) -> None:
-    """Raise `InputError` if the shapes are inconsistent; the message detects a [B, H, T, K] layout."""
+    """Raise `InputError` if the shapes are inconsistent; the message points out a [B, H, T, K] layout."""
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
@@ -116,14 +116,15 @@ def check_shapes(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Array, k_
             require(False, f"{name}.shape", x.shape, allowed)
     (batch, _, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
     require(k_BSGK.shape == v_BSGK.shape, "v_BSGK.shape", v_BSGK.shape, f"must be k_BSGK.shape = {k_BSGK.shape}")
-    require(k_BSGK.shape[0] == batch, "k_BSGK.shape", k_BSGK.shape, f"must have B = {batch} as q_BTHK")
-    require(k_BSGK.shape[3] == head_dim, "k_BSGK.shape", k_BSGK.shape, f"must have K = {head_dim} as q_BTHK")
+    require(k_BSGK.shape[0] == batch, "k_BSGK.shape", k_BSGK.shape, f"must have B = {batch}, like q_BTHK")
+    require(k_BSGK.shape[3] == head_dim, "k_BSGK.shape", k_BSGK.shape, f"must have K = {head_dim}, like q_BTHK")
     require(heads % groups == 0, "num_kv_heads", groups, f"must divide num_heads = {heads}")
 
 
 class Implementation:
-    """Base class of the implementations of `attend`: same arguments, same values and gradients.
+    """Base class of the implementations of `attend`, which return the same values and gradients.
 
+    A `ScoreMod` contains the arguments `bias` and `processor` of `attend`, and a `Mask` contains `causal` and `window`.
     A subclass defines `_attend`, with the arguments of `__call__`.
     """
 
@@ -273,7 +274,7 @@ class Fused(Implementation):
 
 # Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
 # TPU: one bucket, since compiling the loop of each takes about ten seconds; and 32 rows, so that a block's arrays stay
-# in VMEM: by the compiler's cycle estimates 64 rows are 1.3 times as fast at T = 2048, and 16 at T = 8192.
+# in VMEM. By the compiler's cycle estimates, 64 rows are 1.3 times as fast at T = 2048, and 16 rows at T = 8192.
 # GPU: more rows than these, if memory allows: see `rows_in_block`.
 BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise(32, 1)}
 FUSED_ON = ("tpu",)  # DAPE's GPU kernel has never been timed on a GPU: select it by name, `Fused`.
@@ -283,8 +284,8 @@ FUSED_ON = ("tpu",)  # DAPE's GPU kernel has never been timed on a GPU: select i
 class Auto(Implementation):
     """Implementation chosen by platform and length for each call; logged when first chosen.
 
-        fused      on a TPU, if a kernel supports this bias and processor; on a GPU, without bias and processor
         dense      if all rows are one block
+        fused      on a TPU, if a kernel supports this bias and processor; on a GPU, without bias and processor
         blockwise  otherwise
 
     Args:
@@ -296,7 +297,7 @@ class Auto(Implementation):
     num_buckets: int | None = None
 
     def __post_init__(self):
-        self.blockwise("cpu")  # to check the fields
+        self.blockwise("cpu")  # checks the fields
 
     @property
     def for_cached_decoding(self) -> Blockwise:
@@ -345,7 +346,7 @@ def _rows_on_gpu(
     score_mod: ScoreMod,
     blockwise: Blockwise,
 ) -> int:
-    """Return the number of rows in a block of `Blockwise`, whose memory is scores and hidden features."""
+    """Return the number of rows in a block of `Blockwise`; scores and hidden features determine its memory."""
     batch, num_rows, heads = q_BTHK.shape[:3]
     channels = score_mod.processor.config.channels if isinstance(score_mod.processor, Dape) else 0
     return rows_in_block(batch * (heads + channels), num_rows, k_BSGK.shape[1], blockwise.num_buckets)
@@ -353,7 +354,7 @@ def _rows_on_gpu(
 
 @functools.cache
 def _log_choice(choice: str) -> None:
-    """Log once per process, however many layers and programs make the same choice."""
+    """Log a choice once per process, although many layers and programs make the same choice."""
     logger.info("attention: %s", choice)
 
 

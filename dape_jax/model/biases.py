@@ -279,7 +279,7 @@ class Sandwich(DistanceBias):
         angle = jnp.multiply.outer(distance.astype(float), _sandwich_frequencies(self.position_dim))
         return jnp.cos(angle).sum(-1)[None] / _per_head(_sandwich_ratios(self.num_heads), distance)
 
-    # A matmul of T + S embeddings needs less memory: a sum over all T S distances takes position_dim / 2 times as much.
+    # A matmul of embeddings, because `of_distance` of all pairs would need position_dim / 2 numbers for each pair.
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
@@ -316,7 +316,8 @@ def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distan
 
     Source: Raffel et al. 2020, section 2.1 and their released code.
     Differs: the first distance of every logarithmic bucket is computed on the host in double precision and compared as
-      an integer, so the edges do not depend on a device's logarithm; equal to the official float32 on `golden/tables`.
+      an integer, so the edges do not depend on a device's logarithm. `tests/golden/tables` compares the result with the
+      official code in float32.
     """
     exact = num_buckets // 2
     steps = num_buckets - exact

@@ -6,7 +6,7 @@ In: queries `q_BTHK`, keys `k_BSGK`, their scores and their positions. Out: `bia
 They replace a bias of `biases.py`: in a config (`model.bias`), in `attend`, and in DAPE, which reads them as the bias B
 together with the scores A = Q K^T / sqrt(K).
 
-To add one, follow `biases.py`, with the line in `CONTEXTUAL` at the end of the file.
+To add one, follow the instructions in `biases.py`, but add the line to `CONTEXTUAL` at the end of this file.
 """
 
 import dataclasses
@@ -112,7 +112,7 @@ class Cope(nnx.Module):
             InputError: attention is not causal: CoPE defines no position for a later key.
         """
         require(
-            causal, "model.bias", "cope", "must be another bias: CoPE counts earlier keys, for causal attention only"
+            causal, "model.bias", "cope", "must be another bias: CoPE counts earlier keys, so it needs causal attention"
         )
         return cope(q_BTHK, scores_BHTS, mask_TS, self.table_KP[...])
 

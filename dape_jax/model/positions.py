@@ -58,8 +58,12 @@ class Rope:
             InputError: R is odd or 0.
         """
         rotated = int(self.fraction * head_dim)
-        name = "model.head_dim" if self.fraction == 1 else f"model.head_dim x model.rotary.fraction = {self.fraction}"
-        require(rotated % 2 == 0 and rotated > 0, name, rotated, "must be even for rotary embedding")
+        name = (
+            "model.head_dim"
+            if self.fraction == 1
+            else f"model.head_dim x model.rotary.fraction = {head_dim} x {self.fraction}"
+        )
+        require(rotated % 2 == 0 and rotated > 0, name, rotated, "must be even and positive for rotary embedding")
         return rotated
 
     def frequencies(self, num_rotated: int) -> np.ndarray:
@@ -170,7 +174,7 @@ class Yarn(StretchedRope):
         positive(self, "model.rotary", "train_length")
         for field in ("beta_slow", "beta_fast"):  # the logarithm of the turns must be finite
             is_possible = 1e-9 <= getattr(self, field) <= 1e9
-            require(is_possible, f"model.rotary.{field}", getattr(self, field), "must be positive: 1e-9 to 1e9")
+            require(is_possible, f"model.rotary.{field}", getattr(self, field), "must be from 1e-9 to 1e9")
         allowed = f"must be above beta_slow = {self.beta_slow}"
         require(self.beta_fast > self.beta_slow, "model.rotary.beta_fast", self.beta_fast, allowed)
 

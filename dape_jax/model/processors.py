@@ -1,4 +1,4 @@
-"""Processors: functions of attention scores between Q K^T and the softmax. Addition of the bias, or DAPE.
+"""Processors: functions of attention scores between Q K^T and the softmax, either addition of the bias or DAPE.
 
 In: `scores_BHTS`, `bias_BHTS` (or None; its batch dim is 1 unless it depends on content) and `mask_TS`, True where the
 query sees the key. Out: the scores for the softmax. Next: `attention.py`.
@@ -30,14 +30,14 @@ SLOPE = 0.01  # negative slope of the LeakyReLU
 
 
 class Processor:
-    """Base class of processors: a function of scores, bias and mask.
+    """Base class of processors: functions of scores, bias and mask.
 
     A processor mixes heads and keys, never two query rows. Its result for a row must not depend on a masked score. A
     processor with parameters is also an `nnx.Module`.
 
     Args:
-        key_halo: (left, right) number of keys before the first and after the last visible key that a row's result
-            depends on. Blockwise attention reads these in addition. (0, 0) if the processor does not mix keys.
+        key_halo: (left, right), the numbers of keys before the first visible key and after the last one on which a
+            row's result depends. Blockwise attention reads these too. (0, 0) if the processor does not mix keys.
     """
 
     key_halo: tuple[int, int] = (0, 0)
@@ -103,7 +103,7 @@ def broadcast_batch(x_BXYZ: Float[Array, "#B X Y Z"], batch: int) -> Float[Array
     """Broadcast an array without a batch dim over the sequences of a batch.
 
     On a CPU the gradient is summed one sequence at a time: autodiff's sum over a leading dim is up to 20 times slower
-    there, and took a third of the layer's time at four sequences.
+    there, and took a third of the layer's time with four sequences.
     """
     if x_BXYZ.shape[0] == batch or device_platform() != "cpu":
         return jnp.broadcast_to(x_BXYZ, (batch, *x_BXYZ.shape[1:]))
@@ -172,7 +172,7 @@ def key_convolution(
     I and O are the channels in and out; the J = S + pad_left + pad_right - W + 1 output columns are keys again.
 
     The gradient of the kernel is written as W matmuls: autodiff's convolution is several times slower inside a loop on
-    CPU (`benchmarks/attention.py`), and the layers are a loop.
+    CPU (`benchmarks/attention.py`), and the model runs its layers in a loop.
 
     On a TPU the convolution itself is W matmuls: for a convolution the compiler maps channels to the 128 lanes of a
     vector, so 12 heads or 32 channels leave most lanes unused; for matmuls it maps the keys to lanes.
@@ -244,8 +244,8 @@ def leaky_relu_change(x: Array, knee: Array) -> Array:
 
         max(x + min(knee, 0), SLOPE x - max(knee, 0))
 
-    The magnitude is at most |x|, and the relative error that of x, however large c is: the two terms, which cancel, are
-    not computed.
+    The result is at most |x| in magnitude, and has the relative error of x, however large c is: the two terms of the
+    difference, which nearly cancel, are not computed.
     """
     return jnp.maximum(x + jnp.minimum(knee, 0), SLOPE * x - jnp.maximum(knee, 0))
 
@@ -313,8 +313,8 @@ def dape(
             scores. Accumulation is in float32 or better.
 
     Raises:
-        InputError: an option is unknown, a centered kernel has an even W, bias_WHC is given without a bias, or the
-            kernels have another number of heads.
+        InputError: an option is unknown, a centered kernel has an even W, bias_WHC is given without a bias, neither
+            scores_WHC nor bias_WHC is given, or the kernels and the scores have different numbers of heads.
 
     Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
         "causal", section 4.5 for the leak; without the residual, equation 2.
@@ -493,8 +493,8 @@ class DapeConfig(ProcessorConfig):
             return "model.processor.leak = True: scores read tokens that are not generated yet"
         if self.edge == "listing":
             return (
-                f"model.processor.edge = 'listing': the last {self.kernel_width // 2} rows change when a token is "
-                "appended, so cached results would be wrong (edge='prefix' has no such rows)"
+                f"model.processor.edge = 'listing': the last kernel_width // 2 = {self.kernel_width // 2} rows change "
+                "when a token is appended, so cached results would be wrong (with edge='prefix', no row changes)"
             )
         return None
 

@@ -86,10 +86,10 @@ def products(
 
 
 def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
-    """Return the softmax over the visible keys; exactly 0 at masked keys.
+    """Return the softmax over the visible keys; exactly 0 at masked keys, if the row has a visible key.
 
-    A masked score is a large finite negative number, not -inf. A row without a visible key then has no NaN, and its
-    gradient is finite too.
+    A masked score is a large finite negative number, not -inf. A row without a visible key is then uniform instead of
+    NaN, and its gradient is finite.
     """
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
     return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
@@ -100,13 +100,13 @@ MIN_BLOCK_ROWS = 128
 
 
 def rows_in_block(features: int, num_rows: int, num_keys: int, num_runs: int) -> int:
-    """Return the rows of a block on a GPU: as many as memory allows, since each block launches the same kernels.
+    """Return the number of rows in a block on a GPU: as many as memory allows, to launch few kernels.
 
-    The result is at most 1 / `num_runs` of the rows, if that is 256 or more, so that each of `num_runs` runs reads only
-    the keys that it needs (see `causal_runs`).
+    The result is at most T / `num_runs`, or 256 if that is larger, so that each of `num_runs` runs reads only the keys
+    that it needs (see `causal_runs`).
 
     Args:
-        features: float32 numbers of a block per pair of a row and a key, for all sequences.
+        features: float32 numbers that a block needs for each pair of a row and a key, over all sequences.
         num_rows: T.
         num_keys: S.
         num_runs: runs of blocks.
@@ -141,8 +141,8 @@ def causal_runs(
         rows 0..3    x x x x          run 0: blocks 0 and 1 read keys 0..3
         rows 4..7    x x x x x x x x  run 1: blocks 2 and 3 read keys 0..7
 
-    so n runs compute (n + 1) / 2n of the square. With a window there is one run, and each block reads its own keys and
-    window - 1 keys before them. With `num_runs` = 1, or if attention is not causal, every block reads all keys, and
+    so n runs compute (n + 1) / (2 n) of all pairs. With a window there is one run, and each block reads its own keys
+    and window - 1 keys before them. With `num_runs` = 1, or if attention is not causal, every block reads all keys, and
     rows may be at any positions.
 
     Args:

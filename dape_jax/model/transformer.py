@@ -189,7 +189,7 @@ class TransformerConfig:
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
         one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT, dtype=DTYPES)
         is_enabled = self.dtype != "float64" or jax.config.read("jax_enable_x64")
-        require(is_enabled, "model.dtype", self.dtype, "must be of 4 bytes or less, unless JAX_ENABLE_X64=true is set")
+        require(is_enabled, "model.dtype", self.dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set")
         allowed = f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"
         is_possible = not self.tied_embeddings or self.num_outputs == self.vocab_size
         require(is_possible, "model.num_outputs", self.num_outputs, allowed)
@@ -231,7 +231,7 @@ def with_bias(y: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array
 
 
 class Cache(NamedTuple):
-    """Keys (already rotated) and values of all layers for the tokens so far; column j is position j.
+    """Keys (already rotated) and values of all layers for the tokens so far; column j contains position j.
 
     Args:
         k_LBSGK: keys of S columns.
@@ -306,7 +306,11 @@ class SelfAttention(nnx.Module):
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Attend to the visible positions of `x_BTD`, or of the cache after updating it; return the updated cache."""
+        """Attend to the visible positions of `x_BTD` or, if there is a cache, of the cache after adding `x_BTD` to it.
+
+        Returns:
+            The update of the residual stream, and the updated cache.
+        """
         q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
         score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
@@ -378,7 +382,7 @@ class Block(nnx.Module):
         layer: Int[Array, ""] | int = 0,
         dropout_key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Apply the layer to the residual stream, which is float32."""
+        """Apply the layer to the residual stream, which is float32; return it and the updated cache."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
         def branch_input(norm: Norm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:

@@ -1,1 +1,1 @@
-"""Ahead-of-time planning: memory, FLOPs and collectives of a run, compiled for hardware that is not available."""
+"""Ahead-of-time planning: memory, FLOPs and collectives of a run on hardware that is not available."""

@@ -260,7 +260,7 @@ def _group_size(instruction: Instruction) -> int:
 
 
 def _is_library_matmul(instruction: Instruction) -> bool:
-    """Return whether it calls a GPU library for a matmul, or for a convolution whose result is the larger side."""
+    """Return whether an operation calls a GPU library for a matmul, or for the forward pass of a convolution."""
     target = instruction.attribute(r'custom_call_target="(__cublas\$|__cudnn\$conv\w*Forward)')
     return instruction.opcode == "custom-call" and target != ""
 

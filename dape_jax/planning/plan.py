@@ -85,6 +85,8 @@ def planned_mesh(mesh: MeshConfig, num_chips: int) -> Mesh:
 def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
     """Return up to 4 meshes to try: data (if the state is small), fsdp, fsdp x context, fsdp x tensor.
 
+    If the batch does not divide over data or fsdp alone, up to three sizes of context are tried.
+
     Raises:
         InputError: none of them divides batch, length and model.
     """
@@ -106,7 +108,7 @@ def candidates(run: RunConfig, hardware: Slice) -> list[MeshConfig]:
         return [mesh for mesh in meshes if divides(mesh)][:at_most]
 
     num_params = parameter_counts(model_structure(run.model)[1])["total"]
-    is_small = 16 * num_params < hardware.chip.hbm_bytes / 8
+    is_small = 16 * num_params < hardware.chip.hbm_bytes / 8  # float32 parameters, gradients and two moments
     batch_meshes = ([mesh_of(data=n)] if is_small and n > 1 else []) + [mesh_of(fsdp=n)]
     batch_meshes = [mesh for mesh in batch_meshes if divides(mesh)]
     found = batch_meshes + fsdp_and("context", 1 if batch_meshes else 3) + fsdp_and("tensor", 1)

@@ -7,7 +7,7 @@ With 3 pairs, keys in lower case and values in upper case:
     input     c X a Y f X f c a        3 pairs, then the 3 keys in random order
     target                X X Y        the value of each query
 
-The paper attributes perplexity beyond the train length to associative recall (its section 3.4 and Proposition 1).
+The paper attributes low perplexity beyond the train length to associative recall (section 3.4 and Proposition 1).
 Perplexity of text mixes associative recall with other effects. This task isolates it: train on few pairs, test on many;
 the accuracy on few pairs is the positive control.
 
@@ -31,7 +31,7 @@ def num_pairs(length: int) -> int:
 def sample_associative_recall(rng: np.random.Generator, num: int, length: int) -> Symbols:
     """Draw P distinct keys, each with a random value, then the same keys in random order; N = 3 P.
 
-    An input of 1 or 2 symbols is one key without a pair.
+    For a length of 1 or 2, the input is one key without a value.
     """
     P = num_pairs(length)
     if P == 0:
@@ -43,7 +43,7 @@ def sample_associative_recall(rng: np.random.Generator, num: int, length: int) -
 
 
 def solve_associative_recall(inputs_BN: Symbols) -> Targets:
-    """Return the value of every query; 0 for an input of one key without a pair."""
+    """Return the value of every query; 0 for an input of one key without a value."""
     P = num_pairs(inputs_BN.shape[1])
     if P == 0:
         return np.zeros_like(inputs_BN)

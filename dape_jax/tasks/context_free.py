@@ -15,7 +15,7 @@ from dape_jax.tasks.task import Symbols, Targets, Task
 END = 2  # after a target of bits
 POP, PUSH_0 = 2, 3
 OPEN, CLOSE = 8, 9
-# Equations have no multiplication, so that their brackets are 7 and 8.
+# Equations have no multiplication, so their brackets are 7 and 8.
 UNKNOWN, EQUALS = 9, 10
 
 

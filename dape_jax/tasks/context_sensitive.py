@@ -143,7 +143,7 @@ def sample_compute_sqrt(rng: np.random.Generator, num: int, length: int) -> Symb
 
 
 def solve_compute_sqrt(inputs_BN: Symbols) -> Targets:
-    """Return the square root, rounded down, highest bit first, in half as many bits."""
+    """Return the square root, rounded down, highest bit first, in (N + 1) // 2 bits."""
     roots = [math.isqrt(number) for number in bits_to_integers(inputs_BN[:, ::-1] == 1)]
     return integers_to_bits(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
 

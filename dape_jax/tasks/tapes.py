@@ -95,7 +95,7 @@ class TaskConfig:
         allowed = "must be 1 or more symbols" + ("" if longest is None else f", at most {longest} for {self.task}")
         require(0 < length <= (length if longest is None else longest), field, length, allowed)
         tape = self.tape_length(length)
-        allowed = f"must be at least {tape}, the tape length at {field} = {length}, or None (positions=0): 0..T-1"
+        allowed = f"must be at least {tape}, the tape length at {field} = {length}, or None (the recipe's positions=0)"
         enough = self.max_position is None or tape <= self.max_position
         require(enough, "data.max_position", self.max_position, allowed)
 

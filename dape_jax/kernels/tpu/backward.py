@@ -440,7 +440,7 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
             # All loads first and all stores last, so that the compiler can overlap the operations between them.
             now, before = load_first(row), load_second(row_before)
             entries = tables.read(row + GROUP_ROWS, new_slots(t))
-            # Of the orders of operations that were tried, this one compiles to the fewest bundles.
+            # Of the orders of operations that were tried, this one compiles to the fewest instruction bundles.
             of_hidden = hidden_gradients_of(before)
             features = features_of(now, row)
             gradients = gradients_of(of_hidden, before, row_before)

@@ -1,7 +1,7 @@
 """Forward kernel, and the operations on units of rows that it shares with the backward kernel.
 
-Grid: (sequence, block of rows, tile of keys), tiles innermost. As in FlashAttention, VMEM has for each row and head of
-the block a running maximum m, a running sum l of exp(score - m), and a sum of the values with the same weights:
+Grid: (sequence, block of rows, tile of keys), tiles innermost. As in FlashAttention, VMEM contains, for each row and
+head of the block, a running maximum m, a running sum l of exp(score - m), and a sum of values with the same weights:
 
     for tile in tiles of the block:
         scores = Q K^T / sqrt(K)                                one matmul per head and phase
@@ -185,7 +185,7 @@ def load_unit(t: Tiling, heads: Heads, row: Any) -> Unit:
 
 
 def by_unit(t: Tiling, lines: Sequence[Array], merge: Callable[[Array, Array], Array]) -> Registers:
-    """Make the registers of a unit from the head lines of its two rows; `merge` combines two lines to a quad."""
+    """Make the registers of a unit from the head lines of two rows; `merge` joins their last registers in a quad."""
     upper, lower = (registers_of(x) for x in lines)
     found = [x for octet in range(t.octets) for x in (upper[octet], lower[octet])]
     return [*found, merge(upper[t.octets], lower[t.octets])] if t.quads else found
@@ -215,11 +215,11 @@ def first_slots(t: Tiling) -> list[tuple[int, int]]:
 
 
 class SlabColumns(NamedTuple):
-    """Start of a row's entries in the slab: remainder of the distance, a multiple of 128, and 0 .. 127."""
+    """Start of a row's entries in the slab: remainder of the distance, and column = start + shift."""
 
     remainder: Any
-    start: Any
-    shift: Any
+    start: Any  # a multiple of 128
+    shift: Any  # 0 .. 127
 
 
 def slab_columns(step: Step, row: Any, phase: int) -> SlabColumns:
@@ -240,7 +240,7 @@ def shear(step: Step, slab_ref: Any, row: Any, phase: int, lane: Array) -> Array
 
 
 class LeftRefs(NamedTuple):
-    """Corrections of the first columns: those of a block; or rolled, those of three groups. None if there are none."""
+    """Corrections of the first columns: of a block or, after `roll_left`, of recent groups; None if there are none."""
 
     knee: Any = None
     added: Any = None
@@ -332,7 +332,7 @@ def to_hidden(t: Tiling, matrix: Array, operands: Sequence[Array]) -> list[list[
 
 
 def beyond(t: Tiling, before: int) -> list[tuple[int, int]]:
-    """Return (phase, lanes) that a convolution reading `before` phases to the left reads from other lanes."""
+    """Return each (phase, lanes) that a convolution reading `before` phases to the left reads from other lanes."""
     after = t.width - 1 - before
     outside = [*range(-before, 0), *range(t.phases, t.phases + after)]
     return list(dict.fromkeys((at % t.phases, -(at // t.phases)) for at in outside))
@@ -413,12 +413,12 @@ class RowTables:
             store_left(left, self.left, row)
 
     def knee(self, row: Any, r: int, phase: int) -> Array:
-        """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first row of a group, also below."""
+        """Return the knees of row `row + r` in a phase, [C, 128]; `row` is the first row of a group."""
         entries = self.sheared_ref[slot(self.t, row + r, phase), : self.t.padded_channels]
         return self._corrected(entries, self.left.knee, self.t.pad, row, r, phase)
 
     def added(self, row: Any, r: int, phase: int) -> Registers:
-        """Return the terms added to the scores of rows `row + r` and `row + r + 1` in a phase."""
+        """Return the terms added to the scores of rows `row + r` and `row + r + 1` in a phase; see `knee` for `row`."""
         t, lines = self.t, []
         for of_unit in range(r, r + UNIT_ROWS):
             entries = self.sheared_ref[slot(t, row + of_unit, phase), t.padded_channels :]
@@ -619,7 +619,7 @@ def forward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: Sc
         def body(group, _):
             row, before = row_of(group), row_of(group - 1)
             # All loads first and all stores last, so that the compiler can overlap the operations between them. Of
-            # the orders that were tried, this one compiles to the fewest bundles.
+            # the orders that were tried, this one compiles to the fewest instruction bundles.
             entries = tables.read(row + GROUP_ROWS, new_slots(t))
             results = [to_probs(before, r) for r in UNITS]
             hidden = to_features(row)

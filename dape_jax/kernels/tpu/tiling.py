@@ -32,8 +32,9 @@ With few keys, or a small VMEM, p is smaller.
 j + 2 ahead. A tile owns the columns between its halos, and the next tile starts where they end. The backward pass has
 two more, transposed, convolutions, so its halo is twice as wide. Nothing is carried between tiles.
 
-**Layout in VMEM.** A register has 8 sublanes x 128 lanes of float32. An octet is a register of 8 heads of one row. If
-1 to 4 heads are left over, a quad is a register of 4 heads of two rows; 5 to 7 fill an octet. Two rows are a unit:
+**Layout in VMEM.** A register has 8 sublanes x 128 lanes of float32; a line is the 128 lanes of one sublane. An octet
+is a register of 8 heads of one row. If 1 to 4 heads remain, those of two rows share a register, a quad; if 5 to 7
+remain, they use a padded octet. Two rows are a unit:
 
         H = 12:   octet, row 0 | octet, row 1 | quad, rows 0 and 1
 
@@ -42,7 +43,7 @@ rows and n = 2 phases, [2 n C, 128]; Conv2 takes the hidden features of n + W - 
 phases. A loop iteration processes a group of 8 rows.
 
 **Distance tables.** The bias contributes a function of the distance row - column, tabulated in HBM once for each
-remainder of the distance modulo p, distance falling to the right: column x of remainder b has distance
+remainder of the distance modulo p, with decreasing distances: column x of remainder b has distance
 b + p (origin - x). So row i reads the same entries in phase f as row i - 1 in phase f - 1, and a row needs one copy
 of its entries, rolled to its lanes ("sheared"), which all phases read. Entries of masked distances are -1e30, which
 makes their probability 0.
@@ -615,7 +616,7 @@ def whole(t: Tiling, array: Any) -> Blocked:
 
 
 def in_hbm(array: Any) -> Blocked:
-    """Leave an array in HBM: the kernel copies what it needs."""
+    """Leave an array in HBM: the kernel copies parts of it to VMEM itself."""
     return Blocked(array, pl.BlockSpec(memory_space=pl.ANY))
 
 
