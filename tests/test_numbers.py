@@ -203,7 +203,7 @@ def kernel() -> Iterator[Statement]:
 
 
 def kernel_sizes() -> Iterator[Statement]:
-    """Of one layer for v5e, by length."""
+    """Yield the figures of one layer on v5e, by length."""
     for length in (2048, 8192, 32768, 131072):
         fused = tpu("lengths", length=length, direction="backward")
         template, values = f"| {length:,} | # MiB | # GB | # ms |", [fused["temporary_mib"], fused["moved_gb"]]
@@ -368,7 +368,7 @@ def pretrained() -> Iterator[Statement]:
 
 
 def study() -> Iterator[Statement]:
-    """Of the continued RoPE model."""
+    """Yield the figures of the continued RoPE model."""
     table = read("retrofit/retrofit.json")["perplexity"]
     for way, perplexity in table.items():
         yield f"| {way} | # | # | # | # |", [perplexity[length] for length in ("128", "256", "1024", "4096")]
@@ -427,7 +427,7 @@ def test_numbers_of_a_page_are_those_of_its_files(page):
     assert not [found for statement in PAGES[page]() if (found := difference(text, statement))]
 
 
-OTHERS = {  # first cells of rows whose numbers have no raw file of ours
+OTHERS = {  # first cells of rows whose numbers have no raw file in this repository
     "docs/evaluation.md": {
         *("kerple", "dape1x3-kerple", "1 layer, width 32, 2 heads", "4 layers, width 128, 4 heads (the demo's)"),
         *(f"P({length}{which})" for length in (128, 256, 512, 1024, 2048) for which in ("", ", local")),
