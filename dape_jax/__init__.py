@@ -84,6 +84,7 @@ __all__ = [  # noqa: RUF022
     "PositionInterpolation",
     "NtkAware",
     "Yarn",
+    "Llama3Rope",
     # Registries: names in config files -> configs and implementations.
     "BIASES",
     "CONTEXTUAL",

@@ -48,7 +48,7 @@ from dape_jax.model.contextual import (
     cope,
     transformer_xl,
 )
-from dape_jax.model.positions import ROTARY, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
+from dape_jax.model.positions import ROTARY, Llama3Rope, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
 from dape_jax.model.processors import (
     PROCESSORS,
     Dape,

@@ -42,7 +42,7 @@ STABLE = {
     *("Dape", "Plain", "Alibi", "Kerple", "KerplePower", "Sandwich", "T5", "Fire", "Cope", "TransformerXL"),
     *("DapeConfig", "PlainConfig", "NopeConfig", "AlibiConfig", "KerpleConfig", "KerplePowerConfig", "SandwichConfig"),
     *("T5Config", "FireConfig", "CopeConfig", "TransformerXLConfig"),
-    *("NoRotary", "Rope", "PositionInterpolation", "NtkAware", "Yarn"),
+    *("NoRotary", "Rope", "PositionInterpolation", "NtkAware", "Yarn", "Llama3Rope"),
     *("BIASES", "CONTEXTUAL", "PROCESSORS", "ROTARY", "IMPLEMENTATIONS"),
     *("Bias", "DistanceBias", "ContextualBias", "Processor", "ProcessorConfig", "Implementation"),
     *("TransformerConfig", "Transformer", "Cache", "make_cache"),
@@ -83,6 +83,7 @@ ARGUMENTS = {  # as inspect names them; those after a * are given by name
     "PositionInterpolation": "base factor",
     "NtkAware": "base factor",
     "Yarn": "base factor train_length beta_fast beta_slow",
+    "Llama3Rope": "base factor low_frequency_factor high_frequency_factor train_length",
 }
 PARAMETERS = {  # with four heads of eight dims
     "kerple": {"p_H": (4,), "a_H": (4,)},

@@ -14,6 +14,7 @@ Argument: task=NAME, one of
 and any of
 
     rotary=none|rope  bias=nope|alibi|kerple|fire|transformer_xl|..  processor=none|dape  kernel=W  channels=C
+    fire=auto|dape|plain FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
     positions=M          randomized positional encodings: positions are drawn from 0..M-1; 0: positions 0, 1, 2, ..
     computation_steps=K  computation tokens on the tape for each input symbol
     causal=0|1           0: the paper's encoder; 1: a decoder

@@ -9,7 +9,7 @@ Argument: source=WORKDIR or source=WORKDIR@STEP (STEP is a number, newest or bes
 --config.init.source=... gives it. Then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
-    processor=none|dape  kernel=W  channels=C
+    processor=none|dape  kernel=W  channels=C  fire=auto|dape|plain (as in configs/small.py)
     train_only=bias|processor  parameters to train, all others are frozen; both: --config.init.train_only=bias,processor
 
 All fields have the values of the source's config, except the method given here and the mesh, which has all devices.

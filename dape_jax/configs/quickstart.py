@@ -11,8 +11,9 @@ Expect (`results/quickstart`, perplexity per byte at 64 and at 2048): Kerple 4.8
 4.17.
 
 Argument: rotary=none|rope|pi|ntk|yarn, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
-processor=none|dape, kernel=1|3|5|..., channels=C. Every field can also be set by a flag: --config.train.num_steps=2000
-or --config.model.processor.alignment=causal (`docs/methods.md` has the options of every method).
+processor=none|dape, kernel=1|3|5|..., channels=C, fire=auto|dape|plain (as in `configs/small.py`). Every field can
+also be set by a flag: --config.train.num_steps=2000 or --config.model.processor.alignment=causal (`docs/methods.md` has
+the options of every method).
 """
 
 from pathlib import Path

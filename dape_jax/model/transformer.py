@@ -537,7 +537,7 @@ def attention_of(
     if isinstance(attention, Auto):
         return attention.choose(*args, platform=platform, device_kind=device_kind)
     reason = why_not_fused(*args, platform=attention.platform or platform, device_kind=device_kind)
-    require(reason is None, "model.attention.name", "fused", f"must be auto or blockwise: {reason}")
+    require(reason is None, "model.attention.name", "fused", f"must be auto, blockwise or dense: {reason}")
     return attention
 
 

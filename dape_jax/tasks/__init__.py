@@ -8,5 +8,5 @@ from dape_jax.tasks.context_free import CONTEXT_FREE
 from dape_jax.tasks.context_sensitive import CONTEXT_SENSITIVE
 from dape_jax.tasks.regular import REGULAR
 
-CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # tasks of the paper's table 6
+CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # of the paper's table 6, and binary multiplication
 TASKS = CHE | ASSOCIATIVE_RECALL

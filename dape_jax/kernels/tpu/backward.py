@@ -234,14 +234,14 @@ def backward_kernel(first_ref: Any, inputs: Inputs, outputs: Outputs, scratch: S
         visible = [step.visible(phase) for phase in phases]
         for head in range(t.num_heads):
             dout, group = inputs.dout[0, head], head // heads_per_group
-            mean = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
+            row_sum = jnp.sum(dout.astype(jnp.float32) * inputs.out[0, head].astype(jnp.float32), 1, keepdims=True)
             scores = dots(inputs.q[0, head], [inputs.k[0, 0, group, phase] for phase in phases])
             dprobs = dots(dout, [inputs.v[0, 0, group, phase] for phase in phases])
             for phase in phases:
                 ref, index = head_rows(t, scratch.scores, head, phase)
                 ref[index] = jnp.where(visible[phase], scores[phase] * t.head_dim**-0.5, 0.0)
                 ref, index = head_rows(t, scratch.dprobs, head, phase)
-                ref[index] = jnp.where(visible[phase], dprobs[phase] - mean, 0.0)
+                ref[index] = jnp.where(visible[phase], dprobs[phase] - row_sum, 0.0)
         for read in reads:
             read.wait()
 
