@@ -882,7 +882,7 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does(runs, root, tm
     monkeypatch.setattr(perplexity, "restore_current", None)  # calling it would be a TypeError
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: needed[32])
     for lengths, said in (
-        ((16, 64), "largest power-of-two part of it that fits is 32"),
+        ((16, 64), "halved repeatedly, the first length that fits is 32"),
         ((32, 64), "largest of --lengths that fits is 32"),
     ):
         with pytest.raises(InputError) as error:
@@ -920,8 +920,8 @@ def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypa
 
     with pytest.raises(InputError) as error:
         compile_with("RESOURCE_EXHAUSTED: CompileTimeHbmOom: 117.79G needed")
-    assert str(error.value).startswith("evaluation.lengths = 64: big needs more than the compiler can place")
-    assert str(error.value).endswith("largest power-of-two part of it that fits is 16")
+    assert str(error.value).startswith("evaluation.lengths = 64: big needs more than the compiler can allocate")
+    assert str(error.value).endswith("halved repeatedly, the first length that fits is 16")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         compile_with("INTERNAL: a bug")
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: 1)

@@ -293,7 +293,7 @@ def test_an_imported_run_has_no_text(runs, text, tmp_path):
     spec["data"] |= {"path": str(text), "cache_dir": str(tmp_path)}
     with pytest.raises(InputError, match=r"workdir = .*: holds an imported model, which is not trained in place"):
         loop.train(spec, runs("pythia"))
-    with pytest.raises(InputError, match=r"data.path = None: must be the path of a text"):
+    with pytest.raises(InputError, match=r"data.path = None: must be the path of text"):
         loop.train(spec | {"data": spec["data"] | {"path": None}}, tmp_path / "run")
 
 
@@ -699,7 +699,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "config that is large": (
         lambda directory: (directory / "config.json").write_text(json.dumps({"a": "b" * 2**20})),
-        "config.json = 'more than 1048576 bytes'",
+        "config.json: size = 'more than 1048576 bytes': must be at most 1048576",
     ),
     "two shards with one tensor": (
         lambda directory: (

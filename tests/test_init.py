@@ -135,7 +135,7 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
     for path, leaf in params.items():
         np.testing.assert_array_equal(leaf, fresh[path] if path in new else given[path])
     assert f"{len(params) - len(new)} arrays are used" in caplog.text
-    assert f"{len(new)} arrays start as new: layers/attention/bias/" in caplog.text
+    assert f"{len(new)} arrays are newly initialised: layers/attention/bias/" in caplog.text
     dropped = [path for path in given if parameter_kind(path) == "bias"]
     assert f"{len(dropped)} arrays of the source are not used: {'/'.join(dropped[0])}" in caplog.text
     assert "the model differs" not in caplog.text

@@ -131,7 +131,7 @@ def test_output_holds_the_same_and_is_never_overwritten(corpus, tmp_path, capsys
     assert json.loads((output / JSON_FILE).read_text()) == content
     assert (output / FIGURE_FILE).read_bytes().startswith(b"\x89PNG")
     for name in (JSON_FILE, FIGURE_FILE):
-        with pytest.raises(InputError, match=rf"output = .*: has a file {name} already"):
+        with pytest.raises(InputError, match=rf"output = .*: must not contain {name} yet"):
             inspect_corpus(directory_of(corpus), output=str(output))
         (output / name).unlink()
 

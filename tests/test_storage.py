@@ -326,7 +326,7 @@ def test_a_damaged_corpus_in_a_bucket_gets_no_name(bucket, tmp_path):
     content[5] ^= 1
     tokens.write_bytes(content)
     upload(local, bucket)
-    with pytest.raises(InputError, match=r"digest = .*must be the files' "):
+    with pytest.raises(InputError, match=r"digest = .*must be the digest of the files, "):
         store.load_corpus(config_of(bucket, tmp_path / "cache"))
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 

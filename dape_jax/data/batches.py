@@ -35,7 +35,7 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
         targets  1              # x y z
         inputs   2                    z # ...
 
-    Every token except the store's first is a target exactly once, without the last tokens (fewer than T) of the store.
+    Every token is a target exactly once, except the store's first token and its last tokens (fewer than T).
     """
 
     store: TokenStore

@@ -28,7 +28,7 @@ class InputFile(NamedTuple):
 
     path: str  # local path, or URL
     num_bytes: int
-    version: int | str  # modification time in ns; for a remote file, the key of its file system
+    version: int | str  # modification time in ns; for a remote file, fsspec's key of its version
 
 
 def find_files(path: str, field: str = "data.path") -> list[InputFile]:
@@ -87,7 +87,7 @@ def _find_local(root: Path) -> list[Path]:
     if root.is_dir():
         return [file for file in _walk(root) if file.is_file()]
     matches = sorted(glob.glob(str(root), recursive=True), reverse=True)
-    unique = {os.path.realpath(match): Path(match) for match in matches}  # ** follows circular links
+    unique = {os.path.realpath(match): Path(match) for match in matches}  # ** follows circular links: keep a file once
     return [file for file in unique.values() if file.is_file()]
 
 

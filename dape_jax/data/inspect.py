@@ -53,14 +53,14 @@ def inspect_corpus(directory: Path, config: InspectConfig) -> dict[str, Any]:
     """Print a summary of a corpus (train/ and validation/) or of one store, and return the content of inspect.json.
 
     Raises:
-        InputError: there is no corpus, it is damaged, or the output has such files already.
+        InputError: there is no corpus, it is damaged, or the output directory contains one of the files.
     """
     stores = _open(directory)
     record = read_record(directory / RECORD_FILE) if (directory / RECORD_FILE).exists() else None
     output = Path(config.output) if config.output else None
     if output is not None:
         for name in (JSON_FILE, FIGURE_FILE):
-            require(not (output / name).exists(), "output", str(output), f"has a file {name} already")
+            require(not (output / name).exists(), "output", str(output), f"must not contain {name} yet")
         try:
             output.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -84,7 +84,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Memory-mapped tokens of one split. Opening it reads almost nothing; it is pickled as its path."""
+    """Memory-mapped tokens of one split. Opening it reads the offsets but no tokens; it is pickled as its path."""
 
     directory: Path
     sidecar: Sidecar
@@ -131,7 +131,12 @@ class TokenStore:
                 bar.update(len(block))
         found.update(np.ascontiguousarray(self.offsets, "<i8").data)
         field = f"{self.directory / SIDECAR_FILE}: digest"
-        require(found.hexdigest() == self.digest, field, self.digest, f"must be the files' {found.hexdigest()}")
+        require(
+            found.hexdigest() == self.digest,
+            field,
+            self.digest,
+            f"must be the digest of the files, {found.hexdigest()}",
+        )
 
     def __reduce__(self):
         # A memory map is pickled with all of its content, which would be sent to each of Grain's worker processes.
@@ -166,7 +171,7 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
         InputError: there is no input, a split has no documents, a directory cannot be written to, the tokenizer is
             missing or differs from the prepared corpus's, or a store is damaged.
     """
-    allowed = "must be the path of a text: this model was imported, and its training text is unknown"
+    allowed = "must be the path of text or of a corpus: this model was imported, and its training text is unknown"
     require(config.path is not None, "data.path", config.path, allowed)
     assert config.path is not None
     path = Path(os.path.expanduser(config.path))
@@ -209,11 +214,11 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
 
 
 def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a config file's dict with the values that follow from its corpus, where they are None.
+    """Return a config file's dict in which the corpus determines `model.vocab_size` and `data.tokenizer`.
 
-    `model.vocab_size` becomes that of the tokenizer. `data.tokenizer` remains None for a prepared corpus, whose
-    tokenizer is used, and becomes "bytes" for raw text if the vocabulary is not given either. A dict that lacks these
-    fields is returned as it is; `config.read_run` says what is wrong with it.
+    If `model.vocab_size` is None, it becomes that of the tokenizer, and a `data.tokenizer` of None becomes "bytes" for
+    raw text; for a prepared corpus it remains None, which selects the corpus's tokenizer. A dict with a vocabulary
+    size, or without these fields, is returned unchanged; `config.read_run` reports missing fields.
 
     Raises:
         InputError: the corpus or the tokenizer cannot be read.
@@ -387,7 +392,7 @@ def open_store(directory: Path) -> TokenStore:
         piece = offsets[begin : begin + _CHUNK + 1]
         is_whole = is_whole and bool(np.all(piece[1:] > piece[:-1]))
     name, shape = f"{file}: {OFFSETS_FILE}", f"{offsets.dtype}{list(offsets.shape)}"
-    require(is_whole, name, shape, "must increase from 0 to num_tokens")
+    require(is_whole, name, shape, "must be int64 in one dim, increasing from 0 to num_tokens")
     return TokenStore(directory, sidecar, tokens, offsets)
 
 
@@ -397,7 +402,7 @@ def _read_sidecar(file: Path) -> Sidecar:
 
 def _sidecar(file: str, content: dict[str, Any]) -> Sidecar:
     fields = get_type_hints(Sidecar)
-    require(content.keys() == fields.keys(), f"{file}: fields", sorted(content), f"{sorted(fields)}")
+    require(content.keys() == fields.keys(), f"{file}: fields", sorted(content), f"must be {sorted(fields)}")
     for name, kind in fields.items():
         require(type(content[name]) is kind, f"{file}: {name}", content[name], f"must be of type {kind.__name__}")
     for name in ("digest", "fingerprint"):

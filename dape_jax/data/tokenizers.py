@@ -44,7 +44,7 @@ class Bytes:
     name = "bytes"  # recorded with the tokens: tokenizers with the same name give the same ids
     vocab_size = 257  # one more than the largest id
     end_of_document = 256  # follows the last token of a document; no text is encoded to it
-    loss = None  # an example of text that cannot be decoded from its ids, if the tokenizer is lossy
+    loss = None  # message about a text that its ids do not decode to, or None for a lossless tokenizer
     decodes_tokens_alone = True  # decode(a + b) == decode(a) + decode(b)
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
@@ -97,15 +97,15 @@ class HfTokenizer:
         check(not getattr(model, "dropout", None), "model.dropout", "null: it is random")
         is_of_words = isinstance(model, tokenizers.models.WordLevel)  # without a decoder, tokens are joined by spaces
         check(self._library.decoder is not None or is_of_words, "decoder", "present")
-        check(len(set(vocab.values())) == len(vocab), "model.vocab", "without two tokens of one id")
-        check(max(vocab.values(), default=0) < 2**31, "model.vocab", "of ids from 0 to 2**31 - 1")
+        check(len(set(vocab.values())) == len(vocab), "model.vocab", "a vocabulary without duplicate ids")
+        check(max(vocab.values(), default=0) < 2**31, "model.vocab", "a vocabulary with ids from 0 to 2**31 - 1")
         added = self._library.get_added_tokens_decoder()
         for token in parsed["added_tokens"] if added else ():
             # The library numbers added tokens consecutively and ignores the ids in the file.
             found, name = self._library.token_to_id(token["content"]), f"added token {token['content']!r}"
             require(found == token["id"], f"{where}: {name}: id", token["id"], f"must be {found}, the library's id")
         ends = {token.content: id for id, token in added.items() if token.content in END_TOKENS}
-        check(bool(ends), "added_tokens", f"with one that ends a document: {' or '.join(END_TOKENS)}")
+        check(bool(ends), "added_tokens", f"a list with an end-of-document token: {' or '.join(END_TOKENS)}")
         end = min(ends, key=END_TOKENS.index)
         check(added[ends[end]].special, f"added token {end!r}", "special: text must not end a document")
 
@@ -158,15 +158,16 @@ class HfTokenizer:
                 differing = (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b)
                 start = next(differing, min(len(text), len(back)))
                 raise InputError(
-                    f"text = {text[start : start + 40]!r}: the tokenizer {self.name} would make "
-                    f"{'the end of a document' if is_ended else repr(back[start : start + 40])} of it"
+                    f"text = {text[start : start + 40]!r}: the tokenizer {self.name} "
+                    f"{'encodes it as end of document' if is_ended else f'decodes it as {back[start : start + 40]!r}'}"
                 )
         return ids
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
-        """Return the text of the ids; a token of a byte-level BPE may be a part of a character.
+        """Return the text of the ids; a token of a byte-level BPE may be part of a character.
 
-        Ids below `vocab_size` without a token in the file decode to no text: a model can sample them.
+        Ids below `vocab_size` without a token in the file are accepted, because a model can sample them; their text is
+        empty.
 
         Raises:
             InputError: an id outside the vocabulary.
@@ -289,14 +290,15 @@ def byte_tokenizer_json() -> str:
 
 def check_trained_vocab_size(vocab_size: int) -> None:
     """Raise `InputError` unless a BPE of this size can be trained."""
-    allowed = f"257 (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}"
+    allowed = f"must be 257 (the bytes and {END_TOKENS[0]}) to {_MAX_TRAINED_VOCAB_SIZE}"
     require(257 <= vocab_size <= _MAX_TRAINED_VOCAB_SIZE, "train_bpe", vocab_size, allowed)
 
 
 def _check_ids(tokenizer: Tokenizer, ids: Integer[np.ndarray, "tokens"]) -> None:
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         raise InputError(
-            f"ids in [{ids.min()}, {ids.max()}]: the tokenizer {tokenizer.name} has 0 to {tokenizer.vocab_size - 1}"
+            f"ids in [{ids.min()}, {ids.max()}]: must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer "
+            f"{tokenizer.name}"
         )
 
 
@@ -312,7 +314,7 @@ def _byte_alphabet() -> list[str]:
 
 @contextlib.contextmanager
 def _library_errors(where: str) -> Iterator[None]:
-    """Raise `InputError` for the library's errors: Exceptions, and its own BaseException for a panic."""
+    """Raise `InputError` for the library's errors: any Exception, and PanicException, which is only a BaseException."""
     try:
         yield
     except BaseException as error:

@@ -87,7 +87,7 @@ def padded_length(config: TaskConfig, length: int, pad_to: int) -> int:
 
 
 class Tapes:
-    """Tapes of `padded` tokens: fresh strings that depend only on task and length, not on the model or its batches.
+    """Tapes of `padded` tokens: new strings that depend only on task and length, not on the model or its batches.
 
     Random positions are drawn for every batch, as in training.
     """
@@ -135,7 +135,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
         attention = blockwise if padded >= evaluation.blockwise_from else Dense()
         graphdef, _ = model_structure(dataclasses.replace(run.model, attention=attention))
         largest = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
-        # Without more batches, make their sizes as equal as possible, so that the last has less padding.
+        # Keep the number of batches, and make their sizes as equal as possible, so that the last has less padding.
         num_batches = -(-evaluation.num_sequences // largest)
         even = -(-evaluation.num_sequences // num_batches)
         return make_answer_step(graphdef, evaluation.dropout), batch_size_at(padded, even, evaluation, mesh)

@@ -1,6 +1,6 @@
 """Config sections of the evaluations: `EvaluationConfig` of language models, `AccuracyConfig` of algorithmic tasks.
 
-A leaf: `dape_jax.config` imports it, and the evaluations import `dape_jax.config`.
+This module must not import `dape_jax.config`, which imports it.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dape_jax.errors import positive, require
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationConfig:
-    """Perplexity by length; see `perplexity.py`."""
+    """Settings of perplexity by length; see `perplexity.py`."""
 
     lengths: tuple[int, ...]  # sequence lengths N in tokens, increasing
     last_tokens: int  # scored tokens at the end of a sequence; all tokens of a shorter one
@@ -26,10 +26,10 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyConfig:
-    """Accuracy by length; see `accuracy.py`, and `EvaluationConfig` for the shared fields."""
+    """Settings of accuracy by length; see `accuracy.py`, and `EvaluationConfig` for the shared fields."""
 
     lengths: tuple[int, ...]  # input lengths in symbols, increasing
-    num_sequences: int  # of each length
+    num_sequences: int  # sequences of each length
     batch_tokens: int
     pad_to: int  # tapes are padded to a multiple of this; compare `data.pad_to`
     dropout: bool  # whether dropout stays on, as in the reference's evaluation
@@ -44,5 +44,5 @@ class AccuracyConfig:
 def _check_lengths(lengths: tuple[int, ...]) -> None:
     are_positive = all(isinstance(length, int) and length > 0 for length in lengths)
     is_increasing = are_positive and list(lengths) == sorted(set(lengths))
-    allowed = "must be one or more positive integers, increasing"
+    allowed = "must be one or more positive integers in increasing order"
     require(len(lengths) > 0 and is_increasing, "evaluation.lengths", lengths, allowed)

@@ -11,7 +11,7 @@ PROTOCOLS = ("perplexity", "delta")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of every evaluation, and flags of `eval.py`; `None` or empty: the value in the run's config."""
+    """Options of every evaluation, and flags of `eval.py`. None or empty means the value in the run's config."""
 
     step: str = flag("newest", STEP_HELP)
     lengths: tuple[int, ...] = flag(

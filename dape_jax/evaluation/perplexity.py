@@ -282,7 +282,7 @@ def warn_of_divergence(name: str, nll_by_length: NllByLength) -> None:
         f"{length} ({loss:,.6g} nats)" for length, loss in losses.items() if math.isinf(perplexity_of(loss))
     ]:
         logger.warning(
-            "%s: the perplexity is infinite, as the loss is too large, at length %s", name, ", ".join(infinite)
+            "%s: the loss is so large that the perplexity is infinite at length %s", name, ", ".join(infinite)
         )
 
 

@@ -33,7 +33,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Compiled `step(params, batch)` for batches of one shape; it needs `num_bytes` on each device, with arguments."""
+    """Compiled `step(params, batch)` for batches of one shape, with its memory on each device, arguments included."""
 
     length: int
     batch_size: int
@@ -113,7 +113,7 @@ def compile_programs(
     for length in Progress(sorted(lengths, reverse=True), desc=f"{name}: compiling", unit="length", leave=False):
         program = compile_at(length)
         if program is None or not fits(program):
-            needed = "more than the compiler can place" if program is None else f"{program.num_bytes / GIB:.2f} GiB"
+            needed = "more than the compiler can allocate" if program is None else f"{program.num_bytes / GIB:.2f} GiB"
             parts = math.prod(mesh.shape[axis] for axis in ROW_AXES)
             largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths, parts)
             raise InputError(
@@ -128,8 +128,9 @@ def compile_programs(
 
 
 def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequence[int], parts: int) -> str:
-    """Halve a length that does not fit until it does, then look for a longer one among the lengths asked for.
+    """Return a phrase with the largest length that fits.
 
+    Halve a length that does not fit until it does, then look for a longer one among the requested lengths.
     Only multiples of `parts`, the number of devices that share a sequence, are tried.
     """
     half = length // 2 // parts * parts
@@ -141,7 +142,7 @@ def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequen
     for asked in sorted(lengths, reverse=True):
         if half <= asked < min(2 * half + 1, length) and fits(asked):
             return f"the largest of --lengths that fits is {asked}"
-    return f"the largest power-of-two part of it that fits is {half}"
+    return f"halved repeatedly, the first length that fits is {half}"
 
 
 # ---- memory
@@ -187,7 +188,7 @@ def host_available_bytes(root: Path = Path("/")) -> int:
             cache = "total_inactive_file"
         else:
             continue
-        # In a container the path may be that of the host, and only the top directory visible.
+        # In a container the path may be the host's, and only the top directory may be visible.
         group = Path(path.lstrip("/"))
         for directory in {root / top / group, *(root / top / parent for parent in group.parents), root / top}:
             limits, usages = _lines(directory / limit), _lines(directory / usage)
@@ -210,7 +211,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def padded_batches(num_rows: int, batch_size: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
-    """Split rows into batches of one size; yield the row numbers of each, and how many of them are real.
+    """Split rows into batches of one size; yield the row numbers of each, and the number of those that are not padding.
 
     The last batch is padded with copies of its last row. Seven rows in batches of four:
 

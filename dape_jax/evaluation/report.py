@@ -1,10 +1,10 @@
 """Reports: the files of an evaluation, with one stem: table (text, Markdown), figure (PNG, PDF), numbers (JSON, CSV).
 
 In: one result for each model. Out: `lengths.*` (perplexity by length), `delta.*` (gain from context), `positions.*`
-(loss by position). `save` writes those of other evaluations and of the benchmarks.
+(loss by position). `save` also writes the files of other evaluations and of benchmarks.
 
 JSON has no infinity and no NaN. They are written as the strings "inf", "-inf" and "nan", which `float` reads. Tables
-have the same words, and figures omit such points, and numbers above 1e100.
+use the same strings. Figures omit such points, and numbers above 1e100.
 """
 
 import csv

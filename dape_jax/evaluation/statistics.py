@@ -22,7 +22,7 @@ Documents = Int[np.ndarray, "windows"]  # the document of each window
 
 
 def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], statistic: Callable[..., np.ndarray]) -> Any:
-    """Return the ends of a statistic's 95 % bootstrap interval over documents, as numbers or lists, or None and None.
+    """Return the ends of a statistic's 95 % bootstrap interval over documents, as numbers or lists, or (None, None).
 
     Whole documents are drawn, because the windows of a document are not independent. All sums are taken of the same
     draw, so that paired values stay paired. With fewer than two documents there is no interval.

@@ -64,7 +64,7 @@ def are_algorithmic(workdirs: list[AnyPath]) -> bool:
         with _reading(workdir):
             configs[str(workdir)] = checkpoint.read_config(workdir)
     tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
-    allowed = f"must be all runs on tasks or all of language models; {tasks} are on tasks"
+    allowed = f"must be all runs on tasks or all language models; {tasks} are runs on tasks"
     require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
     return bool(tasks)
 
@@ -122,6 +122,9 @@ def read_models(
     """Read the descriptions of the models to compare, whose labels must differ; `read` is one of the functions above.
 
     The options named by `overrides` replace the config's evaluation field of that name, where they are given.
+
+    Raises:
+        InputError: there are no workdirs, two labels are equal, or a model cannot be read.
     """
     require(bool(workdirs), "workdir", [], "must have at least one directory")
     given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
@@ -141,7 +144,7 @@ def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
 
 
 def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Corpus:
-    """Return the corpus whose validation documents are scored: that of the training run, or `data`, like `data.path`.
+    """Return the corpus whose validation documents are scored: that of the training run, or the one at `data`.
 
     Raises:
         InputError: the corpus cannot be read, or the text under the model's `data.path` has changed since training.

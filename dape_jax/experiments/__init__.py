@@ -1,4 +1,4 @@
-"""Paper's experiments by name. Reading order: catalogue (data), run (train and evaluate), report (verdicts).
+"""Experiments of the paper by name. Reading order: catalogue (data), run (train and evaluate), report (verdicts).
 
 python -m dape_jax.experiments list
 python -m dape_jax.experiments show fig2 --preset=small

@@ -1,4 +1,4 @@
-"""Paper's figures and tables as data: their models and the paper's claims. Next: `run.py`, `report.py`.
+"""Figures and tables of the paper as data: their models and the paper's claims. Next: `run.py`, `report.py`.
 
 An experiment trains methods x sizes x train lengths on a text, or methods x algorithmic tasks, and evaluates one
 metric. Its claims are inequalities between results. Lengths and sizes here are the paper's; a preset maps them to those
@@ -53,7 +53,7 @@ METHODS |= {
     method: METHODS["dape1x3-kerple"] for method in (*_CHANGES, "dape1x3-kerple-window", "dape1x3-kerple-grouped")
 }
 METHODS |= {f"{method}{suffix}": METHODS[method] + rate for method in _RATED for suffix, rate in _RATES.items()}
-# Kerple with the FLOPs per run of DAPE1x3-Kerple (1.40 times its own) or more, at the size xs and T = 128.
+# Kerple with the FLOPs per run of DAPE1x3-Kerple (1.40 times Kerple's) or more, at the size xs and T = 128.
 _COSTLIER: dict[str, dict[str, Any]] = {
     "kerple-840-steps": {"train.num_steps": 840},
     "kerple-1200-steps": {"train.num_steps": 1200},
@@ -183,7 +183,7 @@ class Less:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """Claim of the paper: all of its comparisons hold, or `at_least` this number of them."""
+    """Claim of the paper: all of its pairs hold, or `at_least` of them; `verdicts.py` defines a pair."""
 
     text: str
     comparisons: tuple[Less, ...]
@@ -207,13 +207,13 @@ class Experiment:
     # "perplexity"; "delta" (appendix A); "step_ms", milliseconds per training step; or "accuracy", for tasks
     metric: str = "perplexity"
     step_tokens: int | None = None  # tokens per step, if the paper uses the same number at all train lengths
-    longest: int = 8192  # evaluation length
+    longest: int = 8192  # longest evaluation length
     step_batch: int | None = None  # sequences per step, for a measurement of time
     presets: tuple[str, ...] = ()  # keys of PRESETS for which it is defined; all if empty
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
-    """Return the paper's evaluation lengths: the train length and its doublings."""
+    """Return the paper's evaluation lengths: the train length and its doublings up to `longest`."""
     return tuple(train_length * 2**n for n in range(20) if train_length * 2**n <= longest)
 
 

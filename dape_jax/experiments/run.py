@@ -6,7 +6,7 @@
 
 A file in results/ is written atomically when its run has finished. It is never rewritten, except for interrupted step
 times, which are comparable only if measured together. Experiments share models and results: figure 2 and table 4 have
-the same Kerple.
+the same runs of Kerple.
 """
 
 import dataclasses
@@ -179,7 +179,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 
 
 def config_of(run: Run) -> dict[str, Any]:
-    """Return a run's config as the nested dict that `train.py` reads.
+    """Return a run's config as a nested dict, the input of `training.loop.train`.
 
     Raises:
         InputError: the recipe is missing, or rejects its argument.
@@ -199,7 +199,7 @@ def train_command(run: Run) -> str:
 def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
     """Return the part of a resolved config that determines a run's results; for step times, the complete config.
 
-    It is equal for equivalent configs of different versions.
+    It is equal for equivalent configs of different versions of this package.
     """
 
     def of_section(spec: dict[str, Any], prefix: str) -> dict[str, Any]:

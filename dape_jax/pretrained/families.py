@@ -92,7 +92,7 @@ class Fields:
         return value
 
     def optional(self, name: str, kind: type, missing: Any = None) -> Any:
-        """Return a field, None if it is null, or `missing`."""
+        """Return a field, None if it is null, or `missing` if the config does not have it."""
         self.read.add(name)
         if name not in self.config:
             return missing

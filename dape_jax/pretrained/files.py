@@ -51,7 +51,7 @@ class Source:
         if name not in self.tensors:
             raise InputError(f"{field}: is missing")
         info = self.tensors[name]
-        require(info.shape == shape, f"{field}: shape", list(info.shape), f"must be {list(shape)} by {CONFIG_FILE}")
+        require(info.shape == shape, f"{field}: shape", list(info.shape), f"must be {list(shape)} as in {CONFIG_FILE}")
         require(info.dtype in _DTYPES, f"{field}: dtype", info.dtype, f"must be one of {list(_DTYPES)}")
 
     def read(self, name: str) -> np.ndarray:
@@ -128,7 +128,7 @@ def _read_json(directory: Path, name: str, max_bytes: int) -> dict[str, Any]:
     file = inside(directory, name)
     with _reading(file), file.open("rb") as opened:
         content = opened.read(max_bytes + 1)
-    require(len(content) <= max_bytes, str(file), f"more than {max_bytes} bytes", "must be smaller")
+    require(len(content) <= max_bytes, f"{file}: size", f"more than {max_bytes} bytes", f"must be at most {max_bytes}")
     return parse_json(str(file), content)
 
 

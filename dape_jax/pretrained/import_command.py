@@ -26,7 +26,9 @@ class Flags:
         None, "Train length of the model, in tokens; max_position_embeddings of its config if unset."
     )
     dtype: str = flag("auto", "Dtype of matmuls: float32, bfloat16, float16, or auto (float32 on CPU, else bfloat16).")
-    mesh: str | None = flag(None, "Mesh, as axis=size,axis=size; parameters are sharded over all devices if unset.")
+    mesh: str | None = flag(
+        None, "Mesh, as axis=size,axis=size. If unset, parameters are sharded over as many devices as the width allows."
+    )
 
 
 def main(_: list[str]) -> None:

@@ -149,7 +149,7 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, i
             name.endswith(BUFFERS),
             f"{source.directory}: {short(name)}",
             "tensor",
-            "is not supported: no such parameter",
+            "is not supported: the model has no such parameter",
         )
 
 

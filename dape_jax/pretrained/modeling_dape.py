@@ -924,7 +924,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in others.items():
             is_absent = value is None or value is False or name in _WITHOUT_EFFECT
             if not is_absent:
-                raise ValueError(f"{name}: must be None: this model has no such argument")
+                raise ValueError(f"{name}: must be None or False: this model has no such argument")
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
         reason = self.why_not_cached

@@ -214,7 +214,7 @@ def generate(
     `max_new_tokens` steps.
 
     Raises:
-        InputError: no prompts, a bad prompt or number, or a model that cannot be cached.
+        InputError: there are no prompts, a prompt or number is invalid, or the model cannot use a cache.
     """
     check(config, max_new_tokens, seed)
     require(len(prompts) > 0, "prompts", [], "must have at least one prompt")
@@ -303,7 +303,7 @@ def complete(
         The completion of each prompt.
 
     Raises:
-        InputError: bad input, before any device work.
+        InputError: the input is invalid; raised before any device is used.
     """
     require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
     if output is not None:

@@ -25,12 +25,12 @@ class Flags:
     workdir: str = flag(dataclasses.MISSING, "Run directory.")
     prompt: tuple[str, ...] = flag((), "Text to continue; repeat for a batch.", repeated=True)
     prompt_file: str | None = flag(None, "File whose whole content, including a final newline, is another prompt.")
-    max_new_tokens: int = flag(256, "Maximum tokens per completion; it ends earlier with its document.")
+    max_new_tokens: int = flag(256, "Maximum number of tokens per completion; it ends earlier if its document ends.")
     temperature: float = flag(0.8, "Divisor of the logits; 0 is greedy.")
-    top_k: int = flag(40, "Sample from this many most probable tokens; 0 for all.")
-    top_p: float = flag(0.95, "Sample from the most probable tokens that together reach it; 1 for all.")
-    greedy: bool = flag(False, "Take the most probable token: --temperature=0.")
-    seed: int = flag(0, "Seed of the draws.")
+    top_k: int = flag(40, "Sample from this number of most probable tokens; 0 for all.")
+    top_p: float = flag(0.95, "Sample from the most probable tokens that together reach this probability; 1 for all.")
+    greedy: bool = flag(False, "Take the most probable token, as with --temperature=0.")
+    seed: int = flag(0, "Seed of the random draws.")
     step: str = flag("newest", STEP_HELP)
     output: str | None = flag(None, "JSON file to create for prompts, completions, tokens and settings.")
 
@@ -51,7 +51,7 @@ def main(_: list[str]) -> None:
     from dape_jax.tools.completion import Sampling, complete  # after the flags are checked: JAX takes seconds to import
 
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
     complete(
         to_path(given.workdir, "--workdir"),
         prompts,

@@ -130,10 +130,10 @@ class GenerationOptions(NamedTuple):
 
 
 def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> GenerationOptions:
-    """Return the harness's `generation_kwargs`: greedy unless `do_sample` or a temperature is set.
+    """Return the options in the harness's `generation_kwargs`: greedy unless `do_sample` or a temperature is set.
 
     Raises:
-        InputError: a bad value, an unsupported option, or no space left for a context.
+        InputError: a value is invalid, an option is not supported, or no space is left for a context.
     """
     supported = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": None, **normalize_gen_kwargs(gen_kwargs)}
@@ -208,7 +208,7 @@ class DapeLM(TemplateLM):
             device: also ignored: JAX uses all devices of its platform.
 
         Raises:
-            InputError: a missing checkpoint or a bad number, before any parameter is read.
+            InputError: the checkpoint is missing, or a number is invalid; raised before any parameter is read.
         """
         super().__init__()
         self.info = read_trained(to_path(str(workdir), "workdir"), str(step), {})
@@ -317,10 +317,10 @@ class DapeLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a continuation of each context up to a stop sequence, the end of the document, or `max_gen_toks`.
 
-        Sampled continuations depend on the order of the requests and on the batch size; equal calls give equal ones.
+        Sampled continuations depend on the order of the requests and on the batch size; equal calls give equal results.
 
         Raises:
-            InputError: a model that cannot generate, or bad `generation_kwargs`.
+            InputError: the model cannot generate, or `generation_kwargs` are invalid.
         """
         check(self.info.run.model, max_new_tokens=1, seed=0)
         prompts: list[np.ndarray] = []

@@ -12,7 +12,7 @@ A figure has one row per head and one column per map, each a function of (query,
     added    processor(A, B) - A - B, the paper's f(A, B) (minus B with residual=False); left out without a processor
     probs    softmax(processor(A, B))
 
-Masked pairs stay blank. Up to 512 tokens, one cell is one pair. Beyond, a cell is the mean of the visible ones among
+Masked pairs stay blank. Up to 512 tokens, one cell is one pair. Beyond, a cell is the mean of the visible pairs among
 n x n pairs, n = ceil(length / 512). Statistics are over all visible pairs, pooled or not.
 
 Query rows are independent, so maps are computed for one layer and one block of rows at a time: memory is linear in the
@@ -67,14 +67,14 @@ def attention_maps(
         The path of the index page.
 
     Raises:
-        InputError: bad input, or an output that has an index page already, before any device work.
+        InputError: the input is invalid, or the output has an index page; raised before any device is used.
     """
     require(length >= 2, "length", length, "must be at least 2 tokens")
     trained = read_trained(workdir, step, {})
     if output is None:
         output = workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     page = output / "index.html"
-    require(not exists(page), "output", str(output), "has an index.html already; delete it or choose another --output")
+    require(not exists(page), "output", str(output), "contains an index.html; delete it or choose another --output")
     tokens_T, source = read_tokens(trained, length, text)
     names = token_names(saved_tokenizer(workdir), tokens_T) if length <= MAX_NAMED_TOKENS else None
     make_results_directory(output)
@@ -143,7 +143,7 @@ def read_tokens(
     """Return the tokens to read, and their source and beginning for the record.
 
     Raises:
-        InputError: an unreadable file, or too few tokens.
+        InputError: the file cannot be read, or there are too few tokens.
     """
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:

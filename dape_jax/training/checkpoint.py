@@ -318,8 +318,8 @@ class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         """Return False: `distributed.PreemptionGuard` queries jax, once for each step.
 
-        Orbax would also query jax, from a background thread, about an earlier step. jax would take it for the current
-        step, and could choose an earlier step as the one at which all processes stop.
+        Orbax would also query jax, from a background thread, about an earlier step. jax would mistake it for the
+        current step, and could choose an earlier step as the one at which all processes stop.
         """
         return False
 

@@ -22,9 +22,13 @@ class Settings:
     """Flags of this program."""
 
     workdir: str = flag(dataclasses.MISSING, "Run directory. Re-running with the same directory resumes training.")
-    coordinator: str | None = flag(None, "host:port of process 0, for a run with several processes.")
-    num_processes: int | None = flag(None, "Number of processes of the run.")
-    process_id: int | None = flag(None, "Index of this process, from 0.")
+    coordinator: str | None = flag(
+        None,
+        "host:port of process 0, for a run with several processes. If unset, JAX detects the processes of SLURM, a TPU "
+        "pod or Open MPI.",
+    )
+    num_processes: int | None = flag(None, "Number of processes of the run, given with --coordinator.")
+    process_id: int | None = flag(None, "Index of this process, from 0, given with --coordinator.")
 
     def __post_init__(self):
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
@@ -35,9 +39,7 @@ RUNTIME_FLAGS = ("coordinator", "num_processes", "process_id")
 
 def main(_: list[str]) -> None:
     """Initialise the distributed runtime, and train."""
-    from dape_jax.distributed import (
-        distributed_runtime,
-    )  # imported after the flags are checked, because JAX takes seconds to import
+    from dape_jax.distributed import distributed_runtime  # after the flags are checked: JAX takes seconds to import
     from dape_jax.training.loop import train
 
     with distributed_runtime(*(flags.FLAGS[name].value for name in RUNTIME_FLAGS)):

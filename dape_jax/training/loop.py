@@ -46,12 +46,12 @@ logger = logging.getLogger(__name__)
 def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
 
-    It contains:
+    `workdir` contains:
 
     1. No config: start a new run, with random parameters or those of the run named by `init.source`.
     2. The same config and a checkpoint: resume bit-exactly from the newest intact checkpoint. Damaged checkpoints are
        moved to `damaged/` with a warning; if all are damaged, refuse.
-    3. The same config and no checkpoint: the run died before its first checkpoint. Start again, as in 1.
+    3. The same config and no checkpoint: the run ended before its first checkpoint. Start again, as in 1.
     4. Another config: refuse with the differences. Fields in `config.RESUMABLE_FIELDS` may differ.
     5. An imported model: refuse.
     6. A checkpoint of the last step: return.
@@ -183,6 +183,9 @@ def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokeni
     """Write the run's config and tokenizer to `workdir`, or compare the config with the saved one.
 
     A missing or damaged config is written again. So is the config of a run without a checkpoint, which starts again.
+
+    Raises:
+        InputError: the config or the digest of the data differs, or the directory cannot be written to.
     """
     saved = checkpoint.read_config(workdir)
     if saved is None:

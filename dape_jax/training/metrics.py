@@ -99,7 +99,11 @@ class MetricLogger:
             self._close(sink)
 
     def log(self, step: int, metrics: dict[str, jax.Array], tokens: int) -> None:
-        """Accept the metrics of a step on `tokens` tokens, and report the previous step."""
+        """Accept the metrics of a step on `tokens` tokens, and report the previous step.
+
+        Raises:
+            NonFiniteError: see `flush`.
+        """
         self.flush()
         self.pending = (step, metrics, tokens)
 
@@ -344,7 +348,7 @@ class _Events:
 
 
 def read_scalars(workdir: Path) -> dict[str, dict[int, float]]:
-    """Return the scalars of a run's TensorBoard files by tag and step, each step as it was trained last.
+    """Return the scalars of a run's TensorBoard files by tag and step; for a repeated step, the newest.
 
     A record is its length (8 bytes), a checksum (4), an event, and a checksum (4). A kill can cut the last record.
 

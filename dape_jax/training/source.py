@@ -45,7 +45,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
     Raises:
         InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
     """
-    from dape_jax.data import batches as corpus_batches  # imports Grain, which takes 0.1 s
+    from dape_jax.data import batches as corpus_batches  # imported here: Grain takes 0.1 s to import
     from dape_jax.tasks import batches as task_batches
 
     train, (part, num_parts) = run.train, batch_part(mesh)
@@ -70,7 +70,11 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
 
 
 def load_verified(config: DataConfig, lossy: bool) -> Corpus:
-    """Return the corpus; process 0 first compares all its bytes with their digest. See `load_corpus` for `lossy`."""
+    """Return the corpus; process 0 first compares all its bytes with their digest. See `load_corpus` for `lossy`.
+
+    Raises:
+        InputError: as in `load_corpus`, or the bytes differ from their digest.
+    """
     corpus = load_corpus(config, lossy)
     if jax.process_index() == 0:
         corpus.train.verify()

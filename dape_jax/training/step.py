@@ -27,7 +27,7 @@ from dape_jax.sharding import parameter_shardings, replicated
 
 # Dynamic loss scaling for float16: the loss is multiplied by a scale, so that small gradients are not rounded to 0. The
 # scale halves at an overflow, and doubles after STEPS_TO_DOUBLE steps without one (GPT-NeoX's loss_scale_window).
-# Differs: GPT-NeoX configures a hysteresis of 2, so that its scale does not halve at a first overflow.
+# Differs: GPT-NeoX configures a hysteresis of 2, so that its scale does not halve at the first overflow.
 FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**32, 1000
 
 
@@ -105,7 +105,7 @@ def init_state(
 ) -> TrainState:
     """Return the initial state; each device computes its own shards.
 
-    See `make_train_step` for `train_only`. The parameters in `given`, which is donated, are used as they are.
+    See `make_train_step` for `train_only`. Parameters in `given`, which is donated, replace the initial ones.
     """
 
     def make(given: Params) -> TrainState:
@@ -148,7 +148,7 @@ def make_train_step(
     and halves the scale, but is not bad.
 
     `shardings` are those of the state, before and after the step. Dropout's key is derived from `seed` and the number
-    of the step and part. See `nll_of_features` for `logits_chunk_tokens`.
+    of the step and of the part. See `nll_of_features` for `logits_chunk_tokens`.
 
     With `train_only`, members of `PARAMETER_KINDS`, only parameters of these kinds are trained. All others are frozen:
     they have no gradient, do not contribute to its norm, and have no weight decay or optimizer state.

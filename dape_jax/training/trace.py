@@ -19,7 +19,7 @@ class StepTrace:
     """Profiler trace of training steps in `workdir/profile`, written by process 0."""
 
     def __init__(self, workdir: AnyPath, steps: tuple[int, ...]):
-        """Accept the field `train.profile_steps`: the first and the last step, or () for no trace.
+        """Prepare a trace of `steps`, the field `train.profile_steps`: the first and the last step, or () for no trace.
 
         Raises:
             InputError: the workdir is in a bucket, where JAX's profiler cannot write.
@@ -32,7 +32,7 @@ class StepTrace:
 
     @contextmanager
     def of_run(self) -> Iterator["StepTrace"]:
-        """Stop and write the trace at the end of the block, if it ends before the last traced step."""
+        """Stop and write the trace at the end of the block, if the block ends before the last traced step."""
         try:
             yield self
         finally:

@@ -1,7 +1,7 @@
 """Initial parameters from another run's checkpoint. In: `init.source` of a config. Next: `loop.py`.
 
-Optimizer, schedule and position in the data start from the beginning. Rotary embedding, bias and processor may differ
-from the source's. All other parameters must match by path and shape, which is checked before any device work.
+Optimizer state, schedule and position in the data start from the beginning. Rotary embedding, bias and processor may
+differ from the source's. All other parameters must match by path and shape, which is checked before any device work.
 """
 
 import contextlib
@@ -85,12 +85,12 @@ def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) ->
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
     logger.info("parameters of %s, step %d: %d arrays are used", workdir, step, len(taken))
-    for text, paths in (("start as new", new), ("of the source are not used", dropped)):
+    for text, paths in (("are newly initialised", new), ("of the source are not used", dropped)):
         if paths:
             logger.info("%d arrays %s: %s", len(paths), text, ", ".join(map("/".join, paths)))
     processor = run.model.processor
     if isinstance(processor, DapeConfig) and processor.init != "identity" and "processor" in map(parameter_kind, new):
-        logger.warning("the processor is new and changes the scores; model.processor.init=identity would not")
+        logger.warning("the new processor changes the scores even untrained; model.processor.init=identity would not")
     models = resolved(source)["model"], resolved(run)["model"]
     if lines := differences(*models, ignored=_FREE_FIELDS, names=("source", "now")):
         logger.warning("the model differs from that of %s: %s", workdir, "; ".join(lines))

@@ -127,7 +127,7 @@ def read_record(file: Path) -> Record:
 
 
 def _is_like(found: Any, like: Any) -> bool:
-    """Return whether `found` has numbers, 0 or more, under the names of `like`, or under any names if it has none."""
+    """Return whether `found` has counts, 0 or more, for the keys of `like`, or for any keys where `like` has none."""
     if type(like) is int:
         return type(found) is int and found >= 0
     return (
@@ -159,8 +159,8 @@ def write_shard(
 ) -> Path:
     """Write the documents of input files, in order, as one shard, and return `directory`.
 
-    The directory appears when it is complete, and its content depends only on the other arguments. `advance` is called
-    with the number of input bytes read since the last call.
+    The directory appears when it is complete. Its content depends only on `selection`, `tokenizer` and `files`.
+    `advance` is called with the number of input bytes read since the last call.
 
     Raises:
         InputError: a file cannot be read, a record is bad and `strict` is set, or ids are outside the vocabulary.
@@ -261,7 +261,7 @@ def _write_shards(
     shards = {work / SHARDS_DIRECTORY / f"{index:08}": unit for index, unit in enumerate(_units(files))}
     missing = {shard: unit for shard, unit in shards.items() if not shard.exists()}
     found = [read_record(shard / RECORD_FILE) for shard in shards if shard not in missing]
-    message = f"bad records were skipped before; delete {work} to start over"
+    message = f"an earlier run skipped bad records; set strict=False, or delete {work} to start over"
     require(not (strict and any(record.rejected for record in found)), "strict", strict, message)
     num_bytes = sum(file.num_bytes for file in files)
     write = functools.partial(write_shard, selection, tokenizer, strict)
@@ -319,7 +319,7 @@ def _write_in_pool(
                 yield future.result()
     except BrokenProcessPool as error:
         raise InputError(
-            f"workers = {workers}: a worker died, perhaps of too little memory; the same command resumes with the "
+            f"workers = {workers}: a worker died, possibly for lack of memory; the same command resumes with the "
             "unfinished files, and fewer workers need less memory"
         ) from error
     finally:

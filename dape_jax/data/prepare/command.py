@@ -67,19 +67,23 @@ class PrepareConfig:
     input: tuple[str, ...] = flag(
         dataclasses.MISSING, "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
     )
-    output: str = flag(dataclasses.MISSING, "New directory for the corpus, for --config.data.path.")
-    tokenizer: str | None = flag(None, "bytes, or a Hugging Face tokenizer.json (for .bin files: the one they used).")
+    output: str = flag(dataclasses.MISSING, "New directory for the corpus. Train on it with --config.data.path=OUTPUT.")
+    tokenizer: str | None = flag(
+        None,
+        "bytes, or the path of a Hugging Face tokenizer.json; for .bin files, the tokenizer that made their ids. Give "
+        "either this flag or --train_bpe.",
+    )
     lossy: bool = flag(False, "Accept a lossy tokenizer.json, and count the documents that it changes.")
-    train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size instead.")
-    train_bpe_bytes: int = flag(2**30, "Train the BPE on this many bytes, the first of the training documents.")
+    train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size, instead of --tokenizer.")
+    train_bpe_bytes: int = flag(2**30, "Train the BPE on the first training documents, up to this number of bytes.")
     text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
     where: tuple[str, ...] = flag(
-        (), "field=value or field=value|value: keep only records that match; may be repeated.", repeated=True
+        (), "field=value or field=value|value: keep only matching records. If repeated, all must match.", repeated=True
     )
     min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
     max_length: int = flag(2**24, "Maximum length of a document, in the same units. It bounds the memory.")
     validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
-    workers: int = flag(1, "Processes that tokenize, each one input file at a time; 1 starts no other process.")
+    workers: int = flag(1, "Number of processes that tokenize, each one shard at a time; 1 starts no other process.")
     strict: bool = flag(False, "Stop at the first bad record instead of skipping it.")
 
     def __post_init__(self):
@@ -90,7 +94,8 @@ class PrepareConfig:
         is_name = bool(self.output.strip("/")) and "\0" not in self.output
         require(is_name, "output", self.output, "must be a new directory")
         chosen = (self.tokenizer, self.train_bpe)
-        require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, "must be one of the two")
+        allowed = "give exactly one: --tokenizer=bytes, --tokenizer=PATH of a tokenizer.json, or --train_bpe=SIZE"
+        require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, allowed)
         if self.train_bpe is not None:
             check_trained_vocab_size(self.train_bpe)
         require(self.train_bpe_bytes > 0, "train_bpe_bytes", self.train_bpe_bytes, "must be positive")
@@ -208,7 +213,7 @@ def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     saved = read_json(file)
     lines = differences(saved, recipe)
     if not lines and list(saved["input"]) != list(recipe["input"]):
-        lines = ["input: saved in another order"]
+        lines = ["input: the same files were given in another order"]
     if lines:
         more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
         raise InputError(

@@ -80,20 +80,20 @@ def open_indexed(path: Path) -> IndexedDataset:
     def check(condition: bool, field: str, value: object, allowed: str) -> None:
         require(condition, f"{file}: {field}", value, allowed)
 
-    check(raw.size >= _HEADER.size, "size", raw.size, f"at least the {_HEADER.size} bytes of a header")
+    check(raw.size >= _HEADER.size, "size", raw.size, f"must be at least the {_HEADER.size} bytes of a header")
     magic, version, code, num_sequences, num_offsets = _HEADER.unpack(raw[: _HEADER.size].tobytes())
-    check(magic == MAGIC, "magic", magic, f"{MAGIC!r}, the beginning of a Megatron index that maps its tokens")
-    check(version == VERSION, "version", version, f"this program reads {VERSION}")
-    check(code in DTYPES, "dtype", code, f"one of {DTYPES}")
+    check(magic == MAGIC, "magic", magic, f"must be {MAGIC!r}, the beginning of a memory-mapped Megatron index")
+    check(version == VERSION, "version", version, f"must be {VERSION}")
+    check(code in DTYPES, "dtype", code, f"must be one of {DTYPES}")
     dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-    check(num_offsets > 0, "length of the document index", num_offsets, "one more than there are documents")
+    check(num_offsets > 0, "length of the document index", num_offsets, "must be one more than the number of documents")
     # Python's integers cannot overflow, so nothing is mapped before the two counts are known to fit.
     ends = [_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_offsets]
     check(
         raw.size == sum(ends),
         "size",
         raw.size,
-        f"{sum(ends)} bytes by its {num_sequences} sequences and its document index of {num_offsets}",
+        f"must be {sum(ends)} bytes for its {num_sequences} sequences and its document index of length {num_offsets}",
     )
     _, sizes, starts, documents = np.split(raw, np.cumsum(ends)[:-1])
     sizes, starts, documents = sizes.view("<i4"), starts.view("<i8"), documents.view("<i8")
@@ -104,12 +104,12 @@ def open_indexed(path: Path) -> IndexedDataset:
         negative = np.flatnonzero(chunk < 0)
         if negative.size:
             at = int(negative[0])
-            check(False, f"size of sequence {first + at}", int(chunk[at]), "0 or more tokens")
+            check(False, f"size of sequence {first + at}", int(chunk[at]), "must be 0 or more tokens")
         expected = (num_tokens + np.cumsum(chunk) - chunk) * dtype.itemsize
         wrong = np.flatnonzero(starts[first : first + _CHUNK] != expected)
         if wrong.size:
             at = int(wrong[0])
-            allowed = f"must be {expected[at]}, the end of the one before it"
+            allowed = f"must be {expected[at]}, the end of the previous sequence"
             check(False, f"start of sequence {first + at}", int(starts[first + at]), allowed)
         num_tokens += int(chunk.sum())
         if num_tokens * dtype.itemsize > tokens.size:
@@ -118,13 +118,13 @@ def open_indexed(path: Path) -> IndexedDataset:
         tokens.size == num_tokens * dtype.itemsize,
         f"{tokens_file}: size",
         tokens.size,
-        f"{num_tokens * dtype.itemsize} bytes by {file}, which counts {num_tokens} tokens of {dtype.name}",
+        f"must be {num_tokens * dtype.itemsize} bytes for the {num_tokens} tokens of {dtype.name} in {file}",
     )
     for first in range(0, num_offsets, _CHUNK):
         chunk = documents[max(first - 1, 0) : first + _CHUNK]
         check(bool(np.all(chunk[1:] >= chunk[:-1])), "document index", "decreasing", "must not decrease")
     ends = (int(documents[0]), int(documents[-1]))
-    check(ends == (0, num_sequences), "document index", ends, f"from 0 to the number of sequences, {num_sequences}")
+    check(ends == (0, num_sequences), "document index", ends, f"must be 0 and the number of sequences, {num_sequences}")
     return IndexedDataset(tokens.view(dtype), starts, documents)
 
 

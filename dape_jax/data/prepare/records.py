@@ -1,6 +1,6 @@
 """Input files -> documents: open files, find their records, and classify these as documents, skipped or bad.
 
-In: an `InputFile` of `corpus`. Out: `read_documents`. Next: `tokenizers` and `build`.
+In: an `InputFile` of `corpus`. Out: its documents, from `read_documents`. Next: `tokenizers` and `build`.
 
     file name                                 content
     .jsonl .ndjson, and compressed .json      one JSON object per line
@@ -201,7 +201,7 @@ _DECOMPRESS: dict[str, Callable[[Any], io.BufferedIOBase]] = {
 
 @contextlib.contextmanager
 def _damage(line: int) -> Iterator[None]:
-    """Raise `_BadRecordError` where compressed content is damaged."""
+    """Raise `_BadRecordError` for an error in the block that means that compressed content is damaged."""
     try:
         yield
     except OSError as error:
