@@ -82,8 +82,9 @@ def write(results: Path) -> Path:
         if spent := costs(groups):
             _write_summary(results, "cost", cost_figure(spent), spent)
             parts += [_COST, "![cost](cost.png)"]
-        write_json(results / "report.json", json_values(_as_json(groups)))
-        page = "\n\n".join([*parts, f"{_VERDICTS}\n{_readme(groups)}{_other_tables(results)}"])
+        judged = [(group, judge_all(group)) for group in groups]
+        write_json(results / "report.json", json_values(_as_json(judged)))
+        page = "\n\n".join([*parts, f"{_VERDICTS}\n{_readme(judged)}{_other_tables(results)}"])
         (results / "README.md").write_text(f"{page}\n")
     return results / "README.md"
 
@@ -113,7 +114,7 @@ def judge_all(group: Group) -> list[Judgement]:
     return [judge(claim, lookup, experiment.metric, group.divisor) for claim in experiment.claims]
 
 
-def _as_json(groups: list[Group]) -> dict[str, Any]:
+def _as_json(judged: list[tuple[Group, list[Judgement]]]) -> dict[str, Any]:
     def without_empty(items: Sequence[Judgement | Series]) -> list[dict[str, Any]]:
         return [
             {key: value for key, value in vars(item).items() if key != "samples" and value not in ("", {})}
@@ -121,8 +122,8 @@ def _as_json(groups: list[Group]) -> dict[str, Any]:
         ]
 
     content: dict[str, Any] = {name: {} for name in EXPERIMENTS}
-    for group in groups:
-        claims, series = without_empty(judge_all(group)), without_empty(group.series)
+    for group, judgements in judged:
+        claims, series = without_empty(judgements), without_empty(group.series)
         content[group.experiment][group.name] = {"claims": claims, "series": series, "about": group.about}
     return content
 
@@ -158,22 +159,22 @@ are the mean over seeds ± half their range.
 | --- | --- | --- | ---: | ---: | --- |"""
 
 
-def _readme(groups: list[Group]) -> str:
+def _readme(judged: list[tuple[Group, list[Judgement]]]) -> str:
     verdicts, sections, notes = [], [], defaultdict(list)
     for name, experiment in EXPERIMENTS.items():
-        ours = [group for group in groups if group.experiment == name]
+        ours = [(group, judgements) for group, judgements in judged if group.experiment == name]
         for claim in experiment.claims:
             notes[claim.note].append(f"{name}, {claim.text}")
             if not ours:
                 verdicts.append(f"| {name} | {claim.text} | not tested | | | no runs |")
-        for group in ours:
-            for item in judge_all(group):
+        for group, judgements in ours:
+            for item in judgements:
                 counts = f"{item.holding} of {item.pairs} | {item.contradicted}" if item.pairs else " | "
                 where = f"[{name}](#{name}) {group.title}"
                 verdicts.append(f"| {where} | {item.claim} | **{item.verdict}** | {counts} | {item.weakest} |")
         if ours:
             sections += ["", f"## {name}", "", f"{experiment.title} ({experiment.source})."]
-            sections += [part for group in ours for part in ("", _section(group))]
+            sections += [part for group, _ in ours for part in ("", _section(group))]
             for paper in paper_groups(name):
                 sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
