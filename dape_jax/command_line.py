@@ -15,7 +15,7 @@ from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, did_you_mean, printable, require
-from dape_jax.storage import errors
+from dape_jax.storage import bucket_errors
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
 
@@ -57,7 +57,7 @@ def run(
             raise InputError(
                 f"command line = {arguments[1 + len(positional)]!r}: must be {accepted} of the form --name=value"
             )
-        with errors():
+        with bucket_errors():
             main(arguments)
 
     def parse(arguments: list[str]) -> list[str]:

@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, exit_at_once, require
 from dape_jax.provenance import package_versions
-from dape_jax.storage import errors
+from dape_jax.storage import bucket_errors
 
 Result = TypeVar("Result")
 
@@ -87,7 +87,7 @@ def distributed_runtime(
             if error is not None:
                 raise error
             _require_same_versions()
-            with errors():
+            with bucket_errors():
                 yield
             _wait_for_all("end", SHUTDOWN_SECONDS)  # a process that is still writing a checkpoint may fail
         except (StoppedError, NonFiniteError) as stopped:  # raised on all processes; process 0 prints it

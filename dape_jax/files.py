@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dape_jax.errors import InputError, require
-from dape_jax.storage import AnyPath, errors, is_remote
+from dape_jax.storage import AnyPath, bucket_errors, is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def write_atomically(file: AnyPath, content: bytes) -> None:
         OSError: the directory is missing, not writable or full; the old content is kept.
     """
     if is_remote(file):  # objects are replaced atomically
-        with errors():
+        with bucket_errors():
             file.write_bytes(content)
         return
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
@@ -61,7 +61,7 @@ def read_bytes(file: AnyPath) -> bytes:
     Raises:
         OSError: the file cannot be read.
     """
-    with errors():
+    with bucket_errors():
         return file.read_bytes()
 
 

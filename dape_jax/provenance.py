@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from dape_jax.errors import os_errors, require
-from dape_jax.storage import AnyPath, errors, is_remote
+from dape_jax.storage import AnyPath, bucket_errors, is_remote
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # versions must be equal on all processes
@@ -77,7 +77,7 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
             changes, and the environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
     """
     if is_remote(directory):
-        with os_errors(field, str(directory), "cannot be written to"), errors():
+        with os_errors(field, str(directory), "cannot be written to"), bucket_errors():
             probe = directory / f".{uuid.uuid4().hex}"
             probe.write_bytes(b"")
             probe.unlink()

@@ -4,7 +4,7 @@ A bucket has no rename, append or locks. Instead, writes are atomic, reads see t
 conditional on the object's version.
 
 A local path is a `pathlib.Path`, a path in a bucket an `epath.Path`. They have the same methods, but network errors
-become `OSError`s only inside `errors()`, and outside `list_directory` a failed listing counts as empty.
+become `OSError`s only inside `bucket_errors()`, and outside `list_directory` a failed listing counts as empty.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def list_directory(directory: AnyPath) -> list[str]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if not is_remote(directory):
             return os.listdir(directory)
-        with errors():
+        with bucket_errors():
             system, path = fsspec.url_to_fs(os.fspath(directory))
             entries = [entry.rstrip("/") for entry in system.ls(path, detail=False)]
             return [os.path.basename(entry) for entry in entries if entry != path.rstrip("/")]
@@ -111,7 +111,7 @@ def exists(file: AnyPath) -> bool:
     """
     if not is_remote(file):
         return os.path.lexists(file)
-    with errors():
+    with bucket_errors():
         system, path = fsspec.url_to_fs(os.fspath(file))
         try:
             return bool(system.info(path))
@@ -128,7 +128,7 @@ def move_directory(source: AnyPath, target: AnyPath) -> None:
     if not is_remote(source):
         os.rename(source, target)
         return
-    with errors():
+    with bucket_errors():
         system, path = fsspec.url_to_fs(os.fspath(source))
         moved = fsspec.url_to_fs(os.fspath(target))[1]
         for name in system.find(path):
@@ -137,7 +137,7 @@ def move_directory(source: AnyPath, target: AnyPath) -> None:
 
 
 @contextlib.contextmanager
-def errors() -> Iterator[None]:
+def bucket_errors() -> Iterator[None]:
     """Raise `OSError` for the exceptions that object storage libraries raise for network or permission errors."""
     try:
         yield
@@ -217,7 +217,7 @@ def lease(directory: epath.Path, field: str, name: str) -> Iterator[None]:
         InputError: another run holds the lease, or the directory cannot be written to.
     """
     try:
-        with errors():
+        with bucket_errors():
             held = _Lease(directory / name)
             held.acquire(field)
     except OSError as error:
@@ -230,7 +230,7 @@ def lease(directory: epath.Path, field: str, name: str) -> Iterator[None]:
     finally:
         ended.set()
         renewing.join()
-        with contextlib.suppress(OSError, _ChangedError), errors():
+        with contextlib.suppress(OSError, _ChangedError), bucket_errors():
             held.write(released=True)
 
 
@@ -282,7 +282,7 @@ class _Lease:
         while not ended.wait(_RENEW_SECONDS):
             begun = time.monotonic()
             try:
-                with errors():
+                with bucket_errors():
                     self.write()
                 renewed = begun
             except _ChangedError:
@@ -323,7 +323,7 @@ class _Lease:
             }
         ).encode()
         try:
-            with errors():
+            with bucket_errors():
                 self.version = self.put(content)
         except OSError as error:
             # A write with a late answer is retried: its first attempt may have changed the object.

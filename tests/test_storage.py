@@ -139,11 +139,11 @@ def test_errors_of_the_network_become_os_errors():
         HttpError({"code": 503, "message": "again"}),
         unavailable,
     ):
-        with pytest.raises(OSError, match=r".") as raised, storage.errors():
+        with pytest.raises(OSError, match=r".") as raised, storage.bucket_errors():
             raise error
         assert raised.value.__cause__ is error
     for error in (ValueError("DATA_LOSS: checksum"), KeyError("x"), InputError("x")):
-        with pytest.raises(type(error)) as same, storage.errors():
+        with pytest.raises(type(error)) as same, storage.bucket_errors():
             raise error
         assert same.value is error
 

@@ -45,7 +45,7 @@ from dape_jax.data.prepare.records import Selection
 from dape_jax.data.tokenizers import Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.files import json_digest, parse_json, read_json, sync_directory, waiting_lock
-from dape_jax.storage import errors, require_local
+from dape_jax.storage import bucket_errors, require_local
 
 logger = logging.getLogger(__name__)
 
@@ -352,7 +352,7 @@ def _copy(url: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _reading(url: str) -> Iterator[None]:
-    with os_errors("data.path", url, "cannot be read"), errors():
+    with os_errors("data.path", url, "cannot be read"), bucket_errors():
         try:
             yield
         except InputError:

@@ -24,7 +24,7 @@ from jaxtyping import Integer, UInt
 
 from dape_jax.errors import InputError, require
 from dape_jax.files import write_atomically
-from dape_jax.storage import AnyPath, errors, exists, is_remote, to_path
+from dape_jax.storage import AnyPath, bucket_errors, exists, is_remote, to_path
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +351,7 @@ def _pieces(text: str, size: int, cut: str | None = "anywhere") -> Iterator[str]
 
 def _read(file: AnyPath, where: str) -> HfTokenizer:
     try:
-        with errors(), file.open("rb") as opened:
+        with bucket_errors(), file.open("rb") as opened:
             data = opened.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InputError(f"{where}: cannot be read: {error}") from error

@@ -46,7 +46,7 @@ from dape_jax.model.transformer import Params
 from dape_jax.storage import (
     AnyPath,
     absolute,
-    errors,
+    bucket_errors,
     exists,
     is_of_network,
     is_remote,
@@ -298,7 +298,7 @@ class _Manager(ocp.CheckpointManager):
         super()._finalize(step, [])
         for removed in steps_to_remove if jax.process_index() == 0 else []:
             try:
-                with errors():
+                with bucket_errors():
                     (directory / str(removed) / _COMPLETE).unlink(missing_ok=True)
                     (directory / str(removed)).rmtree()
             except OSError as error:  # the rest is deleted when the run is resumed
@@ -441,7 +441,7 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
 
     def move_damaged() -> None:
         for name, fault in faults.items():
-            with errors():
+            with bucket_errors():
                 target = _free_name(workdir, name)
                 move_directory(_directory(workdir) / name, target)
             logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
@@ -467,7 +467,7 @@ def _move_unreadable_metadata(workdir: AnyPath, name: str) -> None:
     The metadata contains only times. Orbax works without it, but fails on JSON that is nested too deeply.
     """
     file = _directory(workdir) / name / _METADATA
-    with contextlib.suppress(OSError), errors():  # Orbax also works if the file cannot be read
+    with contextlib.suppress(OSError), bucket_errors():  # Orbax also works if the file cannot be read
         content = read_bytes(file)
         try:
             parse_json(str(file), content)
