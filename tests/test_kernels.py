@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -206,16 +207,29 @@ MORE_PLAIN = {
 }
 
 
+# Cases that take up to minutes with the interpreted TPU kernel. The others cover nearly all of their options.
+EXHAUSTIVE = {
+    *("nope7", "sandwich3", "three-tiles", "many-heads", "wide-heads", "row-stride-8", "row-stride-and-window"),
+    *("four-phases", "four-phases-causal7", "four-phases-row-stride-16"),
+    *("plain-nope", "plain-sandwich", "plain-alibi-row-stride-8"),
+}
+
+
 def each(cases: dict[str, Case], *implementations: str) -> list:
     return [
-        pytest.param(case, implementation, id=f"{n}-{implementation}")
-        for n, case in cases.items()
+        pytest.param(
+            case,
+            implementation,
+            id=f"{name}-{implementation}",
+            marks=[pytest.mark.exhaustive] if implementation == "tpu" and name in EXHAUSTIVE else [],
+        )
+        for name, case in cases.items()
         for implementation in implementations
     ]
 
 
 def slowly(cases: list) -> list:
-    return [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in cases]
+    return [pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.slow)) for case in cases]
 
 
 def assert_close(found, exact, tolerance: float) -> None:
@@ -274,12 +288,19 @@ def test_prefix_invariance(case, implementation):
     np.testing.assert_allclose(any_rows(q[:, 7:9], k, v, pos[7:9], pos), every[:, 7:9], atol=2e-6)
 
 
+def marks_of(number: int, file: Path) -> list[pytest.MarkDecorator]:
+    """Return the marks of a golden vector: one is fast, every third of the others is not exhaustive."""
+    if "kerple_dapev2__B1_H4_T64" in file.stem:
+        return []
+    return [pytest.mark.slow, *([pytest.mark.exhaustive] if number % 3 else [])]
+
+
 @pytest.mark.parametrize("implementation", [*KERNELS])
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param(file, id=name(file), marks=() if "kerple_dapev2__B1_H4_T64" in file.stem else pytest.mark.slow)
-        for file in files("attention")
+        pytest.param(file, id=name(file), marks=marks_of(number, file))
+        for number, file in enumerate(files("attention"))
         if "fire" not in file.stem
     ],
 )
