@@ -7,8 +7,8 @@ A byte-level model of 0.9 M parameters is trained on the standard library's sour
     python train.py --config=configs/quickstart.py:processor=dape --workdir=runs/quickstart/dape1x3-kerple
     python eval.py --workdir=runs/quickstart/kerple,runs/quickstart/dape1x3-kerple
 
-Expect (`results/quickstart`, perplexity per byte at 64 and at 2048): Kerple 4.88 and 5.16; DAPE1x3-Kerple 4.31 and
-4.17.
+Expect (`results/quickstart`, perplexity per byte at 64 and at 2048): Kerple 4.88 and 5.16; DAPE1x3-Kerple 4.30 and
+4.15.
 
 Argument: rotary=none|rope|pi|ntk|yarn, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
 processor=none|dape, kernel=1|3|5|..., channels=C, fire=auto|dape|plain (as in `configs/small.py`). Every field can
