@@ -689,7 +689,7 @@ def test_bad_training_is_named_before_the_work(tmp_path):
             {"mesh__context": 2, "data__pad_to": 7},
             "data.pad_to = 7: must be a multiple of mesh.context",
         ),
-        ("task=even_pairs,bias=cope", {}, r"model.bias = 'cope': .*causal attention only"),
+        ("task=even_pairs,bias=cope", {}, r"model.bias = 'cope': .*needs causal attention"),
     ]
     for argument, changes, words in refusals:
         with pytest.raises(InputError, match=words):
@@ -808,7 +808,7 @@ def test_language_models_and_tasks_do_not_mix(runs, root, tmp_path, monkeypatch)
     monkeypatch.setattr(checkpoint, "restore_config", lambda workdir, _: (4, {"config": specs[workdir.name]}))
     assert are_algorithmic([root / "dape", root / "other"])
     assert not are_algorithmic([tmp_path / "text"])
-    with pytest.raises(InputError, match=r"workdir = .*all runs on tasks or all of language models; .*dape"):
+    with pytest.raises(InputError, match=r"workdir = .*all runs on tasks or all language models; .*dape"):
         are_algorithmic([root / "dape", tmp_path / "text"])
 
 
