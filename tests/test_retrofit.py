@@ -1,5 +1,6 @@
 """Study of a continued RoPE model (`scripts/retrofit.py`): its averages, and its paired differences."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -78,3 +79,16 @@ def test_run_directories_of_ways_differ():
     ]
     assert len(set(names)) == len(names)
     assert [study.percent(percent) for percent in retrofit.PERCENTS] == [30, 75, 150, 300, 600]
+
+
+def test_models_that_were_trained_again_have_the_same_losses():
+    """Compare committed results with those of the named commit, which trained one way from the beginning."""
+    results = Path(__file__).parents[1] / "results" / "retrofit"
+    first, again = (json.loads((results / name).read_text()) for name in ("retrofit.json", "again/retrofit.json"))
+    assert first["commit"] != again["commit"]
+    points = {(each["way"], each["seed"], each["percent"]): each for each in first["points"]}
+    compared = [(each, points[each["way"], each["seed"], each["percent"]]) for each in again["points"]]
+    assert {each["way"] for each, _ in compared} >= {"original, rope", "ALiBi + DAPE1x3"}
+    for each, other in compared:
+        assert each["nll_nats"] == other["nll_nats"]
+        assert each["documents"] == other["documents"]
