@@ -297,6 +297,29 @@ def test_an_imported_run_has_no_text(runs, text, tmp_path):
         loop.train(spec | {"data": spec["data"] | {"path": None}}, tmp_path / "run")
 
 
+KILLED_WHILE_SAVING = """
+import os, sys
+from pathlib import Path
+from dape_jax.pretrained.load import import_run
+from dape_jax.training import checkpoint
+
+checkpoint._Manager.wait_until_finished = lambda manager: os._exit(9)
+import_run(Path(sys.argv[1]), Path(sys.argv[2]), tokenizer="bytes")
+"""
+
+
+def test_an_import_that_was_killed_can_be_repeated(runs, directories, tmp_path):
+    command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(directories("pythia")), str(tmp_path / "run")]
+    assert subprocess.run(command, check=False).returncode == 9
+    assert (tmp_path / "run" / "checkpoints").exists()
+    assert checkpoint.read_config(tmp_path / "run") is None
+    import_run(directories("pythia"), tmp_path / "run", tokenizer="bytes")
+    assert checkpoint.step_names(tmp_path / "run") == ["0"]
+    (config, params), (expected_config, expected) = ours(tmp_path / "run"), ours(runs("pythia"))
+    assert config == expected_config
+    chex.assert_trees_all_equal(params, expected)
+
+
 def test_a_run_is_not_overwritten(runs, directories):
     before = sorted(file for file in runs("pythia").rglob("*"))
     with pytest.raises(InputError, match=r"workdir = .*: must not contain a run"):

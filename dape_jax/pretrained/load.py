@@ -69,8 +69,8 @@ def import_run(
         params = read_params(source, family.tensors, run.model, devices)
         save_tokenizer(chosen, workdir)
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
-        checkpoint.write_config(workdir, record)
         checkpoint.save_params(workdir, params, record)
+        checkpoint.write_config(workdir, record)  # last: an import that was killed before can be repeated
 
 
 def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
