@@ -47,6 +47,13 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 # ---- the catalogue
 
 
+def test_methods_choose_among_the_runs():
+    every = runs_of(EXPERIMENTS["fig2"], Settings())
+    chosen = runs_of(EXPERIMENTS["fig2"], Settings(methods=("rope", "dape1x3-kerple")))
+    assert chosen == [item for item in every if item.method in ("rope", "dape1x3-kerple")]
+    assert 0 < len(chosen) < len(every)
+
+
 def presets_of(name: str) -> tuple[str, ...]:
     return EXPERIMENTS[name].presets or tuple(PRESETS)
 
@@ -636,6 +643,8 @@ def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeyp
         ("table6", {"tasks": ("even_pairs", "even_pairs")}, ["--tasks", "even_pairs", "duplicates"]),
         ("table6", {"data": "stdlib"}, ["--data", "stdlib", "own strings"]),
         ("fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
+        ("fig2", {"methods": ("dape1x3",)}, ["--methods", "dape1x3", "dape1x3-kerple"]),
+        ("fig2", {"methods": ("rope", "rope")}, ["--methods", "rope", "duplicates"]),
         ("fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
         ("fig2", {"preset": "paper"}, ["--data", "paper"]),
         ("fig2", {"seeds": (1, 1)}, ["--seeds", "duplicates"]),

@@ -116,10 +116,13 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     """Return the runs of an experiment, ordered by seed, then by model.
 
     Raises:
-        InputError: the experiment does not have the preset or a task, or a text is given for an experiment on tasks.
+        InputError: the experiment does not have the preset, a method or a task, or a text is given for an experiment on
+            tasks.
     """
     presets = experiment.presets or tuple(PRESETS)
     require(settings.preset in presets, "--preset", settings.preset, f"must be one of {presets} for this experiment")
+    for method in settings.methods:
+        require(method in experiment.methods, "--methods", method, f"must be one or more of {list(experiment.methods)}")
     if experiment.tasks:
         allowed = "must be empty: this experiment is on tasks, which draw their own strings"
         require(settings.data == "", "--data", settings.data, allowed)
@@ -132,6 +135,8 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     runs = []
     models = itertools.product(settings.seeds or preset.seeds, models_of(experiment))
     for seed, (method, paper_size, paper_length, task) in models:
+        if settings.methods and method not in settings.methods:
+            continue
         if task:
             if task not in (settings.tasks or on_tasks.tasks) or method not in on_tasks.methods:
                 continue
