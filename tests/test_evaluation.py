@@ -29,6 +29,7 @@ from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import Corpus, Sidecar, TokenStore, load_corpus
+from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation import perplexity, programs, report, trained
 from dape_jax.evaluation.options import PerplexityOptions
@@ -56,7 +57,7 @@ from dape_jax.evaluation.statistics import (
     length_result,
     positions_result,
 )
-from dape_jax.evaluation.trained import TrainedModel
+from dape_jax.evaluation.trained import TrainedModel, read_trained, validation_corpus
 from dape_jax.files import json_digest
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch, read_mesh
@@ -295,6 +296,28 @@ def test_another_corpus_can_be_scored(runs, root, tmp_path):
     data = RunConfig.from_dict(tiny.spec(root)).data
     assert digest == load_corpus(dataclasses.replace(data, path=str(other))).digest
     assert digest != load_corpus(data).digest
+
+
+def test_another_corpus_has_the_tokenizer_of_the_run(runs, tmp_path):
+    """Ids of another tokenizer would give a perplexity without meaning."""
+    other = tiny.write_text(tmp_path / "other")
+    bpe = train_bpe(["number 1 is a text of a few words"], 257)
+    with_bpe = tmp_path / "run"
+    shutil.copytree(runs[0], with_bpe)
+    save_tokenizer(bpe, with_bpe)
+
+    def model_of(workdir):
+        model = read_trained(workdir, "newest", {})
+        data = dataclasses.replace(model.run.data, cache_dir=str(tmp_path / "cache"))
+        return dataclasses.replace(model, run=dataclasses.replace(model.run, data=data))
+
+    of_bytes, of_bpe = model_of(runs[0]), model_of(with_bpe)
+    assert validation_corpus(of_bytes, str(other)).validation.sidecar.tokenizer == "bytes"
+    (prepared,) = (tmp_path / "cache").iterdir()
+    assert validation_corpus(of_bytes, str(prepared)).validation.sidecar.tokenizer == "bytes"
+    assert validation_corpus(of_bpe, str(other)).validation.sidecar.tokenizer == bpe.name != "bytes"
+    with pytest.raises(InputError, match=r"was prepared with 'bytes' \(--data, for .*run\)"):
+        validation_corpus(of_bpe, str(prepared))
 
 
 def test_evaluation_reads_params_only(runs, tmp_path):

@@ -183,7 +183,7 @@ def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
         name, given = loaded.train.sidecar.tokenizer, config.tokenizer
         if given is not None and not re.fullmatch(rf"bytes|{_NAME}", given):
             given = read_tokenizer(given, lossy=True).name
-        allowed = f"data.path = {config.path!r} was prepared with {name!r}; None selects it"
+        allowed = f"data.path = {config.path!r} was prepared with {name!r}" + ("" if lossy else "; None selects it")
         require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
         return loaded
     if config.tokenizer is None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
+from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, saved_tokenizer
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.evaluation.options import Options
 from dape_jax.model.transformer import Params
@@ -146,12 +147,20 @@ def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
 def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Corpus:
     """Return the corpus whose validation documents are scored: that of the training run, or the one at `data`.
 
+    Raw text at `data` is encoded by the run's tokenizer.
+
     Raises:
-        InputError: the corpus cannot be read, or the text under the model's `data.path` has changed since training.
+        InputError: the corpus cannot be read or was prepared with another tokenizer, or the text under the model's
+            `data.path` has changed since training.
     """
     config = trained.run.data
     if data is not None:
-        return load_corpus(dataclasses.replace(config, path=data), lossy=True)
+        is_bytes = isinstance(saved_tokenizer(trained.workdir), Bytes)
+        tokenizer = "bytes" if is_bytes else str(trained.workdir / TOKENIZER_FILE)
+        try:
+            return load_corpus(dataclasses.replace(config, path=data, tokenizer=tokenizer), lossy=True)
+        except InputError as error:
+            raise InputError(f"{error} (--data, for {trained.workdir})") from error
     is_known = config.path is not None
     require(is_known, "data.path", None, f"{trained.workdir} was imported, without a text; name one with --data")
     try:
