@@ -884,7 +884,7 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"validation_fraction": 0.0}, "validation_fraction = 0.0"),
         (
             {"validation_fraction": 1e-9},
-            "validation_fraction = 1e-09: leaves no validation documents of the 40 in input = ",
+            "validation_fraction = 1e-09: leaves no validation documents of the 40 .*; give a larger fraction",
         ),
         ({"validation_fraction": float("nan")}, "validation_fraction = nan"),
         ({"workers": 0}, "workers = 0"),
@@ -897,7 +897,7 @@ def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
     # A rejected command leaves no files that would make the corrected command fail.
-    assert (tmp_path / "out.partial").exists() == ("documents" in message)
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_ids_train_no_tokenizer(tmp_path: Path):

@@ -182,7 +182,7 @@ def write_shard(
                     record.skipped[result] += 1
                 elif isinstance(result, BadRecord):
                     if strict:
-                        raise InputError(f"{describe(result)}; set strict=False to skip it")
+                        raise InputError(f"{describe(result)}; omit --strict to skip it")
                     record.rejected[result.reason] += 1
                     if record.rejected.total() <= MAX_LISTED:
                         out[REJECTED_FILE].write(json.dumps(vars(result)).encode() + b"\n")
@@ -348,6 +348,10 @@ def _work(unit: list[InputFile], shard: Path) -> Path:
 # Combine the shards.
 
 
+class NoDocumentsError(InputError):
+    """Split without documents: the shards cannot become a corpus."""
+
+
 def build_corpus(
     work: Path,
     files: list[InputFile],
@@ -369,8 +373,8 @@ def build_corpus(
     the first bad record.
 
     Raises:
-        InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, a worker died, or a
-            split has no documents.
+        NoDocumentsError: a split has no documents.
+        InputError: a file cannot be read, a record is bad and `strict` is set, a shard is damaged, or a worker died.
         OSError: the directory cannot be written to.
     """
     shards = _write_shards(work, files, selection, tokenizer, workers, strict)
@@ -381,10 +385,14 @@ def build_corpus(
     if not num_documents:
         counts = record.skipped | {f"bad ({reason})": count for reason, count in record.rejected.items()}
         found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "no records"
-        raise InputError(f"{field} = {source!r}: no documents found: {found}")
+        raise NoDocumentsError(f"{field} = {source!r}: no documents found: {found}")
     for split in SPLITS:
-        message = f"leaves no {split} documents of the {num_documents:,} in {field} = {source!r} (each split needs one)"
-        require(record.num_documents[split] > 0, fraction_field, selection.validation_fraction, message)
+        if not record.num_documents[split]:
+            other = "larger" if split == "validation" else "smaller"
+            raise NoDocumentsError(
+                f"{fraction_field} = {selection.validation_fraction}: leaves no {split} documents of the "
+                f"{num_documents:,} in {field} = {source!r} (each split needs one); give a {other} fraction"
+            )
     _combine_shards(shards, work / CORPUS_DIRECTORY, record, tokenizer, source, fingerprint)
     return record
 

@@ -37,6 +37,7 @@ from dape_jax.data.prepare.build import (
     RECORD_FILE,
     REJECTED_FILE,
     SHARDS_DIRECTORY,
+    NoDocumentsError,
     Record,
     build_corpus,
     describe,
@@ -165,18 +166,22 @@ def prepare(config: PrepareConfig) -> Prepared:
                 assert config.train_bpe is not None
                 tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
             save_tokenizer(tokenizer, partial)
-            record = build_corpus(
-                partial,
-                files,
-                config.selection,
-                tokenizer,
-                source=",".join(config.input),
-                fingerprint=json_digest(recipe),
-                field="input",
-                fraction_field="validation_fraction",
-                workers=config.workers,
-                strict=config.strict,
-            )
+            try:
+                record = build_corpus(
+                    partial,
+                    files,
+                    config.selection,
+                    tokenizer,
+                    source=",".join(config.input),
+                    fingerprint=json_digest(recipe),
+                    field="input",
+                    fraction_field="validation_fraction",
+                    workers=config.workers,
+                    strict=config.strict,
+                )
+            except NoDocumentsError:
+                shutil.rmtree(partial)  # otherwise it would refuse the corrected flags
+                raise
             complete = partial / CORPUS_DIRECTORY
             save_tokenizer(tokenizer, complete)
             write_json(complete / RECIPE_FILE, recipe)
@@ -229,7 +234,7 @@ def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[s
         for file in files:
             for found in read_documents(file, selection, lambda _: None):
                 if isinstance(found, BadRecord) and config.strict:
-                    raise InputError(f"{describe(found)}; set strict=False to skip it")
+                    raise InputError(f"{describe(found)}; omit --strict to skip it")
                 if not isinstance(found, Document) or not isinstance(found.content, bytes):
                     continue
                 is_train = corpus.split_of(found.content, config.validation_fraction) == "train"
