@@ -141,7 +141,7 @@ def _parse(arguments: list[str]) -> list[str]:
         raise
     except OSError as error:
         raise _unreadable(error) from error
-    except AttributeError as error:  # raised by a config without this field
+    except (AttributeError, KeyError) as error:  # raised by a config without this field, or without its section
         messages = _wrong_flags(arguments)
         if not messages:  # a bug in the config file
             raise

@@ -177,6 +177,7 @@ SEVERAL = [
             *QUICKSTART,
             "--config.train.num_stpes=8",
             "--config.num_steps=8",
+            "--config.trian.num_steps=8",
             "--config.model.window=wide",
             "--config.optimizer.beta1=low",
             "--config.data.seed=None",
@@ -186,6 +187,7 @@ SEVERAL = [
         [
             "--config.train.num_stpes=8: the config has no such field; did you mean --config.train.num_steps?",
             "--config.num_steps=8: the config has no such field; did you mean --config.train.num_steps?",
+            "--config.trian.num_steps=8: the config has no such field; did you mean --config.train.num_steps?",
             "--config.model.window=wide: invalid literal for int()",
             "--config.optimizer.beta1=low: could not convert string to float",
             "--config.model.bias=alibi: is a section; set its fields, or choose it by name",

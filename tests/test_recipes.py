@@ -15,6 +15,7 @@ from dape_jax.training import checkpoint, loop
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "small", "paper")
+SIZES = {"quickstart": "", "small": "xs,", "paper": "125m,"}  # beginning of the argument
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +81,9 @@ def test_the_checkpoint_interval_follows_the_validation_interval(recipe):
     assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 7
     spec["train"]["checkpoint_interval"] = 21
     assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 21
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_key_of_the_argument_is_given_once(recipe):
+    with pytest.raises(InputError, match=r"config argument = 'bias=kerple,bias=alibi': must have bias once"):
+        read_module(ROOT / "configs" / f"{recipe}.py").get_config(f"{SIZES[recipe]}bias=kerple,bias=alibi")

@@ -90,11 +90,13 @@ def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     """Parse a config file's argument, `config.py:key=value,key=value`; values have the types of their defaults.
 
     Raises:
-        InputError: a key is unknown, or a value has another type.
+        InputError: a key is unknown or given twice, or a value has another type.
     """
-    values = dict(defaults)
+    values, given = dict(defaults), set()
     for item in filter(None, (argument or "").split(",")):
         key, equals, text = item.partition("=")
+        require(key not in given, "config argument", argument, f"must have {key} once")
+        given.add(key)
         require(
             bool(equals) and key in defaults,
             "config argument",
