@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import struct
 import sys
 import types
@@ -14,7 +15,7 @@ import tiny
 from dape_jax import progress
 from dape_jax.command_line import _PlainFormatter
 from dape_jax.config import RunConfig
-from dape_jax.errors import InputError
+from dape_jax.errors import InputError, StoppedError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
 from dape_jax.training import loop, metrics
@@ -83,6 +84,9 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     assert all(line[2] == line[5] == ":" and line[8] == " " for line in lines)
     messages = [line[9:] for line in lines]
     assert "mesh: data=1 fsdp=8 context=1 tensor=1" in messages
+    (text,) = [message for message in messages if message.startswith("text: ")]
+    assert re.fullmatch(r"text: \d+ documents \([\d,]+ tokens\) to train on, \d+ \([\d,]+ tokens\) held out", text)
+    assert not [message for message in messages if message.startswith("resuming")]
     begun = messages.index("compiling the training step ...")
     assert messages[begun + 1].startswith("compiled the training step in ")
     (last_progress,) = [message for message in messages if message.startswith("my run: ")]  # less than a minute
@@ -92,6 +96,18 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
         f"training of '{workdir}' is complete: step 4 of 4",
         f"evaluate it: dape-eval --workdir='{workdir}'",
     ]
+
+
+def test_a_resumed_run_names_its_step(trained_root, tmp_path, caplog):
+    """Stop after step 2 of 4, and train again."""
+    workdir, spec = tmp_path / "run", tiny.spec(trained_root, train__num_steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.PreemptionGuard, "should_stop", lambda guard, step: step == 2)
+        with pytest.raises(StoppedError):
+            loop.train(spec, workdir)
+    with caplog.at_level(logging.INFO, logger="dape_jax"):
+        loop.train(spec, workdir)
+    assert "resuming from step 2 of 4" in caplog.messages
 
 
 def test_a_warning_is_marked():

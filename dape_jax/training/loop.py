@@ -108,7 +108,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     validate = make_validation(run, graphdef, source.validation, mesh)
     counts = parameter_counts(abstract)
     logger.info(
-        "%s parameters, %s of them in position biases and %s in score convolutions",
+        "%s parameters, %s of them in position biases and %s in processors",
         *(f"{counts[name]:,}" for name in ("total", "bias", "processor")),
     )
     logger.info("mesh: %s", " ".join(f"{axis}={size}" for axis, size in mesh.shape.items()))
@@ -120,6 +120,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         process_zero_only(lambda: write_or_compare(workdir, record, source.tokenizer))
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
+            logger.info("resuming from step %d of %d", start, run.train.num_steps)
             source.batches.set_state(data_state)
         else:
             assert run.init.source is None or weights is not None, "the checkpoints were deleted during start-up"

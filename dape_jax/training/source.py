@@ -1,6 +1,7 @@
 """Training data: a corpus or an algorithmic task. In: a run's config. Out: batches. Next: `loop.py`."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,8 @@ from dape_jax.distributed import process_zero_first
 from dape_jax.errors import require
 from dape_jax.sharding import batch_part, rows_of_part
 from dape_jax.tasks.tapes import Batch, digest
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -57,6 +60,10 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         data_digest, tokenizer = digest(run.data), None
     else:
         corpus = process_zero_first(lambda: load_verified(run.data, lossy=run.init.source is not None))
+        counts = [
+            f"{n:,}" for store in (corpus.train, corpus.validation) for n in (store.num_documents, store.num_tokens)
+        ]
+        logger.info("text: %s documents (%s tokens) to train on, %s (%s tokens) held out", *counts)
         vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
         allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None selects it"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
