@@ -1,5 +1,6 @@
 """Algorithmic tasks: golden examples, format and frequencies of samples, and answers by independent methods."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
 from dape_jax.tasks import CHE as TASKS
+from dape_jax.tasks import TASKS as ALL_TASKS
 from dape_jax.tasks.associative_recall import ASSOCIATIVE_RECALL, NUM_KEYS, NUM_VALUES
-from dape_jax.tasks.tapes import TaskConfig, draw_tapes
+from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes
 
 RECALL = ASSOCIATIVE_RECALL["associative_recall"]
 
@@ -387,3 +389,36 @@ def test_recall_refuses_long_inputs_and_computation_steps():
         config.check_length("train.train_length", 769)
     with pytest.raises(InputError, match=r"data\.computation_steps = 1: must be 0"):
         TaskConfig("associative_recall", computation_steps=1, pad_to=8, max_position=None, seed=0)
+
+
+@pytest.mark.parametrize("name", ALL_TASKS)
+def test_strings_are_in_the_alphabets(name):
+    """Drawing tapes compares strings with the task's alphabets and output length."""
+    config = TaskConfig(name, computation_steps=0, pad_to=1, max_position=None, seed=0)
+    for number in range(30):
+        batch = draw_tapes(config, TRAINING, number, 8, longest=config.of.longest or 20)
+        assert batch["weights"].sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"solve": lambda inputs: inputs[:, :1] + np.int32(5)},
+            ["even_pairs", "largest integer of solve()", "must be 0 to 1"],
+        ),
+        ({"solve": lambda inputs: inputs[:, :2]}, ["even_pairs", "solve() = (8, 2)", "[B, M] = (8, 1)"]),
+        ({"output_length": lambda length: length + 1}, ["even_pairs", "shape of solve()", "(8, 1)"]),
+        (
+            {"sample": lambda rng, num, length: np.full((num, length), 2, np.int32)},
+            ["integer of sample()", "must be 0 to 1"],
+        ),
+        ({"sample": lambda rng, num, length: np.full((num, length), -1, np.int32)}, ["(-1, -1)", "must be 0 to 1"]),
+    ],
+)
+def test_a_task_that_contradicts_its_alphabet_is_named(changes, words, monkeypatch):
+    monkeypatch.setitem(ALL_TASKS, "even_pairs", dataclasses.replace(TASKS["even_pairs"], **changes))
+    config = TaskConfig("even_pairs", computation_steps=0, pad_to=1, max_position=None, seed=0)
+    with pytest.raises(InputError) as error:
+        draw_tapes(config, TRAINING, 0, 8, length=5)
+    assert all(word in str(error.value) for word in words), error.value

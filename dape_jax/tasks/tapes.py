@@ -119,8 +119,21 @@ def make_tapes(
     Returns:
         `inputs`, `targets` and `positions` (int32), `weights` (float32: 1 at target symbols, else 0) and `counted`
         (bool: the target symbols that the accuracy counts), all [B, T]. All rows have the same positions.
+
+    Raises:
+        InputError: the task's strings do not agree with its alphabets or its `output_length`.
     """
-    task, (num, length), answers = config.of, inputs_BN.shape, targets_BM.shape[1]
+    task, (num, length), answers = config.of, inputs_BN.shape, config.of.output_length(inputs_BN.shape[1])
+    found = getattr(targets_BM, "shape", None)
+    require(found == (num, answers), f"task {config.task}: shape of solve()", found, f"must be [B, M] = {num, answers}")
+    for name, symbols, alphabet in (
+        ("sample", inputs_BN, task.input_symbols),
+        ("solve", targets_BM, task.output_symbols),
+    ):
+        extremes = int(symbols.min()), int(symbols.max())
+        is_known = 0 <= extremes[0] and extremes[1] < len(alphabet)
+        allowed = f"must be 0 to {len(alphabet) - 1}, for its {len(alphabet)} symbols"
+        require(is_known, f"task {config.task}: smallest and largest integer of {name}()", extremes, allowed)
     after_input = length * (1 + config.computation_steps)
     begin = length - answers if task.answered_in_place else after_input
     tape = begin + answers
