@@ -396,6 +396,10 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
     post_norm = make_run(tmp_path / "post", **{**ENCODER, "causal": True})
     with pytest.raises(InputError, match=r"model.norm_first = False: must be True"):
         export.export_run(post_norm, tmp_path / "out")
+    monkeypatch.setitem(export.EXPORTED, "bias", ("nope",))
+    with pytest.raises(InputError, match=r"model.bias.name = .*: must be one of .*nope.*, which modeling_dape.py"):
+        export.export_run(workdir, tmp_path / "out")
+    monkeypatch.undo()
     monkeypatch.setattr(export, "write_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(InputError, match=r"output = .*: cannot be written to: .*No space left"):
         export.export_run(workdir, tmp_path / "out")

@@ -22,6 +22,7 @@ from dape_jax.model.processors import DapeConfig, Plain, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import flat_params
 from dape_jax.pretrained import modeling_dape as theirs
+from dape_jax.pretrained.export import EXPORTED
 
 torch.set_num_threads(1)
 
@@ -65,6 +66,11 @@ def operator_cases() -> list:
         pytest.param(*case, marks=() if case in fast else pytest.mark.slow, id="-".join(case))
         for case in sorted(chosen | fast)
     ]
+
+
+def test_export_knows_the_biases_and_processors():
+    assert set(EXPORTED["bias"]) == {"nope", *theirs.BIASES}
+    assert set(EXPORTED["processor"]) == set(theirs.PROCESSORS)
 
 
 @pytest.mark.parametrize(("bias", "processor"), operator_cases())

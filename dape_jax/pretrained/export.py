@@ -27,6 +27,11 @@ from dape_jax.storage import AnyPath
 
 MODELING_FILE = "modeling_dape.py"
 SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# Biases and processors of modeling_dape.py, which cannot be imported without PyTorch.
+EXPORTED = {
+    "bias": ("nope", "alibi", "kerple", "kerple_power", "sandwich", "t5", "fire", "cope", "transformer_xl"),
+    "processor": ("none", "dape"),
+}
 _FILE_BYTES = 5 * 10**9  # maximum bytes of tensors in one file
 
 
@@ -40,13 +45,17 @@ def export_run(workdir: AnyPath, output: Path, *, step: str = "newest", dtype: s
         dtype: dtype of the tensors; a run has float32.
 
     Raises:
-        InputError: the checkpoint is missing, the model is not a decoder, or `output` exists or cannot be written to.
+        InputError: the checkpoint is missing, the model is not a decoder, PyTorch's model lacks its bias or processor,
+            or `output` exists or cannot be written to.
     """
     require(dtype in SAFETENSORS_DTYPES, "dtype", dtype, f"must be one of {list(SAFETENSORS_DTYPES)}")
     require(not output.exists(), "output", str(output), "must not exist yet")
     trained = read_trained(workdir, step, {})
     model = trained.run.model
     require(model.norm_first, "model.norm_first", model.norm_first, "must be True: PyTorch's model is a decoder")
+    for field, names in EXPORTED.items():
+        name = resolved(trained.run)["model"][field]["name"]
+        require(name in names, f"model.{field}.name", name, f"must be one of {names}, which {MODELING_FILE} has")
     tokenizer = saved_tokenizer(workdir)
     _, params = restore(trained)
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex}.partial")
