@@ -343,7 +343,7 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
     for method, bias in (("a", "kerple"), ("b", "alibi"), ("c", "nope")):
         monkeypatch.setitem(METHODS, method, bias)
     monkeypatch.setattr(run, "lengths_from", lambda length, longest: (length, 2 * length))
-    for name, methods in (("one", ("a", "b")), ("two", ("b", "c"))):
+    for name, methods in (("one", ("a", "b")), ("two", ("b", "c")), ("unknown", ("a", "dape1x9"))):
         monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (CLAIM,)))
     on_tasks = Experiment(
         "title", "source", ("a", "b", "c"), (4,), (TASK_CLAIM,), tasks=tuple(TASKS), metric="accuracy"
@@ -644,6 +644,7 @@ def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeyp
         ("table6", {"data": "stdlib"}, ["--data", "stdlib", "own strings"]),
         ("fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
         ("fig2", {"methods": ("dape1x3",)}, ["--methods", "dape1x3", "dape1x3-kerple"]),
+        ("unknown", {"preset": "tiny"}, ["method of the experiment", "dape1x9", "METHODS"]),
         ("fig2", {"methods": ("rope", "rope")}, ["--methods", "rope", "duplicates"]),
         ("fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),
         ("fig2", {"preset": "paper"}, ["--data", "paper"]),

@@ -121,6 +121,8 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     """
     presets = experiment.presets or tuple(PRESETS)
     require(settings.preset in presets, "--preset", settings.preset, f"must be one of {presets} for this experiment")
+    for method in experiment.methods:
+        require(method in METHODS, "method of the experiment", method, "must be a key of METHODS in catalogue.py")
     for method in settings.methods:
         require(method in experiment.methods, "--methods", method, f"must be one or more of {list(experiment.methods)}")
     if experiment.tasks:
