@@ -21,9 +21,9 @@ from helpers import (
 )
 
 from dape_jax.errors import InputError
-from dape_jax.model.attention import attend, check_shapes
-from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import ScoreMod
+from dape_jax.model.attention import Blockwise, Dense, attend, check_arrays
+from dape_jax.model.biases import BIASES, KerpleConfig
+from dape_jax.model.processors import DapeConfig, Processor, ScoreMod
 from dape_jax.model.scores import Mask
 
 AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, ("float32", "bfloat16"))
@@ -92,6 +92,45 @@ def test_large_inputs_give_finite_values_and_gradients(bias, processor, implemen
     np.testing.assert_allclose(probs.sum(), LENGTH, rtol=1e-5)
 
 
+NARROW = [x[..., :-1] for x in make_qkv(5)[1:]]
+
+
+class Unfinished(Processor):
+    """Forget `__call__`."""
+
+
+class Flat(Processor):
+    def __call__(self, scores_BHTS, bias_BHTS, mask_TS):
+        return scores_BHTS[:, 0]
+
+
+class FlatBias:
+    def __call__(self, q_pos_T, k_pos_S, *, causal=True):
+        return jnp.zeros((1, len(q_pos_T), len(k_pos_S)))
+
+
+@pytest.mark.parametrize("implementation", [Dense(), Blockwise(2)])
+@pytest.mark.parametrize(
+    ("score_mod", "error", "words"),
+    [
+        (ScoreMod(processor=Flat()), InputError, ["processor Flat", "must return [B, H, T, S] = (2, 2, "]),
+        (ScoreMod(processor=Unfinished()), NotImplementedError, ["Unfinished must define __call__"]),
+        (ScoreMod(processor=DapeConfig()), InputError, ["processor = DapeConfig(", "its build() returns"]),
+        (
+            ScoreMod(processor=lambda *scores: scores[0]),
+            InputError,
+            ["processor = 'function'", "subclass of Processor"],
+        ),
+        (ScoreMod(bias=FlatBias()), InputError, ["bias FlatBias", "must return [H, T, S] = (2, "]),
+        (ScoreMod(bias=KerpleConfig()), InputError, ["bias = KerpleConfig(", "its build() returns"]),
+    ],
+)
+def test_a_wrong_bias_or_processor_is_named(implementation, score_mod, error, words):
+    with pytest.raises(error) as raised:
+        implementation(*make_qkv(3), *[jnp.arange(3)] * 2, score_mod)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -99,10 +138,17 @@ def test_large_inputs_give_finite_values_and_gradients(bias, processor, implemen
         (lambda: attend(*make_qkv(3), *[jnp.arange(3)] * 2, window=0), ["window", "0", "None"]),
         # Not through `attend`, whose annotations refuse these first wherever they are checked, as in tests.
         (
-            lambda: check_shapes(*(jnp.moveaxis(x, 1, 2) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
+            lambda: check_arrays(*(jnp.moveaxis(x, 1, 2) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
             ["q_BTHK.shape", "[B, T, H, K]", "[B, H, T, K]"],
         ),
-        (lambda: check_shapes(*make_qkv(5), jnp.arange(4), jnp.arange(5)), ["q_BTHK.shape", "4"]),
+        (lambda: check_arrays(*make_qkv(5), jnp.arange(4), jnp.arange(5)), ["q_BTHK.shape", "4"]),
+        (lambda: check_arrays(*make_qkv(5), 4, jnp.arange(5)), ["q_pos_T = 4", "array of positions"]),
+        (lambda: check_arrays(*(x[:, :0] for x in make_qkv(5)), *[jnp.arange(0)] * 2), ["q_BTHK.shape", "above 0"]),
+        (
+            lambda: check_arrays(*(x.astype(int) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
+            ["q_BTHK.dtype = 'int32'", "float32"],
+        ),
+        (lambda: check_arrays(make_qkv(5)[0], *NARROW, *[jnp.arange(5)] * 2), ["k_BSGK.shape", f"K = {HEAD_DIM}"]),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(make, words):

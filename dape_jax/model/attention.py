@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,10 @@ def score(
     elif isinstance(bias, ContextualBias):
         bias_BHTS = bias.from_content(q_BTHK, k_BSGK, scores_BHTS, mask_TS, q_pos_T, k_pos_S, causal)
     else:
-        bias_BHTS = bias(q_pos_T, k_pos_S, causal=causal)[None]
+        bias_HTS, expected = bias(q_pos_T, k_pos_S, causal=causal), scores_BHTS.shape[1:]
+        found = getattr(bias_HTS, "shape", None)
+        require(found == expected, f"bias {type(bias).__name__}", found, f"must return [H, T, S] = {expected}")
+        bias_BHTS = bias_HTS[None]
     return Scores(scores_BHTS, bias_BHTS, mask_TS)
 
 
@@ -85,13 +89,18 @@ def attend(
         The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
 
     Raises:
-        InputError: the shapes are inconsistent, or the window is below 1.
+        InputError: the arrays are not of floating point, the shapes are inconsistent (also those that the bias or the
+            processor returns), a config is given instead of its module, or the window is below 1.
     """
-    check_shapes(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
+    check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
+    check_modules(bias, processor)
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     processor = Plain() if processor is None else processor
     scores = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, causal=causal, window=window)
-    probs_BHTS = masked_softmax(processor(*scores), scores.mask_TS).astype(v_BSGK.dtype)
+    processed_BHTS, expected = processor(*scores), scores.scores_BHTS.shape
+    found = getattr(processed_BHTS, "shape", None)
+    require(found == expected, f"processor {type(processor).__name__}", found, f"must return [B, H, T, S] = {expected}")
+    probs_BHTS = masked_softmax(processed_BHTS, scores.mask_TS).astype(v_BSGK.dtype)
     batch, num_rows, heads, head_dim = q_BTHK.shape
     probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
     precision = full_precision(v_BSGK.dtype)
@@ -100,25 +109,35 @@ def attend(
     return jnp.moveaxis(out_BHTK, 1, 2)
 
 
-def check_shapes(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Array, k_pos_S: Array) -> None:
-    """Raise `InputError` if the shapes are inconsistent; the message points out a [B, H, T, K] layout."""
+def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_pos_S: Any) -> None:
+    """Raise `InputError` if dtypes or shapes are wrong; the message points out a [B, H, T, K] layout."""
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
         ("v_BSGK", v_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
     ):
         rows, heads = layout[3], layout[6]
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        require(is_float, f"{name}.dtype", x.dtype.name, "must be float16, bfloat16, float32 or float64")
+        require(hasattr(pos, "ndim"), pos_name, pos, f"must be an array of positions, [{rows}]")
         require(x.ndim == 4, f"{name}.shape", x.shape, f"must be [{layout}]")
+        require(0 not in x.shape, f"{name}.shape", x.shape, f"must be [{layout}], all above 0")
         require(pos.ndim == 1, f"{pos_name}.shape", pos.shape, f"must be [{rows}], the same for the whole batch")
         if x.shape[1] != pos.size:
             swapped = f"looks like [B, {heads}, {rows}, K]; " if x.shape[2] == pos.size else ""
             allowed = f"{swapped}must be [{layout}] with {rows} = {pos.size}, the length of {pos_name}"
             require(False, f"{name}.shape", x.shape, allowed)
     (batch, _, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
-    require(k_BSGK.shape == v_BSGK.shape, "v_BSGK.shape", v_BSGK.shape, f"must be k_BSGK.shape = {k_BSGK.shape}")
     require(k_BSGK.shape[0] == batch, "k_BSGK.shape", k_BSGK.shape, f"must have B = {batch}, like q_BTHK")
     require(k_BSGK.shape[3] == head_dim, "k_BSGK.shape", k_BSGK.shape, f"must have K = {head_dim}, like q_BTHK")
+    require(k_BSGK.shape == v_BSGK.shape, "v_BSGK.shape", v_BSGK.shape, f"must be k_BSGK.shape = {k_BSGK.shape}")
     require(heads % groups == 0, "num_kv_heads", groups, f"must divide num_heads = {heads}")
+
+
+def check_modules(bias: Any, processor: Any) -> None:
+    """Raise `InputError` if a config is given instead of the module that its `build` returns."""
+    for name, module in (("bias", bias), ("processor", processor)):
+        require(not hasattr(module, "build"), name, module, "is a config: give the module that its build() returns")
 
 
 class Implementation:
@@ -155,10 +174,13 @@ class Implementation:
             mask: which keys a query sees, and the step between rows.
 
         Raises:
-            InputError: the shapes are inconsistent.
+            InputError: dtypes or shapes are wrong, or `score_mod` does not contain modules.
             NotImplementedError: `Fused` has no kernel for these arguments; the message gives the reason.
         """
-        check_shapes(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
+        check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
+        check_modules(*score_mod)
+        is_processor = isinstance(score_mod.processor, Processor)
+        require(is_processor, "processor", type(score_mod.processor).__name__, "must be a subclass of Processor")
         return self._attend(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask)
 
     def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):

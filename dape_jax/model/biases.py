@@ -64,7 +64,7 @@ class DistanceBias(nnx.Module):
 
     def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
         """Return the bias of every head at each distance; distances are at least 0."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define of_distance")
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True

@@ -49,7 +49,7 @@ class Processor:
         mask_TS: Bool[Array, "T S"],
     ) -> Float[Array, "B H T S"]:
         """Return the processed scores; where the mask is False, any finite number."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
 
 class PairFlops(NamedTuple):
@@ -87,7 +87,7 @@ class ProcessorConfig:
             dtype: dtype of the convolutions' operands; None for the dtype of the scores.
             rngs: random keys of the parameters.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define build")
 
 
 def add_bias(

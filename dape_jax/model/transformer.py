@@ -541,7 +541,7 @@ def attention_of(
     return attention
 
 
-PARAMETER_KINDS = ("bias", "processor")  # position biases and score convolutions; other parameters have no kind
+PARAMETER_KINDS = ("bias", "processor")  # position biases and processors; other parameters have no kind
 
 
 def parameter_kind(path: tuple[str, ...]) -> str | None:
