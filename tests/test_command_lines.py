@@ -154,7 +154,7 @@ BAD_INPUT_OF_TOOLS = [
     (["dape_jax.tools.generate", "--prompt=a", "--top_k=all"], ["--top_k=all"]),
     (
         ["dape_jax.tools.attention_maps", "--length=16"],
-        ["error: workdir = ", "must be a directory written by train.py"],
+        ["error: workdir = ", "must be a directory written by dape-train"],
     ),
 ]
 
@@ -380,7 +380,9 @@ def test_control_characters_are_escaped():
 def test_evaluating_nothing_is_one_line(tmp_path):
     done = run("eval.py", f"--workdir={tmp_path}")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"error: workdir = {str(tmp_path)!r}: must be a directory written by train.py"]
+    assert done.stderr.splitlines() == [
+        f"error: workdir = {str(tmp_path)!r}: must be a directory written by dape-train"
+    ]
 
 
 @pytest.mark.parametrize("config", sorted({file.name for file in (ROOT / "configs").glob("*.py")} - {"common.py"}))

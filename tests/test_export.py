@@ -391,7 +391,7 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
         export.export_run(workdir, tmp_path / "out", dtype="int8")
     with pytest.raises(InputError, match=r"step = '7': must be one of"):
         export.export_run(workdir, tmp_path / "out", step="7")
-    with pytest.raises(InputError, match=r"must be a directory written by train.py"):
+    with pytest.raises(InputError, match=r"must be a directory written by dape-train"):
         export.export_run(tmp_path / "nowhere", tmp_path / "out")
     post_norm = make_run(tmp_path / "post", **{**ENCODER, "causal": True})
     with pytest.raises(InputError, match=r"model.norm_first = False: must be True"):

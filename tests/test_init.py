@@ -144,7 +144,7 @@ def test_rotary_is_removed_and_the_bias_replaced(trained_root, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"init__source": "/nowhere/at/all"}, ["init.source = '/nowhere/at/all'", "written by train.py"]),
+        ({"init__source": "/nowhere/at/all"}, ["init.source = '/nowhere/at/all'", "written by dape-train"]),
         ({"init__source": "SOURCE@3"}, ["init.source", "step = '3'", "'2', '4'"]),
         ({"init__source": "SOURCE@"}, ["init.source", "directory@step"]),
         ({"init__source": "ftp://a/b"}, ["init.source", "gs://"]),
@@ -306,7 +306,7 @@ def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root
     start(monkeypatch, config.to_dict(), tmp_path / "run")
     for bad, words in (
         (None, "must contain source="),
-        (f"source={tmp_path}/nothing", "written by train.py"),
+        (f"source={tmp_path}/nothing", "written by dape-train"),
         (f"source={sources}/dape,kernel=5", "needs processor=dape"),
     ):
         with pytest.raises(InputError, match=words):

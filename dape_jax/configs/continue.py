@@ -63,7 +63,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     allowed = "must contain source=WORKDIR, unless --config.init.source=WORKDIR is given"
     require(bool(choice["source"]), "config argument", argument, allowed)
     directory, _ = InitConfig(choice["source"], None).source_and_step
-    with os_errors("config argument", f"source={choice['source']}", "must be a directory written by train.py"):
+    with os_errors("config argument", f"source={choice['source']}", "must be a directory written by dape-train"):
         run = read_run(read_config_file(to_path(directory, "source"))["config"])
 
     spec = config_file_dict(run)

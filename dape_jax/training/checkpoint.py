@@ -162,7 +162,7 @@ def read_config_file(workdir: AnyPath) -> dict[str, Any]:
 
 def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> None:
     is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
-    require(is_record, "workdir", str(workdir), f"{source} was not written by train.py")
+    require(is_record, "workdir", str(workdir), f"{source} was not written by dape-train")
 
 
 def require_space(workdir: AnyPath, state: TrainState | Params) -> None:
@@ -488,7 +488,7 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
         InputError: there is no such checkpoint, or it is damaged.
     """
     is_run = exists(_directory(workdir)) or exists(workdir / CONFIG_FILE)
-    require(is_run, "workdir", str(workdir), "must be a directory written by train.py")
+    require(is_run, "workdir", str(workdir), "must be a directory written by dape-train")
     steps = step_names(workdir)
     require(bool(steps), "workdir", str(workdir), "has no checkpoint yet")
     allowed = ["newest", "best", *reversed(steps)]
