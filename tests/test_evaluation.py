@@ -405,7 +405,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)
     for workdirs, words in (
-        ([tmp_path / "nothing"], "train.py"),
+        ([tmp_path / "nothing"], "must be a directory written by dape-train"),
         ([runs[0], runs[0]], "must have different names"),
         ([], "must have at least one directory"),
         ([empty], "has no checkpoint yet"),

@@ -539,7 +539,7 @@ def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_pa
         ({"max_new_tokens": 0}, ["max_new_tokens = 0"]),
         ({"seed": 2**32}, ["seed = 4294967296"]),
         ({"step": "5"}, ["step = '5'", "'newest', 'best'"]),
-        ({"workdir": Path("nothing")}, ["workdir = 'nothing'", "train.py"]),
+        ({"workdir": Path("nothing")}, ["workdir = 'nothing'", "must be a directory written by dape-train"]),
     ],
 )
 def test_bad_input_is_named_before_any_parameter_is_read(trained, monkeypatch, changes, words):

@@ -452,7 +452,7 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"workdir": "nothing"}, ["workdir = 'nothing'", "train.py"]),
+        ({"workdir": "nothing"}, ["workdir = 'nothing'", "must be a directory written by dape-train"]),
         ({"step": "5"}, ["step = '5'", "'newest', 'best'"]),
         ({"max_length": 0}, ["max_length = 0", "must be positive"]),
         ({"batch_size": 0}, ["batch_size = 0", "must be positive, or auto"]),
