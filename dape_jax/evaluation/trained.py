@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
-from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, saved_tokenizer
+from dape_jax.data.tokenizers import TOKENIZER_FILE
 from dape_jax.errors import InputError, os_errors, require
 from dape_jax.evaluation.options import Options
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
-from dape_jax.storage import AnyPath, absolute
+from dape_jax.storage import AnyPath, absolute, exists
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
@@ -155,8 +155,8 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
     """
     config = trained.run.data
     if data is not None:
-        is_bytes = isinstance(saved_tokenizer(trained.workdir), Bytes)
-        tokenizer = "bytes" if is_bytes else str(trained.workdir / TOKENIZER_FILE)
+        file = trained.workdir / TOKENIZER_FILE
+        tokenizer = str(file) if exists(file) else "bytes"
         try:
             return load_corpus(dataclasses.replace(config, path=data, tokenizer=tokenizer), lossy=True)
         except InputError as error:

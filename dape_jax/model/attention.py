@@ -49,9 +49,8 @@ def score(
     elif isinstance(bias, ContextualBias):
         bias_BHTS = bias.from_content(q_BTHK, k_BSGK, scores_BHTS, mask_TS, q_pos_T, k_pos_S, causal)
     else:
-        bias_HTS, expected = bias(q_pos_T, k_pos_S, causal=causal), scores_BHTS.shape[1:]
-        found = getattr(bias_HTS, "shape", None)
-        require(found == expected, f"bias {type(bias).__name__}", found, f"must return [H, T, S] = {expected}")
+        bias_HTS = bias(q_pos_T, k_pos_S, causal=causal)
+        _check_returned("bias", bias, bias_HTS, "H, T, S", scores_BHTS.shape[1:])
         bias_BHTS = bias_HTS[None]
     return Scores(scores_BHTS, bias_BHTS, mask_TS)
 
@@ -97,9 +96,8 @@ def attend(
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     processor = Plain() if processor is None else processor
     scores = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, causal=causal, window=window)
-    processed_BHTS, expected = processor(*scores), scores.scores_BHTS.shape
-    found = getattr(processed_BHTS, "shape", None)
-    require(found == expected, f"processor {type(processor).__name__}", found, f"must return [B, H, T, S] = {expected}")
+    processed_BHTS = processor(*scores)
+    _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
     probs_BHTS = masked_softmax(processed_BHTS, scores.mask_TS).astype(v_BSGK.dtype)
     batch, num_rows, heads, head_dim = q_BTHK.shape
     probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
@@ -138,6 +136,12 @@ def check_modules(bias: Any, processor: Any) -> None:
     """Raise `InputError` if a config is given instead of the module that its `build` returns."""
     for name, module in (("bias", bias), ("processor", processor)):
         require(not hasattr(module, "build"), name, module, "is a config: give the module that its build() returns")
+
+
+def _check_returned(kind: str, module: Any, returned: Any, layout: str, expected: tuple[int, ...]) -> None:
+    """Raise `InputError` unless a bias or processor returned an array of the expected shape."""
+    found = getattr(returned, "shape", None)
+    require(found == expected, f"{kind} {type(module).__name__}", found, f"must return [{layout}] = {expected}")
 
 
 class Implementation:

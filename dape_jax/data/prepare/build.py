@@ -261,7 +261,7 @@ def _write_shards(
     shards = {work / SHARDS_DIRECTORY / f"{index:08}": unit for index, unit in enumerate(_units(files))}
     missing = {shard: unit for shard, unit in shards.items() if not shard.exists()}
     found = [read_record(shard / RECORD_FILE) for shard in shards if shard not in missing]
-    message = f"an earlier run skipped bad records; set strict=False, or delete {work} to start over"
+    message = f"an earlier run skipped bad records; omit --strict, or delete {work} to start over"
     require(not (strict and any(record.rejected for record in found)), "strict", strict, message)
     num_bytes = sum(file.num_bytes for file in files)
     write = functools.partial(write_shard, selection, tokenizer, strict)
