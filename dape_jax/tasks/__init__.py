@@ -8,5 +8,5 @@ from dape_jax.tasks.context_free import CONTEXT_FREE
 from dape_jax.tasks.context_sensitive import CONTEXT_SENSITIVE
 from dape_jax.tasks.regular import REGULAR
 
-CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # of the paper's table 6, and binary multiplication
+CHE = REGULAR | CONTEXT_FREE | CONTEXT_SENSITIVE  # the paper's table 6 lacks binary_multiplication
 TASKS = CHE | ASSOCIATIVE_RECALL
