@@ -68,5 +68,5 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.mesh = common.mesh()
     config.init = common.init()
     lengths = tuple(2**n for n in range(5, 12) if 2**n >= train_length)
-    config.evaluation = common.perplexity(lengths=lengths, max_windows=32)
+    config.evaluation = common.perplexity(lengths=lengths, max_windows=128)
     return config
