@@ -22,6 +22,7 @@ from dape_jax.experiments import catalogue, groups, report, run, verdicts
 from dape_jax.experiments.catalogue import (
     EXPERIMENTS,
     METHODS,
+    NOT_IN_PAPER,
     PRESETS,
     Cell,
     Claim,
@@ -408,13 +409,21 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     # The report, in three forms.
     readme = report.write(Path(small_world["results"])).read_text()
     assert (
-        "| [one](#one) tiny, text | b is within ten times a | **holds** | 1 of 1 | 0 | b T16 at 32 against 10.00 x a"
-        in readme
-    )
-    assert "| [two](#two) tiny, text | b is within ten times a | **not tested** |" in readme
-    assert "| fig2 | DAPE1x3-Kerple is the best of all at the train length | not tested | | | no runs |" in readme
+        "| [one](#one) tiny, text | b is within ten times a | **holds** | 1 of 1 | 0 "
+        "| b T16 at 32 against 10.00 x a T16 at 32 | -90.0 % [-90.0, -90.0] |  | "
+    ) in readme
+    assert "- two: b is within ten times a." in readme  # there are no runs of a
+    assert "- fig2: DAPE1x3-Kerple is the best of all at the train length; " in readme
+    paper, others = readme.split("### Questions that the paper leaves open")
+    numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == NOT_IN_PAPER]
+    assert f"\n\n1 holds, {sum(len(e.claims) for e in EXPERIMENTS.values()) - sum(numbers) - 1} not tested.\n" in paper
+    assert f"\n\n{sum(numbers)} not tested.\n" in others
     assert "| a | 16 | 16.06 ± 0.06 | 32.06 ± 0.06 |" in readme
     described = json.loads((Path(small_world["results"]) / "report.json").read_bytes())
+    (claim,) = described["one"]["tiny-text"]["claims"]
+    assert claim["difference"] == pytest.approx(-90)
+    assert claim["minutes"] == pytest.approx(sum(json.loads(file.read_bytes())["wall_seconds"] for file in files) / 60)
+    assert (claim["verdict"], claim["low"] <= claim["difference"] <= claim["high"]) == ("holds", True)
     (series,) = [series for series in described["one"]["tiny-text"]["series"] if series["method"] == "a"]
     assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
     assert (Path(small_world["results"]) / "one" / "tiny-text.png").stat().st_size > 10_000
@@ -512,7 +521,8 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     assert trained[8:] == [("kerple", 0, "bucket_sort"), ("alibi", 0, "bucket_sort")]
 
     readme = report.write(Path(small_world["results"])).read_text()
-    assert "| [tasks](#tasks) tiny | b is better than a | **holds** | 1 of 1 | 0 | a on even_pairs against" in readme
+    verdict = "| [tasks](#tasks) tiny | b is better than a | **holds** | 1 of 1 | 0 |"
+    assert f"{verdict} a on even_pairs against b on even_pairs | -25.00 [-25.00, -25.00] |" in readme
     # Lengths 5 and 7 are beyond training, 3 and 4 within; seeds differ by 12.5.
     assert "| even_pairs | regular | 50 | 50.25 ± 6.25 | 75.25 ± 6.25 |" in readme
     assert "| even_pairs | regular | 50 | 52.75 ± 6.25 | 77.75 ± 6.25 |" in readme

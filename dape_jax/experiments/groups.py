@@ -36,6 +36,7 @@ class Series:
     Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples` are by
     seed and length; claims are judged by the samples. For a task, `within` and `beyond` are the means, by seed, over
     lengths up to the train length and over longer ones. `train_flops` is None and `num_steps` is 0 if unknown.
+    `seconds` is the time that training and evaluation took, over all seeds.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Series:
     samples: dict[int, dict[int, Sample]] = dataclasses.field(default_factory=dict)
     train_flops: float | None = None
     num_steps: int = 0
+    seconds: float = 0.0
 
     def lengths(self) -> list[int]:
         """Return the lengths that have a value."""
@@ -162,7 +164,8 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
             setting = {key: section | {"seed": 0} for key, section in config.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{file}: must be a run that measures {experiment.metric}: {error!r}") from error
-        training[model] = {"num_steps": run["config"]["train"]["num_steps"]}
+        seconds = run["wall_seconds"] + (training[model]["seconds"] if model in training else 0)
+        training[model] = {"num_steps": run["config"]["train"]["num_steps"], "seconds": seconds}
         if "train_flops" in run:
             training[model]["train_flops"] = float(run["train_flops"])
         values[model][run["seed"]] = {length * divisor: value for length, value in measured.items()}

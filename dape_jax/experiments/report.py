@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -29,10 +29,20 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS
+from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, PRESETS, Cell
 from dape_jax.experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
 from dape_jax.experiments.summary import Cost, Gain, cost_figure, costs, gain_figure, gains
-from dape_jax.experiments.verdicts import MIN_SEEDS, Judgement, judge
+from dape_jax.experiments.verdicts import (
+    MIN_SEEDS,
+    VERDICTS,
+    Judgement,
+    describe,
+    difference,
+    format_difference,
+    in_units,
+    is_log,
+    judge,
+)
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 
@@ -111,21 +121,56 @@ def _number_rows(group: Group) -> list[list[Any]]:
 def judge_all(group: Group) -> list[Judgement]:
     """Return the verdicts on the claims of a group's experiment."""
     experiment, lookup = EXPERIMENTS[group.experiment], lookup_in(group)
-    return [judge(claim, lookup, experiment.metric, group.divisor) for claim in experiment.claims]
+    return [judge(claim, lookup, experiment.metric) for claim in experiment.claims]
 
 
 def _as_json(judged: list[tuple[Group, list[Judgement]]]) -> dict[str, Any]:
-    def without_empty(items: Sequence[Judgement | Series]) -> list[dict[str, Any]]:
-        return [
-            {key: value for key, value in vars(item).items() if key != "samples" and value not in ("", {})}
-            for item in items
-        ]
-
     content: dict[str, Any] = {name: {} for name in EXPERIMENTS}
     for group, judgements in judged:
-        claims, series = without_empty(judgements), without_empty(group.series)
+        series = [
+            {key: value for key, value in vars(item).items() if key != "samples" and value not in ("", {})}
+            for item in group.series
+        ]
+        claims = [_claim_json(group, item) for item in judgements]
         content[group.experiment][group.name] = {"claims": claims, "series": series, "about": group.about}
     return content
+
+
+def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
+    content: dict[str, Any] = {"claim": item.claim.text, "verdict": item.verdict}
+    content |= {"note": item.claim.note} if item.claim.note else {}
+    if item.deciding is None:
+        return content
+    metric = EXPERIMENTS[group.experiment].metric
+    content |= {"pairs": item.pairs, "holding": item.holding, "contradicted": item.contradicted}
+    content |= {"deciding": describe(item.deciding.less, group.divisor), "unit": "%" if is_log(metric) else ""}
+    content |= dict(zip(("difference", "low", "high"), in_units(item.deciding, metric), strict=True))
+    return content | {"paper": _papers(group, item), "minutes": _minutes(group, item)}
+
+
+def _papers(group: Group, item: Judgement) -> dict[str, str]:
+    """Return the paper's difference of a claim's deciding comparison, by text."""
+    metric, found = EXPERIMENTS[group.experiment].metric, {}
+    for paper in paper_groups(group.experiment) if item.deciding else ():
+        each, _ = difference(item.deciding.less, lookup_in(paper), metric)
+        if each is not None:
+            found[paper.data] = format_difference(each, metric)
+    return found
+
+
+def _minutes(group: Group, item: Judgement) -> float:
+    """Return the time that the runs which a claim compares took, over all seeds."""
+    cells, scores = set(), set()
+    for side in (side for less in item.claim.comparisons for side in (less.low, less.high)):
+        if isinstance(side, Cell):
+            cells.add((side.method, side.size, side.train_length))
+        elif not isinstance(side, float):
+            scores |= {(method, side.task) for method in side.methods}
+    return sum(
+        series.seconds / 60
+        for series in group.series
+        if (series.method, series.size, series.train_length) in cells or (series.method, series.task) in scores
+    )
 
 
 _INTRODUCTION = """# The paper's experiments, reproduced
@@ -151,34 +196,73 @@ _VERDICTS = f"""## Verdicts
 Claims are judged by paired differences on the same windows and seeds, with a bootstrap over documents and Student's t
 over seeds (`dape_jax/experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
 pairs hold, or the required number of them, after Holm's correction at 5 %. It is **contradicted** if too many pairs are
-reversed, **undecided** otherwise, and **not tested** unless every run that it compares has {MIN_SEEDS} seeds or more.
-The deciding comparison is the weakest of the required ones, with its 95 % interval and our lengths. In tables, values
-are the mean over seeds ± half their range.
+reversed, **undecided** otherwise, and not tested unless every run that it compares has {MIN_SEEDS} seeds or more.
+The deciding comparison is the weakest of the required ones. *Ours* is its difference with the 95 % interval, *paper*
+the same difference in the paper's numbers, *minutes* the time that training and evaluation took. In all other tables,
+values are the mean over seeds ± half their range."""
 
-| experiment | claim of the paper, with its lengths | verdict | pairs that hold | contradicted | deciding |
-| --- | --- | --- | ---: | ---: | --- |"""
+_VERDICT_HEADER = [
+    "| experiment | claim, with the paper's lengths | verdict | pairs that hold | reversed "
+    "| deciding comparison, with our lengths | ours | paper | minutes |",
+    "| --- | --- | --- | ---: | ---: | --- | --- | --- | ---: |",
+]
 
 
 def _readme(judged: list[tuple[Group, list[Judgement]]]) -> str:
-    verdicts, sections, notes = [], [], defaultdict(list)
+    sections, notes = [], defaultdict(list)
     for name, experiment in EXPERIMENTS.items():
-        ours = [(group, judgements) for group, judgements in judged if group.experiment == name]
         for claim in experiment.claims:
             notes[claim.note].append(f"{name}, {claim.text}")
-            if not ours:
-                verdicts.append(f"| {name} | {claim.text} | not tested | | | no runs |")
-        for group, judgements in ours:
-            for item in judgements:
-                counts = f"{item.holding} of {item.pairs} | {item.contradicted}" if item.pairs else " | "
-                where = f"[{name}](#{name}) {group.title}"
-                verdicts.append(f"| {where} | {item.claim} | **{item.verdict}** | {counts} | {item.weakest} |")
-        if ours:
+        if ours := [group for group, _ in judged if group.experiment == name]:
             sections += ["", f"## {name}", "", f"{experiment.title} ({experiment.source})."]
-            sections += [part for group, _ in ours for part in ("", _section(group))]
+            sections += [part for group in ours for part in ("", _section(group))]
             for paper in paper_groups(name):
                 sections += ["", _tables(paper, ", ".join(filter(None, ("**Paper**", paper.data))))]
     noted = [f"- {note} Claims: {'; '.join(claims)}." for note, claims in notes.items() if note]
-    return "\n".join([*verdicts, "", "Notes on claims:", "", *noted, *sections])
+    return "\n".join(
+        [
+            *("", "### Claims of the paper", "", *_verdicts(judged, in_paper=True)),
+            *("", "### Questions that the paper leaves open", "", *_verdicts(judged, in_paper=False)),
+            *("", "### Notes on claims", "", *noted, *sections),
+        ]
+    )
+
+
+def _verdicts(judged: list[tuple[Group, list[Judgement]]], *, in_paper: bool) -> list[str]:
+    """Return lines on the claims of the paper's experiments, or of the others: counts, tested claims, untested ones."""
+    rows, untested, counts = [], [], Counter[str]()
+    for name, experiment in EXPERIMENTS.items():
+        if (experiment.source != NOT_IN_PAPER) != in_paper:
+            continue
+        tested = set()
+        for group, judgements in judged:
+            for item in judgements if group.experiment == name else ():
+                if item.deciding is not None:
+                    tested.add(item.claim.text)
+                    counts[item.verdict] += 1
+                    rows.append(_verdict_row(group, item))
+        if missing := [claim.text for claim in experiment.claims if claim.text not in tested]:
+            untested.append(f"- {name}: {'; '.join(missing)}.")
+            counts["not tested"] += len(missing)
+    lines = [", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]) + "."]
+    lines += ["", *_VERDICT_HEADER, *rows] if rows else []
+    return [*lines, "", "Not tested:", "", *untested] if untested else lines
+
+
+def _verdict_row(group: Group, item: Judgement) -> str:
+    assert item.deciding is not None, item
+    cells = [
+        f"[{group.experiment}](#{group.experiment}) {group.title}",
+        item.claim.text,
+        f"**{item.verdict}**",
+        f"{item.holding} of {item.pairs}",
+        str(item.contradicted),
+        describe(item.deciding.less, group.divisor),
+        format_difference(item.deciding, EXPERIMENTS[group.experiment].metric),
+        "; ".join(" ".join(filter(None, each)) for each in _papers(group, item).items()),
+        f"{_minutes(group, item):.0f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 _OTHERS = {  # measurements that are not experiments of the paper: title -> stem of the files in the results directory

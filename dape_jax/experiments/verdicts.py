@@ -20,7 +20,7 @@ underestimate the spread. For step times the units that are drawn are steps, for
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from dape_jax.errors import InputError
 from dape_jax.experiments.catalogue import Cell, Claim, Less, Score
 
 Verdict = Literal["holds", "contradicted", "undecided", "not tested"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 LEVEL = 0.05  # of two-sided tests, and of the intervals
 DRAWS = 10_000
 MIN_SEEDS = 2  # one seed does not show the spread
@@ -110,24 +111,23 @@ class Pair:
 class Judgement:
     """Verdict on a claim, with the numbers of its pairs that hold and that are contradicted.
 
-    `weakest` describes the deciding comparison: the one with the largest p-value among the required pairs.
+    `deciding` is the comparison with the largest p-value among the required pairs; None if the claim is not tested.
     """
 
-    claim: str
+    claim: Claim
     verdict: Verdict
     holding: int
     contradicted: int
     pairs: int
-    weakest: str
-    note: str
+    deciding: Difference | None
 
 
-def judge(claim: Claim, lookup: Lookup, metric: str, divisor: int = 1, min_seeds: int = MIN_SEEDS) -> Judgement:
-    """Return the verdict on a claim; lengths in its text are divided by `divisor`.
+def judge(claim: Claim, lookup: Lookup, metric: str, min_seeds: int = MIN_SEEDS) -> Judgement:
+    """Return the verdict on a claim.
 
-    A claim is "not tested" unless it has comparisons, and all of them have results of `min_seeds` seeds.
+    It is "not tested" unless the claim has comparisons, and all of them have results of `min_seeds` seeds.
     """
-    not_tested = Judgement(claim.text, "not tested", 0, 0, 0, "", claim.note)
+    not_tested = Judgement(claim, "not tested", 0, 0, 0, None)
     compared = [difference(less, lookup, metric) for less in claim.comparisons]
     grouped: dict[Any, list[Difference]] = {}
     for each, (found, num_seeds) in zip(claim.comparisons, compared, strict=True):
@@ -146,8 +146,7 @@ def judge(claim: Claim, lookup: Lookup, metric: str, divisor: int = 1, min_seeds
     elif contradicted > len(pairs) - needed:
         verdict = "contradicted"
     deciding = sorted((pair.weakest for pair in pairs), key=lambda each: (each.p_less, each.mean))[needed - 1]
-    text = describe(deciding, metric, divisor)
-    return Judgement(claim.text, verdict, holding, contradicted, len(pairs), text, claim.note)
+    return Judgement(claim, verdict, holding, contradicted, len(pairs), deciding)
 
 
 def holm(p_values: Sequence[float]) -> list[bool]:
@@ -211,16 +210,23 @@ def is_log(metric: str) -> bool:
     return metric in ("perplexity", "step_ms")
 
 
-def describe(found: Difference, metric: str, divisor: int = 1) -> str:
-    """Return a description of a difference: in per cent for logarithms, otherwise in units of the metric."""
-    factor = "" if found.less.factor == 1 else f"{found.less.factor:.2f} x "
-    sides = f"{_name(found.less.low, divisor)} against {factor}{_name(found.less.high, divisor)}"
-    numbers = [found.mean, found.low, found.high]
-    if is_log(metric):
-        mean, low, high = (100 * _expm1(number) for number in numbers)
-        return f"{sides}: {mean:+.1f} %" + ("" if math.isnan(low) else f" [{low:+.1f}, {high:+.1f}]")
-    mean, low, high = numbers
-    return f"{sides}: {mean:+.2f}" + ("" if math.isnan(low) else f" [{low:+.2f}, {high:+.2f}]")
+def describe(less: Less, divisor: int = 1) -> str:
+    """Return the two sides of a comparison; lengths are divided by `divisor`."""
+    factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
+    return f"{_name(less.low, divisor)} against {factor}{_name(less.high, divisor)}"
+
+
+def in_units(found: Difference, metric: str) -> tuple[float, float, float]:
+    """Return mean, low and high of a difference: in per cent for logarithms, otherwise in units of the metric."""
+    mean, low, high = (100 * _expm1(n) if is_log(metric) else n for n in (found.mean, found.low, found.high))
+    return mean, low, high
+
+
+def format_difference(found: Difference, metric: str) -> str:
+    """Return a difference with its interval, if it has one."""
+    mean, low, high = in_units(found, metric)
+    digits, unit = (1, " %") if is_log(metric) else (2, "")
+    return f"{mean:+.{digits}f}{unit}" + ("" if math.isnan(low) else f" [{low:+.{digits}f}, {high:+.{digits}f}]")
 
 
 def _expm1(number: float) -> float:
