@@ -29,7 +29,7 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, PRESETS, Cell
+from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, PRESETS, Cell, Less, Score
 from dape_jax.experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
 from dape_jax.experiments.summary import Cost, Gain, cost_figure, costs, gain_figure, gains
 from dape_jax.experiments.verdicts import (
@@ -145,14 +145,14 @@ def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
     content |= {"pairs": item.pairs, "holding": item.holding, "contradicted": item.contradicted}
     content |= {"deciding": describe(item.deciding.less, group.divisor), "unit": "%" if is_log(metric) else ""}
     content |= dict(zip(("difference", "low", "high"), in_units(item.deciding, metric), strict=True))
-    return content | {"paper": _papers(group, item), "minutes": _minutes(group, item)}
+    return content | {"paper": _papers(group, item.deciding.less), "minutes": _minutes(group, item)}
 
 
-def _papers(group: Group, item: Judgement) -> dict[str, str]:
-    """Return the paper's difference of a claim's deciding comparison, by text."""
+def _papers(group: Group, less: Less) -> dict[str, str]:
+    """Return the paper's difference of a comparison, by text."""
     metric, found = EXPERIMENTS[group.experiment].metric, {}
-    for paper in paper_groups(group.experiment) if item.deciding else ():
-        each, _ = difference(item.deciding.less, lookup_in(paper), metric)
+    for paper in paper_groups(group.experiment):
+        each, _ = difference(less, lookup_in(paper), metric)
         if each is not None:
             found[paper.data] = format_difference(each, metric)
     return found
@@ -164,7 +164,7 @@ def _minutes(group: Group, item: Judgement) -> float:
     for side in (side for less in item.claim.comparisons for side in (less.low, less.high)):
         if isinstance(side, Cell):
             cells.add((side.method, side.size, side.train_length))
-        elif not isinstance(side, float):
+        elif isinstance(side, Score):
             scores |= {(method, side.task) for method in side.methods}
     return sum(
         series.seconds / 60
@@ -259,7 +259,7 @@ def _verdict_row(group: Group, item: Judgement) -> str:
         str(item.contradicted),
         describe(item.deciding.less, group.divisor),
         format_difference(item.deciding, EXPERIMENTS[group.experiment].metric),
-        "; ".join(" ".join(filter(None, each)) for each in _papers(group, item).items()),
+        "; ".join(" ".join(filter(None, each)) for each in _papers(group, item.deciding.less).items()),
         f"{_minutes(group, item):.0f}",
     ]
     return f"| {' | '.join(cells)} |"
