@@ -42,6 +42,7 @@ from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
+from dape_jax.planning.flops import forward_flops
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
@@ -143,9 +144,10 @@ def measure(
     (num_scored,) = {len(needle.value) for needle in needles}
     depths = [None, *np.linspace(0, 1, settings.depths).tolist()]
     records, without = [], np.zeros(0)
-    total = len(texts) * len(depths) * sum(settings.lengths)
-    with jax.set_mesh(mesh), Progress(total=total, unit="token", unit_scale=True, desc=name) as bar:
-        for length in settings.lengths:
+    row_flops = {length: forward_flops(trained.run.model, length, 1).total for length in settings.lengths}
+    total = len(texts) * len(depths) * sum(row_flops.values())
+    with jax.set_mesh(mesh), Progress(total=total, unit="FLOP", unit_scale=True, desc=name) as bar:
+        for length, flops in row_flops.items():
             run = trained.run
             step = make_step(model_at(run.model, length, run.evaluation, "rope", run.train.train_length), num_scored)
             for depth in depths:
@@ -161,7 +163,7 @@ def measure(
                     num_rows=len(texts),
                     batch_size=max(1, min(len(texts), settings.batch_tokens // length)),
                     mesh=mesh,
-                    progress=lambda num_rows, length=length: bar.update(num_rows * length),
+                    progress=lambda num_rows, flops=flops: bar.update(num_rows * flops),
                 )
                 nats = losses.astype(np.float64).mean(axis=1)
                 if depth is None:

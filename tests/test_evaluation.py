@@ -60,6 +60,8 @@ from dape_jax.evaluation.statistics import (
 from dape_jax.evaluation.trained import TrainedModel, read_trained, validation_corpus
 from dape_jax.files import json_digest
 from dape_jax.model.transformer import model_structure
+from dape_jax.planning.flops import forward_flops
+from dape_jax.progress import Progress
 from dape_jax.sharding import BATCH, MeshConfig, make_mesh, parameter_shardings, put_batch, read_mesh
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
@@ -918,9 +920,9 @@ def test_a_length_that_does_not_fit_is_refused_with_one_that_does(runs, root, tm
     assert not list(tmp_path.glob("lengths.*"))
 
 
-def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypatch):
+def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(root, monkeypatch):
     """Compilers for TPUs run out of memory because they know the chip's memory."""
-    mesh = make_mesh_of_all()
+    mesh, tiny_model = make_mesh_of_all(), untrained(tiny.spec(root)).run.model
 
     class Step:
         def __init__(self, length: int, message: str):
@@ -938,7 +940,12 @@ def test_a_compiler_that_runs_out_of_memory_has_found_what_does_not_fit(monkeypa
 
     def compile_with(message: str):
         return compile_programs(
-            lambda length: (Step(length, message), mesh.size), [8, 64], {}, mesh, batch_names=("inputs",), name="big"
+            lambda length: (Step(length, message), tiny_model, mesh.size),
+            [8, 64],
+            {},
+            mesh,
+            batch_names=("inputs",),
+            name="big",
         )
 
     with pytest.raises(InputError) as error:
@@ -969,6 +976,31 @@ def test_the_predicted_program_is_the_one_that_runs(root, caplog):
         assert not [record for record in caplog.records if "ompil" in record.getMessage()]
         jax.jit(lambda x: x * 3)(1.0)
         assert [record for record in caplog.records if "ompil" in record.getMessage()]
+
+
+def test_progress_is_measured_in_work(root, monkeypatch):
+    """The remaining time is right at long lengths too: eight times the tokens are more than eight times the work."""
+    bars, model = [], untrained(tiny.spec(root, evaluation__lengths=(8, 64)))
+
+    class Bar(Progress):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.updates = []
+            bars.append(self)
+
+        def update(self, n=1):
+            self.updates.append(n)
+            return super().update(n)
+
+    monkeypatch.setattr(perplexity, "Progress", Bar)
+    mesh, store = make_mesh(model.mesh), load_corpus(model.run.data).validation
+    windows = choose_windows(store, 64, 4)
+    compiled = compile_lengths(model, "rope", len(windows))
+    score_windows(compiled, init_params(model.run.model, 0, mesh), mesh, store, windows, "test")
+    (bar,) = bars
+    short, long = (len(windows) * forward_flops(model.run.model, length, 1).total for length in (8, 64))
+    assert (bar.n, bar.total, bar.updates[0], sum(bar.updates[1:])) == (short + long, short + long, short, long)
+    assert long > 8 * short
 
 
 GROUPS = {

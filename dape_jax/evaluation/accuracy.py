@@ -34,7 +34,7 @@ from dape_jax.evaluation.trained import (
     restore_current,
 )
 from dape_jax.model.attention import Blockwise, Dense
-from dape_jax.model.transformer import Params, model_structure
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
@@ -130,15 +130,16 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
     """Compile the programs of one model without reading its parameters; return them by T, the tokens of a tape."""
     mesh, run, evaluation = make_mesh(trained.mesh), trained.run, trained.run.evaluation
 
-    def step_at(padded: int) -> tuple[Wrapped, int]:
+    def step_at(padded: int) -> tuple[Wrapped, TransformerConfig, int]:
         blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
         attention = blockwise if padded >= evaluation.blockwise_from else Dense()
-        graphdef, _ = model_structure(dataclasses.replace(run.model, attention=attention))
+        config = dataclasses.replace(run.model, attention=attention)
         largest = batch_size_at(padded, evaluation.num_sequences, evaluation, mesh)
         # Keep the number of batches, and make their sizes as equal as possible, so that the last has less padding.
         num_batches = -(-evaluation.num_sequences // largest)
         even = -(-evaluation.num_sequences // num_batches)
-        return make_answer_step(graphdef, evaluation.dropout), batch_size_at(padded, even, evaluation, mesh)
+        step = make_answer_step(model_structure(config)[0], evaluation.dropout)
+        return step, config, batch_size_at(padded, even, evaluation, mesh)
 
     tapes = sorted({padded_length(run.data, length, evaluation.pad_to) for length in evaluation.lengths})
     number = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(mesh))
@@ -159,13 +160,13 @@ def answer_tapes(
 ) -> list[dict[str, Any]]:
     """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
-    num_tokens = evaluation.num_sequences * sum(map(config.tape_length, evaluation.lengths))
+    program_at = {length: programs[padded_length(config, length, evaluation.pad_to)] for length in evaluation.lengths}
+    flops = evaluation.num_sequences * sum(program.row_flops for program in program_at.values())
     numbers = itertools.count()  # batch numbers, which continue from one length to the next
     accuracies = []
-    with jax.set_mesh(mesh), Progress(total=num_tokens, unit="token", unit_scale=True, desc=trained.label) as bar:
-        for length in evaluation.lengths:
+    with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=trained.label) as bar:
+        for length, program in program_at.items():
             bar.set_postfix_str(f"length {length}")
-            program = programs[padded_length(config, length, evaluation.pad_to)]
             tapes = Tapes(config, length, evaluation.num_sequences, program.length)
 
             def answer(batch: dict[str, jax.Array], program: Program = program) -> jax.Array:
@@ -178,7 +179,7 @@ def answer_tapes(
                 num_rows=evaluation.num_sequences,
                 batch_size=program.batch_size,
                 mesh=mesh,
-                progress=lambda num_rows, length=length: bar.update(num_rows * config.tape_length(length)),
+                progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
             )
             if ((answers_BT < 0) & tapes.counted_BT).any():
                 logger.warning(

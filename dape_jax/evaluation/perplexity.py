@@ -44,7 +44,7 @@ from dape_jax.evaluation.trained import (
     validation_corpus,
 )
 from dape_jax.model.positions import Rope
-from dape_jax.model.transformer import Params, model_structure
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
@@ -240,10 +240,10 @@ def compile_lengths(model: TrainedModel[RunConfig], rotary: str, num_windows: in
     """Compile the scoring step of one model for every length, without reading its parameters."""
     mesh, run, evaluation = make_mesh(model.mesh), model.run, model.run.evaluation
 
-    def step_at(length: int) -> tuple[Wrapped, int]:
-        graphdef, _ = model_structure(model_at(run.model, length, evaluation, rotary, run.train.train_length))
-        step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
-        return step, batch_size_at(length, num_windows, evaluation, mesh)
+    def step_at(length: int) -> tuple[Wrapped, TransformerConfig, int]:
+        config = model_at(run.model, length, evaluation, rotary, run.train.train_length)
+        step = make_nll_step(model_structure(config)[0], min(evaluation.last_tokens, length))
+        return step, config, batch_size_at(length, num_windows, evaluation, mesh)
 
     names = ("inputs", "targets")
     name = variant_name(model, rotary)
@@ -256,8 +256,8 @@ def score_windows(
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}
-    num_tokens = len(windows) * sum(program.length for program in programs)
-    with jax.set_mesh(mesh), Progress(total=num_tokens, unit="token", unit_scale=True, desc=name) as bar:
+    flops = len(windows) * sum(program.row_flops for program in programs)
+    with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=name) as bar:
         for program in programs:
             length = program.length
             bar.set_postfix_str(f"length {length}")
@@ -267,7 +267,7 @@ def score_windows(
                 num_rows=len(windows),
                 batch_size=program.batch_size,
                 mesh=mesh,
-                progress=lambda num_rows, length=length: bar.update(num_rows * length),
+                progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
             )
             nll_by_length[length] = nll.astype(np.float64)
     return nll_by_length

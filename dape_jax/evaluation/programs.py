@@ -23,6 +23,7 @@ from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import Auto, Dense
 from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
+from dape_jax.planning.flops import forward_flops
 from dape_jax.progress import Progress
 from dape_jax.sharding import BATCH_AXES, ROW_AXES, activation_spec, put_batch
 
@@ -33,10 +34,14 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Compiled `step(params, batch)` for batches of one shape, with its memory on each device, arguments included."""
+    """Compiled `step(params, batch)` for batches of one shape, with its memory on each device, arguments included.
+
+    `row_flops` is the work for one sequence, in which progress is measured: it grows faster than the length.
+    """
 
     length: int
     batch_size: int
+    row_flops: int
     step: Compiled
     num_bytes: int
 
@@ -66,7 +71,7 @@ def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig 
 
 
 def compile_programs(
-    step_at: Callable[[int], tuple[Wrapped, int]],
+    step_at: Callable[[int], tuple[Wrapped, TransformerConfig, int]],
     lengths: Sequence[int],
     params: Params,
     mesh: Mesh,
@@ -78,7 +83,8 @@ def compile_programs(
     """Compile a step for every length, the longest first, and refuse a length that does not fit into memory.
 
     Args:
-        step_at: returns, for a length, the jitted `step(params, batch)` and the number of sequences of a batch.
+        step_at: returns, for a length, the jitted `step(params, batch)`, the model's config and the number of sequences
+            of a batch.
         lengths: lengths in tokens.
         params: first argument of the step: arrays, or only their shapes and shardings.
         mesh: mesh of parameters and batches.
@@ -93,7 +99,7 @@ def compile_programs(
 
     def compile_at(length: int) -> Program | None:
         """Return the program, or None if the compiler itself finds that it does not fit."""
-        step, batch_size = step_at(length)
+        step, config, batch_size = step_at(length)
         sharding = NamedSharding(mesh, activation_spec("BT"))
         rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
         with jax.set_mesh(mesh):
@@ -104,7 +110,7 @@ def compile_programs(
                 if not is_out_of_memory(error):
                     raise
                 return None
-        return Program(length, batch_size, compiled, predicted_bytes(compiled))
+        return Program(length, batch_size, forward_flops(config, length, 1).total, compiled, predicted_bytes(compiled))
 
     def fits(program: Program | None) -> bool:
         return program is not None and program.num_bytes <= available
@@ -118,7 +124,7 @@ def compile_programs(
             largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths, parts)
             raise InputError(
                 f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB "
-                f"are free, for {step_at(length)[1]} sequences at once; {largest}"
+                f"are free, for {step_at(length)[2]} sequences at once; {largest}"
             )
         if not programs:
             message = "%s: length %s is predicted to take %.2f GiB on each device, where %.2f GiB are free"
