@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dape_jax.experiments import summary
-from dape_jax.experiments.catalogue import METHODS
+from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS
 from dape_jax.experiments.groups import Group, Series
 from dape_jax.experiments.verdicts import Sample
 
@@ -75,7 +75,18 @@ def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     found = summary.costs([trained, group_of("times", *timed)])
     assert [each.time for each in found] == pytest.approx([1.0, 1.4, 1.6])
     assert found[2].perplexities == tuple(dape.over_seeds(4096))
-    by_flops, by_time = summary.cost_figure(found).axes
-    assert [text.get_text() for text in by_time.texts] == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
-    assert [text.xy[0] for text in by_flops.texts] == pytest.approx([1.0, 1.4, 1.4])
+    figure = summary.cost_figure(found)
+    assert [text.get_text() for text in figure.legends[0].texts] == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
+    for axes, costs in zip(figure.axes, ([1.0, 1.4, 1.4], [1.0, 1.4, 1.6]), strict=True):
+        points = [line.get_xdata() for line in axes.get_lines() if line.get_marker() != "None"]
+        assert [point[0] for point in points if len(point)] == pytest.approx(costs)
+    assert len(summary.cost_figure(summary.costs([trained])).axes) == 1  # without times
     assert summary.costs([group_of("cost", dape)]) == []
+
+
+def test_each_method_of_the_figure_of_costs_has_its_own_colour_and_marker():
+    methods = (*EXPERIMENTS["fig2"].methods, *EXPERIMENTS["variants"].methods, *EXPERIMENTS["cost"].methods)
+    styles = summary.styles_of(tuple(dict.fromkeys(methods)))
+    assert len(set(styles.values())) == len(styles) > 20
+    assert styles["dape1x3-kerple"][0] == styles["kerple"][0] != styles["rope"][0]
+    assert styles["dape1x3-kerple"][1] != styles["dape1x1-kerple"][1] != styles["kerple"][1] == styles["rope"][1]

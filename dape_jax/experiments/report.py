@@ -188,8 +188,9 @@ official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alon
 _COST = """## What DAPE costs
 
 Perplexity at eight times the train length by the cost of training, relative to Kerple's; numbers in `cost.csv`. Kerple
-with more steps, wider and deeper has the FLOPs of DAPE1x3-Kerple or more. The time of a training is the number of its
-steps times the time of one, which is measured in turns (experiment `times`)."""
+with more steps, wider and deeper has the FLOPs of DAPE1x3-Kerple or more. FLOPs of biases are not counted, also where
+they need products of matrices (CoPE, Transformer-XL). The time of a training is the number of its steps times the time
+of one, which is measured in turns (experiment `times`)."""
 
 _VERDICTS = f"""## Verdicts
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
@@ -21,6 +20,7 @@ from dape_jax.experiments.verdicts import difference
 
 FACTORS = (1, 8, 32)  # evaluation length / train length
 COST_FACTOR = 8
+MARKERS = "os^Dv<>PX*phdH8+x1234|_"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     methods = list(dict.fromkeys(each.method for each in found))
     places = list(dict.fromkeys(each.where for each in found))
     figure = Figure(figsize=(11, 1.6 + 0.14 * len(methods) * (1 + len(places))), layout="constrained")
-    panels = figure.subplots(1, len(FACTORS), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(FACTORS), sharex=True, sharey=True, squeeze=False)[0]
     for axes, factor in zip(panels, FACTORS, strict=True):
         axes.axvline(1.0, color="gray", linewidth=1)
         for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
@@ -98,13 +98,15 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
             axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
             if math.isfinite(each.low) and math.isfinite(each.high):
                 axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        ticks = [tick for tick in (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1, 1.2, 1.5, 2, 3) if _in_range(axes, tick)]
-        axes.set_xticks(ticks)
         axes.set_title(f"at {factor} x the train length" if factor > 1 else "at the train length", fontsize=10)
         axes.grid(alpha=0.3, axis="x")
+    panels[0].set_xscale("log")
+    low, high = panels[0].get_xlim()
+    wide = high / low > 6  # with more ticks, their labels would overlap
+    ticks = (0.1, 0.2, 0.5, 1, 2, 5) if wide else (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1, 1.2, 1.5, 2, 3)
+    panels[0].set_xticks([tick for tick in ticks if low <= tick <= high])
+    panels[0].xaxis.set_major_formatter("{x:g}")
+    panels[0].xaxis.set_minor_formatter(NullFormatter())
     panels[0].set_yticks(
         range(len(methods)), [f"{method}\nagainst {base_of(method)}" for method in methods], fontsize=8
     )
@@ -113,11 +115,6 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=place)[0] for i, place in enumerate(places)]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
     return figure
-
-
-def _in_range(axes: Axes, tick: float) -> bool:
-    low, high = axes.get_xlim()
-    return low <= tick <= high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,22 +163,22 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
 
 
 def cost_figure(found: Sequence[Cost]) -> Figure:
-    """Draw perplexity by cost: a row for each text and train length, a panel for FLOPs and one for time."""
-    places = list(dict.fromkeys(each.where for each in found))
-    figure = Figure(figsize=(11, 4.2 * len(places)), layout="constrained")
-    panels = figure.subplots(len(places), 2, squeeze=False, sharey="row")
+    """Draw perplexity by cost: a row for each text and train length, a panel for FLOPs and, if measured, for time."""
+    places, methods = (list(dict.fromkeys(getattr(each, field) for each in found)) for field in ("where", "method"))
+    names = ["FLOPs", *(["time"] if any(each.time is not None for each in found) else [])]
+    figure = Figure(figsize=(2 + 4.6 * len(names), 3.8 * len(places)), layout="constrained")
+    panels = figure.subplots(len(places), len(names), squeeze=False, sharey="row")
+    styles = styles_of(methods)
     for row, place in zip(panels, places, strict=True):
-        for axes, name in zip(row, ("FLOPs", "time"), strict=True):
+        for axes, name in zip(row, names, strict=True):
             for each in (each for each in found if each.where == place):
                 cost = each.flops if name == "FLOPs" else each.time
                 mean = fmean(each.perplexities)
                 if cost is None or not math.isfinite(mean):
                     continue
-                color = "C3" if each.method.startswith("dape") else "C0"
-                axes.plot([cost], [mean], marker="o", color=color)
+                color, marker = styles[each.method]
                 axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
-                at = {"xytext": (5, 4), "textcoords": "offset points"}
-                axes.annotate(each.method, (cost, mean), **at, fontsize=7)
+                axes.plot([cost], [mean], marker=marker, color=color, alpha=0.8, linestyle="")
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("{x:g}")
@@ -189,4 +186,23 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
             axes.set_xlabel(f"{name} of training, relative to Kerple")
             axes.grid(alpha=0.3, which="both")
         row[0].set_ylabel(f"perplexity at {COST_FACTOR} x the train length")
+    handles = [
+        panels[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
+        for method, (color, marker) in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
+
+
+def styles_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour for each method's positions, as in "kerple", and a marker for the rest of its name."""
+    names = {}
+    for method in methods:
+        rest = method.partition("-")[2] if method.startswith("dape") else method
+        positions = min((name for name in METHODS if rest == name or rest.startswith(f"{name}-")), key=len)
+        names[method] = (positions, method.replace(positions, ""))
+    colors, markers = (list(dict.fromkeys(each)) for each in zip(*names.values(), strict=True))
+    return {
+        method: (f"C{colors.index(positions) % 10}", MARKERS[markers.index(variant) % len(MARKERS)])
+        for method, (positions, variant) in names.items()
+    }
