@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+
+from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,28 +55,38 @@ def by_length(name: str, run: str, key: str = "perplexity", **wanted: Any) -> di
     return {each["length"]: each[key] for each in select(read(name)["runs"], name=run, **wanted)["lengths"]}
 
 
+def verdicts() -> list[float]:
+    """Return the numbers of the paper's claims: all, those that hold, contradicted, undecided and untested ones."""
+    experiments = {name: each for name, each in EXPERIMENTS.items() if each.source != NOT_IN_PAPER}
+    total = sum(len(each.claims) for each in experiments.values())
+    groups = [group for name in experiments for group in read("report.json")[name].values()]
+    found = Counter(claim["verdict"] for group in groups for claim in group["claims"])
+    holding, contradicted, undecided = (found[verdict] for verdict in ("holds", "contradicted", "undecided"))
+    return [total, holding, contradicted, undecided, total - holding - contradicted - undecided]
+
+
 def readme() -> Iterator[Statement]:
+    yield (
+        "Of the paper's # claims, # hold at this size, # is contradicted, # are undecided and # not tested so far",
+        verdicts(),
+    )
     dape, kerple = (by_length("quickstart/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
     yield "| perplexity per byte at 64, the train length (quickstart, one seed) | # | # |", [dape[64], kerple[64]]
     yield "| the same at 2,048 | # | # |", [dape[2048], kerple[2048]]
-    longest = [mean_of_fig2(method, 2048) for method in ("dape1x3-kerple", "kerple")]
-    yield "| perplexity per byte at 2,048, trained at 32 (mean of two seeds) | # | # |", longest
-    for task, name in (
-        ("accuracy on even pairs, lengths 41 to 500, trained on 1 to 40 (chance 50 %)", "even_pairs"),
-        ("accuracy on missing duplicate, same lengths (chance 50 %)", "missing_duplicate_string"),
-    ):
-        runs = [select(read("che/accuracy.json")["runs"], task=name, name=run) for run in ("dape1x3-kerple", "kerple")]
-        yield f"| {task} | # % | # % |", [100 * run["score"] for run in runs]
-    pairs, recall = (
-        [select(read(file)["runs"], name=run, task=task) for run in ("dape1x3-kerple", "kerple")]
-        for file, task in (("che/accuracy.json", "even_pairs"), ("recall/accuracy.json", "associative_recall"))
+    longest = [mean_of("fig2", method, 32, 2048) for method in ("dape1x3-kerple", "kerple")]
+    yield "| perplexity per byte at 2,048, trained at 32 (mean of three seeds) | # | # |", longest
+    pairs, duplicate = (
+        [select(read("che/accuracy.json")["runs"], task=task, name=run) for run in ("dape1x3-kerple", "kerple")]
+        for task in ("even_pairs", "missing_duplicate_string")
+    )
+    recall = [select(read("recall/accuracy.json")["runs"], name=run) for run in ("dape1x3-kerple", "kerple")]
+    yield (
+        "| accuracy on even pairs and missing duplicate, lengths 41 to 500 (chance 50 %) | # %, # % | # %, # % |",
+        [100 * run["score"] for both in zip(pairs, duplicate, strict=True) for run in both],
     )
     task = "associative recall, lengths 60 to 480, trained on 1 to 40 (chance 6.25 %)"
     yield f"| {task} | # % | # % |", [100 * run["score"] for run in recall]
-    yield (
-        "at the train lengths either (# % and # %, same files)",
-        [100 * pairs[1]["trained"], 100 * recall[1]["trained"]],
-    )
+    yield "at the train lengths either (# % and # %)", [100 * pairs[1]["trained"], 100 * recall[1]["trained"]]
     ours, eager = (attention(2048, name) for name in ("blockwise", "torch eager"))
     yield (
         "takes # s here and # s with the paper's listing in eager PyTorch on the same CPU, at a peak of # and # MiB",
@@ -114,15 +127,15 @@ def quickstart() -> Iterator[Statement]:
     yield "Kerple # and #; DAPE1x3-Kerple # and #.", [kerple[64], kerple[2048], dape[64], dape[2048]]
 
 
-def mean_of_fig2(method: str, length: int) -> float:
-    """Return the mean over seeds of the perplexity at a length, trained at 32."""
-    series = read("report.json")["fig2"]["small-stdlib"]["series"]
-    seeds = select(series, method=method, size="125m", train_length=4 * 32)["values"].values()  # the paper's lengths
+def mean_of(experiment: str, method: str, train_length: int, length: int) -> float:
+    """Return the mean over seeds of the perplexity at a length; the report has the paper's lengths."""
+    series = read("report.json")[experiment]["small-stdlib"]["series"]
+    seeds = select(series, method=method, size="125m", train_length=4 * train_length)["values"].values()
     return fmean(values[str(4 * length)] for values in seeds)
 
 
 def small() -> Iterator[Statement]:
-    values = [mean_of_fig2(method, length) for method in ("dape1x3-kerple", "kerple") for length in (32, 2048)]
+    values = [mean_of("fig2", method, 32, length) for method in ("dape1x3-kerple", "kerple") for length in (32, 2048)]
     yield "# and #; with processor=none # and #.", values
 
 
@@ -369,6 +382,29 @@ def reproducing() -> Iterator[Statement]:
     for length in (512, 2048):
         yield f"| {length:,} |" + " # ms |" * 5, [attention(length, name)["min_ms"] for name in names]
     yield "| 2,048, peak memory |" + " # MiB |" * 5, [attention(2048, name)["peak_mib"] for name in names]
+    yield "Of the paper's # claims, # hold, # is contradicted, # are undecided and # not tested so far", verdicts()
+    longest, trained = (
+        [mean_of("fig2", method, 32, length) for method in ("rope", "t5", "cope")] for length in (2048, 32)
+    )
+    yield "are #, # and # times worse at 2,048 than at 32", [long / at for long, at in zip(longest, trained, strict=True)]
+    yield "DAPE1x3-Kerple goes from # to #.", [mean_of("fig2", "dape1x3-kerple", 32, length) for length in (32, 2048)]
+    yield (
+        "DAPE1x3-Kerple stays level (# at 128, # at 2,048) and Kerple rises (# and #)",
+        [mean_of("fig2", method, 128, at) for method in ("dape1x3-kerple", "kerple") for at in (128, 2048)],
+    )
+    yield (
+        "with ALiBi as with Kerple (# and # at 2,048, trained at 32)",
+        [mean_of("fig5", f"dape1x3-{bias}", 32, 2048) for bias in ("alibi", "kerple")],
+    )
+    yield (
+        "(# at 32, # at 2,048; DAPE (1x1) # and #)",
+        [mean_of("table9", method, 32, at) for method in ("transformer-xl", "dape1x1-kerple") for at in (32, 2048)],
+    )
+    rope = {train: [mean_of("fig2", "rope", train, factor * train) for factor in (1, 2, 4)] for train in (32, 128)}
+    yield (
+        "it is # and # times there, and # and # times at four times the train length",
+        [rope[train][index] / rope[train][0] for index in (1, 2) for train in (32, 128)],
+    )
 
 
 def pretrained() -> Iterator[Statement]:
