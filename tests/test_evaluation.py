@@ -979,7 +979,7 @@ def test_the_predicted_program_is_the_one_that_runs(root, caplog):
 
 
 def test_progress_is_measured_in_work(root, monkeypatch):
-    """The remaining time is right at long lengths too: eight times the tokens are more than eight times the work."""
+    """Eight times the tokens are more than eight times the work, so that the remaining time is right."""
     bars, model = [], untrained(tiny.spec(root, evaluation__lengths=(8, 64)))
 
     class Bar(Progress):

@@ -489,10 +489,9 @@ def test_damaged_results_are_named(small_world, trained):
 
     # A method that is no longer in the catalogue is left out.
     file.write_text(json.dumps(good | {"method": "z"}))
-    assert (
-        "| [one](#one) tiny, text | b is within ten times a | **not tested** |"
-        in report.write(Path(small_world["results"])).read_text()
-    )
+    readme = report.write(Path(small_world["results"])).read_text()
+    assert "- one: b is within ten times a." in readme
+    assert "| [one](#one)" not in readme
 
 
 def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):

@@ -386,7 +386,10 @@ def reproducing() -> Iterator[Statement]:
     longest, trained = (
         [mean_of("fig2", method, 32, length) for method in ("rope", "t5", "cope")] for length in (2048, 32)
     )
-    yield "are #, # and # times worse at 2,048 than at 32", [long / at for long, at in zip(longest, trained, strict=True)]
+    yield (
+        "are #, # and # times worse at 2,048 than at 32",
+        [long / at for long, at in zip(longest, trained, strict=True)],
+    )
     yield "DAPE1x3-Kerple goes from # to #.", [mean_of("fig2", "dape1x3-kerple", 32, length) for length in (32, 2048)]
     yield (
         "DAPE1x3-Kerple stays level (# at 128, # at 2,048) and Kerple rises (# and #)",
@@ -400,6 +403,11 @@ def reproducing() -> Iterator[Statement]:
         "(# at 32, # at 2,048; DAPE (1x1) # and #)",
         [mean_of("table9", method, 32, at) for method in ("transformer-xl", "dape1x1-kerple") for at in (32, 2048)],
     )
+    step_ms = [
+        read(f"times/small-stdlib/{method}-xs-T128-seed0.json")["step_ms"]
+        for method in ("kerple", "dape1x1-kerple", "dape1x3-kerple")
+    ]
+    yield "takes # (1x1) and # (1x3) times as long as Kerple's", [each / step_ms[0] for each in step_ms[1:]]
     rope = {train: [mean_of("fig2", "rope", train, factor * train) for factor in (1, 2, 4)] for train in (32, 128)}
     yield (
         "it is # and # times there, and # and # times at four times the train length",

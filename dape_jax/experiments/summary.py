@@ -171,12 +171,15 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
     styles = styles_of(methods)
     for row, place in zip(panels, places, strict=True):
         for axes, name in zip(row, names, strict=True):
-            for each in (each for each in found if each.where == place):
-                cost = each.flops if name == "FLOPs" else each.time
-                mean = fmean(each.perplexities)
-                if cost is None or not math.isfinite(mean):
+            shown = [each for each in found if each.where == place and math.isfinite(fmean(each.perplexities))]
+            points = [(each, each.flops if name == "FLOPs" else each.time) for each in shown]
+            if all(cost is None for _, cost in points):
+                axes.remove()
+                continue
+            for each, cost in points:
+                if cost is None:
                     continue
-                color, marker = styles[each.method]
+                mean, (color, marker) = fmean(each.perplexities), styles[each.method]
                 axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
                 axes.plot([cost], [mean], marker=marker, color=color, alpha=0.8, linestyle="")
             axes.set_yscale("log")
