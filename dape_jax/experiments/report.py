@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.report import (
@@ -396,8 +397,10 @@ def plot(group: Group) -> Figure:
         panel_axes.set_ylabel(UNITS[experiment.metric])
         panel_axes.grid(alpha=0.3)
     if experiment.metric != "step_ms":  # bars are labelled on the axis
-        lines = {line.get_label(): line for panel in axes for line in panel.get_lines()}
-        handles = [line for label, line in lines.items() if not str(label).startswith("_")]
+        lines: dict[str, Line2D] = {}
+        for line in (line for panel in axes for line in panel.get_lines()):
+            lines.setdefault(str(line.get_label()), line)  # ours, rather than a single number of the paper
+        handles = [line for label, line in lines.items() if not label.startswith("_")]
         axes[across - 1].legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     return figure
 
