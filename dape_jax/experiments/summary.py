@@ -14,12 +14,13 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, PRESETS, Cell, Experiment, Less
+from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, PRESETS, Cell, Experiment, Less
 from dape_jax.experiments.groups import Group, Series, lookup_in
 from dape_jax.experiments.verdicts import difference
 
 FACTORS = (1, 8, 32)  # evaluation length / train length
 COST_FACTOR = 8
+_LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]  # Kerple's steps
 MARKERS = "os^Dv<>PX*phdH8+x1234|_"
 
 
@@ -156,8 +157,9 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
         assert base.train_flops is not None, where
         place = (group.preset, _trained_at(group, series))
         time = None
-        if {(*place, method), (*place, "kerple")} <= set(step_ms):
-            time = step_ms[*place, method] * series.num_steps / (step_ms[*place, "kerple"] * base.num_steps)
+        timed = "kerple" if method in _LONGER else method
+        if {(*place, timed), (*place, "kerple")} <= set(step_ms):
+            time = step_ms[*place, timed] * series.num_steps / (step_ms[*place, "kerple"] * base.num_steps)
         found.append(Cost(method, where, values, series.train_flops / base.train_flops, time))
     return found
 
