@@ -20,7 +20,8 @@ from dape_jax.experiments.verdicts import difference
 
 FACTORS = (1, 8, 32)  # evaluation length / train length
 COST_FACTOR = 8
-_LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]  # Kerple's steps
+# Kerple trained for more steps: a step takes as long as Kerple's.
+_LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]
 MARKERS = "os^Dv<>PX*phdH8+x1234|_"
 
 
