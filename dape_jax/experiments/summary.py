@@ -175,13 +175,12 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
     for row, place in zip(panels, places, strict=True):
         for axes, name in zip(row, names, strict=True):
             shown = [each for each in found if each.where == place and math.isfinite(fmean(each.perplexities))]
-            points = [(each, each.flops if name == "FLOPs" else each.time) for each in shown]
-            if all(cost is None for _, cost in points):
+            costs_of_shown = ((each, each.flops if name == "FLOPs" else each.time) for each in shown)
+            points = [(each, cost) for each, cost in costs_of_shown if cost is not None]
+            if not points:
                 axes.remove()
                 continue
             for each, cost in points:
-                if cost is None:
-                    continue
                 mean, (color, marker) = fmean(each.perplexities), styles[each.method]
                 axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
                 axes.plot([cost], [mean], marker=marker, color=color, alpha=0.8, linestyle="")
