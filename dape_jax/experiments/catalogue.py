@@ -60,7 +60,9 @@ _COSTLIER: dict[str, dict[str, Any]] = {
     "kerple-width-116": {"model.width": 116, "model.head_dim": 29, "model.mlp_width": 464},
     "kerple-5-layers": {"model.num_layers": 5},
 }
-METHODS |= {method: METHODS["kerple"] for method in _COSTLIER}
+# Kerple with the time of DAPE1x3-Kerple's 5,000 steps on a CPU, at the size xs and T = 64: the preset `converged`.
+_AS_LONG: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
+METHODS |= {method: METHODS["kerple"] for method in (*_COSTLIER, *_AS_LONG)}
 
 # Config fields of methods that a recipe's argument cannot set.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -70,6 +72,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dape1x3-kerple-bias": {"model.processor.inputs": "bias"},
     "dape1x3-kerple-no-residual": {"model.processor.residual": False},
     **_COSTLIER,
+    **_AS_LONG,
     **{name: {"model.window": 64} for name in ("kerple-window", "dape1x3-kerple-window")},
     **{name: {"model.num_kv_heads": 2} for name in ("kerple-grouped", "dape1x3-kerple-grouped")},
 }
@@ -733,6 +736,25 @@ EXPERIMENTS = {
                 "DAPE1x3-Kerple is better at 16384 than at its train length",
                 tuple(Less(Cell("dape1x3-kerple", t, 16384), Cell("dape1x3-kerple", t, t)) for t in (256, 512)),
             ),
+        ),
+    ),
+    "equal_time": Experiment(
+        title="Kerple trained for as long as DAPE1x3-Kerple, which has fifty tokens per parameter",
+        source=NOT_IN_PAPER,
+        methods=("kerple", *_AS_LONG, "dape1x3-kerple"),
+        train_lengths=(256,),
+        longest=16384,
+        presets=("converged",),
+        claims=tuple(
+            Claim(
+                f"DAPE1x3-Kerple is better than {method} {where}",
+                better("dape1x3-kerple", method, (256,), lengths),
+            )
+            for method in _AS_LONG
+            for where, lengths in (
+                ("at the train length", lambda t: (t,)),
+                ("at every length beyond", lambda t: _to_16384(t)[1:]),
+            )
         ),
     ),
     "context": Experiment(
