@@ -297,8 +297,10 @@ def test_committed_results_are_of_the_catalogues_runs():
         # The text is not part of a key; its digest is.
         settings = Settings(preset, data="" if experiment.tasks else "stdlib", seeds=(0, 1, 2))
         item = {item.name: item for item in runs_of(experiment, settings)}[file.stem]
-        found = run.read_result(file)
-        expected = PlannedRun(item, experiment.metric, {}, read_run(config_of(item)), found["data"], file)
+        found, spec = run.read_result(file), config_of(item)
+        if preset == "converged":
+            spec["data"]["tokenizer"] = None  # a prepared corpus has its own
+        expected = PlannedRun(item, experiment.metric, {}, read_run(spec), found["data"], file)
         assert found["key"] == expected.key, file
         checked[name] += 1
     assert checked["fig2"] == checked["fig5"] == 54
