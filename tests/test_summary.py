@@ -84,6 +84,40 @@ def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     assert summary.costs([group_of("cost", dape)]) == []
 
 
+def test_losses_are_by_step_and_by_the_time_of_the_steps():
+    kerple = series_of("kerple", {4096: 2.0}, curves={seed: {100: 2.0, 200: 1.5 - seed / 10} for seed in (0, 1)})
+    longer = series_of("kerple-840-steps", {4096: 2.0}, curves={0: {400: 1.0}})
+    dape = series_of("dape1x3-kerple", {4096: 1.5}, curves={0: {200: math.inf}})
+    other = series_of("rope", {4096: 3.0}, curves={0: {200: 3.0}})
+    timed = [
+        dataclasses.replace(series, values={0: {512: ms}}, samples={}, curves={})
+        for series, ms in ((kerple, 60.0), (dape, 120.0))
+    ]
+    groups = [group_of("fig2", kerple, dape), group_of("cost", kerple, longer, other), group_of("times", *timed)]
+    found = summary.learning([*groups, group_of("fig3", other)])  # figure 3 has other settings
+    assert [(each.method, each.seed, each.step, each.minutes, each.nats) for each in found] == [
+        ("kerple", 0, 100, 0.1, 2.0),
+        ("kerple", 0, 200, 0.2, 1.5),
+        ("kerple", 1, 100, 0.1, 2.0),
+        ("kerple", 1, 200, 0.2, 1.4),
+        ("dape1x3-kerple", 0, 200, 0.4, math.inf),
+        ("kerple-840-steps", 0, 400, 0.4, 1.0),
+        ("rope", 0, 200, None, 3.0),
+    ]
+    assert {each.where for each in found} == {"small, stdlib, T = 128"}
+    figure = summary.learning_figure(found)
+    assert figure is not None
+    for axes, last in zip(figure.axes, ([200, 200, 200, 400], [0.2, 0.2, 0.4, 0.4]), strict=True):
+        lines = [line.get_xdata() for line in axes.get_lines() if len(line.get_xdata())]
+        assert [line[-1] for line in lines] == last  # RoPE is not in the figure
+    methods = ["kerple", "dape1x3-kerple", "kerple-840-steps"]
+    assert [text.get_text() for text in figure.legends[0].texts] == methods
+    without_times = summary.learning_figure(summary.learning(groups[:2]))
+    assert without_times is not None
+    assert len(without_times.axes) == 1
+    assert summary.learning_figure(summary.learning([group_of("fig2", other)])) is None
+
+
 def test_each_method_of_the_figure_of_costs_has_its_own_colour_and_marker():
     methods = (*EXPERIMENTS["fig2"].methods, *EXPERIMENTS["variants"].methods, *EXPERIMENTS["cost"].methods)
     styles = summary.styles_of(tuple(dict.fromkeys(methods)))

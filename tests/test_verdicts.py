@@ -155,7 +155,8 @@ def test_all_lengths_of_two_models_are_one_pair():
     values[cells["a", 32, 64]] = {0: 0.5, 1: 1.5, 2: 1.0}  # one length of one pair is noisy
     judgement = judge(claim, lookup_of(values), "perplexity")
     assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("undecided", 1, 0)
-    assert describe(judgement.deciding.less) == "a T32 at 64 against b T32 at 64"
+    assert describe(judgement.deciding.less, "perplexity") == "a T32 at 64 against b T32 at 64"
+    assert describe(Less(0.0, Cell("a", 128, 256)), "delta", 4) == "0 minus a T32 at 64"
     assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
     values[cells["a", 32, 64]] = {0: 2.0, 1: 2.0001, 2: 2.0}  # and now it is reversed

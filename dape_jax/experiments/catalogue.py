@@ -703,9 +703,9 @@ EXPERIMENTS = {
             "kerple-width-116",
             "kerple-5-layers",
         ),
-        train_lengths=(512,),
+        train_lengths=(128, 256, 512),
         metric="step_ms",
-        presets=("small",),
+        presets=("small", "converged"),
         claims=(),
     ),
     "converged": Experiment(

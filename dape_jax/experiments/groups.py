@@ -36,7 +36,8 @@ class Series:
     Sizes and lengths are the paper's; `size` is "" for a task, `task` is "" for a text. `values` and `samples` are by
     seed and length; claims are judged by the samples. For a task, `within` and `beyond` are the means, by seed, over
     lengths up to the train length and over longer ones. `train_flops` is None and `num_steps` is 0 if unknown.
-    `seconds` is the time that training and evaluation took, over all seeds.
+    `seconds` is the time that training and evaluation took, over all seeds. `curves` are the validation
+    losses during training in nats, by seed and step.
     """
 
     method: str
@@ -50,6 +51,7 @@ class Series:
     train_flops: float | None = None
     num_steps: int = 0
     seconds: float = 0.0
+    curves: dict[int, dict[int, float]] = dataclasses.field(default_factory=dict)
 
     def lengths(self) -> list[int]:
         """Return the lengths that have a value."""
@@ -146,6 +148,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
     samples: dict[Model, dict[int, dict[int, Sample]]] = defaultdict(dict)
     settings: dict[Model, Any] = {}
     training: dict[Model, dict[str, Any]] = {}
+    curves: dict[Model, dict[int, dict[int, float]]] = defaultdict(dict)
     digests: dict[str, str] = {}  # digest of the text, or of each task
     runs = []
     for file in files:
@@ -162,6 +165,9 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
             # Must be equal for all seeds of a model; otherwise their range would not show the effect of the seed alone.
             config = identity(run["config"], experiment.metric)
             setting = {key: section | {"seed": 0} for key, section in config.items()}
+            if "validation_nats" in run:
+                nats = run["validation_nats"].items()
+                curves[model][run["seed"]] = {int(step): float(loss) for step, loss in nats}
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{file}: must be a run that measures {experiment.metric}: {error!r}") from error
         seconds = run["wall_seconds"] + (training[model]["seconds"] if model in training else 0)
@@ -181,7 +187,7 @@ def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
         about["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in runs})
         about["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in runs})
     series = [
-        dataclasses.replace(_series(model, values[model], samples[model]), **training[model])
+        dataclasses.replace(_series(model, values[model], samples[model]), **training[model], curves=curves[model])
         for model in order
         if model in values
     ]

@@ -32,7 +32,17 @@ from dape_jax.evaluation.report import (
 )
 from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, PRESETS, Cell, Less, Score
 from dape_jax.experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
-from dape_jax.experiments.summary import Cost, Gain, cost_figure, costs, gain_figure, gains
+from dape_jax.experiments.summary import (
+    Cost,
+    Gain,
+    Learned,
+    cost_figure,
+    costs,
+    gain_figure,
+    gains,
+    learning,
+    learning_figure,
+)
 from dape_jax.experiments.verdicts import (
     MIN_SEEDS,
     VERDICTS,
@@ -93,6 +103,10 @@ def write(results: Path) -> Path:
         if spent := costs(groups):
             _write_summary(results, "cost", cost_figure(spent), spent)
             parts += [_COST, "![cost](cost.png)"]
+        learned = learning(groups)
+        if (figure := learning_figure(learned)) is not None:
+            _write_summary(results, "learning", figure, learned)
+            parts += [_LEARNING, "![learning](learning.png)"]
         judged = [(group, judge_all(group)) for group in groups]
         write_json(results / "report.json", json_values(_as_json(judged)))
         page = "\n\n".join([*parts, f"{_VERDICTS}\n{_readme(judged)}{_other_tables(results)}"])
@@ -100,7 +114,7 @@ def write(results: Path) -> Path:
     return results / "README.md"
 
 
-def _write_summary(results: Path, stem: str, figure: Figure, rows: Sequence[Gain] | Sequence[Cost]) -> None:
+def _write_summary(results: Path, stem: str, figure: Figure, rows: Sequence[Gain | Cost | Learned]) -> None:
     header = [field.name for field in dataclasses.fields(rows[0])]
     numbers = csv_text([header, *(list(vars(row).values()) for row in rows)]).encode()
     for suffix, content in (drawings(figure, dpi=120) | {"csv": numbers}).items():
@@ -128,13 +142,16 @@ def judge_all(group: Group) -> list[Judgement]:
 def _as_json(judged: list[tuple[Group, list[Judgement]]]) -> dict[str, Any]:
     content: dict[str, Any] = {name: {} for name in EXPERIMENTS}
     for group, judgements in judged:
-        series = [
-            {key: value for key, value in vars(item).items() if key != "samples" and value not in ("", {})}
-            for item in group.series
-        ]
+        series = [_series_json(item) for item in group.series]
         claims = [_claim_json(group, item) for item in judgements]
         content[group.experiment][group.name] = {"claims": claims, "series": series, "about": group.about}
     return content
+
+
+def _series_json(series: Series) -> dict[str, Any]:
+    """Return the results of a model without samples and curves, which are in the files of its runs."""
+    fields = vars(series).items()
+    return {key: value for key, value in fields if key not in ("samples", "curves") and value not in ("", {})}
 
 
 def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
@@ -144,7 +161,7 @@ def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
         return content
     metric = EXPERIMENTS[group.experiment].metric
     content |= {"pairs": item.pairs, "holding": item.holding, "contradicted": item.contradicted}
-    content |= {"deciding": describe(item.deciding.less, group.divisor), "unit": "%" if is_log(metric) else ""}
+    content |= {"deciding": describe(item.deciding.less, metric, group.divisor), "unit": "%" if is_log(metric) else ""}
     content |= dict(zip(("difference", "low", "high"), in_units(item.deciding, metric), strict=True))
     return content | {"paper": _papers(group, item.deciding.less), "minutes": _minutes(group, item)}
 
@@ -192,6 +209,12 @@ Perplexity at eight times the train length by the cost of training, relative to 
 with more steps, wider and deeper has the FLOPs of DAPE1x3-Kerple or more. FLOPs of biases are not counted, also where
 they need products of matrices (CoPE, Transformer-XL). The time of a training is the number of its steps times the time
 of one, which is measured in turns (experiment `times`)."""
+
+_LEARNING = """## How fast models learn
+
+Validation loss at the train length during training, by step and by time, of Kerple, of DAPE on Kerple, and of Kerple at
+about the cost of DAPE; a line for each seed. `learning.csv` has these numbers for all methods. Times are as in the
+figure of costs."""
 
 _VERDICTS = f"""## Verdicts
 
@@ -259,7 +282,7 @@ def _verdict_row(group: Group, item: Judgement) -> str:
         f"**{item.verdict}**",
         f"{item.holding} of {item.pairs}",
         str(item.contradicted),
-        describe(item.deciding.less, group.divisor),
+        describe(item.deciding.less, EXPERIMENTS[group.experiment].metric, group.divisor),
         format_difference(item.deciding, EXPERIMENTS[group.experiment].metric),
         "; ".join(" ".join(filter(None, each)) for each in _papers(group, item.deciding.less).items()),
         f"{_minutes(group, item):.0f}",
@@ -429,6 +452,10 @@ def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
+    elif means and min(means) < 0 and max(map(abs, means)) > 10:
+        # Differences of both signs: linear between -1 and 1, logarithmic beyond, where one method may hide the others.
+        axes.set_yscale("symlog", linthresh=1.0)
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("sequence length (tokens)")
 
 

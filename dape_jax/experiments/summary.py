@@ -1,7 +1,8 @@
-"""Draw the gain and the cost of DAPE over all experiments. In: groups of finished runs. Next: `report.py`.
+"""Draw gain, cost and learning of DAPE over all experiments. In: groups of finished runs. Next: `report.py`.
 
-    gain   perplexity with DAPE divided by perplexity without, at 1, 8 and 32 times the train length
-    cost   perplexity at 8 times the train length by the FLOPs of training, and by the measured time of a step
+    gain       perplexity with DAPE divided by perplexity without, at 1, 8 and 32 times the train length
+    cost       perplexity at 8 times the train length by the FLOPs of training, and by the measured time of a step
+    learning   validation loss at the train length by the steps of training, and by its time
 
 Sizes and lengths are the paper's, as in `groups.Group`.
 """
@@ -14,6 +15,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from dape_jax.evaluation.report import drawn
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, PRESETS, Cell, Experiment, Less
 from dape_jax.experiments.groups import Group, Series, lookup_in
 from dape_jax.experiments.verdicts import difference
@@ -22,6 +24,8 @@ FACTORS = (1, 8, 32)  # evaluation length / train length
 COST_FACTOR = 8
 # Kerple trained for more steps: a step takes as long as Kerple's.
 _LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]
+# Methods in the figure of learning: with DAPE, and without it at about the same cost.
+_COMPARED = (*EXPERIMENTS["cost"].methods, *EXPERIMENTS["equal_time"].methods)
 MARKERS = "os^Dv<>PX*phdH8+x1234|_"
 
 
@@ -134,17 +138,25 @@ class Cost:
     time: float | None
 
 
+def step_times(groups: Sequence[Group]) -> dict[tuple[str, str, str], float]:
+    """Return the milliseconds of a step, measured in turns, by preset, size with train length, and method."""
+    found: dict[tuple[str, str, str], float] = {}
+    for group in groups:
+        for series in group.series if EXPERIMENTS[group.experiment].metric == "step_ms" else ():
+            for method in (series.method, *(_LONGER if series.method == "kerple" else ())):
+                mean = fmean(series.over_seeds(series.train_length))
+                found[group.preset, _trained_at(group, series), method] = mean
+    return found
+
+
 def costs(groups: Sequence[Group]) -> list[Cost]:
     """Return the cost of every method on every text for which its FLOPs and Kerple's FLOPs are recorded."""
-    step_ms: dict[tuple[str, str, str], float] = {}
+    step_ms = step_times(groups)
     trained: dict[tuple[str, str], tuple[tuple[float, ...], Series, Group]] = {}
     for group in groups:
         experiment = EXPERIMENTS[group.experiment]
         for series in group.series:
-            if experiment.metric == "step_ms":
-                place = (group.preset, _trained_at(group, series))
-                step_ms[*place, series.method] = fmean(series.over_seeds(series.train_length))
-            elif _is_comparable(experiment) and series.train_flops is not None:
+            if _is_comparable(experiment) and series.train_flops is not None:
                 values = tuple(series.over_seeds(COST_FACTOR * series.train_length))
                 key = (_where(group, series), series.method)
                 if values and (key not in trained or len(values) > len(trained[key][0])):
@@ -158,9 +170,8 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
         assert base.train_flops is not None, where
         place = (group.preset, _trained_at(group, series))
         time = None
-        timed = "kerple" if method in _LONGER else method
-        if {(*place, timed), (*place, "kerple")} <= set(step_ms):
-            time = step_ms[*place, timed] * series.num_steps / (step_ms[*place, "kerple"] * base.num_steps)
+        if {(*place, method), (*place, "kerple")} <= set(step_ms):
+            time = step_ms[*place, method] * series.num_steps / (step_ms[*place, "kerple"] * base.num_steps)
         found.append(Cost(method, where, values, series.train_flops / base.train_flops, time))
     return found
 
@@ -195,6 +206,66 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
         panels[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
         for method, (color, marker) in styles.items()
     ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+    return figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """Validation loss of a model after a training step, at its train length.
+
+    `minutes` is the number of steps times the time of one, as in `Cost`; None if the method was not timed.
+    """
+
+    method: str
+    where: str
+    seed: int
+    step: int
+    minutes: float | None
+    nats: float
+
+
+def learning(groups: Sequence[Group]) -> list[Learned]:
+    """Return the validation losses of every model on every text, once for runs that several experiments share."""
+    found: dict[tuple[str, str, int, int], Learned] = {}
+    step_ms = step_times(groups)
+    for group in groups:
+        for series in group.series if _is_comparable(EXPERIMENTS[group.experiment]) else ():
+            method, where = series.method, _where(group, series)
+            ms = step_ms.get((group.preset, _trained_at(group, series), method))
+            for seed, curve in series.curves.items():
+                for step, nats in curve.items():
+                    minutes = None if ms is None else step * ms / 60_000
+                    found.setdefault((method, where, seed, step), Learned(method, where, seed, step, minutes, nats))
+    return list(found.values())
+
+
+def learning_figure(found: Sequence[Learned]) -> Figure | None:
+    """Draw the losses of Kerple and of DAPE on Kerple, a row for each text and train length; None without losses."""
+    shown = [each for each in found if each.method in _COMPARED]
+    if not shown:
+        return None
+    places, methods = (list(dict.fromkeys(getattr(each, field) for each in shown)) for field in ("where", "method"))
+    labels = {"step": "step", "minutes": "time of the training steps (minutes)"}
+    fields = list(labels) if any(each.minutes is not None for each in shown) else ["step"]
+    colors = {method: f"C{index}" for index, method in enumerate(methods)}
+    figure = Figure(figsize=(2 + 4.6 * len(fields), 3.4 * len(places)), layout="constrained")
+    panels = figure.subplots(len(places), len(fields), squeeze=False, sharey="row")
+    for row, place in zip(panels, places, strict=True):
+        for axes, field in zip(row, fields, strict=True):
+            here = [each for each in shown if each.where == place and getattr(each, field) is not None]
+            if not here:
+                axes.remove()
+                continue
+            for method, seed in dict.fromkeys((each.method, each.seed) for each in here):
+                curve = [each for each in here if (each.method, each.seed) == (method, seed)]
+                points = [getattr(each, field) for each in curve], drawn(each.nats for each in curve)
+                axes.plot(*points, marker="o", markersize=3, linewidth=1, color=colors[method])
+            axes.set_title(place, fontsize=9)
+            axes.set_xlabel(labels[field])
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel("validation loss (nats per token)")
+    handles = [panels[0, 0].plot([], [], color=color, label=method)[0] for method, color in colors.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
 

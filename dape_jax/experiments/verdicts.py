@@ -210,10 +210,11 @@ def is_log(metric: str) -> bool:
     return metric in ("perplexity", "step_ms")
 
 
-def describe(less: Less, divisor: int = 1) -> str:
-    """Return the two sides of a comparison; lengths are divided by `divisor`."""
+def describe(less: Less, metric: str, divisor: int = 1) -> str:
+    """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`."""
     factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
-    return f"{_name(less.low, divisor)} against {factor}{_name(less.high, divisor)}"
+    word = "against" if is_log(metric) else "minus"
+    return f"{_name(less.low, divisor)} {word} {factor}{_name(less.high, divisor)}"
 
 
 def in_units(found: Difference, metric: str) -> tuple[float, float, float]:
