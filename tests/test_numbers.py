@@ -71,8 +71,18 @@ def readme() -> Iterator[Statement]:
         verdicts(),
     )
     dape, kerple = (by_length("quickstart/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
-    yield "| perplexity per byte at 64, the train length (quickstart, one seed) | # | # |", [dape[64], kerple[64]]
-    yield "| the same at 2,048 | # | # |", [dape[2048], kerple[2048]]
+    yield (
+        "| perplexity per byte at 64, the train length, and at 2,048 (quickstart, one seed) | #, # | #, # |",
+        [each[length] for each in (dape, kerple) for length in (64, 2048)],
+    )
+    yield (
+        "| the same after 20 M tokens of other text (one seed) | #, # | #, #; trained as long: #, # |",
+        [
+            converged(method, length)
+            for method in ("dape1x3-kerple", "kerple", "kerple-8500-steps")
+            for length in (64, 2048)
+        ],
+    )
     longest = [mean_of("fig2", method, 32, 2048) for method in ("dape1x3-kerple", "kerple")]
     yield "| perplexity per byte at 2,048, trained at 32 (mean of three seeds) | # | # |", longest
     pairs, duplicate = (
@@ -127,9 +137,9 @@ def quickstart() -> Iterator[Statement]:
     yield "Kerple # and #; DAPE1x3-Kerple # and #.", [kerple[64], kerple[2048], dape[64], dape[2048]]
 
 
-def mean_of(experiment: str, method: str, train_length: int, length: int) -> float:
+def mean_of(experiment: str, method: str, train_length: int, length: int, group: str = "small-stdlib") -> float:
     """Return the mean over seeds of the perplexity at a length; the report has the paper's lengths."""
-    series = read("report.json")[experiment]["small-stdlib"]["series"]
+    series = read("report.json")[experiment][group]["series"]
     seeds = select(series, method=method, size="125m", train_length=4 * train_length)["values"].values()
     return fmean(values[str(4 * length)] for values in seeds)
 
@@ -419,6 +429,32 @@ def reproducing() -> Iterator[Statement]:
         "it is # and # times there, and # and # times at four times the train length",
         [rope[train][index] / rope[train][0] for index in (1, 2) for train in (32, 128)],
     )
+    yield from after_fifty_tokens_per_parameter()
+
+
+def converged(method: str, length: int) -> float:
+    return mean_of("equal_time", method, 64, length, "converged-math")
+
+
+def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
+    names = {"kerple": "Kerple", "kerple-8500-steps": "Kerple, 8,500 steps", "dape1x3-kerple": "DAPE1x3-Kerple"}
+    for method, name in names.items():
+        yield f"| {name} | # | # | # | # |", [converged(method, length) for length in (64, 128, 512, 4096)]
+    times = [
+        read(f"times/converged-math/{method}-xs-T64-seed0.json")["step_ms"] for method in ("dape1x3-kerple", "kerple")
+    ]
+    yield "whose step takes # times as long as Kerple's", [times[0] / times[1]]
+    gains = [1 - converged("dape1x3-kerple", at) / converged("kerple-8500-steps", at) for at in (64, 512)]
+    yield (
+        "by # % at the train length and by # % at eight times that length",
+        [100 * gain for gain in gains],
+    )
+    lost = converged("dape1x3-kerple", 4096) / converged("dape1x3-kerple", 512) - 1
+    yield "has lost # % of that at 4,096", [100 * lost]
+    dape, kerple = (by_length("long/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
+    yield "DAPE1x3-Kerple has # and Kerple #", [dape[32768], kerple[32768]]
+    yield "at 4,096 they have # and #", [dape[4096], kerple[4096]]
+    yield "The gain is smaller there, and still # %.", [100 * (1 - dape[32768] / kerple[32768])]
 
 
 def pretrained() -> Iterator[Statement]:

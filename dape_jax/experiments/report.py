@@ -291,6 +291,9 @@ def _verdict_row(group: Group, item: Judgement) -> str:
 
 
 _OTHERS = {  # measurements that are not experiments of the paper: title -> stem of the files in the results directory
+    "Up to 32,768 tokens, models of the experiment `converged`": "long/lengths",
+    "A needle in held-out text, the same models": "needle/needle",
+    "Loss by position, the same models": "positions/positions",
     "The demo": "quickstart/lengths",
     "Two algorithmic tasks after 1,500 steps": "che/accuracy",
     "Associative recall": "recall/accuracy",
