@@ -206,7 +206,9 @@ def draw(results: list[dict[str, Any]]) -> Figure:
         image = axes.imshow(grid, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
         for (depth, length), each in cells.items():
             at = (lengths.index(length), depths.index(depth))
-            axes.text(*at, f"{each['decrease_nats']:.2f}\n{each['exact']:.0%}", ha="center", va="center", fontsize=8)
+            color = "white" if abs(each["decrease_nats"]) > 0.6 * largest else "black"  # readable on dark cells
+            shown = f"{each['decrease_nats']:.2f}\n{each['exact']:.0%}"
+            axes.text(*at, shown, ha="center", va="center", fontsize=8, color=color)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.2f}" for depth in depths])
         axes.set(title=result["name"], xlabel="length (tokens)")

@@ -456,6 +456,15 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     yield "at 4,096 they have # and #", [dape[4096], kerple[4096]]
     yield "The gain is smaller there, and still # %.", [100 * (1 - dape[32768] / kerple[32768])]
 
+    found = {each["name"]: each["lengths"] for each in read("needle/needle.json")["runs"]}
+    first = {name: select(each, length=2048, depth=0.0)["decrease_nats"] for name, each in found.items()}
+    yield (
+        "by # nats per digit with DAPE1x3-Kerple, by # with Kerple, and by # with DAPE's update set to zero",
+        [first[name] for name in ("dape1x3-kerple", "kerple", "dape1x3-kerple, update zero")],
+    )
+    assert {each["exact"] for lengths in found.values() for each in lengths} == {0.0}
+    yield "No model has all digits right in any of the # windows.", [read("needle/needle.json")["num_windows"]]
+
 
 def pretrained() -> Iterator[Statement]:
     names = {"pythia-2.8b": "Pythia 2.8B", "llama-3-8b": "Llama 3 8B, 6 of its 32 layers"}
