@@ -293,13 +293,13 @@ def test_committed_results_are_of_the_catalogues_runs():
     checked = Counter()
     for file in (ROOT / "results").glob("*/*/*-seed*.json"):
         name, group = file.parts[-3:-1]
-        experiment, preset = EXPERIMENTS[name], group.partition("-")[0]
-        # The text is not part of a key; its digest is.
+        preset, _, text = group.partition("-")
+        experiment = EXPERIMENTS[name]
         settings = Settings(preset, data="" if experiment.tasks else "stdlib", seeds=(0, 1, 2))
         item = {item.name: item for item in runs_of(experiment, settings)}[file.stem]
         found, spec = run.read_result(file), config_of(item)
-        if preset == "converged":
-            spec["data"]["tokenizer"] = None  # a prepared corpus has its own
+        if text not in ("", "stdlib"):  # a prepared corpus, which has its own tokenizer
+            spec["data"] |= {"path": f"data/{text}", "tokenizer": None}
         expected = PlannedRun(item, experiment.metric, {}, read_run(spec), found["data"], file)
         assert found["key"] == expected.key, file
         checked[name] += 1
