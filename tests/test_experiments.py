@@ -291,18 +291,18 @@ def test_fields_left_out_of_keys_are_fields(name: str):
 def test_committed_results_are_of_the_catalogues_runs():
     """Compare the keys: otherwise all runs would be trained again."""
     checked = Counter()
-    for file in (ROOT / "results").glob("*/*/*-seed*.json"):
-        name, group = file.parts[-3:-1]
-        preset, _, text = group.partition("-")
+    for directory in {file.parent for file in (ROOT / "results").glob("*/*/*-seed*.json")}:
+        name, (preset, _, text) = directory.parent.name, directory.name.partition("-")
         experiment = EXPERIMENTS[name]
         settings = Settings(preset, data="" if experiment.tasks else "stdlib", seeds=(0, 1, 2))
-        item = {item.name: item for item in runs_of(experiment, settings)}[file.stem]
-        found, spec = run.read_result(file), config_of(item)
-        if text not in ("", "stdlib"):  # a prepared corpus, which has its own tokenizer
-            spec["data"] |= {"path": f"data/{text}", "tokenizer": None}
-        expected = PlannedRun(item, experiment.metric, {}, read_run(spec), found["data"], file)
-        assert found["key"] == expected.key, file
-        checked[name] += 1
+        runs = {item.name: item for item in runs_of(experiment, settings)}
+        for file in directory.glob("*-seed*.json"):
+            found, spec = run.read_result(file), config_of(runs[file.stem])
+            if text not in ("", "stdlib"):  # a prepared corpus, which has its own tokenizer
+                spec["data"] |= {"path": f"data/{text}", "tokenizer": None}
+            expected = PlannedRun(runs[file.stem], experiment.metric, {}, read_run(spec), found["data"], file)
+            assert found["key"] == expected.key, file
+            checked[name] += 1
     assert checked["fig2"] == checked["fig5"] == 54
     assert sum(checked.values()) == 257
 

@@ -76,7 +76,7 @@ def readme() -> Iterator[Statement]:
         [each[length] for each in (dape, kerple) for length in (64, 2048)],
     )
     yield (
-        "| the same after 20 M tokens of other text (one seed) | #, # | #, #; trained as long: #, # |",
+        "| the same after 20 M tokens of SageMath's manual (one seed) | #, # | #, #; trained as long: #, # |",
         [
             converged(method, length)
             for method in ("dape1x3-kerple", "kerple", "kerple-8500-steps")
@@ -463,6 +463,14 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     yield "at 4,096 they have # and #", [dape[4096], kerple[4096]]
     yield "The gain is smaller there, and still # %.", [100 * (1 - dape[32768] / kerple[32768])]
 
+    positions = [
+        select(read("positions/positions.json")["runs"], name=name)["positions"]
+        for name in ("kerple", "dape1x3-kerple")
+    ]
+    yield (
+        "from 2,048 on is # and # nats with Kerple, # and # with DAPE1x3-Kerple",
+        [each[key] for each in positions for key in ("reference_nats", "last_octave_nats")],
+    )
     found = {each["name"]: each["lengths"] for each in read("needle/needle.json")["runs"]}
     first = {name: select(each, length=2048, depth=0.0)["decrease_nats"] for name, each in found.items()}
     yield (

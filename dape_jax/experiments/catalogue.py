@@ -7,7 +7,7 @@ of a recipe. To add an experiment, add an entry to `EXPERIMENTS`; to add a metho
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import resources
 from typing import Any
 
@@ -294,6 +294,18 @@ def _dape_improves(method: str, name: str, note: str = "") -> Claim:
 _WIDER_IS_BETTER = Claim(
     "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length", better("dape1x3-kerple", "dape1x1-kerple")
 )
+
+
+def _dape_is_better(methods: Iterable[str], train_length: int, lengths: tuple[int, ...]) -> tuple[Claim, ...]:
+    """Return two claims on DAPE1x3-Kerple and each method: at the train length, the first of `lengths`, and beyond."""
+    return tuple(
+        Claim(
+            f"DAPE1x3-Kerple is better than {method} {where}",
+            better("dape1x3-kerple", method, (train_length,), lambda _, compared=compared: compared),
+        )
+        for method in methods
+        for where, compared in (("at the train length", lengths[:1]), ("at every length beyond", lengths[1:]))
+    )
 
 
 def _larger_kernels(number: int, train_length: int) -> Experiment:
@@ -680,17 +692,7 @@ EXPERIMENTS = {
         methods=("kerple", *_COSTLIER, "dape1x1-kerple", "dape1x3-kerple"),
         train_lengths=(512,),
         presets=("small",),
-        claims=tuple(
-            Claim(
-                f"DAPE1x3-Kerple is better than {method} {where}",
-                better("dape1x3-kerple", method, (512,), lengths),
-            )
-            for method in _COSTLIER
-            for where, lengths in (
-                ("at the train length", lambda t: (t,)),
-                ("at every length beyond", lambda t: lengths_from(t)[1:]),
-            )
-        ),
+        claims=_dape_is_better(_COSTLIER, 512, lengths_from(512)),
     ),
     "times": Experiment(
         title="time of a training step of every method",
@@ -745,17 +747,7 @@ EXPERIMENTS = {
         train_lengths=(256,),
         longest=16384,
         presets=("converged",),
-        claims=tuple(
-            Claim(
-                f"DAPE1x3-Kerple is better than {method} {where}",
-                better("dape1x3-kerple", method, (256,), lengths),
-            )
-            for method in _AS_LONG
-            for where, lengths in (
-                ("at the train length", lambda t: (t,)),
-                ("at every length beyond", lambda t: _to_16384(t)[1:]),
-            )
-        ),
+        claims=_dape_is_better(_AS_LONG, 256, _to_16384(256)),
     ),
     "context": Experiment(
         title="the gain from context after fifty tokens per parameter",

@@ -203,7 +203,8 @@ numbers."""
 _GAIN = """## What DAPE gains
 
 Perplexity with DAPE divided by perplexity without, on the same windows and seeds; numbers in `gain.csv`. FIRE's
-official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alone."""
+official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alone. A point without an interval has one
+seed."""
 
 _COST = """## What DAPE costs
 
@@ -214,9 +215,9 @@ of one, which is measured in turns (experiment `times`)."""
 
 _LEARNING = """## How fast models learn
 
-Validation loss at the train length during training, by step and by time, of Kerple, of DAPE on Kerple, and of Kerple at
-about the cost of DAPE; a line for each seed. `learning.csv` has these numbers for all methods. Times are as in the
-figure of costs."""
+Validation loss during training, at the train length, by step and by time. The models are Kerple, DAPE on Kerple, and
+Kerple at about the cost of DAPE, with a line for each seed. `learning.csv` has all methods. Times are as in the figure
+of costs."""
 
 _VERDICTS = f"""## Verdicts
 
@@ -278,14 +279,15 @@ def _verdicts(judged: list[tuple[Group, list[Judgement]]], *, in_paper: bool) ->
 
 def _verdict_row(group: Group, item: Judgement) -> str:
     assert item.deciding is not None, item
+    metric = EXPERIMENTS[group.experiment].metric
     cells = [
         f"[{group.experiment}](#{group.experiment}) {group.title}",
         item.claim.text,
         f"**{item.verdict}**",
         f"{item.holding} of {item.pairs}",
         str(item.contradicted),
-        describe(item.deciding.less, EXPERIMENTS[group.experiment].metric, group.divisor),
-        format_difference(item.deciding, EXPERIMENTS[group.experiment].metric),
+        describe(item.deciding.less, metric, group.divisor),
+        format_difference(item.deciding, metric),
         "; ".join(" ".join(filter(None, each)) for each in _papers(group, item.deciding.less).items()),
         f"{_minutes(group, item):.0f}",
     ]

@@ -143,8 +143,8 @@ def step_times(groups: Sequence[Group]) -> dict[tuple[str, str, str], float]:
     found: dict[tuple[str, str, str], float] = {}
     for group in groups:
         for series in group.series if EXPERIMENTS[group.experiment].metric == "step_ms" else ():
+            mean = fmean(series.over_seeds(series.train_length))
             for method in (series.method, *(_LONGER if series.method == "kerple" else ())):
-                mean = fmean(series.over_seeds(series.train_length))
                 found[group.preset, _trained_at(group, series), method] = mean
     return found
 
