@@ -49,10 +49,10 @@ def runs_with_one_seed(name: str, preset: str) -> list[Run]:
 # ---- the catalogue
 
 
-def test_methods_choose_among_the_runs():
+def test_methods_and_train_lengths_choose_among_the_runs():
     every = runs_of(EXPERIMENTS["fig2"], Settings())
-    chosen = runs_of(EXPERIMENTS["fig2"], Settings(methods=("rope", "dape1x3-kerple")))
-    assert chosen == [item for item in every if item.method in ("rope", "dape1x3-kerple")]
+    chosen = runs_of(EXPERIMENTS["fig2"], Settings(methods=("rope", "dape1x3-kerple"), train_lengths=(128,)))
+    assert chosen == [item for item in every if item.method in ("rope", "dape1x3-kerple") and item.train_length == 128]
     assert 0 < len(chosen) < len(every)
 
 
@@ -660,6 +660,10 @@ def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeyp
         ("table6", {"data": "stdlib"}, ["--data", "stdlib", "own strings"]),
         ("fig2", {"tasks": ("even_pairs",)}, ["--tasks", "even_pairs", "on a text"]),
         ("fig2", {"methods": ("dape1x3",)}, ["--methods", "dape1x3", "dape1x3-kerple"]),
+        ("fig2", {"train_lengths": (128, 512)}, ["--train_lengths", "512", "[32, 128]"]),
+        ("fig2", {"train_lengths": (32, 32)}, ["--train_lengths", "32", "duplicates"]),
+        ("fig3", {"methods": ("rope",), "train_lengths": (64,)}, ["--methods, --train_lengths", "rope", "64"]),
+        ("table6", {"methods": ("alibi",)}, ["--methods", "alibi", "small"]),
         ("unknown", {"preset": "tiny"}, ["method of the experiment", "dape1x9", "METHODS"]),
         ("fig2", {"methods": ("rope", "rope")}, ["--methods", "rope", "duplicates"]),
         ("fig2", {"preset": "huge"}, ["--preset", "huge", "small"]),

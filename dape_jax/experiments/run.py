@@ -116,8 +116,8 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
     """Return the runs of an experiment, ordered by seed, then by model.
 
     Raises:
-        InputError: the experiment does not have the preset, a method or a task, or a text is given for an experiment on
-            tasks.
+        InputError: the experiment does not have the preset, a method, a train length or a task; no run is left; or a
+            text is given for an experiment on tasks.
     """
     presets = experiment.presets or tuple(PRESETS)
     require(settings.preset in presets, "--preset", settings.preset, f"must be one of {presets} for this experiment")
@@ -125,6 +125,11 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
         require(method in METHODS, "method of the experiment", method, "must be a key of METHODS in catalogue.py")
     for method in settings.methods:
         require(method in experiment.methods, "--methods", method, f"must be one or more of {list(experiment.methods)}")
+    preset = PRESETS[settings.preset]
+    divisor = 1 if experiment.tasks else preset.length_divisor
+    train_lengths = [length // divisor for length in experiment.train_lengths]
+    for length in settings.train_lengths:
+        require(length in train_lengths, "--train_lengths", length, f"must be one or more of {train_lengths}")
     if experiment.tasks:
         allowed = "must be empty: this experiment is on tasks, which draw their own strings"
         require(settings.data == "", "--data", settings.data, allowed)
@@ -132,19 +137,21 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
             require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
     else:
         require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
-    preset = PRESETS[settings.preset]
     on_tasks, data = preset.on_tasks, settings.data or preset.data
     runs = []
     models = itertools.product(settings.seeds or preset.seeds, models_of(experiment))
     for seed, (method, paper_size, paper_length, task) in models:
-        if settings.methods and method not in settings.methods:
+        train_length = paper_length // divisor
+        if method not in (settings.methods or experiment.methods):
+            continue
+        if train_length not in (settings.train_lengths or train_lengths):
             continue
         if task:
             if task not in (settings.tasks or on_tasks.tasks) or method not in on_tasks.methods:
                 continue
             run = Run(
                 method=method,
-                train_length=paper_length,
+                train_length=train_length,
                 lengths=on_tasks.lengths,
                 seed=seed,
                 recipe=on_tasks.recipe,
@@ -154,8 +161,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 task=task,
             )
         else:
-            size, train_length = preset.sizes[paper_size], paper_length // preset.length_divisor
-            batch = preset.batch
+            size, batch = preset.sizes[paper_size], preset.batch
             if batch is not None and experiment.step_tokens is not None:
                 batch = experiment.step_tokens // paper_length
             if experiment.step_batch is not None:
@@ -167,7 +173,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
             run = Run(
                 method=method,
                 train_length=train_length,
-                lengths=tuple(length // preset.length_divisor for length in lengths_from(shortest, experiment.longest)),
+                lengths=tuple(length // divisor for length in lengths_from(shortest, experiment.longest)),
                 seed=seed,
                 recipe=preset.recipe,
                 argument=argument if batch is None else f"{argument},batch={batch}",
@@ -182,6 +188,8 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 paper_size=paper_size,
             )
         runs.append(run)
+    selected, allowed = (settings.methods, settings.train_lengths), f"must select a run of preset {settings.preset!r}"
+    require(bool(runs), "--methods, --train_lengths", selected, allowed)
     return runs
 
 

@@ -16,6 +16,7 @@ class Settings:
     data: str = flag("", "Training text, as in --config.data.path; the preset's if empty.")
     seeds: tuple[int, ...] = flag((), "Seeds of every model; the preset's if empty.")
     methods: tuple[str, ...] = flag((), "Methods to run; all of the experiment's if empty.")
+    train_lengths: tuple[int, ...] = flag((), "Train lengths of the models to run; all of the experiment's if empty.")
     tasks: tuple[str, ...] = flag((), "Tasks of an experiment on algorithmic tasks; the preset's if empty.")
     results: str = flag("results", "Directory of the results files and the report.")
     workdirs: str = flag("runs/experiments", "Directory of the run directories.")
@@ -24,6 +25,6 @@ class Settings:
         require_local(self.results, "--results")
         require_local(self.workdirs, "--workdirs")
         require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {list(PRESETS)}")
-        for field in ("seeds", "methods", "tasks"):
+        for field in ("seeds", "methods", "train_lengths", "tasks"):
             values = getattr(self, field)
             require(len(set(values)) == len(values), f"--{field}", values, "must not contain duplicates")
