@@ -304,7 +304,6 @@ def test_committed_results_are_of_the_catalogues_runs():
             assert found["key"] == expected.key, file
             checked[name] += 1
     assert checked["fig2"] == checked["fig5"] == 54
-    assert sum(checked.values()) == 257
 
 
 # ---- running
