@@ -446,6 +446,15 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert len(trained) == 7
 
 
+def test_tables_have_the_number_of_seeds_of_each_model_if_it_differs(small_world, trained):
+    *_, last = run_tiny("two", small_world)
+    results = Path(small_world["results"])
+    assert "| method | trained at | 16 | 32 |" in report.write(results).read_text()
+    last.unlink()
+    page = report.write(results).read_text()
+    assert all(row in page for row in ("| method | trained at | seeds | 16 | 32 |", "| b | 16 | 2 |", "| c | 16 | 1 |"))
+
+
 def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatch):
     refused = []
 

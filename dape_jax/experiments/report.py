@@ -361,12 +361,15 @@ def _tables(group: Group, whose: str) -> str:
 
 
 def _text_rows(group: Group) -> list[list[str]]:
-    """Return header and rows: one row per model, one column per length."""
-    lengths, has_sizes = group.lengths(), len({series.size for series in group.series}) > 1
+    """Return header and rows: one row per model, one column per length; sizes and numbers of seeds if they differ."""
+    lengths = group.lengths()
+    has_sizes = len({series.size for series in group.series}) > 1
+    has_seeds = len({len(series.values) for series in group.series}) > 1
     lengths_here = [str(length // group.divisor) for length in lengths]
-    rows = [["method", *(["size"] if has_sizes else []), "trained at", *lengths_here]]
+    rows = [["method", *["size"] * has_sizes, "trained at", *["seeds"] * has_seeds, *lengths_here]]
     for series in group.series:
-        names = [series.method, *([series.size] if has_sizes else []), str(series.train_length // group.divisor)]
+        names = [series.method, *[series.size] * has_sizes, str(series.train_length // group.divisor)]
+        names += [str(len(series.values))] * has_seeds
         rows.append(names + [_format_spread(series.over_seeds(length)) for length in lengths])
     return rows
 
