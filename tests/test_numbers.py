@@ -67,7 +67,7 @@ def verdicts() -> list[float]:
 
 def readme() -> Iterator[Statement]:
     yield (
-        "Of the paper's # claims, # hold at this size, # is contradicted, # are undecided and # not tested so far",
+        "Of the paper's # claims, # hold at this size, # are contradicted, # are undecided and # not tested so far",
         verdicts(),
     )
     dape, kerple = (by_length("quickstart/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
@@ -84,7 +84,7 @@ def readme() -> Iterator[Statement]:
         ],
     )
     longest = [mean_of("fig2", method, 32, 2048) for method in ("dape1x3-kerple", "kerple")]
-    yield "| perplexity per byte at 2,048, trained at 32 (mean of three seeds) | # | # |", longest
+    yield "| perplexity per byte at 2,048, trained at 32 (mean of five seeds) | # | # |", longest
     pairs, duplicate = (
         [select(read("che/accuracy.json")["runs"], task=task, name=run) for run in ("dape1x3-kerple", "kerple")]
         for task in ("even_pairs", "missing_duplicate_string")
@@ -392,7 +392,7 @@ def reproducing() -> Iterator[Statement]:
     for length in (512, 2048):
         yield f"| {length:,} |" + " # ms |" * 5, [attention(length, name)["min_ms"] for name in names]
     yield "| 2,048, peak memory |" + " # MiB |" * 5, [attention(2048, name)["peak_mib"] for name in names]
-    yield "Of the paper's # claims, # hold, # is contradicted, # are undecided and # not tested so far", verdicts()
+    yield "Of the paper's # claims, # hold, # are contradicted, # are undecided and # not tested so far", verdicts()
     longest, trained = (
         [mean_of("fig2", method, 32, length) for method in ("rope", "t5", "cope")] for length in (2048, 32)
     )
@@ -409,6 +409,24 @@ def reproducing() -> Iterator[Statement]:
         "with ALiBi as with Kerple (# and # at 2,048, trained at 32)",
         [mean_of("fig5", f"dape1x3-{bias}", 32, 2048) for bias in ("alibi", "kerple")],
     )
+    rise = mean_of("table5", "dape1x1-kerple", 128, 2048) / mean_of("table5", "dape1x1-kerple", 128, 128) - 1
+    yield "with DAPE (1x1) it rises by # % from 128 to 2,048.", [100 * rise]
+    yield (
+        "DAPE1x3-Kerple has # at 32 and # at 2,048, so it reads the next byte",
+        [mean_of("fig6", "dape1x3-kerple", 32, at) for at in (32, 2048)],
+    )
+    widths = {at: [mean_of("widths", f"dape1x{w}-kerple", 32, at) for w in (1, 3, 5, 7, 9, 11)] for at in (32, 2048)}
+    yield (
+        "#, #, #, #, # and # at 32 for 1, 3, 5, 7, 9 and 11 keys, #, #, #, #, # and # at 2,048",
+        widths[32] + widths[2048],
+    )
+    both = {bias: (bias, f"dape1x3-{bias}") for bias in ("nope", "rope")}
+    yield (
+        "NoPE goes from # to # at 32, and RoPE from # to # at 128. At 2,048 little is left of it, # and #, # and #,",
+        [mean_of("fig1", method, 32, at) for bias, at in (("nope", 32), ("rope", 128)) for method in both[bias]]
+        + [mean_of("fig1", method, 32, 2048) for bias in both for method in both[bias]],
+    )
+    yield "DAPE (1x1) does not help NoPE: # at 32.", [mean_of("fig1", "dape1x1-nope", 32, 32)]
     yield (
         "(# at 32, # at 2,048; DAPE (1x1) # and #)",
         [mean_of("table9", method, 32, at) for method in ("transformer-xl", "dape1x1-kerple") for at in (32, 2048)],
@@ -458,6 +476,17 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     )
     lost = converged("dape1x3-kerple", 4096) / converged("dape1x3-kerple", 512) - 1
     yield "has lost # % of that at 4,096", [100 * lost]
+    deltas = {
+        method: {
+            each["length"]: each["delta"]
+            for each in read(f"context/converged-math/{method}-xs-T64-seed0.json")["deltas"]
+        }
+        for method in ("kerple", "dape1x3-kerple")
+    }
+    yield (
+        "by # in windows of 512 and by # in windows of 4,096, and that of DAPE1x3-Kerple by # and # (`context`)",
+        [by_window[length] for by_window in deltas.values() for length in (512, 4096)],
+    )
     dape, kerple = (by_length("long/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
     yield "DAPE1x3-Kerple has # and Kerple #", [dape[32768], kerple[32768]]
     yield "at 4,096 they have # and #", [dape[4096], kerple[4096]]

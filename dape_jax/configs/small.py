@@ -4,8 +4,8 @@ r"""Language-model runs of the paper with all lengths divided by four, at sizes 
         --workdir=runs/small/dape1x3-kerple
     python eval.py --workdir=runs/small/dape1x3-kerple
 
-Expect (`results/README.md`, perplexity per byte at 32 and at 2048, mean of three seeds): 5.32 and 5.02; with
-processor=none 5.88 and 6.32.
+Expect (`results/README.md`, perplexity per byte at 32 and at 2048, mean of five seeds): 5.31 and 5.05; with
+processor=none 5.93 and 6.21.
 
 Argument: first a size, xs|s|m|l, then any of
 
