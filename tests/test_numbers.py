@@ -137,10 +137,12 @@ def quickstart() -> Iterator[Statement]:
     yield "Kerple # and #; DAPE1x3-Kerple # and #.", [kerple[64], kerple[2048], dape[64], dape[2048]]
 
 
-def mean_of(experiment: str, method: str, train_length: int, length: int, group: str = "small-stdlib") -> float:
-    """Return the mean over seeds of the perplexity at a length; the report has the paper's lengths."""
+def mean_of(
+    experiment: str, method: str, train_length: int, length: int, group: str = "small-stdlib", size: str = "125m"
+) -> float:
+    """Return the mean over seeds of the result at a length; the report has the paper's sizes and lengths."""
     series = read("report.json")[experiment][group]["series"]
-    seeds = select(series, method=method, size="125m", train_length=4 * train_length)["values"].values()
+    seeds = select(series, method=method, size=size, train_length=4 * train_length)["values"].values()
     return fmean(values[str(4 * length)] for values in seeds)
 
 
@@ -412,7 +414,7 @@ def reproducing() -> Iterator[Statement]:
     rise = mean_of("table5", "dape1x1-kerple", 128, 2048) / mean_of("table5", "dape1x1-kerple", 128, 128) - 1
     yield "with DAPE (1x1) it rises by # % from 128 to 2,048.", [100 * rise]
     yield (
-        "DAPE1x3-Kerple has # at 32 and # at 2,048, so it reads the next byte",
+        "DAPE1x3-Kerple reads the next byte and has # at 32 and # at 2,048.",
         [mean_of("fig6", "dape1x3-kerple", 32, at) for at in (32, 2048)],
     )
     widths = {at: [mean_of("widths", f"dape1x{w}-kerple", 32, at) for w in (1, 3, 5, 7, 9, 11)] for at in (32, 2048)}
@@ -420,13 +422,22 @@ def reproducing() -> Iterator[Statement]:
         "#, #, #, #, # and # at 32 for 1, 3, 5, 7, 9 and 11 keys, #, #, #, #, # and # at 2,048",
         widths[32] + widths[2048],
     )
-    both = {bias: (bias, f"dape1x3-{bias}") for bias in ("nope", "rope")}
+    without_bias = [
+        mean_of("fig1", method, 32, at)
+        for at in (32, 256, 2048)
+        for method in ("nope", "dape1x3-nope", "rope", "dape1x3-rope")
+    ]
     yield (
-        "NoPE goes from # to # at 32, and RoPE from # to # at 128. At 2,048 little is left of it, # and #, # and #,",
-        [mean_of("fig1", method, 32, at) for bias, at in (("nope", 32), ("rope", 128)) for method in both[bias]]
-        + [mean_of("fig1", method, 32, 2048) for bias in both for method in both[bias]],
+        "NoPE goes from # to # and RoPE from # to # at 32, from # to # and from # to # at 256, "
+        "from # to # and from # to # at 2,048.",
+        without_bias,
     )
     yield "DAPE (1x1) does not help NoPE: # at 32.", [mean_of("fig1", "dape1x1-nope", 32, 32)]
+    times = [
+        [mean_of("table7", method, 128, 128, size=size) for size in ("350m", "2.7b", "6.7b")]
+        for method in ("kerple", "dape1x3-kerple")
+    ]
+    yield "is #, # and # here (`table7`)", [kerple / dape for kerple, dape in zip(*times, strict=True)]
     yield (
         "(# at 32, # at 2,048; DAPE (1x1) # and #)",
         [mean_of("table9", method, 32, at) for method in ("transformer-xl", "dape1x1-kerple") for at in (32, 2048)],
@@ -476,16 +487,13 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     )
     lost = converged("dape1x3-kerple", 4096) / converged("dape1x3-kerple", 512) - 1
     yield "has lost # % of that at 4,096", [100 * lost]
-    deltas = {
-        method: {
-            each["length"]: each["delta"]
-            for each in read(f"context/converged-math/{method}-xs-T64-seed0.json")["deltas"]
-        }
-        for method in ("kerple", "dape1x3-kerple")
-    }
     yield (
         "by # in windows of 512 and by # in windows of 4,096, and that of DAPE1x3-Kerple by # and # (`context`)",
-        [by_window[length] for by_window in deltas.values() for length in (512, 4096)],
+        [
+            mean_of("context", method, 64, length, "converged-math")
+            for method in ("kerple", "dape1x3-kerple")
+            for length in (512, 4096)
+        ],
     )
     dape, kerple = (by_length("long/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
     yield "DAPE1x3-Kerple has # and Kerple #", [dape[32768], kerple[32768]]

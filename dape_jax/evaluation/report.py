@@ -18,6 +18,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from matplotlib.typing import ColorType
 
 from dape_jax.errors import InputError, os_errors
@@ -319,6 +320,15 @@ def lengths_axis(axes: Axes, ticks: Sequence[int]) -> None:
     axes.grid(alpha=0.3)
     if len(ticks) > 8:
         axes.tick_params(axis="x", labelrotation=45)
+
+
+def log_y_axis(axes: Axes) -> None:
+    """Scale the y axis by powers of ten, labelled with plain numbers; call it after plotting."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    low, high = axes.get_ylim()
+    is_short = high < 30 * low  # on a longer axis, labels of the ticks between powers of ten would overlap
+    axes.yaxis.set_minor_formatter("{x:g}" if is_short else NullFormatter())
 
 
 def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:

@@ -28,10 +28,10 @@ METHODS = {
     "dape1x3-rope": "rotary=rope,processor=dape,kernel=3",
     **{
         f"dape1x{kernel}-{bias}": f"bias={bias},processor=dape,kernel={kernel}"
-        for bias in ("nope", "alibi", "fire", "kerple")
+        for bias in ("nope", "alibi", "fire")
         for kernel in (1, 3)
     },
-    **{f"dape1x{kernel}-kerple": f"bias=kerple,processor=dape,kernel={kernel}" for kernel in (2, 5, 7, 9, 11)},
+    **{f"dape1x{kernel}-kerple": f"bias=kerple,processor=dape,kernel={kernel}" for kernel in (1, 2, 3, 5, 7, 9, 11)},
     "dape1x1-kerple-c64": "bias=kerple,processor=dape,kernel=1,channels=64",
     "dape1x3-kerple-c21": "bias=kerple,processor=dape,kernel=3,channels=21",
     "dape1x3-kerple-c10": "bias=kerple,processor=dape,kernel=3,channels=10",
@@ -191,7 +191,7 @@ class Claim:
     text: str
     comparisons: tuple[Less, ...]
     at_least: int | None = None
-    note: str = ""  # what else can explain the verdict
+    note: str = ""  # other explanations of the verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +213,11 @@ class Experiment:
     longest: int = 8192  # longest evaluation length
     step_batch: int | None = None  # sequences per step, for a measurement of time
     presets: tuple[str, ...] = ()  # keys of PRESETS for which it is defined; all if empty
+
+
+def length_divisor(experiment: Experiment, preset: str) -> int:
+    """Return the divisor of the paper's lengths in runs with a preset; 1 on tasks, which have the paper's lengths."""
+    return 1 if experiment.tasks else PRESETS[preset].length_divisor
 
 
 def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:

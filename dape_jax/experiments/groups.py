@@ -20,6 +20,7 @@ from dape_jax.experiments.catalogue import (
     Cell,
     Model,
     Score,
+    length_divisor,
     models_of,
     paper_tables,
 )
@@ -89,7 +90,7 @@ class Group:
     @property
     def divisor(self) -> int:
         """Divisor of the paper's lengths in tables and figures."""
-        return 1 if EXPERIMENTS[self.experiment].tasks or not self.about else PRESETS[self.preset].length_divisor
+        return length_divisor(EXPERIMENTS[self.experiment], self.preset) if self.about else 1
 
     def lengths(self) -> list[int]:
         """Return the lengths that have a value."""
@@ -143,7 +144,7 @@ def read_groups(results: Path) -> list[Group]:
 def _read_group(name: str, preset: str, data: str, files: list[Path]) -> Group:
     experiment = EXPERIMENTS[name]
     order = models_of(experiment)
-    divisor = 1 if experiment.tasks else PRESETS[preset].length_divisor
+    divisor = length_divisor(experiment, preset)
     values: dict[Model, dict[int, dict[int, float]]] = defaultdict(dict)
     samples: dict[Model, dict[int, dict[int, Sample]]] = defaultdict(dict)
     settings: dict[Model, Any] = {}

@@ -26,6 +26,7 @@ from dape_jax.evaluation.report import (
     drawings,
     drawn,
     json_values,
+    log_y_axis,
     mark_train_lengths,
     markdown_table,
     only_drawn,
@@ -459,9 +460,7 @@ def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     axes.xaxis.set_major_formatter("{x:.0f}")
     means = only_drawn(_mean(item.over_seeds(length)) for item in series for length in item.lengths())
     if means and min(means) > 0 and max(means) > 4 * min(means):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        log_y_axis(axes)
     elif means and min(means) < 0 and max(map(abs, means)) > 10:
         # Differences of both signs: linear between -1 and 1, logarithmic beyond, where one method may hide the others.
         axes.set_yscale("symlog", linthresh=1.0)

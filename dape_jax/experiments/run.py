@@ -43,6 +43,7 @@ from dape_jax.experiments.catalogue import (
     PRESETS,
     Experiment,
     find_experiment,
+    length_divisor,
     lengths_from,
     models_of,
 )
@@ -125,8 +126,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
         require(method in METHODS, "method of the experiment", method, "must be a key of METHODS in catalogue.py")
     for method in settings.methods:
         require(method in experiment.methods, "--methods", method, f"must be one or more of {list(experiment.methods)}")
-    preset = PRESETS[settings.preset]
-    divisor = 1 if experiment.tasks else preset.length_divisor
+    divisor = length_divisor(experiment, settings.preset)
     train_lengths = [length // divisor for length in experiment.train_lengths]
     for length in settings.train_lengths:
         require(length in train_lengths, "--train_lengths", length, f"must be one or more of {train_lengths}")
@@ -137,6 +137,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
             require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
     else:
         require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
+    preset = PRESETS[settings.preset]
     on_tasks, data = preset.on_tasks, settings.data or preset.data
     runs = []
     models = itertools.product(settings.seeds or preset.seeds, models_of(experiment))

@@ -15,7 +15,7 @@ from statistics import fmean
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from dape_jax.evaluation.report import drawn
+from dape_jax.evaluation.report import drawn, log_y_axis
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, PRESETS, Cell, Experiment, Less
 from dape_jax.experiments.groups import Group, Series, lookup_in
 from dape_jax.experiments.verdicts import difference
@@ -26,7 +26,7 @@ COST_FACTOR = 8
 _LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]
 # Methods in the figure of learning: with DAPE, and without it at about the same cost.
 _COMPARED = (*EXPERIMENTS["cost"].methods, *EXPERIMENTS["equal_time"].methods)
-MARKERS = "os^Dv<>PX*phdH8+x1234|_"
+MARKERS = "os^Dv<>PX*pd+x1234|_hH8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,8 @@ def _trained_at(group: Group, series: Series) -> str:
 
 def gain_figure(found: Sequence[Gain]) -> Figure:
     """Draw the gains: a panel for each factor, a row for each method, and a colour for each text and train length."""
-    methods = list(dict.fromkeys(each.method for each in found))
+    measured = {each.method for each in found}
+    methods = [method for method in METHODS if method in measured]
     places = list(dict.fromkeys(each.where for each in found))
     figure = Figure(figsize=(11, 1.6 + 0.14 * len(methods) * (1 + len(places))), layout="constrained")
     panels = figure.subplots(1, len(FACTORS), sharex=True, sharey=True, squeeze=False)[0]
@@ -195,9 +196,7 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
                 mean, (color, marker) = fmean(each.perplexities), styles[each.method]
                 axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
                 axes.plot([cost], [mean], marker=marker, color=color, alpha=0.8, linestyle="")
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
+            log_y_axis(axes)
             axes.set_title(place, fontsize=9)
             axes.set_xlabel(f"{name} of training, relative to Kerple")
             axes.grid(alpha=0.3, which="both")
