@@ -18,7 +18,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.typing import ColorType
 
 from dape_jax.errors import InputError, os_errors
@@ -186,7 +186,7 @@ def write_perplexity(results: Results, directory: AnyPath, show: Show | None = N
     figure, axes = plot_by_length(results, "lengths", "perplexity", f"perplexity of the last {last_tokens} tokens")
     perplexities = only_drawn(each["perplexity"] for run in results for each in run["lengths"])
     if perplexities and max(perplexities) > 5 * min(perplexities):
-        axes.set_yscale("log")
+        log_y_axis(axes)
     mark_train_lengths(axes, [run["train_length"] for run in results])
     return save("lengths", directory, {"runs": results}, caption, rows, figure, show)
 
@@ -327,8 +327,9 @@ def log_y_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
-    is_short = high < 30 * low  # on a longer axis, labels of the ticks between powers of ten would overlap
-    axes.yaxis.set_minor_formatter("{x:g}" if is_short else NullFormatter())
+    if high > 30 * low:  # labels of all ticks between powers of ten would overlap
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_minor_formatter("{x:g}" if high < 1e4 * low else NullFormatter())
 
 
 def mark_train_lengths(axes: Axes, lengths: Sequence[int]) -> None:
