@@ -422,6 +422,19 @@ def reproducing() -> Iterator[Statement]:
         "#, #, #, #, # and # at 32 for 1, 3, 5, 7, 9 and 11 keys, #, #, #, #, # and # at 2,048",
         widths[32] + widths[2048],
     )
+    channels = ("dape1x3-kerple-c10", "dape1x3-kerple-c21", "dape1x1-kerple-c64")
+    yield (
+        "#, # and # at 32 with 10 and 21 channels and with DAPE (1x1) and 64, #, # and # at 2,048",
+        [mean_of("appendixE", method, 32, at) for at in (32, 2048) for method in channels],
+    )
+    yield (
+        "Trained at 256, DAPE1x3-Kerple has # at 256 and # at 2,048, DAPE (1x1) # and #, Kerple # and #, ALiBi # and #",
+        [
+            mean_of("table2", method, 256, at)
+            for method in ("dape1x3-kerple", "dape1x1-kerple", "kerple", "alibi")
+            for at in (256, 2048)
+        ],
+    )
     without_bias = [
         mean_of("fig1", method, 32, at)
         for at in (32, 256, 2048)

@@ -416,6 +416,9 @@ def plot(group: Group) -> Figure:
     for panel_axes, (shown, panel) in zip(axes, itertools.product(groups, panels), strict=False):
         task, size, train_length = panel
         series = [item for item in shown.series if panel_of(item) == panel]
+        if not series:  # the paper has no numbers for this panel
+            panel_axes.remove()
+            continue
         trained = f", trained at {train_length // shown.divisor}" if train_length and not task else ""
         panel_axes.set_title(f"{shown.title}: {task or PRESETS[shown.preset].sizes[size]}{trained}", fontsize=9)
         if experiment.metric == "step_ms":
