@@ -193,6 +193,14 @@ def test_an_experiment_with_one_finished_method_is_drawn_with_the_papers():
     assert {text.get_text() for text in legend.get_texts()} == drawn
 
 
+def test_panels_without_numbers_of_the_paper_are_left_out():
+    (paper,) = groups.paper_groups("appendixE")
+    ours = [dataclasses.replace(each, train_length=length) for each in paper.series for length in (128, 512)]
+    panels = report.plot(dataclasses.replace(paper, series=ours)).axes
+    assert len(panels) == 3
+    assert all(axes.has_data() for axes in panels)
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_claims_that_compare_fire_with_and_without_dape_name_the_confound(name: str):
     for claim in EXPERIMENTS[name].claims:

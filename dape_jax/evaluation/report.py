@@ -327,7 +327,8 @@ def log_y_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     low, high = axes.get_ylim()
-    if high > 30 * low:  # labels of all ticks between powers of ten would overlap
+    # The longer the axis, the fewer labels fit between powers of ten: all, those at 2 and 5, or none.
+    if high > 30 * low:
         axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.yaxis.set_minor_formatter("{x:g}" if high < 1e4 * low else NullFormatter())
 
