@@ -19,7 +19,7 @@ from dape_jax.tools.maps import attention_maps
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NOTEBOOK = DOCS / "quickstart.ipynb"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted(DOCS.glob("*.md"))]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(page):
     """As plain Markdown, without the site."""
     for target in markdown_links(page):

@@ -282,7 +282,7 @@ def _verdict_row(group: Group, item: Judgement) -> str:
     assert item.deciding is not None, item
     metric = EXPERIMENTS[group.experiment].metric
     cells = [
-        f"[{group.experiment}](#{group.experiment}) {group.title}",
+        f"[{group.experiment}](#{group.experiment.lower()}) {group.title}",  # anchors are lower case
         item.claim.text,
         f"**{item.verdict}**",
         f"{item.holding} of {item.pairs}",
