@@ -63,6 +63,8 @@ ALL_IMPLEMENTATIONS = {
 }
 KINDS = {"full": {}, "grouped_window": {"kv_heads": 1, "window": 4}}
 LENGTH = 11
+SLOW = (pytest.mark.slow,)
+EXHAUSTIVE = (*SLOW, pytest.mark.exhaustive)
 
 
 def is_valid(bias: str, processor: str, *others: str) -> bool:
@@ -130,13 +132,14 @@ def sample() -> list[tuple[str, str, str, str]]:
 
 
 def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
-    """Return the complete product as parameters of a test; cases that are not in `sample` are slow."""
-    sample = set(sample)
-    return [
-        pytest.param(*case, marks=() if case in sample else pytest.mark.slow)
-        for case in itertools.product(*axes)
-        if valid(*case)
-    ]
+    """Return the complete product as parameters of a test.
+
+    Cases that are not in `sample` are slow, and of every three of them two are exhaustive.
+    """
+    product, sample = [case for case in itertools.product(*axes) if valid(*case)], set(sample)
+    others = [case for case in product if case not in sample]
+    marks = dict.fromkeys(product, ()) | dict.fromkeys(others, EXHAUSTIVE) | dict.fromkeys(others[::3], SLOW)
+    return [pytest.param(*case, marks=marks[case]) for case in product]
 
 
 @functools.cache

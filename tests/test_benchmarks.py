@@ -328,6 +328,7 @@ def test_ratios_of_cycles_and_programs_that_do_not_fit_are_shown():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_cycles_of_a_training_step(libtpu):
     """In a model of two layers, DAPE takes more cycles than Kerple alone, and more in its kernels."""
     run = {m: step.read_config("paper", "125m", m, 512, 2, "auto") for m in ("kerple", "dape1x3-kerple")}

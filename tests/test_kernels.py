@@ -355,7 +355,7 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
         pytest.param(dataclasses.replace(CASES["kerple3"], row_stride=4), 38, id="every-fourth-of-two"),
         pytest.param(Case(heads=2, groups=1, length=136), 136, id="all"),
         pytest.param(CASES["kerple3"], 20, id="first"),  # rows end before the keys
-        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases"),
+        pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases", marks=pytest.mark.exhaustive),
         pytest.param(Case(plain=True, heads=2, groups=1, length=136), 136, id="plain"),
     ],
 )
@@ -709,8 +709,9 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
     [
         ("v4:2x2x1", "350m", "dape", "backward"),
         ("v5e:2x2", "2.7b", "dape", "backward"),
-        ("v5p:2x2x1", "6.7b", "dape", "forward"),  # the backward pass takes minutes: `results/tpu/chips-6.7b-8192`
-        ("v6e:2x2", "125m", "dape", "backward"),
+        # The backward pass takes minutes: `results/tpu/chips-6.7b-8192`.
+        pytest.param("v5p:2x2x1", "6.7b", "dape", "forward", marks=pytest.mark.exhaustive),
+        pytest.param("v6e:2x2", "125m", "dape", "backward", marks=pytest.mark.exhaustive),
         ("v6e:2x2", "125m", "plain", "backward"),
     ],
 )
