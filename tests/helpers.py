@@ -63,8 +63,6 @@ ALL_IMPLEMENTATIONS = {
 }
 KINDS = {"full": {}, "grouped_window": {"kv_heads": 1, "window": 4}}
 LENGTH = 11
-SLOW = (pytest.mark.slow,)
-EXHAUSTIVE = (*SLOW, pytest.mark.exhaustive)
 
 
 def is_valid(bias: str, processor: str, *others: str) -> bool:
@@ -131,15 +129,16 @@ def sample() -> list[tuple[str, str, str, str]]:
     return [(bias, processor, "dense", kind) for bias, processor, kind in dense] + others
 
 
-def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
-    """Return the complete product as parameters of a test.
+def slow(number: int) -> list[pytest.MarkDecorator]:
+    """Return the marks of a numbered slow case: of every three cases, two are exhaustive."""
+    return [pytest.mark.slow, *([pytest.mark.exhaustive] if number % 3 else [])]
 
-    Cases that are not in `sample` are slow, and of every three of them two are exhaustive.
-    """
+
+def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
+    """Return the complete product as parameters of a test; cases that are not in `sample` are slow."""
     product, sample = [case for case in itertools.product(*axes) if valid(*case)], set(sample)
-    others = [case for case in product if case not in sample]
-    marks = dict.fromkeys(product, ()) | dict.fromkeys(others, EXHAUSTIVE) | dict.fromkeys(others[::3], SLOW)
-    return [pytest.param(*case, marks=marks[case]) for case in product]
+    marks = {case: slow(number) for number, case in enumerate(case for case in product if case not in sample)}
+    return [pytest.param(*case, marks=marks.get(case, ())) for case in product]
 
 
 @functools.cache

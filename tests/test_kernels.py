@@ -21,6 +21,7 @@ import optax
 import pytest
 import tiny
 from flax import nnx
+from helpers import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -290,9 +291,7 @@ def test_prefix_invariance(case, implementation):
 
 def marks_of(number: int, file: Path) -> list[pytest.MarkDecorator]:
     """Return the marks of a golden vector: one is fast, every third of the others is not exhaustive."""
-    if "kerple_dapev2__B1_H4_T64" in file.stem:
-        return []
-    return [pytest.mark.slow, *([pytest.mark.exhaustive] if number % 3 else [])]
+    return [] if "kerple_dapev2__B1_H4_T64" in file.stem else slow(number)
 
 
 @pytest.mark.parametrize("implementation", [*KERNELS])
