@@ -231,9 +231,10 @@ def test_everything_is_measured_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_the_training_of_full_size_begins(tmp_path, monkeypatch):
-    """Train with one layer and two steps only."""
-    measurement = gpu.Measurement(tmp_path, 300, tiny=False, processes=1)
-    changes = ["model.num_layers=1", "train.num_steps=2", "train.batch_size=8"]
+    """Train with one layer and two steps only, within a limit for a busy CPU instead of the GPU's."""
+    monkeypatch.setattr(gpu, "TRAIN_S", 600)
+    measurement = gpu.Measurement(tmp_path, 600, tiny=False, processes=1)
+    changes = ["model.num_layers=1", "train.num_steps=2", "train.batch_size=2"]
     flags = [f"--config.{change}" for change in changes]
     command = [*measurement.train_command("blockwise"), *flags]
     monkeypatch.setattr(measurement, "train_command", lambda attention: command)
