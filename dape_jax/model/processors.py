@@ -176,6 +176,9 @@ def key_convolution(
 
     On a TPU the convolution itself is W matmuls: for a convolution the compiler maps channels to the 128 lanes of a
     vector, so 12 heads or 32 channels leave most lanes unused; for matmuls it maps the keys to lanes.
+
+    On a CPU the compiler's fast convolution is for outputs that are not longer than the input. For a longer output the
+    input is padded first, and a barrier keeps the compiler from merging the padding into the convolution.
     """
     return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right)
 
@@ -197,6 +200,10 @@ def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right:
             for w, kernel_IO in enumerate(kernel_WIO)
         )
         return functools.reduce(jnp.add, taps)
+    longer_by = min(pad_left + pad_right - kernel_WIO.shape[0] + 1, pad_right)
+    if device_platform() == "cpu" and longer_by > 0:
+        x_BTSI = jax.lax.optimization_barrier(jnp.pad(x_BTSI, ((0, 0), (0, 0), (0, longer_by), (0, 0))))
+        pad_right -= longer_by
     return jax.lax.conv_general_dilated(
         x_BTSI,
         kernel_WIO[None],
