@@ -6,6 +6,7 @@ The fused kernels agree in `test_kernels.py`.
 import functools
 import itertools
 import random
+import re
 
 import chex
 import jax
@@ -322,3 +323,24 @@ def test_matmuls_and_convolution_agree(monkeypatch, seed):
         chex.assert_trees_all_close(
             [y.astype(jnp.float32) for y in found], list(expected), atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5
         )
+
+
+def test_no_convolution_on_a_cpu_is_longer_than_its_input():
+    """XLA's fast convolution requires it, so the compiler must not merge the padding into the convolution."""
+
+    def longest(convolve):
+        """Return by how many columns the longest convolution of the compiled gradients exceeds its input."""
+        gradients = jax.jit(jax.grad(lambda x, kernel: convolve(x, kernel).sum(), (0, 1)))
+        text = gradients.lower(jnp.ones((2, 8, 128, 4)), jnp.ones((3, 4, 32))).compile().as_text()
+        windows = re.findall(r" convolution\(.*window=\{size=1x(\d+) pad=0_0x(-?\d+)_(-?\d+)", text)
+        return max(int(left) + int(right) - int(width) + 1 for width, left, right in windows)
+
+    def plain(x, kernel):
+        names = ("NHWC", "HWIO", "NHWC")
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        return jnp.square(
+            jax.lax.conv_general_dilated(padded, kernel[None], (1, 1), ((0, 0), (1, 1)), None, None, names)
+        )
+
+    assert longest(plain) > 0
+    assert longest(lambda x, kernel: jnp.square(key_convolution(x, kernel, 1, 2))) == 0
