@@ -62,7 +62,7 @@ _COSTLIER: dict[str, dict[str, Any]] = {
     "kerple-width-116": {"model.width": 116, "model.head_dim": 29, "model.mlp_width": 464},
     "kerple-5-layers": {"model.num_layers": 5},
 }
-# Kerple with the time of DAPE1x3-Kerple's 5,000 steps on a CPU, at the size xs and T = 64: the preset `converged`.
+# Kerple for longer than DAPE1x3-Kerple's 5,000 steps take on a CPU, at the size xs and T = 64: the preset `converged`.
 _AS_LONG: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
 METHODS |= {method: METHODS["kerple"] for method in (*_COSTLIER, *_AS_LONG)}
 
@@ -754,7 +754,7 @@ EXPERIMENTS = {
         ),
     ),
     "equal_time": Experiment(
-        title="Kerple trained for as long as DAPE1x3-Kerple, which has fifty tokens per parameter",
+        title="Kerple trained for longer than DAPE1x3-Kerple, which has fifty tokens per parameter",
         source=NOT_IN_PAPER,
         methods=("kerple", *_AS_LONG, "dape1x3-kerple"),
         train_lengths=(256,),
