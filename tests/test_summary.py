@@ -81,6 +81,11 @@ def test_costs_are_relative_to_kerple_with_its_number_of_steps():
         points = [line.get_xdata() for line in axes.get_lines() if line.get_marker() != "None"]
         assert [point[0] for point in points if len(point)] == pytest.approx(costs)
     assert len(summary.cost_figure(summary.costs([trained])).axes) == 1  # without times
+    changed = dataclasses.replace(dape, method="dape1x3-kerple-bias")
+    with_change = summary.costs([trained, group_of("variants", changed)])
+    assert "dape1x3-kerple-bias" in {each.method for each in with_change}
+    labels = [text.get_text() for text in summary.cost_figure(with_change).legends[0].texts]
+    assert labels == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
     assert summary.costs([group_of("cost", dape)]) == []
 
 
@@ -124,3 +129,11 @@ def test_each_method_of_the_figure_of_costs_has_its_own_colour_and_marker():
     assert len(set(styles.values())) == len(styles) > 20
     assert styles["dape1x3-kerple"][0] == styles["kerple"][0] != styles["rope"][0]
     assert styles["dape1x3-kerple"][1] != styles["dape1x1-kerple"][1] != styles["kerple"][1] == styles["rope"][1]
+
+
+def test_no_two_methods_in_the_figure_of_costs_look_the_same():
+    names = ("cost", "equal_time", "fig1", "fig2", "fig5", "widths", "fire", "appendixE", "table9")
+    methods = list(dict.fromkeys(method for name in names for method in summary.EXPERIMENTS[name].methods))
+    styles = summary.styles_of(methods)
+    assert len(methods) > 30
+    assert len(set(styles.values())) == len(styles)

@@ -26,7 +26,12 @@ COST_FACTOR = 8
 _LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]
 # Methods in the figure of learning: with DAPE, and without it at about the same cost.
 _COMPARED = (*EXPERIMENTS["cost"].methods, *EXPERIMENTS["equal_time"].methods)
-MARKERS = "os^Dv<>PX*pd+x1234|_hH8"
+# Methods that the figure of costs omits: changes of DAPE, and other learning rates.
+_SIDE = ("variants", "rates")
+_OMITTED = {method for name in _SIDE for method in EXPERIMENTS[name].methods} - {
+    method for name, experiment in EXPERIMENTS.items() if name not in _SIDE for method in experiment.methods
+}
+MARKERS = "os^Dv<>PX*pd+x1234hH8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +183,11 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
 
 
 def cost_figure(found: Sequence[Cost]) -> Figure:
-    """Draw perplexity by cost: a row for each text and train length, a panel for FLOPs and, if measured, for time."""
+    """Draw perplexity by cost: a row for each text and train length, a panel for FLOPs and, if measured, for time.
+
+    Changes of DAPE (`variants`) and other learning rates (`rates`) are omitted.
+    """
+    found = [each for each in found if each.method not in _OMITTED]
     places, methods = (list(dict.fromkeys(getattr(each, field) for each in found)) for field in ("where", "method"))
     names = ["FLOPs", *(["time"] if any(each.time is not None for each in found) else [])]
     figure = Figure(figsize=(2 + 4.6 * len(names), 3.8 * len(places)), layout="constrained")
