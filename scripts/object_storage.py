@@ -138,12 +138,32 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = handle_one
 
     class Server(http.server.ThreadingHTTPServer):
+        """Server that closes the connections of its clients, which keep them open, when it is closed."""
+
         daemon_threads = True
+
+        def __init__(self) -> None:
+            super().__init__((HOST, 0), Handler)
+            self.open: set[socket.socket] = set()
+
+        def process_request(self, request: socket.socket, client_address: object) -> None:
+            self.open.add(request)
+            super().process_request(request, client_address)
+
+        def shutdown_request(self, request: socket.socket) -> None:
+            super().shutdown_request(request)
+            self.open.discard(request)
+
+        def server_close(self) -> None:
+            super().server_close()
+            for request in tuple(self.open):
+                with contextlib.suppress(OSError):  # closed already
+                    request.shutdown(socket.SHUT_RDWR)
 
         def handle_error(self, request: object, client_address: object) -> None:
             pass  # a client was killed
 
-    server = Server((HOST, 0), Handler)
+    server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
@@ -159,9 +179,9 @@ def servers(faults: Faults) -> Iterator[dict[str, str]]:
     google = create_server(HOST, google_port, in_memory=True, default_bucket=BUCKET)
     google.start()
     s3_port = s3.get_host_and_port()[1]
-    connection = http.client.HTTPConnection(HOST, s3_port)
-    connection.request("PUT", f"/{BUCKET}")
-    assert connection.getresponse().status == 200
+    with contextlib.closing(http.client.HTTPConnection(HOST, s3_port)) as connection:
+        connection.request("PUT", f"/{BUCKET}")
+        assert connection.getresponse().status == 200
     proxies = [proxy(port, faults) for port in (s3_port, google_port)]
     s3_url, google_url = (f"http://{HOST}:{each.server_address[1]}" for each in proxies)
     try:
@@ -176,6 +196,7 @@ def servers(faults: Faults) -> Iterator[dict[str, str]]:
     finally:
         for each in proxies:
             each.shutdown()
+            each.server_close()
         s3.stop()
         google.stop()
 

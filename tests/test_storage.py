@@ -61,6 +61,12 @@ def environment(faults) -> Iterator[dict[str, str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
+        # The servers' threads, which have lost their connections, would warn of their sockets in a later test.
+        deadline = time.monotonic() + 20
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(max(0.0, deadline - time.monotonic()))
+                assert not thread.is_alive(), f"{thread.name}: a connection was not closed"
 
 
 @pytest.fixture(params=["s3", "gs"])
