@@ -193,6 +193,22 @@ def test_an_experiment_with_one_finished_method_is_drawn_with_the_papers():
     assert {text.get_text() for text in legend.get_texts()} == drawn
 
 
+def test_each_panel_with_several_train_lengths_has_its_own_legend():
+    """Draw our lengths, which are a quarter of the paper's, so that a name is of two curves."""
+    (paper, _) = groups.paper_groups("fig3")
+    series = [dataclasses.replace(paper.series[0], train_length=length) for length in (128, 512)]
+    ours = dataclasses.replace(paper, preset="small", about={"wall_seconds": [1.0]}, series=series)
+    figure = report.plot(ours)
+    assert len(figure.axes) == 3
+    colors = []
+    for axes in figure.axes:
+        drawn = {line.get_label(): line.get_color() for line in axes.get_lines()}
+        shown = {line.get_label(): line.get_color() for line in axes.get_legend().get_lines()}
+        assert shown == drawn
+        colors.append(shown["dape1x3-kerple, trained at 128"])
+    assert colors[0] != colors[1] == colors[2]
+
+
 def test_panels_without_numbers_of_the_paper_are_left_out():
     (paper,) = groups.paper_groups("appendixE")
     ours = [dataclasses.replace(each, train_length=length) for each in paper.series for length in (128, 512)]

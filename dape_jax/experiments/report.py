@@ -210,9 +210,10 @@ seed."""
 _COST = """## What DAPE costs
 
 Perplexity at eight times the train length by the cost of training, relative to Kerple's; numbers in `cost.csv`, which
-also has the methods of `variants`. Kerple with more steps, wider and deeper has the FLOPs or the time of DAPE1x3-Kerple
-or more. FLOPs of biases are not counted, also where they need products of matrices (CoPE, Transformer-XL). The time of
-a training is the number of its steps times the time of one, which is measured in turns (experiment `times`)."""
+also has the methods of `variants` and `rates`. Kerple with more steps, wider and deeper has the FLOPs or the time of
+DAPE1x3-Kerple, or more. FLOPs of biases are not counted, also where they need products of matrices (CoPE,
+Transformer-XL). The time of a training is the number of its steps times the time of one, which is measured in turns
+(experiment `times`)."""
 
 _LEARNING = """## How fast models learn
 
@@ -434,12 +435,21 @@ def plot(group: Group) -> Figure:
         panel_axes.set_ylabel(UNITS[experiment.metric])
         panel_axes.grid(alpha=0.3)
     if experiment.metric != "step_ms":  # bars are labelled on the axis
-        lines: dict[str, Line2D] = {}
-        for line in (line for panel in axes for line in panel.get_lines()):
-            lines.setdefault(str(line.get_label()), line)  # ours, rather than a single number of the paper
-        handles = [line for label, line in lines.items() if not label.startswith("_")]
-        axes[across - 1].legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        if compares_train_lengths:  # a name has our train length in our panel, and the paper's in the paper's
+            for panel_axes in figure.axes:
+                _add_legend(panel_axes, [panel_axes])
+        else:
+            _add_legend(axes[across - 1], figure.axes)
     return figure
+
+
+def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:
+    """Add a legend with the curves of these panels to the right of one of them."""
+    lines: dict[str, Line2D] = {}
+    for line in (line for panel in panels for line in panel.get_lines()):
+        lines.setdefault(str(line.get_label()), line)  # ours, rather than a single number of the paper
+    handles = [line for label, line in lines.items() if not label.startswith("_")]
+    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
