@@ -475,15 +475,14 @@ def reproducing() -> Iterator[Statement]:
         for method in ("kerple", "dape1x1-kerple", "dape1x3-kerple")
     ]
     yield "takes # (1x1) and # (1x3) times as long as Kerple's", [each / step_ms[0] for each in step_ms[1:]]
-    methods = ("kerple-1200-steps", "dape1x3-kerple")
-    other_text = [mean_of("cost", method, 128, 1024, "small-math") for method in methods]
+    longer = ("kerple-900-steps", "dape1x3-kerple", "kerple-1200-steps", "kerple-840-steps")
+    *at_equal_time, same_flops = [mean_of("cost", method, 128, 1024) for method in longer]
+    other_text = [mean_of("cost", m, 128, 1024, "small-math") for m in ("kerple-1200-steps", "dape1x3-kerple")]
     yield (
         "reaches # at 1,024 where DAPE1x3-Kerple has # (`cost`, undecided). For twice the steps Kerple is better: "
         "# (a verdict). On SageMath's manual it is the same: # and # (one seed). Kerple with 1.4 times the steps has "
         "DAPE1x3's FLOPs and # (undecided)",
-        [mean_of("cost", m, 128, 1024) for m in ("kerple-900-steps", "dape1x3-kerple", "kerple-1200-steps")]
-        + other_text
-        + [mean_of("cost", "kerple-840-steps", 128, 1024)],
+        [*at_equal_time, *other_text, same_flops],
     )
     yield (
         "wider and deeper models are worse than DAPE1x3-Kerple, # and #.",

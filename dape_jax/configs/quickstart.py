@@ -29,8 +29,7 @@ common = read_module(Path(__file__).with_name("common.py"))
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
     choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
-    # On a CPU: faster than dense even at a length of 64; fewer rows with DAPE, so that features stay in the cache.
-    block_size = 8 if choice["processor"] == "dape" else 32
+    block_size = common.cpu_block_size(choice)
     config = ConfigDict()
     config.model = common.model(
         num_layers=4,
@@ -38,6 +37,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         num_heads=4,
         **GPT_NEOX,
         **common.choose_method(choice, train_length=64, length_scale=0.5),
+        # Faster than dense even at a length of 64.
         attention=choose("attention", "blockwise", block_size=block_size, num_buckets=2),
     )
     config.data = common.text()
@@ -52,6 +52,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.mesh = common.mesh()
     config.init = common.init()
     config.evaluation = common.perplexity(
-        lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128, batch_tokens=2048, block_size=block_size
+        lengths=(64, 128, 256, 512, 1024, 2048),
+        max_windows=128,
+        batch_tokens=2048,  # fits in a CPU's cache
+        block_size=block_size,
     )
     return config

@@ -47,8 +47,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     more = dict(train_length=32, batch=0, step_tokens=1024, num_steps=600, rate=1.0, seed=0)
     choice = common.parse_argument(rest, **common.METHOD_ARGUMENTS, **more)
     train_length, seed = choice["train_length"], choice["seed"]
-    # On a CPU: fewer rows with DAPE, so that their features stay in the cache.
-    block_size = 8 if choice["processor"] == "dape" else 32
+    block_size = common.cpu_block_size(choice)
     config = ConfigDict()
     config.model = common.model(
         **SIZES[size],
@@ -70,5 +69,10 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.mesh = common.mesh()
     config.init = common.init()
     lengths = tuple(2**n for n in range(5, 12) if 2**n >= train_length)
-    config.evaluation = common.perplexity(lengths=lengths, max_windows=128, batch_tokens=2048, block_size=block_size)
+    config.evaluation = common.perplexity(
+        lengths=lengths,
+        max_windows=128,
+        batch_tokens=2048,  # fits in a CPU's cache
+        block_size=block_size,
+    )
     return config

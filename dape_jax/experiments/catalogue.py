@@ -63,8 +63,8 @@ _COSTLIER: dict[str, dict[str, Any]] = {
     "kerple-5-layers": {"model.num_layers": 5},
 }
 # Kerple for longer than DAPE1x3-Kerple's 5,000 steps take on a CPU, at the size xs and T = 64: the preset `converged`.
-_AS_LONG: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
-METHODS |= {method: METHODS["kerple"] for method in (*_COSTLIER, *_AS_LONG)}
+_LONGER: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
+METHODS |= {method: METHODS["kerple"] for method in (*_COSTLIER, *_LONGER)}
 
 # Config fields of methods that a recipe's argument cannot set.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dape1x3-kerple-bias": {"model.processor.inputs": "bias"},
     "dape1x3-kerple-no-residual": {"model.processor.residual": False},
     **_COSTLIER,
-    **_AS_LONG,
+    **_LONGER,
     **{name: {"model.window": 64} for name in ("kerple-window", "dape1x3-kerple-window")},
     **{name: {"model.num_kv_heads": 2} for name in ("kerple-grouped", "dape1x3-kerple-grouped")},
 }
@@ -756,11 +756,11 @@ EXPERIMENTS = {
     "equal_time": Experiment(
         title="Kerple trained for longer than DAPE1x3-Kerple, which has fifty tokens per parameter",
         source=NOT_IN_PAPER,
-        methods=("kerple", *_AS_LONG, "dape1x3-kerple"),
+        methods=("kerple", *_LONGER, "dape1x3-kerple"),
         train_lengths=(256,),
         longest=16384,
         presets=("converged",),
-        claims=_dape_is_better(_AS_LONG, 256, _to_16384(256)),
+        claims=_dape_is_better(_LONGER, 256, _to_16384(256)),
     ),
     "context": Experiment(
         title="the gain from context after fifty tokens per parameter",

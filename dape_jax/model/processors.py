@@ -200,8 +200,8 @@ def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right:
             for w, kernel_IO in enumerate(kernel_WIO)
         )
         return functools.reduce(jnp.add, taps)
-    longer_by = min(pad_left + pad_right - kernel_WIO.shape[0] + 1, pad_right)
-    if device_platform() == "cpu" and longer_by > 0:
+    longer_by = pad_left + pad_right - kernel_WIO.shape[0] + 1  # columns
+    if device_platform() == "cpu" and 0 < longer_by <= pad_right:
         x_BTSI = jax.lax.optimization_barrier(jnp.pad(x_BTSI, ((0, 0), (0, 0), (0, longer_by), (0, 0))))
         pad_right -= longer_by
     return jax.lax.conv_general_dilated(
