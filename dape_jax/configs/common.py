@@ -86,11 +86,6 @@ def perplexity(**fields: Any) -> dict[str, Any]:
     return shared | fields
 
 
-def cpu_block_size(argument: dict[str, Any]) -> int:
-    """Return the rows of a block of attention on a CPU: with DAPE few, so that the hidden features fit in its cache."""
-    return 8 if argument["processor"] == "dape" else 32
-
-
 def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
     """Parse a config file's argument, `config.py:key=value,key=value`; values have the types of their defaults.
 

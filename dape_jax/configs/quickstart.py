@@ -29,7 +29,6 @@ common = read_module(Path(__file__).with_name("common.py"))
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
     choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
-    block_size = common.cpu_block_size(choice)
     config = ConfigDict()
     config.model = common.model(
         num_layers=4,
@@ -38,7 +37,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
         **GPT_NEOX,
         **common.choose_method(choice, train_length=64, length_scale=0.5),
         # Faster than dense even at a length of 64.
-        attention=choose("attention", "blockwise", block_size=block_size, num_buckets=2),
+        attention=choose("attention", "blockwise", block_size=32, num_buckets=2),
     )
     config.data = common.text()
     config.optimizer = common.optimizer(learning_rate=2e-3)
@@ -51,10 +50,5 @@ def get_config(argument: str | None = None) -> ConfigDict:
     )
     config.mesh = common.mesh()
     config.init = common.init()
-    config.evaluation = common.perplexity(
-        lengths=(64, 128, 256, 512, 1024, 2048),
-        max_windows=128,
-        batch_tokens=2048,  # fits in a CPU's cache
-        block_size=block_size,
-    )
+    config.evaluation = common.perplexity(lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128)
     return config

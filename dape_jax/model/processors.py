@@ -177,8 +177,8 @@ def key_convolution(
     On a TPU the convolution itself is W matmuls: for a convolution the compiler maps channels to the 128 lanes of a
     vector, so 12 heads or 32 channels leave most lanes unused; for matmuls it maps the keys to lanes.
 
-    On a CPU the compiler's fast convolution is for outputs that are not longer than the input. For a longer output the
-    input is padded first, and a barrier keeps the compiler from merging the padding into the convolution.
+    On a CPU the compiler's fastest convolution on one core is for outputs that are not longer than the input. For a
+    longer output the input is padded first, and a barrier keeps the compiler from merging it into the convolution.
     """
     return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right)
 
