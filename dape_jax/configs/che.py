@@ -18,7 +18,7 @@ and any of
     positions=M          randomized positional encodings: positions are drawn from 0..M-1; 0: positions 0, 1, 2, ..
     computation_steps=K  computation tokens on the tape for each input symbol
     causal=0|1           0: the paper's encoder; 1: a decoder
-    num_steps=N  learning_rate=R  seed=S
+    num_steps=N  batch=B  learning_rate=R  seed=S
 
 Expect for even_pairs with num_steps=1500, on two CPU cores (`results/che`; accuracy in %, mean over lengths 1 to 40 and
 mean over lengths 41 to 500): Kerple 52.50 and 51.51; DAPE1x3-Kerple 100.00 and 82.95. Chance is 50 %. The paper trains
@@ -43,7 +43,8 @@ NUM_PROGRAMS = 5  # programs compiled for training, one for each padded length o
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
-    more = dict(task="", positions=0, computation_steps=0, causal=0, num_steps=200_000, learning_rate=1e-3, seed=0)
+    more = dict(task="", positions=0, computation_steps=0, causal=0)
+    more |= dict(num_steps=200_000, batch=128, learning_rate=1e-3, seed=0)
     choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS, **more)
     require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"must be one of {list(TASKS)}")
     require(choice["causal"] in (0, 1), "config argument", f"causal={choice['causal']}", "must be 0 or 1")
@@ -84,7 +85,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     config.train = common.train(
         seed=choice["seed"],
         train_length=TRAIN_LENGTH,  # longest input; each batch has one length, drawn uniformly from 1..40
-        batch_size=128,
+        batch_size=choice["batch"],
         num_steps=choice["num_steps"],
         eval_interval=500,
         validation_batches=8,

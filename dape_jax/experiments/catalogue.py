@@ -88,6 +88,7 @@ class TaskPreset:
     tasks: tuple[str, ...]  # tasks to run if --tasks is empty
     methods: tuple[str, ...]  # methods to run, if the experiment has them
     num_steps: int  # training steps
+    batch: int  # sequences per step
     lengths: tuple[int, ...]  # evaluation lengths, in symbols
     num_sequences: int  # sequences per evaluation length
 
@@ -121,9 +122,13 @@ _SMALL = Preset(
     data="stdlib",
     on_tasks=TaskPreset(
         recipe="che.py",
-        tasks=("even_pairs", "missing_duplicate_string"),
+        tasks=(
+            *("even_pairs", "missing_duplicate_string", "stack_manipulation"),  # of claims about single tasks
+            *("cycle_navigation", "reverse_string", "duplicate_string"),
+        ),
         methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
-        num_steps=1500,
+        num_steps=6000,
+        batch=32,
         # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
         lengths=(*range(1, 41, 13), *range(41, 501, 51)),
         num_sequences=64,
@@ -152,6 +157,7 @@ PRESETS = {
             tasks=tuple(CHE),
             methods=_TABLE6_BASELINES + _TABLE6_DAPE,
             num_steps=200_000,
+            batch=128,
             lengths=tuple(range(1, 501)),
             num_sequences=512,
         ),

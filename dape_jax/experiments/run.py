@@ -156,7 +156,9 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 lengths=on_tasks.lengths,
                 seed=seed,
                 recipe=on_tasks.recipe,
-                argument=f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},seed={seed}",
+                argument=(
+                    f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},batch={on_tasks.batch},seed={seed}"
+                ),
                 overrides=experiment.overrides | {"evaluation.num_sequences": on_tasks.num_sequences},
                 paper_train_length=paper_length,
                 task=task,
