@@ -208,11 +208,26 @@ MORE_PLAIN = {
 }
 
 
-# Cases that take up to minutes with the interpreted TPU kernel. The others cover nearly all of their options.
+# Cases that take up to minutes with an interpreted kernel. The others cover nearly all of their options.
 EXHAUSTIVE = {
-    *("nope7", "sandwich3", "three-tiles", "many-heads", "wide-heads", "row-stride-8", "row-stride-and-window"),
-    *("four-phases", "four-phases-causal7", "four-phases-row-stride-16"),
-    *("plain-nope", "plain-sandwich", "plain-alibi-row-stride-8"),
+    "tpu": {
+        *(
+            "t5-5",
+            "nope7",
+            "two-tokens",
+            "sandwich3",
+            "kerple-power3",
+            "window",
+            "three-tiles",
+            "many-heads",
+            "wide-heads",
+        ),
+        *("row-stride-8", "row-stride-and-window", "four-phases", "four-phases-causal7", "four-phases-row-stride-16"),
+        *("plain-nope", "plain-sandwich", "plain-alibi-row-stride-8"),
+    },
+    "gpu": {"three-tiles", "four-phases", "four-phases-every-row", "four-phases-row-stride-16"},
+    "dense": set(),
+    "blockwise": set(),
 }
 
 
@@ -222,7 +237,7 @@ def each(cases: dict[str, Case], *implementations: str) -> list:
             case,
             implementation,
             id=f"{name}-{implementation}",
-            marks=[pytest.mark.exhaustive] if implementation == "tpu" and name in EXHAUSTIVE else [],
+            marks=[pytest.mark.exhaustive] if name in EXHAUSTIVE[implementation] else [],
         )
         for name, case in cases.items()
         for implementation in implementations
@@ -351,7 +366,12 @@ def test_bfloat16_is_as_accurate_as_dense(case, implementation):
     [
         # Two blocks and two tiles: the interpreter is slow.
         pytest.param(dataclasses.replace(CASES["kerple3"], batch=1, length=152, row_stride=4), 38, id="every-fourth"),
-        pytest.param(dataclasses.replace(CASES["kerple3"], row_stride=4), 38, id="every-fourth-of-two"),
+        pytest.param(
+            dataclasses.replace(CASES["kerple3"], row_stride=4),
+            38,
+            id="every-fourth-of-two",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(Case(heads=2, groups=1, length=136), 136, id="all"),
         pytest.param(CASES["kerple3"], 20, id="first"),  # rows end before the keys
         pytest.param(Case(length=528, row_stride=16, phases=4), 33, id="four-phases", marks=pytest.mark.exhaustive),
@@ -694,7 +714,6 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
     memory = {length: row["temporary_mib"] for length, row in rows.items()}
     assert memory[2048] < 50
     assert memory[32_768] < 1.2 * 16 * 50
-    assert compile_for(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
     naive_ms = 1e3 * 54e9 / chip_of("TPU v5e").hbm_bytes_per_second
     assert rows[2048]["kernels_ms"] + rows[2048]["other_ms"] < naive_ms / 10
     assert rows[2048]["bandwidth_ms"] < rows[2048]["kernels_ms"]
@@ -703,11 +722,17 @@ def test_memory_on_a_tpu_is_linear_in_length(libtpu):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_layer_fits_on_a_tpu_at_131072_tokens(libtpu):
+    assert compile_for(libtpu, "v5e:2x2", "125m", 131_072, "forward")["temporary_mib"] < 2500
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "model", "processor", "direction"),
     [
         ("v4:2x2x1", "350m", "dape", "backward"),
-        ("v5e:2x2", "2.7b", "dape", "backward"),
+        pytest.param("v5e:2x2", "2.7b", "dape", "backward", marks=pytest.mark.exhaustive),
         # The backward pass takes minutes: `results/tpu/chips-6.7b-8192`.
         pytest.param("v5p:2x2x1", "6.7b", "dape", "forward", marks=pytest.mark.exhaustive),
         pytest.param("v6e:2x2", "125m", "dape", "backward", marks=pytest.mark.exhaustive),
