@@ -164,6 +164,7 @@ def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
     content |= {"pairs": item.pairs, "holding": item.holding, "contradicted": item.contradicted}
     content |= {"deciding": describe(item.deciding.less, metric, group.divisor), "unit": "%" if is_log(metric) else ""}
     content |= dict(zip(("difference", "low", "high"), in_units(item.deciding, metric), strict=True))
+    content["seeds"] = item.deciding.num_seeds
     return content | {"paper": _papers(group, item.deciding.less), "minutes": _minutes(group, item)}
 
 
@@ -171,7 +172,7 @@ def _papers(group: Group, less: Less) -> dict[str, str]:
     """Return the paper's difference of a comparison, by text."""
     metric, found = EXPERIMENTS[group.experiment].metric, {}
     for paper in paper_groups(group.experiment):
-        each, _ = difference(less, lookup_in(paper), metric)
+        each = difference(less, lookup_in(paper), metric)
         if each is not None:
             found[paper.data] = format_difference(each, metric)
     return found
@@ -227,14 +228,14 @@ Claims are judged by paired differences on the same windows and seeds, with a bo
 over seeds (`dape_jax/experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
 pairs hold, or the required number of them, after Holm's correction at 5 %. It is **contradicted** if too many pairs are
 reversed, **undecided** otherwise, and not tested unless every run that it compares has {MIN_SEEDS} seeds or more.
-The deciding comparison is the weakest of the required ones. *Ours* is its difference with the 95 % interval, *paper*
-the same difference in the paper's numbers, *minutes* the time that training and evaluation took. In all other tables,
-values are the mean over seeds ± half their range."""
+The deciding comparison is the weakest of the required ones. *Ours* is its difference with the 95 % interval, *seeds*
+the number of seeds that both sides have, *paper* the same difference in the paper's numbers, *minutes* the time that
+training and evaluation took. In all other tables, values are the mean over seeds ± half their range."""
 
 _VERDICT_HEADER = [
     "| experiment | claim, with the paper's lengths | verdict | pairs that hold | reversed "
-    "| deciding comparison, with our lengths | ours | paper | minutes |",
-    "| --- | --- | --- | ---: | ---: | --- | --- | --- | ---: |",
+    "| deciding comparison, with our lengths | ours | seeds | paper | minutes |",
+    "| --- | --- | --- | ---: | ---: | --- | --- | ---: | --- | ---: |",
 ]
 
 
@@ -290,6 +291,7 @@ def _verdict_row(group: Group, item: Judgement) -> str:
         str(item.contradicted),
         describe(item.deciding.less, metric, group.divisor),
         format_difference(item.deciding, metric),
+        str(item.deciding.num_seeds),
         "; ".join(" ".join(filter(None, each)) for each in _papers(group, item.deciding.less).items()),
         f"{_minutes(group, item):.0f}",
     ]

@@ -72,11 +72,11 @@ def gains(groups: Sequence[Group]) -> list[Gain]:
             for factor in FACTORS:
                 at = (series.train_length, series.train_length * factor, series.size)
                 less = Less(Cell(series.method, *at), Cell(base, *at))
-                each, num_seeds = difference(less, lookup, experiment.metric)
+                each = difference(less, lookup, experiment.metric)
                 key = (series.method, where, factor)
-                if each is not None and (key not in found or num_seeds > found[key].num_seeds):
+                if each is not None and (key not in found or each.num_seeds > found[key].num_seeds):
                     ratio, low, high = (math.exp(min(value, 700)) for value in (each.mean, each.low, each.high))
-                    found[key] = Gain(series.method, base, where, factor, ratio, low, high, num_seeds)
+                    found[key] = Gain(series.method, base, where, factor, ratio, low, high, each.num_seeds)
     return list(found.values())
 
 

@@ -83,6 +83,7 @@ class Difference:
     high: float
     p_less: float
     p_more: float
+    num_seeds: int  # seeds of both sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +131,8 @@ def judge(claim: Claim, lookup: Lookup, metric: str, min_seeds: int = MIN_SEEDS)
     not_tested = Judgement(claim, "not tested", 0, 0, 0, None)
     compared = [difference(less, lookup, metric) for less in claim.comparisons]
     grouped: dict[Any, list[Difference]] = {}
-    for each, (found, num_seeds) in zip(claim.comparisons, compared, strict=True):
-        if num_seeds < min_seeds or found is None:
+    for each, found in zip(claim.comparisons, compared, strict=True):
+        if found is None or found.num_seeds < min_seeds:
             return not_tested
         grouped.setdefault(_models(each), []).append(found)
     pairs = [Pair(tuple(each)) for each in grouped.values()]
@@ -162,8 +163,8 @@ def holm(p_values: Sequence[float]) -> list[bool]:
     return rejected
 
 
-def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | None, int]:
-    """Return the difference of a comparison, or None without results, and the number of seeds on both sides.
+def difference(less: Less, lookup: Lookup, metric: str) -> Difference | None:
+    """Return the difference of a comparison, or None if the two sides have no seed in common.
 
     Raises:
         InputError: the two sides were scored on different windows.
@@ -171,7 +172,7 @@ def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | No
     sides = [lookup(side) if isinstance(side, Cell | Score) else side for side in (less.low, less.high)]
     seeds = sorted(set.intersection(*(set(side) for side in sides if isinstance(side, dict))))
     if not seeds:
-        return None, 0
+        return None
     samples = [sample for side in sides if isinstance(side, dict) for seed in seeds for sample in side[seed]]
     units = samples[0].units
     if any(sample.units != units for sample in samples):
@@ -190,13 +191,13 @@ def difference(less: Less, lookup: Lookup, metric: str) -> tuple[Difference | No
         mean = float(np.mean(found))
         if not np.isfinite(found).all():  # NaN cannot be compared; infinite losses can
             below, above = bool((found < 0).all()), bool((found > 0).all())
-            return Difference(less, mean, math.nan, math.nan, float(not below), float(not above)), len(seeds)
+            return Difference(less, mean, math.nan, math.nan, float(not below), float(not above), len(seeds))
         if len(seeds) == 1:
-            return Difference(less, mean, math.nan, math.nan, math.nan, math.nan), 1
+            return Difference(less, mean, math.nan, math.nan, math.nan, math.nan, 1)
         drawn += rng.standard_t(len(seeds) - 1, DRAWS) * np.std(found, ddof=1) / math.sqrt(len(seeds))
         low, high = np.quantile(drawn, [LEVEL / 2, 1 - LEVEL / 2])
         p_less, p_more = (float((1 + np.sum(reversed_)) / (1 + DRAWS)) for reversed_ in (drawn >= 0, drawn <= 0))
-    return Difference(less, mean, float(low), float(high), p_less, p_more), len(seeds)
+    return Difference(less, mean, float(low), float(high), p_less, p_more, len(seeds))
 
 
 def _draw(rng: np.random.Generator, num_units: int) -> np.ndarray:
