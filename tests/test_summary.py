@@ -57,6 +57,20 @@ def test_gains_are_ratios_of_perplexities():
     assert [line.get_xdata()[0] for line in points] == pytest.approx([0.9])
 
 
+def test_the_figure_of_gains_has_a_row_for_each_measured_gain_and_no_others():
+    measured = [("dape1x1-rope", "a"), ("dape1x3-kerple", "a"), ("dape1x3-kerple", "b"), ("dape1x5-kerple", "b")]
+    found = [
+        summary.Gain(method, "", where, factor, 0.9, 0.8, 1.0, 3) for factor in (1, 8) for method, where in measured
+    ]
+    figure = summary.gain_figure(found)
+    for axes, num_rows in zip(figure.axes, (4, 4, 0), strict=True):
+        points = [line for line in axes.get_lines() if line.get_marker() == "o" and len(line.get_xdata())]
+        assert [float(line.get_ydata()[0]) for line in points] == [1, 3, 4, 6][:num_rows]
+        assert len({line.get_color() for line in points}) == min(2, num_rows)
+    assert figure.axes[0].get_yticks().tolist() == [1, 3.5, 6]
+    assert figure.axes[0].get_ylim() == (7, 0)
+
+
 def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     kerple = series_of("kerple", {4096: 2.0}, train_flops=100.0, num_steps=600)
     more = series_of("kerple-840-steps", {4096: 1.9}, train_flops=140.0, num_steps=840)

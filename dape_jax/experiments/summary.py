@@ -96,17 +96,26 @@ def _trained_at(group: Group, series: Series) -> str:
 
 
 def gain_figure(found: Sequence[Gain]) -> Figure:
-    """Draw the gains: a panel for each factor, a row for each method, and a colour for each text and train length."""
-    measured = {each.method for each in found}
-    methods = [method for method in METHODS if method in measured]
-    places = list(dict.fromkeys(each.where for each in found))
-    figure = Figure(figsize=(11, 1.6 + 0.14 * len(methods) * (1 + len(places))), layout="constrained")
+    """Draw the gains: a panel for each factor, a row for each method on each text at each train length."""
+    settings = list(dict.fromkeys(each.where for each in found))
+    measured = {(each.method, each.where) for each in found}
+    rows: dict[tuple[str, str], int] = {}
+    labels: dict[float, str] = {}  # by the height of the middle of a method's rows
+    borders = [0]  # one row between methods
+    for method in METHODS:
+        of_method = [(method, where) for where in settings if (method, where) in measured]
+        if of_method:
+            rows |= {each: borders[-1] + 1 + i for i, each in enumerate(of_method)}
+            labels[borders[-1] + (1 + len(of_method)) / 2] = f"{method}\nagainst {base_of(method)}"
+            borders.append(borders[-1] + 1 + len(of_method))
+    figure = Figure(figsize=(11, 1.6 + 0.16 * borders[-1]), layout="constrained")
     panels = figure.subplots(1, len(FACTORS), sharex=True, sharey=True, squeeze=False)[0]
     for axes, factor in zip(panels, FACTORS, strict=True):
         axes.axvline(1.0, color="gray", linewidth=1)
+        for border in borders[1:-1]:
+            axes.axhline(border, color="gray", linewidth=0.5, alpha=0.4)
         for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
-            offset = (places.index(each.where) + 1) / (len(places) + 1) - 0.5
-            at, color = methods.index(each.method) + 0.8 * offset, f"C{places.index(each.where)}"
+            at, color = rows[each.method, each.where], f"C{settings.index(each.where)}"
             axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
             if math.isfinite(each.low) and math.isfinite(each.high):
                 axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
@@ -119,13 +128,11 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     panels[0].set_xticks([tick for tick in ticks if low <= tick <= high])
     panels[0].xaxis.set_major_formatter("{x:g}")
     panels[0].xaxis.set_minor_formatter(NullFormatter())
-    panels[0].set_yticks(
-        range(len(methods)), [f"{method}\nagainst {base_of(method)}" for method in methods], fontsize=8
-    )
-    panels[0].set_ylim(len(methods) - 0.5, -0.5)
+    panels[0].set_yticks(list(labels), list(labels.values()), fontsize=7)
+    panels[0].set_ylim(borders[-1], 0)
     panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
-    handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=place)[0] for i, place in enumerate(places)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
+    handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=where)[0] for i, where in enumerate(settings)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(settings)), fontsize=8)
     return figure
 
 
