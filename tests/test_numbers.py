@@ -423,10 +423,18 @@ def reproducing() -> Iterator[Statement]:
         widths[32] + widths[2048],
     )
     yield (
-        "trained at 32 has # at 1,024, trained at 1,024 it has #, and RoPE trained at 1,024 has # (`fig3`, one seed)",
+        "At 1,024 DAPE1x3-Kerple has # if trained at 32, # if trained at 1,024, and RoPE trained at 1,024 has #.",
         [
             mean_of("fig3", method, train, 1024)
             for method, train in (("dape1x3-kerple", 32), ("dape1x3-kerple", 1024), ("rope", 1024))
+        ],
+    )
+    yield (
+        "trained at 32, DAPE1x3 has # at 32 and # at 2,048, DAPE (1x1) # and #, Kerple # and # (`fig4`).",
+        [
+            mean_of("fig4", method, 32, at, size="350m")
+            for method in ("dape1x3-kerple", "dape1x1-kerple", "kerple")
+            for at in (32, 2048)
         ],
     )
     inputs = ("kerple", "dape1x3-kerple-scores", "dape1x3-kerple-bias", "dape1x3-kerple")
