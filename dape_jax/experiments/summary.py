@@ -190,24 +190,34 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
 
 
 def cost_figure(found: Sequence[Cost]) -> Figure:
-    """Draw perplexity by cost: a row for each text and train length, a panel for FLOPs and, if measured, for time.
+    """Draw perplexity by cost: for each text and train length a panel for FLOPs and, if measured, one for time.
 
     Changes of DAPE (`variants`) and other learning rates (`rates`) are omitted.
     """
     found = [each for each in found if each.method not in _OMITTED]
     places, methods = (list(dict.fromkeys(getattr(each, field) for each in found)) for field in ("where", "method"))
     names = ["FLOPs", *(["time"] if any(each.time is not None for each in found) else [])]
-    figure = Figure(figsize=(2 + 4.6 * len(names), 3.8 * len(places)), layout="constrained")
-    panels = figure.subplots(len(places), len(names), squeeze=False, sharey="row")
+    in_row = min(2, len(places))
+    num_rows = math.ceil(len(places) / in_row)
+    figure = Figure(figsize=(2 + 3.6 * len(names) * in_row, 3.4 * num_rows), layout="constrained")
+    grid = figure.subplots(num_rows, len(names) * in_row, squeeze=False).reshape(-1, len(names))
     styles = styles_of(methods)
-    for row, place in zip(panels, places, strict=True):
-        for axes, name in zip(row, names, strict=True):
+    handles = [
+        grid[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
+        for method, (color, marker) in styles.items()
+    ]
+    for axes in grid[len(places) :].flat:
+        axes.remove()
+    for panels, place in zip(grid, places, strict=False):
+        for axes, name in zip(panels, names, strict=True):
             shown = [each for each in found if each.where == place and math.isfinite(fmean(each.perplexities))]
             costs_of_shown = ((each, each.flops if name == "FLOPs" else each.time) for each in shown)
             points = [(each, cost) for each, cost in costs_of_shown if cost is not None]
             if not points:
                 axes.remove()
                 continue
+            if axes is not panels[0]:
+                axes.sharey(panels[0])
             for each, cost in points:
                 mean, (color, marker) = fmean(each.perplexities), styles[each.method]
                 axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
@@ -216,11 +226,7 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
             axes.set_title(place, fontsize=9)
             axes.set_xlabel(f"{name} of training, relative to Kerple")
             axes.grid(alpha=0.3, which="both")
-        row[0].set_ylabel(f"perplexity at {COST_FACTOR} x the train length")
-    handles = [
-        panels[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
-        for method, (color, marker) in styles.items()
-    ]
+        panels[0].set_ylabel(f"perplexity at {COST_FACTOR} x the train length")
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
 
