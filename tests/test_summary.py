@@ -95,6 +95,11 @@ def test_costs_are_relative_to_kerple_with_its_number_of_steps():
         points = [line.get_xdata() for line in axes.get_lines() if line.get_marker() != "None"]
         assert [point[0] for point in points if len(point)] == pytest.approx(costs)
     assert len(summary.cost_figure(summary.costs([trained])).axes) == 1  # without times
+    assert summary.costs([trained, group_of("table7", *timed)]) == summary.costs([trained])  # times of other steps
+    places = [dataclasses.replace(each, where=where) for where in "abc" for each in found]
+    untimed = [dataclasses.replace(each, where="d", time=None) for each in found]
+    titles = [axes.get_title() for axes in summary.cost_figure([*places, *untimed]).axes]
+    assert titles == ["a", "a", "b", "b", "c", "c", "d"]
     changed = dataclasses.replace(dape, method="dape1x3-kerple-bias")
     with_change = summary.costs([trained, group_of("variants", changed)])
     assert "dape1x3-kerple-bias" in {each.method for each in with_change}

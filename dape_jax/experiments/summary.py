@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
@@ -152,10 +153,14 @@ class Cost:
 
 
 def step_times(groups: Sequence[Group]) -> dict[tuple[str, str, str], float]:
-    """Return the milliseconds of a step, measured in turns, by preset, size with train length, and method."""
+    """Return the milliseconds of a step, measured in turns, by preset, size with train length, and method.
+
+    Times of steps with another batch than the runs' (table 7) are omitted.
+    """
     found: dict[tuple[str, str, str], float] = {}
     for group in groups:
-        for series in group.series if EXPERIMENTS[group.experiment].metric == "step_ms" else ():
+        experiment = EXPERIMENTS[group.experiment]
+        for series in group.series if experiment.metric == "step_ms" and experiment.step_batch is None else ():
             mean = fmean(series.over_seeds(series.train_length))
             for method in (series.method, *(_LONGER if series.method == "kerple" else ())):
                 found[group.preset, _trained_at(group, series), method] = mean
@@ -197,18 +202,13 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
     found = [each for each in found if each.method not in _OMITTED]
     places, methods = (list(dict.fromkeys(getattr(each, field) for each in found)) for field in ("where", "method"))
     names = ["FLOPs", *(["time"] if any(each.time is not None for each in found) else [])]
-    in_row = min(2, len(places))
-    num_rows = math.ceil(len(places) / in_row)
-    figure = Figure(figsize=(2 + 3.6 * len(names) * in_row, 3.4 * num_rows), layout="constrained")
-    grid = figure.subplots(num_rows, len(names) * in_row, squeeze=False).reshape(-1, len(names))
+    figure, grid = _grid(len(places), len(names))
     styles = styles_of(methods)
     handles = [
         grid[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
         for method, (color, marker) in styles.items()
     ]
-    for axes in grid[len(places) :].flat:
-        axes.remove()
-    for panels, place in zip(grid, places, strict=False):
+    for panels, place in zip(grid, places, strict=True):
         for axes, name in zip(panels, names, strict=True):
             shown = [each for each in found if each.where == place and math.isfinite(fmean(each.perplexities))]
             costs_of_shown = ((each, each.flops if name == "FLOPs" else each.time) for each in shown)
@@ -229,6 +229,17 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
         panels[0].set_ylabel(f"perplexity at {COST_FACTOR} x the train length")
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
+
+
+def _grid(num_places: int, num_panels: int) -> tuple[Figure, np.ndarray]:
+    """Return a figure with the panels of two places in each row, and its panels, [num_places, num_panels]."""
+    in_row = min(2, num_places)
+    num_rows = math.ceil(num_places / in_row)
+    figure = Figure(figsize=(2 + 3.6 * num_panels * in_row, 3.4 * num_rows), layout="constrained")
+    grid = figure.subplots(num_rows, num_panels * in_row, squeeze=False).reshape(-1, num_panels)
+    for axes in grid[num_places:].flat:
+        axes.remove()
+    return figure, grid[:num_places]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +273,7 @@ def learning(groups: Sequence[Group]) -> list[Learned]:
 
 
 def learning_figure(found: Sequence[Learned]) -> Figure | None:
-    """Draw the losses of Kerple and of DAPE on Kerple, a row for each text and train length; None without losses."""
+    """Draw the losses of Kerple and of DAPE on Kerple on each text, at each train length; None without losses."""
     shown = [each for each in found if each.method in _COMPARED]
     if not shown:
         return None
@@ -270,14 +281,16 @@ def learning_figure(found: Sequence[Learned]) -> Figure | None:
     labels = {"step": "step", "minutes": "time of the training steps (minutes)"}
     fields = list(labels) if any(each.minutes is not None for each in shown) else ["step"]
     colors = {method: f"C{index}" for index, method in enumerate(methods)}
-    figure = Figure(figsize=(2 + 4.6 * len(fields), 3.4 * len(places)), layout="constrained")
-    panels = figure.subplots(len(places), len(fields), squeeze=False, sharey="row")
-    for row, place in zip(panels, places, strict=True):
-        for axes, field in zip(row, fields, strict=True):
+    figure, grid = _grid(len(places), len(fields))
+    handles = [grid[0, 0].plot([], [], color=color, label=method)[0] for method, color in colors.items()]
+    for panels, place in zip(grid, places, strict=True):
+        for axes, field in zip(panels, fields, strict=True):
             here = [each for each in shown if each.where == place and getattr(each, field) is not None]
             if not here:
                 axes.remove()
                 continue
+            if axes is not panels[0]:
+                axes.sharey(panels[0])
             for method, seed in dict.fromkeys((each.method, each.seed) for each in here):
                 curve = [each for each in here if (each.method, each.seed) == (method, seed)]
                 points = [getattr(each, field) for each in curve], drawn(each.nats for each in curve)
@@ -285,8 +298,7 @@ def learning_figure(found: Sequence[Learned]) -> Figure | None:
             axes.set_title(place, fontsize=9)
             axes.set_xlabel(labels[field])
             axes.grid(alpha=0.3)
-        row[0].set_ylabel("validation loss (nats per token)")
-    handles = [panels[0, 0].plot([], [], color=color, label=method)[0] for method, color in colors.items()]
+        panels[0].set_ylabel("validation loss (nats per token)")
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
 
