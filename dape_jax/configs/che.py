@@ -43,8 +43,9 @@ NUM_PROGRAMS = 5  # programs compiled for training, one for each padded length o
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
-    more = dict(task="", positions=0, computation_steps=0, causal=0)
-    more |= dict(num_steps=200_000, batch=128, learning_rate=1e-3, seed=0)
+    more = dict(
+        task="", positions=0, computation_steps=0, causal=0, num_steps=200_000, batch=128, learning_rate=1e-3, seed=0
+    )
     choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS, **more)
     require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"must be one of {list(TASKS)}")
     require(choice["causal"] in (0, 1), "config argument", f"causal={choice['causal']}", "must be 0 or 1")

@@ -123,7 +123,7 @@ _SMALL = Preset(
     on_tasks=TaskPreset(
         recipe="che.py",
         tasks=(
-            *("even_pairs", "missing_duplicate_string", "stack_manipulation"),  # of claims about single tasks
+            *("even_pairs", "missing_duplicate_string", "stack_manipulation"),  # claims name these
             *("cycle_navigation", "reverse_string", "duplicate_string"),
         ),
         methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),

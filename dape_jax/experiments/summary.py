@@ -98,13 +98,13 @@ def _trained_at(group: Group, series: Series) -> str:
 
 def gain_figure(found: Sequence[Gain]) -> Figure:
     """Draw the gains: a panel for each factor, a row for each method on each text at each train length."""
-    settings = list(dict.fromkeys(each.where for each in found))
+    places = list(dict.fromkeys(each.where for each in found))
     measured = {(each.method, each.where) for each in found}
     rows: dict[tuple[str, str], int] = {}
     labels: dict[float, str] = {}  # by the height of the middle of a method's rows
     borders = [0]  # one row between methods
     for method in METHODS:
-        of_method = [(method, where) for where in settings if (method, where) in measured]
+        of_method = [(method, where) for where in places if (method, where) in measured]
         if of_method:
             rows |= {each: borders[-1] + 1 + i for i, each in enumerate(of_method)}
             labels[borders[-1] + (1 + len(of_method)) / 2] = f"{method}\nagainst {base_of(method)}"
@@ -116,7 +116,7 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
         for border in borders[1:-1]:
             axes.axhline(border, color="gray", linewidth=0.5, alpha=0.4)
         for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
-            at, color = rows[each.method, each.where], f"C{settings.index(each.where)}"
+            at, color = rows[each.method, each.where], f"C{places.index(each.where)}"
             axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
             if math.isfinite(each.low) and math.isfinite(each.high):
                 axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
@@ -132,8 +132,8 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     panels[0].set_yticks(list(labels), list(labels.values()), fontsize=7)
     panels[0].set_ylim(borders[-1], 0)
     panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
-    handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=where)[0] for i, where in enumerate(settings)]
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(settings)), fontsize=8)
+    handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=place)[0] for i, place in enumerate(places)]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
     return figure
 
 
@@ -216,8 +216,6 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
             if not points:
                 axes.remove()
                 continue
-            if axes is not panels[0]:
-                axes.sharey(panels[0])
             for each, cost in points:
                 mean, (color, marker) = fmean(each.perplexities), styles[each.method]
                 axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
@@ -232,13 +230,19 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
 
 
 def _grid(num_places: int, num_panels: int) -> tuple[Figure, np.ndarray]:
-    """Return a figure with the panels of two places in each row, and its panels, [num_places, num_panels]."""
+    """Return a figure with two places in each row, and its panels, [num_places, num_panels].
+
+    The panels of a place share the vertical axis.
+    """
     in_row = min(2, num_places)
     num_rows = math.ceil(num_places / in_row)
     figure = Figure(figsize=(2 + 3.6 * num_panels * in_row, 3.4 * num_rows), layout="constrained")
     grid = figure.subplots(num_rows, num_panels * in_row, squeeze=False).reshape(-1, num_panels)
     for axes in grid[num_places:].flat:
         axes.remove()
+    for first, *others in grid[:num_places]:
+        for axes in others:
+            axes.sharey(first)
     return figure, grid[:num_places]
 
 
@@ -289,8 +293,6 @@ def learning_figure(found: Sequence[Learned]) -> Figure | None:
             if not here:
                 axes.remove()
                 continue
-            if axes is not panels[0]:
-                axes.sharey(panels[0])
             for method, seed in dict.fromkeys((each.method, each.seed) for each in here):
                 curve = [each for each in here if (each.method, each.seed) == (method, seed)]
                 points = [getattr(each, field) for each in curve], drawn(each.nats for each in curve)
