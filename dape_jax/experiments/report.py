@@ -198,9 +198,9 @@ _INTRODUCTION = """# The paper's experiments, reproduced
 `python -m dape_jax.experiments report` writes this page from the results files in this directory; `report.json` has the
 same numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M
 parameters and more, 1.6 tokens per parameter, bytes of the standard library's source. For the tasks of table 6 it is
-`configs/che.py` with fewer steps. The preset `converged` is `configs/small.py` with 50 tokens per parameter, on a
-corpus of `scripts/corpora.py`. They test whether a claim holds at that scale; they do not reproduce the paper's
-numbers."""
+`configs/che.py` with fewer and smaller steps. The preset `converged` is `configs/small.py` with 50 tokens per
+parameter, on a corpus of `scripts/corpora.py`. They test whether a claim holds at that scale; they do not reproduce the
+paper's numbers."""
 
 _GAIN = """## What DAPE gains
 
