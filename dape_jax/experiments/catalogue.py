@@ -317,11 +317,46 @@ def _dape_is_better(methods: Iterable[str], train_length: int, lengths: tuple[in
     """Return two claims on DAPE1x3-Kerple and each method: at the train length, the first of `lengths`, and beyond."""
     return tuple(
         Claim(
-            f"DAPE1x3-Kerple is better than {method} {where}",
+            f"trained at {train_length}, DAPE1x3-Kerple is better than {method} {where}",
             better("dape1x3-kerple", method, (train_length,), lambda _, compared=compared: compared),
         )
         for method in methods
         for where, compared in (("at the train length", lengths[:1]), ("at every length beyond", lengths[1:]))
+    )
+
+
+def _after_fifty_tokens(train_length: int) -> tuple[Claim, ...]:
+    """Return the claims of `converged` on models trained at one length."""
+    at, where = (train_length,), f"trained at {train_length}, "
+    return (
+        *_dape_is_better(("kerple", "dape1x1-kerple", "alibi"), train_length, _to_16384(train_length)),
+        Claim(
+            f"{where}DAPE1x3-Kerple is better than RoPE at the train length",
+            better("dape1x3-kerple", "rope", at, lambda t: (t,)),
+        ),
+        Claim(f"{where}DAPE1x3 improves RoPE at every length", better("dape1x3-rope", "rope", at, _to_16384)),
+        Claim(
+            f"{where}DAPE1x3-Kerple is better at 16384 than at {train_length}",
+            (Less(Cell("dape1x3-kerple", train_length, 16384), Cell("dape1x3-kerple", train_length, train_length)),),
+        ),
+    )
+
+
+def _gains_from_context(train_length: int) -> tuple[Claim, ...]:
+    """Return the claims of `context` on models trained at one length."""
+    at, where, lengths = (train_length,), f"trained at {train_length}, ", _to_16384(train_length)[1:]
+    return (
+        *(
+            Claim(
+                f"{where}more context helps {method} at every length (delta above 0)",
+                tuple(Less(0.0, Cell(method, train_length, length)) for length in lengths),
+            )
+            for method in ("dape1x3-kerple", "dape1x1-kerple", "kerple")
+        ),
+        Claim(
+            f"{where}it helps DAPE1x3-Kerple more than Kerple",
+            better("kerple", "dape1x3-kerple", at, lambda _: lengths),
+        ),
     )
 
 
@@ -735,29 +770,7 @@ EXPERIMENTS = {
         methods=_CONVERGED,
         train_lengths=(256, 512),
         longest=16384,
-        claims=(
-            Claim(
-                "DAPE1x3-Kerple is better than Kerple at every length",
-                better("dape1x3-kerple", "kerple", (256, 512), _to_16384),
-            ),
-            Claim(
-                "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length",
-                better("dape1x3-kerple", "dape1x1-kerple", (256, 512), _to_16384),
-            ),
-            Claim(
-                "DAPE1x3-Kerple is better than ALiBi at every length",
-                better("dape1x3-kerple", "alibi", (256, 512), _to_16384),
-            ),
-            Claim(
-                "DAPE1x3-Kerple is better than RoPE at the train length",
-                better("dape1x3-kerple", "rope", (256, 512), lambda t: (t,)),
-            ),
-            Claim("DAPE1x3 improves RoPE at every length", better("dape1x3-rope", "rope", (256, 512), _to_16384)),
-            Claim(
-                "DAPE1x3-Kerple is better at 16384 than at its train length",
-                tuple(Less(Cell("dape1x3-kerple", t, 16384), Cell("dape1x3-kerple", t, t)) for t in (256, 512)),
-            ),
-        ),
+        claims=(*_after_fifty_tokens(256), *_after_fifty_tokens(512)),
     ),
     "equal_time": Experiment(
         title="Kerple trained for longer than DAPE1x3-Kerple, which has fifty tokens per parameter",
@@ -775,19 +788,7 @@ EXPERIMENTS = {
         train_lengths=(256, 512),
         longest=16384,
         metric="delta",
-        claims=(
-            *(
-                Claim(
-                    f"more context helps {method} at every length (delta above 0)",
-                    tuple(Less(0.0, Cell(method, t, length)) for t in (256, 512) for length in _to_16384(t)[1:]),
-                )
-                for method in ("dape1x3-kerple", "dape1x1-kerple", "kerple")
-            ),
-            Claim(
-                "it helps DAPE1x3-Kerple more than Kerple",
-                better("kerple", "dape1x3-kerple", (256, 512), lambda t: _to_16384(t)[1:]),
-            ),
-        ),
+        claims=(*_gains_from_context(256), *_gains_from_context(512)),
     ),
     "appendixE": Experiment(
         title="a wider kernel against more channels, at about the same cost",
