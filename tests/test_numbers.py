@@ -76,8 +76,8 @@ def readme() -> Iterator[Statement]:
         [each[length] for each in (dape, kerple) for length in (64, 2048)],
     )
     yield (
-        "| the same after 20 M tokens of SageMath's manual (two seeds; more steps: one) | #, # "
-        "| #, #; 1.7 times the steps: #, # |",
+        "| the same after 20 M tokens of SageMath's manual (mean of two seeds) | #, # "
+        "| #, #; 1.7 times the steps, one seed: #, # |",
         [
             value
             for method in ("dape1x3-kerple", "kerple", "kerple-8500-steps")
