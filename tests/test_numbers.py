@@ -643,6 +643,68 @@ def test_numbers_of_a_page_are_those_of_its_files(page):
     assert not [found for statement in PAGES[page]() if (found := difference(text, statement))]
 
 
+# What pages say of the verdict of claims: words, verdict, experiment, parts of its claims.
+VERDICTS = {
+    "README.md": [
+        ("Kerple alone becomes about as good (undecided,", "undecided", "cost", "kerple-900-steps"),
+    ],
+    "docs/reproducing.md": [
+        ("These three claims **hold**", "holds", "fig5", "improves ALiBi", "improves Kerple", "improves FIRE"),
+        ("better than Kerple at every length: **holds**", "holds", "table4", "better than Kerple"),
+        ("better than Kerple at every length: **holds**", "holds", "table5", "better than Kerple"),
+        ("at every length: **holds** with Kerple and FIRE", "holds", "fig5", "(1x1)"),
+        ("have better means than 3, without a verdict", "undecided", "table4", "5 and 7"),
+        ("have better means than 3, without a verdict", "undecided", "table5", "5 and 7"),
+        ("the best of eight methods at every length: **holds** (`table2`)", "holds", "table2", "the best of all"),
+        ("better than CoPE at every length: **holds** (`table9`)", "holds", "table9", "CoPE"),
+        ("Transformer-XL is undecided", "undecided", "table9", "Transformer-XL"),
+        ('is below that at the train length" is **contradicted**', "contradicted", "table5", "longest length is below"),
+        ('more than doubles at twice the train length" is **contradicted**', "contradicted", "fig2", "RoPE fails"),
+        ('about 1 (below 1.1)" is **contradicted**', "contradicted", "fig6", "is about 1 (below 1.1)"),
+        ('(ratio above 0.75, 0.82, 0.89)" is **contradicted**', "contradicted", "table7", "above 0.75, 0.82, 0.89"),
+        ("than RoPE trained there: **holds** (`fig3`)", "holds", "fig3", "RoPE trained at 4096"),
+        ("as in the paper, is undecided", "undecided", "fig3", "the best DAPE1x3-Kerple is the one trained"),
+        ("both **hold**. But", "holds", "table1", "helps DAPE1x3-Kerple at every length", "harms RoPE"),
+        ("the best of nine methods at every length", "undecided", "fig2", "the best of all"),
+        ("(`fig4`). The claim on them is undecided", "undecided", "fig4", "better than DAPE-Kerple (1x1)"),
+        ("the best of five methods there is undecided", "undecided", "table3", "the best of all"),
+        ("improves FIRE at every length also where", "holds", "fire", "DAPE1x3 improves FIRE"),
+        ("trained at 128, at every length also with", "holds", "variants", "better than Kerple", "improves Kerple"),
+        ("worse than DAPE1x3 is undecided", "undecided", "variants", "DAPE1x3 is better than DAPE1x3"),
+        ("(`cost`, undecided)", "undecided", "cost", "kerple-900-steps"),
+        ("For twice the steps Kerple is better", "contradicted", "cost", "kerple-1200-steps"),
+        ("(undecided); wider and deeper models are worse", "undecided", "cost", "kerple-840-steps"),
+        ("wider and deeper models are worse", "holds", "cost", "width-116", "5-layers"),
+        ("4,096 than at 64: both **hold**", "holds", "converged", "256, DAPE1x3-Kerple is better at 16384"),
+        ("4,096 than at 64: both **hold**", "holds", "converged", "256, DAPE1x3-Kerple is better than kerple at every"),
+        ("too is **undecided**", "undecided", "converged", "256, DAPE1x3-Kerple is better than kerple at the train"),
+        ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context", "trained at 256"),
+    ],
+}
+
+
+def verdicts_of(experiment: str, part: str) -> set[str]:
+    """Return the verdicts of the claims of an experiment with these words, on any text, without untested ones."""
+    claims = [claim for group in read("report.json")[experiment].values() for claim in group["claims"]]
+    return {claim["verdict"] for claim in claims if part in claim["claim"]} - {"not tested"}
+
+
+@pytest.mark.parametrize("page", VERDICTS)
+def test_verdicts_of_a_page_are_those_of_the_report(page):
+    text = " ".join((ROOT / page).read_text().split())
+    for words, verdict, experiment, *parts in VERDICTS[page]:
+        assert words in text
+        assert {part: verdicts_of(experiment, part) for part in parts} == {part: {verdict} for part in parts}, words
+
+
+def test_every_verdict_of_reproducing_is_tested():
+    text = " ".join((ROOT / "docs/reproducing.md").read_text().split())
+    (rest,) = re.findall("not tested so far:(.*)## Exactness", text)
+    for words, *_ in VERDICTS["docs/reproducing.md"]:
+        rest = rest.replace(words, "")
+    assert not re.findall(r".{,60}\b(?:holds?|contradicted|undecided)\b", rest)
+
+
 OTHERS = {  # first cells of rows whose numbers have no raw file in this repository
     "docs/kernel.md": {"350M"},  # the paper's
 }
