@@ -9,10 +9,10 @@ Sizes and lengths are the paper's, as in `groups.Group`.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 
-import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
@@ -199,51 +199,54 @@ def cost_figure(found: Sequence[Cost]) -> Figure:
 
     Changes of DAPE (`variants`) and other learning rates (`rates`) are omitted.
     """
-    found = [each for each in found if each.method not in _OMITTED]
-    places, methods = (list(dict.fromkeys(getattr(each, field) for each in found)) for field in ("where", "method"))
-    names = ["FLOPs", *(["time"] if any(each.time is not None for each in found) else [])]
-    figure, grid = _grid(len(places), len(names))
-    styles = styles_of(methods)
+    found = [each for each in found if each.method not in _OMITTED and math.isfinite(fmean(each.perplexities))]
+    points: dict[tuple[str, str], list[tuple[Cost, float]]] = {}
+    for each in found:
+        points.setdefault((each.where, "FLOPs"), []).append((each, each.flops))
+        if each.time is not None:
+            points.setdefault((each.where, "time"), []).append((each, each.time))
+    figure, panels = _panels(points, f"perplexity at {COST_FACTOR} x the train length")
+    styles = styles_of(list(dict.fromkeys(each.method for each in found)))
+    for (place, name), axes in panels.items():
+        for each, cost in points[place, name]:
+            color, marker = styles[each.method]
+            axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
+            axes.plot([cost], [fmean(each.perplexities)], marker=marker, color=color, alpha=0.8, linestyle="")
+        log_y_axis(axes)
+        axes.set_xlabel(f"{name} of training, relative to Kerple")
+        axes.grid(alpha=0.3, which="both")
     handles = [
-        grid[0, 0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
+        figure.axes[0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
         for method, (color, marker) in styles.items()
     ]
-    for panels, place in zip(grid, places, strict=True):
-        for axes, name in zip(panels, names, strict=True):
-            shown = [each for each in found if each.where == place and math.isfinite(fmean(each.perplexities))]
-            costs_of_shown = ((each, each.flops if name == "FLOPs" else each.time) for each in shown)
-            points = [(each, cost) for each, cost in costs_of_shown if cost is not None]
-            if not points:
-                axes.remove()
-                continue
-            for each, cost in points:
-                mean, (color, marker) = fmean(each.perplexities), styles[each.method]
-                axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
-                axes.plot([cost], [mean], marker=marker, color=color, alpha=0.8, linestyle="")
-            log_y_axis(axes)
-            axes.set_title(place, fontsize=9)
-            axes.set_xlabel(f"{name} of training, relative to Kerple")
-            axes.grid(alpha=0.3, which="both")
-        panels[0].set_ylabel(f"perplexity at {COST_FACTOR} x the train length")
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
 
 
-def _grid(num_places: int, num_panels: int) -> tuple[Figure, np.ndarray]:
-    """Return a figure with two places in each row, and its panels, [num_places, num_panels].
+def _panels(keys: Collection[tuple[str, str]], label: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
+    """Return a figure and its panels: one for each place and quantity, places with more quantities first.
 
-    The panels of a place share the vertical axis.
+    The panels of a place are side by side and share the vertical axis, with its label on the first.
     """
-    in_row = min(2, num_places)
-    num_rows = math.ceil(num_places / in_row)
-    figure = Figure(figsize=(2 + 3.6 * num_panels * in_row, 3.4 * num_rows), layout="constrained")
-    grid = figure.subplots(num_rows, num_panels * in_row, squeeze=False).reshape(-1, num_panels)
-    for axes in grid[num_places:].flat:
-        axes.remove()
-    for first, *others in grid[:num_places]:
+    quantities: dict[str, list[str]] = {}
+    for place, quantity in keys:
+        quantities.setdefault(place, []).append(quantity)
+    ordered = sorted(quantities, key=lambda place: -len(quantities[place]))
+    num_columns = min(4, len(keys))
+    num_rows = math.ceil(len(keys) / num_columns)
+    figure = Figure(figsize=(2 + 3.6 * num_columns, 3.4 * num_rows), layout="constrained")
+    free = iter(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    panels: dict[tuple[str, str], Axes] = {}
+    for place in ordered:
+        first, *others = (panels.setdefault((place, quantity), next(free)) for quantity in quantities[place])
+        first.set_ylabel(label)
         for axes in others:
             axes.sharey(first)
-    return figure, grid[:num_places]
+        for axes in (first, *others):
+            axes.set_title(place, fontsize=9)
+    for axes in free:
+        axes.remove()
+    return figure, panels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,26 +284,20 @@ def learning_figure(found: Sequence[Learned]) -> Figure | None:
     shown = [each for each in found if each.method in _COMPARED]
     if not shown:
         return None
-    places, methods = (list(dict.fromkeys(getattr(each, field) for each in shown)) for field in ("where", "method"))
-    labels = {"step": "step", "minutes": "time of the training steps (minutes)"}
-    fields = list(labels) if any(each.minutes is not None for each in shown) else ["step"]
-    colors = {method: f"C{index}" for index, method in enumerate(methods)}
-    figure, grid = _grid(len(places), len(fields))
-    handles = [grid[0, 0].plot([], [], color=color, label=method)[0] for method, color in colors.items()]
-    for panels, place in zip(grid, places, strict=True):
-        for axes, field in zip(panels, fields, strict=True):
-            here = [each for each in shown if each.where == place and getattr(each, field) is not None]
-            if not here:
-                axes.remove()
-                continue
-            for method, seed in dict.fromkeys((each.method, each.seed) for each in here):
-                curve = [each for each in here if (each.method, each.seed) == (method, seed)]
-                points = [getattr(each, field) for each in curve], drawn(each.nats for each in curve)
-                axes.plot(*points, marker="o", markersize=3, linewidth=1, color=colors[method])
-            axes.set_title(place, fontsize=9)
-            axes.set_xlabel(labels[field])
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("validation loss (nats per token)")
+    curves: dict[tuple[str, str], dict[tuple[str, int], list[Learned]]] = {}
+    for each in shown:
+        for quantity in ("step",) if each.minutes is None else ("step", "minutes"):
+            of_panel = curves.setdefault((each.where, quantity), {})
+            of_panel.setdefault((each.method, each.seed), []).append(each)
+    figure, panels = _panels(curves, "validation loss (nats per token)")
+    colors = {method: f"C{index}" for index, method in enumerate(dict.fromkeys(each.method for each in shown))}
+    for (place, quantity), axes in panels.items():
+        for (method, _), curve in curves[place, quantity].items():
+            points = [getattr(each, quantity) for each in curve], drawn(each.nats for each in curve)
+            axes.plot(*points, marker="o", markersize=3, linewidth=1, color=colors[method])
+        axes.set_xlabel("step" if quantity == "step" else "time of the training steps (minutes)")
+        axes.grid(alpha=0.3)
+    handles = [figure.axes[0].plot([], [], color=color, label=method)[0] for method, color in colors.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize=8)
     return figure
 
