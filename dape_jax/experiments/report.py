@@ -455,7 +455,7 @@ def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:
 
 
 def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
-    """Plot the mean over seeds and their range; a single number is a marker with its name next to it."""
+    """Plot the mean over seeds and their range; a single number is a marker with its name below it."""
     over_seeds = [series.over_seeds(length) for length in series.lengths()]
     lengths = [length // divisor for length in series.lengths()]
     width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
@@ -463,7 +463,7 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
     if len(lengths) == 1:
         axes.plot(lengths, means, marker="D", markersize=6, linestyle="", label=name, color=color)
         if math.isfinite(means[0]):
-            at = {"xytext": (6, 4), "textcoords": "offset points"}
+            at = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
             axes.annotate(name, (lengths[0], means[0]), **at, fontsize=7, color=color)
         return
     axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
