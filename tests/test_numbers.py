@@ -55,12 +55,16 @@ def by_length(name: str, run: str, key: str = "perplexity", **wanted: Any) -> di
     return {each["length"]: each[key] for each in select(read(name)["runs"], name=run, **wanted)["lengths"]}
 
 
+def claims_of(experiment: str) -> list[dict[str, Any]]:
+    """Return the claims of an experiment in the report, on all texts."""
+    return [claim for group in read("report.json")[experiment].values() for claim in group["claims"]]
+
+
 def verdicts() -> list[float]:
     """Return the numbers of the paper's claims: all, those that hold, contradicted, undecided and untested ones."""
     experiments = {name: each for name, each in EXPERIMENTS.items() if each.source != NOT_IN_PAPER}
     total = sum(len(each.claims) for each in experiments.values())
-    groups = [group for name in experiments for group in read("report.json")[name].values()]
-    found = Counter(claim["verdict"] for group in groups for claim in group["claims"])
+    found = Counter(claim["verdict"] for name in experiments for claim in claims_of(name))
     holding, contradicted, undecided = (found[verdict] for verdict in ("holds", "contradicted", "undecided"))
     return [total, holding, contradicted, undecided, total - holding - contradicted - undecided]
 
@@ -692,8 +696,7 @@ VERDICTS = {
 
 def verdicts_of(experiment: str, part: str) -> set[str]:
     """Return the verdicts of the claims of an experiment with these words, on any text, without untested ones."""
-    claims = [claim for group in read("report.json")[experiment].values() for claim in group["claims"]]
-    return {claim["verdict"] for claim in claims if part in claim["claim"]} - {"not tested"}
+    return {claim["verdict"] for claim in claims_of(experiment) if part in claim["claim"]} - {"not tested"}
 
 
 @pytest.mark.parametrize("page", VERDICTS)

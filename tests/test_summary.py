@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from dape_jax.experiments import summary
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS
@@ -71,6 +72,12 @@ def test_the_figure_of_gains_has_a_row_for_each_measured_gain_and_no_others():
     assert figure.axes[0].get_ylim() == (7, 0)
 
 
+def figure_of(costs: list[summary.Cost]) -> Figure:
+    figure = summary.cost_figure(costs)
+    assert figure is not None
+    return figure
+
+
 def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     kerple = series_of("kerple", {4096: 2.0}, train_flops=100.0, num_steps=600)
     more = series_of("kerple-840-steps", {4096: 1.9}, train_flops=140.0, num_steps=840)
@@ -89,23 +96,26 @@ def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     found = summary.costs([trained, group_of("times", *timed)])
     assert [each.time for each in found] == pytest.approx([1.0, 1.4, 1.6])
     assert found[2].perplexities == tuple(dape.over_seeds(4096))
-    figure = summary.cost_figure(found)
+    figure = figure_of(found)
     assert [text.get_text() for text in figure.legends[0].texts] == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
     for axes, costs in zip(figure.axes, ([1.0, 1.4, 1.4], [1.0, 1.4, 1.6]), strict=True):
         points = [line.get_xdata() for line in axes.get_lines() if line.get_marker() != "None"]
         assert [point[0] for point in points if len(point)] == pytest.approx(costs)
-    assert len(summary.cost_figure(summary.costs([trained])).axes) == 1  # without times
+    assert len(figure_of(summary.costs([trained])).axes) == 1  # without times
     assert summary.costs([trained, group_of("table7", *timed)]) == summary.costs([trained])  # times of other steps
     places = [dataclasses.replace(each, where=where) for where in "abc" for each in found]
     untimed = [dataclasses.replace(each, where="d", time=None) for each in found]
-    titles = [axes.get_title() for axes in summary.cost_figure([*places, *untimed]).axes]
+    titles = [axes.get_title() for axes in figure_of([*places, *untimed]).axes]
     assert titles == ["a", "a", "b", "b", "c", "c", "d"]
     changed = dataclasses.replace(dape, method="dape1x3-kerple-bias")
     with_change = summary.costs([trained, group_of("variants", changed)])
     assert "dape1x3-kerple-bias" in {each.method for each in with_change}
-    labels = [text.get_text() for text in summary.cost_figure(with_change).legends[0].texts]
+    labels = [text.get_text() for text in figure_of(with_change).legends[0].texts]
     assert labels == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
     assert summary.costs([group_of("cost", dape)]) == []
+    diverged = [dataclasses.replace(each, perplexities=(math.inf,)) for each in found]
+    assert summary.cost_figure(diverged) is None
+    assert len(figure_of([*found, *diverged]).axes) == 2
 
 
 def test_losses_are_by_step_and_by_the_time_of_the_steps():

@@ -101,8 +101,9 @@ def write(results: Path) -> Path:
         if gained := gains(groups):
             _write_summary(results, "gain", gain_figure(gained), gained)
             parts += [_GAIN, "![gain](gain.png)"]
-        if spent := costs(groups):
-            _write_summary(results, "cost", cost_figure(spent), spent)
+        spent = costs(groups)
+        if (figure := cost_figure(spent)) is not None:
+            _write_summary(results, "cost", figure, spent)
             parts += [_COST, "![cost](cost.png)"]
         learned = learning(groups)
         if (figure := learning_figure(learned)) is not None:

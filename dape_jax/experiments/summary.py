@@ -194,12 +194,14 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
     return found
 
 
-def cost_figure(found: Sequence[Cost]) -> Figure:
+def cost_figure(found: Sequence[Cost]) -> Figure | None:
     """Draw perplexity by cost: for each text and train length a panel for FLOPs and, if measured, one for time.
 
-    Changes of DAPE (`variants`) and other learning rates (`rates`) are omitted.
+    Changes of DAPE (`variants`), other learning rates (`rates`) and diverged models are omitted; None without others.
     """
     found = [each for each in found if each.method not in _OMITTED and math.isfinite(fmean(each.perplexities))]
+    if not found:
+        return None
     points: dict[tuple[str, str], list[tuple[Cost, float]]] = {}
     for each in found:
         points.setdefault((each.where, "FLOPs"), []).append((each, each.flops))
@@ -238,7 +240,9 @@ def _panels(keys: Collection[tuple[str, str]], label: str) -> tuple[Figure, dict
     free = iter(figure.subplots(num_rows, num_columns, squeeze=False).flat)
     panels: dict[tuple[str, str], Axes] = {}
     for place in ordered:
-        first, *others = (panels.setdefault((place, quantity), next(free)) for quantity in quantities[place])
+        of_place = {(place, quantity): next(free) for quantity in quantities[place]}
+        panels |= of_place
+        first, *others = of_place.values()
         first.set_ylabel(label)
         for axes in others:
             axes.sharey(first)
