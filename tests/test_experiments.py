@@ -455,6 +455,10 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert claim["difference"] == pytest.approx(-90)
     assert claim["minutes"] == pytest.approx(sum(json.loads(file.read_bytes())["wall_seconds"] for file in files) / 60)
     assert (claim["verdict"], claim["low"] <= claim["difference"] <= claim["high"]) == ("holds", True)
+    (pair,) = claim["pairs"]
+    assert (pair["pair"], pair["verdict"]) == ("b T16 against 10.00 x a T16", "holds")
+    assert {pair["weakest"], claim["deciding"]} == {"b T16 at 32 against 10.00 x a T16 at 32"}
+    assert pair["difference"] == claim["difference"]
     (series,) = [series for series in described["one"]["tiny-text"]["series"] if series["method"] == "a"]
     assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
     assert (Path(small_world["results"]) / "one" / "tiny-text.png").stat().st_size > 10_000

@@ -148,13 +148,17 @@ def test_all_lengths_of_two_models_are_one_pair():
     for cell in values:
         if cell.method == "a":
             values[cell] = {0: 0.5, 1: 0.5001, 2: 0.5}
-    claim = Claim("", tuple(Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)))
+    claim = Claim("better", tuple(Less(cells["a", t, at], cells["b", t, at]) for t in (16, 32) for at in (32, 64, 128)))
     judgement = judge(claim, lookup_of(values), "perplexity")
-    assert (judgement.verdict, judgement.holding, judgement.contradicted, judgement.pairs) == ("holds", 2, 0, 2)
+    assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("holds", 2, 0)
+    assert judgement.of_pairs == ("holds", "holds")
 
     values[cells["a", 32, 64]] = {0: 0.5, 1: 1.5, 2: 1.0}  # one length of one pair is noisy
     judgement = judge(claim, lookup_of(values), "perplexity")
     assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("undecided", 1, 0)
+    assert judgement.of_pairs == ("holds", "undecided")
+    names = [describe(pair.weakest.less, "perplexity", with_length=False) for pair in judgement.pairs]
+    assert names == ["a T16 against b T16", "a T32 against b T32"]
     assert describe(judgement.deciding.less, "perplexity") == "a T32 at 64 against b T32 at 64"
     assert describe(Less(0.0, Cell("a", 128, 256)), "delta", 4) == "0 minus a T32 at 64"
     assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
@@ -162,6 +166,9 @@ def test_all_lengths_of_two_models_are_one_pair():
     values[cells["a", 32, 64]] = {0: 2.0, 1: 2.0001, 2: 2.0}  # and now it is reversed
     judgement = judge(claim, lookup_of(values), "perplexity")
     assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("contradicted", 1, 1)
+    assert judgement.of_pairs == ("holds", "contradicted")
+    lines = report._parts([(report.Group("fig2", "small", "text", {}, []), [judgement])])
+    assert lines == ["- fig2 small, text, better. Holds: a T16 against b T16; contradicted: a T32 against b T32."]
     assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
 

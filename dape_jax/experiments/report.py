@@ -47,7 +47,10 @@ from dape_jax.experiments.summary import (
 from dape_jax.experiments.verdicts import (
     MIN_SEEDS,
     VERDICTS,
+    Difference,
     Judgement,
+    Pair,
+    Verdict,
     describe,
     difference,
     format_difference,
@@ -162,11 +165,25 @@ def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
     if item.deciding is None:
         return content
     metric = EXPERIMENTS[group.experiment].metric
-    content |= {"pairs": item.pairs, "holding": item.holding, "contradicted": item.contradicted}
-    content |= {"deciding": describe(item.deciding.less, metric, group.divisor), "unit": "%" if is_log(metric) else ""}
-    content |= dict(zip(("difference", "low", "high"), in_units(item.deciding, metric), strict=True))
-    content["seeds"] = item.deciding.num_seeds
+    content |= {"holding": item.holding, "contradicted": item.contradicted, "unit": "%" if is_log(metric) else ""}
+    content |= {"deciding": describe(item.deciding.less, metric, group.divisor)} | _numbers(item.deciding, metric)
+    content["pairs"] = [
+        {"pair": _pair_name(group, pair), "verdict": verdict}
+        | {"weakest": describe(pair.weakest.less, metric, group.divisor)}
+        | _numbers(pair.weakest, metric)
+        for pair, verdict in zip(item.pairs, item.of_pairs, strict=True)
+    ]
     return content | {"paper": _papers(group, item.deciding.less), "minutes": _minutes(group, item)}
+
+
+def _numbers(found: Difference, metric: str) -> dict[str, float]:
+    mean, low, high = in_units(found, metric)
+    return {"difference": mean, "low": low, "high": high, "seeds": found.num_seeds}
+
+
+def _pair_name(group: Group, pair: Pair) -> str:
+    metric = EXPERIMENTS[group.experiment].metric
+    return describe(pair.weakest.less, metric, group.divisor, with_length=False)
 
 
 def _papers(group: Group, less: Less) -> dict[str, str]:
@@ -255,6 +272,7 @@ def _readme(judged: list[tuple[Group, list[Judgement]]]) -> str:
         [
             *("", "### Claims of the paper", "", *_verdicts(judged, in_paper=True)),
             *("", "### Questions that the paper leaves open", "", *_verdicts(judged, in_paper=False)),
+            *("", "### Claims of which a part is decided", "", *_parts(judged)),
             *("", "### Notes on claims", "", *noted, *sections),
         ]
     )
@@ -281,6 +299,21 @@ def _verdicts(judged: list[tuple[Group, list[Judgement]]], *, in_paper: bool) ->
     return [*lines, "", "Not tested:", "", *untested] if untested else lines
 
 
+def _parts(judged: list[tuple[Group, list[Judgement]]]) -> list[str]:
+    """Return a line for each claim whose pairs have different verdicts, with the pairs of each verdict."""
+    lines = []
+    for group, judgements in judged:
+        for item in judgements:
+            named: dict[Verdict, list[str]] = {verdict: [] for verdict in VERDICTS}
+            for pair, verdict in zip(item.pairs, item.of_pairs, strict=True):
+                named[verdict].append(_pair_name(group, pair))
+            if len(set(item.of_pairs)) > 1:
+                parts = [f"{verdict}: {', '.join(names)}" for verdict, names in named.items() if names]
+                text = f"{'; '.join(parts)}."
+                lines.append(f"- {group.experiment} {group.title}, {item.claim.text}. {text[0].upper()}{text[1:]}")
+    return lines or ["None."]
+
+
 def _verdict_row(group: Group, item: Judgement) -> str:
     assert item.deciding is not None, item
     metric = EXPERIMENTS[group.experiment].metric
@@ -288,7 +321,7 @@ def _verdict_row(group: Group, item: Judgement) -> str:
         f"[{group.experiment}](#{group.experiment.lower()}) {group.title}",  # anchors are lower case
         item.claim.text,
         f"**{item.verdict}**",
-        f"{item.holding} of {item.pairs}",
+        f"{item.holding} of {len(item.pairs)}",
         str(item.contradicted),
         describe(item.deciding.less, metric, group.divisor),
         format_difference(item.deciding, metric),

@@ -110,17 +110,26 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """Verdict on a claim, with the numbers of its pairs that hold and that are contradicted.
+    """Verdict on a claim, with its pairs and the verdict on each.
 
     `deciding` is the comparison with the largest p-value among the required pairs; None if the claim is not tested.
     """
 
     claim: Claim
     verdict: Verdict
-    holding: int
-    contradicted: int
-    pairs: int
+    pairs: tuple[Pair, ...]
+    of_pairs: tuple[Verdict, ...]
     deciding: Difference | None
+
+    @property
+    def holding(self) -> int:
+        """Return the number of pairs that hold."""
+        return self.of_pairs.count("holds")
+
+    @property
+    def contradicted(self) -> int:
+        """Return the number of pairs that are contradicted."""
+        return self.of_pairs.count("contradicted")
 
 
 def judge(claim: Claim, lookup: Lookup, metric: str, min_seeds: int = MIN_SEEDS) -> Judgement:
@@ -128,26 +137,26 @@ def judge(claim: Claim, lookup: Lookup, metric: str, min_seeds: int = MIN_SEEDS)
 
     It is "not tested" unless the claim has comparisons, and all of them have results of `min_seeds` seeds.
     """
-    not_tested = Judgement(claim, "not tested", 0, 0, 0, None)
+    not_tested = Judgement(claim, "not tested", (), (), None)
     compared = [difference(less, lookup, metric) for less in claim.comparisons]
     grouped: dict[Any, list[Difference]] = {}
     for each, found in zip(claim.comparisons, compared, strict=True):
         if found is None or found.num_seeds < min_seeds:
             return not_tested
         grouped.setdefault(_models(each), []).append(found)
-    pairs = [Pair(tuple(each)) for each in grouped.values()]
+    pairs = tuple(Pair(tuple(each)) for each in grouped.values())
     if not pairs:
         return not_tested
-    holding = sum(holm([pair.p_holds for pair in pairs]))
-    contradicted = sum(holm([pair.p_contradicted for pair in pairs]))
+    holding, contradicted = holm([pair.p_holds for pair in pairs]), holm([pair.p_contradicted for pair in pairs])
     needed = len(pairs) if claim.at_least is None else claim.at_least
-    verdict: Verdict = "undecided"
-    if holding >= needed:
-        verdict = "holds"
-    elif contradicted > len(pairs) - needed:
-        verdict = "contradicted"
+    verdict = _verdict(sum(holding) >= needed, sum(contradicted) > len(pairs) - needed)
+    of_pairs = tuple(map(_verdict, holding, contradicted))
     deciding = sorted((pair.weakest for pair in pairs), key=lambda each: (each.p_less, each.mean))[needed - 1]
-    return Judgement(claim, verdict, holding, contradicted, len(pairs), deciding)
+    return Judgement(claim, verdict, pairs, of_pairs, deciding)
+
+
+def _verdict(holds: bool, contradicted: bool) -> Verdict:
+    return "holds" if holds else "contradicted" if contradicted else "undecided"
 
 
 def holm(p_values: Sequence[float]) -> list[bool]:
@@ -211,11 +220,12 @@ def is_log(metric: str) -> bool:
     return metric in ("perplexity", "step_ms")
 
 
-def describe(less: Less, metric: str, divisor: int = 1) -> str:
+def describe(less: Less, metric: str, divisor: int = 1, *, with_length: bool = True) -> str:
     """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`."""
     factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
     word = "against" if is_log(metric) else "minus"
-    return f"{_name(less.low, divisor)} {word} {factor}{_name(less.high, divisor)}"
+    low, high = (_name(side, divisor, with_length) for side in (less.low, less.high))
+    return f"{low} {word} {factor}{high}"
 
 
 def in_units(found: Difference, metric: str) -> tuple[float, float, float]:
@@ -252,10 +262,11 @@ def _models(less: Less) -> tuple[Any, Any]:
     return low, high
 
 
-def _name(side: Cell | Score | float, divisor: int) -> str:
+def _name(side: Cell | Score | float, divisor: int, with_length: bool) -> str:
     if isinstance(side, Score):
         methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
         return f"{' or '.join(methods)} on {side.task}"
     if isinstance(side, Cell):
-        return f"{side.method} T{side.train_length // divisor} at {side.length // divisor}"
+        model = f"{side.method} T{side.train_length // divisor}"
+        return f"{model} at {side.length // divisor}" if with_length else model
     return f"{side:g}"
