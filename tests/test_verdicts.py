@@ -159,6 +159,9 @@ def test_all_lengths_of_two_models_are_one_pair():
     assert judgement.of_pairs == ("holds", "undecided")
     names = [describe(pair.weakest.less, "perplexity", with_length=False) for pair in judgement.pairs]
     assert names == ["a T16 against b T16", "a T32 against b T32"]
+    itself = Less(cells["a", 16, 64], cells["a", 16, 32])
+    assert describe(itself, "perplexity", with_length=False) == "a T16"
+    assert describe(itself, "perplexity") == "a T16 at 64 against a T16 at 32"
     assert describe(judgement.deciding.less, "perplexity") == "a T32 at 64 against b T32 at 64"
     assert describe(Less(0.0, Cell("a", 128, 256)), "delta", 4) == "0 minus a T32 at 64"
     assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"

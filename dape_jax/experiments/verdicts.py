@@ -221,11 +221,14 @@ def is_log(metric: str) -> bool:
 
 
 def describe(less: Less, metric: str, divisor: int = 1, *, with_length: bool = True) -> str:
-    """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`."""
+    """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`.
+
+    Without lengths a model that is compared with itself is named once.
+    """
     factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
     word = "against" if is_log(metric) else "minus"
     low, high = (_name(side, divisor, with_length) for side in (less.low, less.high))
-    return f"{low} {word} {factor}{high}"
+    return low if low == f"{factor}{high}" else f"{low} {word} {factor}{high}"
 
 
 def in_units(found: Difference, metric: str) -> tuple[float, float, float]:
