@@ -150,7 +150,7 @@ def judge(claim: Claim, lookup: Lookup, metric: str, min_seeds: int = MIN_SEEDS)
     holding, contradicted = holm([pair.p_holds for pair in pairs]), holm([pair.p_contradicted for pair in pairs])
     needed = len(pairs) if claim.at_least is None else claim.at_least
     verdict = _verdict(sum(holding) >= needed, sum(contradicted) > len(pairs) - needed)
-    of_pairs = tuple(map(_verdict, holding, contradicted))
+    of_pairs: tuple[Verdict, ...] = tuple(_verdict(*each) for each in zip(holding, contradicted, strict=True))
     deciding = sorted((pair.weakest for pair in pairs), key=lambda each: (each.p_less, each.mean))[needed - 1]
     return Judgement(claim, verdict, pairs, of_pairs, deciding)
 
