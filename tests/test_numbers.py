@@ -558,7 +558,7 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         for method in ("dape1x3-kerple", "kerple-8500-steps")
     ]
     yield (
-        "by # % at eight times the train length. At the train length it is undecided, by # %.",
+        "by # % at eight times the train length. At the train length it is better by # %, which is undecided.",
         [100 * (1 - low / high) for low, high in zip(*at_equal_time, strict=True)][::-1],
     )
     best, last = converged("dape1x3-kerple", 512, 4096)
@@ -674,8 +674,8 @@ def test_numbers_of_a_page_are_those_of_its_files(page):
 VERDICTS = {
     "README.md": [
         ("Kerple alone becomes about as good (undecided,", "undecided", "cost", "kerple-900-steps"),
-        ("does so at the train length at most (undecided)", "undecided", "equal_time", "at the train length"),
-        ("and is worse beyond it", "holds", "equal_time", "at every length beyond"),
+        ("; at the train length this is undecided:", "undecided", "equal_time", "at the train length"),
+        ("it remains worse beyond the train length", "holds", "equal_time", "at every length beyond"),
     ],
     "docs/reproducing.md": [
         ("These three claims **hold**", "holds", "fig5", "improves ALiBi", "improves Kerple", "improves FIRE"),
@@ -708,9 +708,14 @@ VERDICTS = {
         ("at 64: these three claims **hold**", "holds", "converged", "256, DAPE1x3-Kerple is better than kerple at"),
         ("at 64: these three claims **hold**", "holds", "converged", "256, DAPE1x3-Kerple is better at 16384"),
         ("beyond the train length**: this **holds** at every length", "holds", "equal_time", "at every length beyond"),
-        ("At the train length it is undecided", "undecided", "equal_time", "at the train length"),
+        (
+            "At the train length it is better by 1 %, which is undecided",
+            "undecided",
+            "equal_time",
+            "at the train length",
+        ),
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
-        ("and so is that it is better than DAPE (1x1) on", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
+        ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context", "trained at 256"),
     ],
 }

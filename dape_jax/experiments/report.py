@@ -50,7 +50,6 @@ from dape_jax.experiments.verdicts import (
     Difference,
     Judgement,
     Pair,
-    Verdict,
     describe,
     difference,
     format_difference,
@@ -272,7 +271,7 @@ def _readme(judged: list[tuple[Group, list[Judgement]]]) -> str:
         [
             *("", "### Claims of the paper", "", *_verdicts(judged, in_paper=True)),
             *("", "### Questions that the paper leaves open", "", *_verdicts(judged, in_paper=False)),
-            *("", "### Claims of which a part is decided", "", *_parts(judged)),
+            *("", "### Claims with pairs of different verdicts", "", *_parts(judged)),
             *("", "### Notes on claims", "", *noted, *sections),
         ]
     )
@@ -304,13 +303,12 @@ def _parts(judged: list[tuple[Group, list[Judgement]]]) -> list[str]:
     lines = []
     for group, judgements in judged:
         for item in judgements:
-            named: dict[Verdict, list[str]] = {verdict: [] for verdict in VERDICTS}
-            for pair, verdict in zip(item.pairs, item.of_pairs, strict=True):
-                named[verdict].append(_pair_name(group, pair))
-            if len(set(item.of_pairs)) > 1:
-                parts = [f"{verdict}: {', '.join(names)}" for verdict, names in named.items() if names]
-                text = f"{'; '.join(parts)}."
-                lines.append(f"- {group.experiment} {group.title}, {item.claim.text}. {text[0].upper()}{text[1:]}")
+            verdicts = [verdict for verdict in VERDICTS if verdict in item.of_pairs]
+            if len(verdicts) > 1:
+                named = [(_pair_name(group, pair), of) for pair, of in zip(item.pairs, item.of_pairs, strict=True)]
+                parts = [f"{verdict}: {', '.join(name for name, of in named if of == verdict)}" for verdict in verdicts]
+                text = "; ".join(parts)
+                lines.append(f"- {group.experiment} {group.title}, {item.claim.text}. {text[0].upper()}{text[1:]}.")
     return lines or ["None."]
 
 
