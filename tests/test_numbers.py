@@ -741,7 +741,7 @@ PAIRS = [
         "it is better than RoPE and Kerple at every length, but the differences to DAPE (1x1), 7 % at 128, and to",
         "table3",
         "the best of all",
-        {"dape1x3-kerple T128 against rope T128", "dape1x3-kerple T128 against kerple T128"},
+        {"dape1x3-kerple m T128 against rope m T128", "dape1x3-kerple m T128 against kerple m T128"},
     ),
     (
         "better than Kerple **holds** on even pairs and is undecided on missing duplicate",

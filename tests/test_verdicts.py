@@ -163,7 +163,10 @@ def test_all_lengths_of_two_models_are_one_pair():
     assert describe(itself, "perplexity", with_length=False) == "a T16"
     assert describe(itself, "perplexity") == "a T16 at 64 against a T16 at 32"
     assert describe(judgement.deciding.less, "perplexity") == "a T32 at 64 against b T32 at 64"
-    assert describe(Less(0.0, Cell("a", 128, 256)), "delta", 4) == "0 minus a T32 at 64"
+    assert describe(Less(0.0, Cell("a", 128, 256)), "delta", divisor=4) == "0 minus a T32 at 64"
+    larger = Less(Cell("a", 128, 256, "350m"), Cell("b", 128, 256, "350m"), 1.5)
+    assert describe(larger, "step_ms") == "a 350m T128 at 256 against 1.50 x b 350m T128 at 256"
+    assert describe(larger, "step_ms", divisor=4, sizes={"350m": "s"}) == "a s T32 at 64 against 1.50 x b s T32 at 64"
     assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
     values[cells["a", 32, 64]] = {0: 2.0, 1: 2.0001, 2: 2.0}  # and now it is reversed

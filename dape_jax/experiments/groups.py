@@ -92,6 +92,11 @@ class Group:
         """Divisor of the paper's lengths in tables and figures."""
         return length_divisor(EXPERIMENTS[self.experiment], self.preset) if self.about else 1
 
+    @property
+    def sizes(self) -> dict[str, str]:
+        """Names of sizes in tables and figures by the paper's: those of the recipe."""
+        return PRESETS[self.preset if self.about else "paper"].sizes
+
     def lengths(self) -> list[int]:
         """Return the lengths that have a value."""
         return sorted({length for series in self.series for length in series.lengths()})

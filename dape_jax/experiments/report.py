@@ -31,7 +31,7 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, PRESETS, Cell, Less, Score
+from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, Cell, Less, Score
 from dape_jax.experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
 from dape_jax.experiments.summary import (
     Cost,
@@ -49,7 +49,6 @@ from dape_jax.experiments.verdicts import (
     VERDICTS,
     Difference,
     Judgement,
-    Pair,
     describe,
     difference,
     format_difference,
@@ -130,7 +129,7 @@ def _number_rows(group: Group) -> list[list[Any]]:
     metric = EXPERIMENTS[group.experiment].metric
     rows: list[list[Any]] = [["method", "size", "task", "train_length", "seed", "length", metric]]
     for series in group.series:
-        size = PRESETS[group.preset].sizes[series.size] if series.size else ""
+        size = group.sizes[series.size] if series.size else ""
         model = [series.method, size, series.task, series.train_length // group.divisor]
         for seed, by_length in series.values.items():
             rows += [[*model, seed, length // group.divisor, value] for length, value in by_length.items()]
@@ -165,10 +164,10 @@ def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
         return content
     metric = EXPERIMENTS[group.experiment].metric
     content |= {"holding": item.holding, "contradicted": item.contradicted, "unit": "%" if is_log(metric) else ""}
-    content |= {"deciding": describe(item.deciding.less, metric, group.divisor)} | _numbers(item.deciding, metric)
+    content |= {"deciding": _describe(group, item.deciding.less)} | _numbers(item.deciding, metric)
     content["pairs"] = [
-        {"pair": _pair_name(group, pair), "verdict": verdict}
-        | {"weakest": describe(pair.weakest.less, metric, group.divisor)}
+        {"pair": _describe(group, pair.weakest.less, with_length=False), "verdict": verdict}
+        | {"weakest": _describe(group, pair.weakest.less)}
         | _numbers(pair.weakest, metric)
         for pair, verdict in zip(item.pairs, item.of_pairs, strict=True)
     ]
@@ -180,9 +179,9 @@ def _numbers(found: Difference, metric: str) -> dict[str, float]:
     return {"difference": mean, "low": low, "high": high, "seeds": found.num_seeds}
 
 
-def _pair_name(group: Group, pair: Pair) -> str:
+def _describe(group: Group, less: Less, *, with_length: bool = True) -> str:
     metric = EXPERIMENTS[group.experiment].metric
-    return describe(pair.weakest.less, metric, group.divisor, with_length=False)
+    return describe(less, metric, divisor=group.divisor, sizes=group.sizes, with_length=with_length)
 
 
 def _papers(group: Group, less: Less) -> dict[str, str]:
@@ -216,8 +215,8 @@ _INTRODUCTION = """# The paper's experiments, reproduced
 same numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M
 parameters and more, 1.6 tokens per parameter, bytes of the standard library's source. For the tasks of table 6 it is
 `configs/che.py` with fewer and smaller steps. The preset `converged` is `configs/small.py` with 50 tokens per
-parameter, on a corpus of `scripts/corpora.py`. They test whether a claim holds at that scale; they do not reproduce the
-paper's numbers."""
+parameter, on a corpus of `scripts/corpora.py`. Sizes xs, s, m and l replace the paper's 125m, 350m, 2.7b and 6.7b. The
+presets test whether a claim holds at that scale; they do not reproduce the paper's numbers."""
 
 _GAIN = """## What DAPE gains
 
@@ -251,7 +250,7 @@ training and evaluation took. In all other tables, values are the mean over seed
 
 _VERDICT_HEADER = [
     "| experiment | claim, with the paper's lengths | verdict | pairs that hold | reversed "
-    "| deciding comparison, with our lengths | ours | seeds | paper | minutes |",
+    "| deciding comparison, with our lengths and sizes | ours | seeds | paper | minutes |",
     "| --- | --- | --- | ---: | ---: | --- | --- | ---: | --- | ---: |",
 ]
 
@@ -305,7 +304,8 @@ def _parts(judged: list[tuple[Group, list[Judgement]]]) -> list[str]:
         for item in judgements:
             verdicts = [verdict for verdict in VERDICTS if verdict in item.of_pairs]
             if len(verdicts) > 1:
-                named = [(_pair_name(group, pair), of) for pair, of in zip(item.pairs, item.of_pairs, strict=True)]
+                names = [_describe(group, pair.weakest.less, with_length=False) for pair in item.pairs]
+                named = list(zip(names, item.of_pairs, strict=True))
                 parts = [f"{verdict}: {', '.join(name for name, of in named if of == verdict)}" for verdict in verdicts]
                 text = "; ".join(parts)
                 lines.append(f"- {group.experiment} {group.title}, {item.claim.text}. {text[0].upper()}{text[1:]}.")
@@ -321,7 +321,7 @@ def _verdict_row(group: Group, item: Judgement) -> str:
         f"**{item.verdict}**",
         f"{item.holding} of {len(item.pairs)}",
         str(item.contradicted),
-        describe(item.deciding.less, metric, group.divisor),
+        _describe(group, item.deciding.less),
         format_difference(item.deciding, metric),
         str(item.deciding.num_seeds),
         "; ".join(" ".join(filter(None, each)) for each in _papers(group, item.deciding.less).items()),
@@ -404,7 +404,7 @@ def _text_rows(group: Group) -> list[list[str]]:
     lengths_here = [str(length // group.divisor) for length in lengths]
     rows = [["method", *["size"] * has_sizes, "trained at", *["seeds"] * has_seeds, *lengths_here]]
     for series in group.series:
-        names = [series.method, *[series.size] * has_sizes, str(series.train_length // group.divisor)]
+        names = [series.method, *[group.sizes[series.size]] * has_sizes, str(series.train_length // group.divisor)]
         names += [str(len(series.values))] * has_seeds
         rows.append(names + [_format_spread(series.over_seeds(length)) for length in lengths])
     return rows
@@ -455,7 +455,7 @@ def plot(group: Group) -> Figure:
             panel_axes.remove()
             continue
         trained = f", trained at {train_length // shown.divisor}" if train_length and not task else ""
-        panel_axes.set_title(f"{shown.title}: {task or PRESETS[shown.preset].sizes[size]}{trained}", fontsize=9)
+        panel_axes.set_title(f"{shown.title}: {task or shown.sizes[size]}{trained}", fontsize=9)
         if experiment.metric == "step_ms":
             times = [fmean(item.over_seeds(item.train_length)) for item in series]
             panel_axes.barh([item.method for item in series], times)

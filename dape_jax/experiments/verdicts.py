@@ -19,7 +19,7 @@ underestimate the spread. For step times the units that are drawn are steps, for
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -220,14 +220,28 @@ def is_log(metric: str) -> bool:
     return metric in ("perplexity", "step_ms")
 
 
-def describe(less: Less, metric: str, divisor: int = 1, *, with_length: bool = True) -> str:
+def describe(
+    less: Less, metric: str, *, divisor: int = 1, sizes: Mapping[str, str] | None = None, with_length: bool = True
+) -> str:
     """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`.
 
-    Without lengths a model that is compared with itself is named once.
+    `sizes` has names for the paper's sizes; the paper's 125m, the usual size, is left out. Without lengths a model that
+    is compared with itself is named once.
     """
+
+    def name(side: Cell | Score | float) -> str:
+        if isinstance(side, Score):
+            methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
+            return f"{' or '.join(methods)} on {side.task}"
+        if isinstance(side, Cell):
+            size = "" if side.size == "125m" else f" {sizes[side.size] if sizes else side.size}"
+            model = f"{side.method}{size} T{side.train_length // divisor}"
+            return f"{model} at {side.length // divisor}" if with_length else model
+        return f"{side:g}"
+
     factor = "" if less.factor == 1 else f"{less.factor:.2f} x "
     word = "against" if is_log(metric) else "minus"
-    low, high = (_name(side, divisor, with_length) for side in (less.low, less.high))
+    low, high = name(less.low), name(less.high)
     return low if low == f"{factor}{high}" else f"{low} {word} {factor}{high}"
 
 
@@ -263,13 +277,3 @@ def _models(less: Less) -> tuple[Any, Any]:
         for side in (less.low, less.high)
     )
     return low, high
-
-
-def _name(side: Cell | Score | float, divisor: int, with_length: bool) -> str:
-    if isinstance(side, Score):
-        methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
-        return f"{' or '.join(methods)} on {side.task}"
-    if isinstance(side, Cell):
-        model = f"{side.method} T{side.train_length // divisor}"
-        return f"{model} at {side.length // divisor}" if with_length else model
-    return f"{side:g}"
