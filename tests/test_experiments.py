@@ -793,6 +793,21 @@ def test_recipes_work_on_the_command_line_of_another_directory(tmp_path: Path):
     assert "train.num_steps = 0" in done.stderr
 
 
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_finished_experiment_is_drawn_with_a_color_for_each_curve(name):
+    experiment = EXPERIMENTS[name]
+    series = [
+        groups.Series(method, size, task, train_length, {0: {train_length: 2.0 + n, 2 * train_length: 3.0 + n}})
+        for n, (method, size, train_length, task) in enumerate(catalogue.models_of(experiment))
+    ]
+    data = "" if experiment.tasks else "stdlib"
+    figure = report.plot(groups.Group(name, "small", data, {"commit": ["0"]}, series))
+    for panel in (panel for panel in figure.axes if not panel.patches):  # no bars
+        curves = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
+        assert curves
+        assert len({line.get_color() for line in curves}) == len(curves)
+
+
 def test_a_single_published_number_is_drawn_with_its_name():
     """Draw a marker, because a line through one point would be invisible; a curve has no name next to it."""
     axes = Figure().subplots()

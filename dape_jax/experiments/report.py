@@ -445,7 +445,7 @@ def plot(group: Group) -> Figure:
     curves = dict.fromkeys(
         (item.method, compares_train_lengths and item.train_length) for shown in groups for item in shown.series
     )
-    colors = dict(zip(curves, matplotlib.color_sequences["tab10" if len(curves) <= 10 else "tab20"], strict=False))
+    colors = dict(zip(curves, _distinct_colors(len(curves)), strict=True))
     for empty in axes[len(groups) * len(panels) :]:
         empty.remove()
     for panel_axes, (shown, panel) in zip(axes, itertools.product(groups, panels), strict=False):
@@ -475,6 +475,13 @@ def plot(group: Group) -> Figure:
         else:
             _add_legend(axes[across - 1], figure.axes)
     return figure
+
+
+def _distinct_colors(number: int) -> list[Any]:
+    """Return a list of colours; above 20, neighbours in the list, such as variants of a method, are similar."""
+    if number <= 20:
+        return list(matplotlib.color_sequences["tab10" if number <= 10 else "tab20"][:number])
+    return [matplotlib.colormaps["turbo"](n / (number - 1)) for n in range(number)]
 
 
 def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:
