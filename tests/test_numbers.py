@@ -464,6 +464,25 @@ def reproducing() -> Iterator[Statement]:
         "and # if it reads both",
         [mean_of("variants", method, 128, 2048) for method in inputs],
     )
+    rates = ("-rate0.5", "", "-rate2")
+    swept = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
+    half, common, twice = ({method: mean_of("rates", method + rate, 32, 32) for method in swept} for rate in rates)
+    assert all(half[method] > common[method] for method in swept)
+    assert {method for method in swept if twice[method] < common[method]} == {"fire", "dape1x3-kerple"}
+    yield (
+        "Twice it is # % better for FIRE, # % for DAPE1x3-Kerple, and worse for the others.",
+        [100 * (1 - twice[method] / common[method]) for method in ("fire", "dape1x3-kerple")],
+    )
+    yield (
+        "they have #, # and #, Kerple # and DAPE (1x1) #, where DAPE1x3-Kerple has # at the common rate.",
+        [
+            *(
+                min(mean_of("rates", method + rate, 32, 2048) for rate in rates)
+                for method in ("rope", "t5", "fire", "kerple", "dape1x1-kerple")
+            ),
+            mean_of("rates", "dape1x3-kerple", 32, 2048),
+        ],
+    )
     channels = ("dape1x3-kerple-c10", "dape1x3-kerple-c21", "dape1x1-kerple-c64")
     yield (
         "DAPE1x3-Kerple has # at 32 and # at 2,048 with 10 channels, # and # with 21, and DAPE (1x1) # and # with 64",
@@ -715,6 +734,7 @@ VERDICTS = {
             "at the train length",
         ),
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
+        ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context", "trained at 256"),
     ],
