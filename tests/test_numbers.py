@@ -468,7 +468,7 @@ def reproducing() -> Iterator[Statement]:
     assert all(half[method] > common[method] for method in swept)
     assert {method for method in swept if twice[method] < common[method]} == {"fire", "dape1x3-kerple"}
     yield (
-        "Twice it is # % better for FIRE, # % for DAPE1x3-Kerple, and worse for the others.",
+        "Twice the rate is better by # % for FIRE and by # % for DAPE1x3-Kerple, and worse for the others.",
         [100 * (1 - twice[method] / common[method]) for method in ("fire", "dape1x3-kerple")],
     )
     yield (
