@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from dape_jax.evaluation.report import drawn, log_y_axis
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, PRESETS, Cell, Experiment, Less
+from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, Cell, Experiment, Less
 from dape_jax.experiments.groups import Group, Series, lookup_in
 from dape_jax.experiments.verdicts import difference
 
@@ -92,7 +92,7 @@ def _where(group: Group, series: Series) -> str:
 
 def _trained_at(group: Group, series: Series) -> str:
     """Return our size, unless it is the smallest, and our train length."""
-    size = "" if series.size == "125m" else f"{PRESETS[group.preset].sizes[series.size]}, "
+    size = "" if series.size == "125m" else f"{group.sizes[series.size]}, "
     return f"{size}T = {series.train_length // group.divisor}"
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from dape_jax.errors import InputError
-from dape_jax.experiments.catalogue import Cell, Claim, Less, Score
+from dape_jax.experiments.catalogue import PRESETS, Cell, Claim, Less, Score
 
 Verdict = Literal["holds", "contradicted", "undecided", "not tested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -221,7 +221,12 @@ def is_log(metric: str) -> bool:
 
 
 def describe(
-    less: Less, metric: str, *, divisor: int = 1, sizes: Mapping[str, str] | None = None, with_length: bool = True
+    less: Less,
+    metric: str,
+    *,
+    divisor: int = 1,
+    sizes: Mapping[str, str] = PRESETS["paper"].sizes,
+    with_length: bool = True,
 ) -> str:
     """Return the two sides of a comparison, "against" for a ratio; lengths are divided by `divisor`.
 
@@ -234,7 +239,7 @@ def describe(
             methods = side.methods if len(side.methods) < 3 else (f"the best of {len(side.methods)}",)
             return f"{' or '.join(methods)} on {side.task}"
         if isinstance(side, Cell):
-            size = "" if side.size == "125m" else f" {sizes[side.size] if sizes else side.size}"
+            size = "" if side.size == "125m" else f" {sizes[side.size]}"
             model = f"{side.method}{size} T{side.train_length // divisor}"
             return f"{model} at {side.length // divisor}" if with_length else model
         return f"{side:g}"
