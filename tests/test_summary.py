@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -78,6 +79,12 @@ def figure_of(costs: list[summary.Cost]) -> Figure:
     return figure
 
 
+def drawn_in(figure: Figure) -> list[tuple[float, float, str]]:
+    """Return place and fill of the markers in the first panel of a figure of costs."""
+    lines = [line for line in figure.axes[0].get_lines() if line.get_marker() != "None" and len(line.get_xdata())]
+    return [(float(line.get_xdata()[0]), float(line.get_ydata()[0]), line.get_fillstyle()) for line in lines]
+
+
 def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     kerple = series_of("kerple", {4096: 2.0}, train_flops=100.0, num_steps=600)
     more = series_of("kerple-840-steps", {4096: 1.9}, train_flops=140.0, num_steps=840)
@@ -113,6 +120,12 @@ def test_costs_are_relative_to_kerple_with_its_number_of_steps():
     labels = [text.get_text() for text in figure_of(with_change).legends[0].texts]
     assert labels == ["kerple", "kerple-840-steps", "dape1x3-kerple"]
     assert summary.costs([group_of("cost", dape)]) == []
+    kerple_mean = fmean(found[0].perplexities)
+    failed = summary.Cost("rope", found[0].where, (kerple_mean, 9 * kerple_mean), 1.0, None)
+    usual = [(each.flops, fmean(each.perplexities), "full") for each in found]
+    assert drawn_in(figure_of(found)) == usual
+    assert drawn_in(figure_of([*found, failed])) == [*usual, (1.0, 3 * kerple_mean, "none")]
+    assert drawn_in(figure_of([failed])) == [(1.0, 5 * kerple_mean, "full")]  # nothing to compare it with
     diverged = [dataclasses.replace(each, perplexities=(math.inf,)) for each in found]
     assert summary.cost_figure(diverged) is None
     assert len(figure_of([*found, *diverged]).axes) == 2

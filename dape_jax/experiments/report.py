@@ -227,10 +227,10 @@ seed."""
 _COST = """## What DAPE costs
 
 Perplexity at eight times the train length by the cost of training, relative to Kerple's; numbers in `cost.csv`, which
-also has the methods of `variants` and `rates`. Kerple with more steps, wider and deeper has the FLOPs or the time of
-DAPE1x3-Kerple, or more. FLOPs of biases are not counted, also where they need products of matrices (CoPE,
-Transformer-XL). The time of a training is the number of its steps times the time of one, which is measured in turns
-(experiment `times`)."""
+also has the methods of `variants` and `rates`. Methods above three times Kerple's perplexity are drawn there, with open
+markers. Kerple with more steps, wider and deeper has the FLOPs or the time of DAPE1x3-Kerple, or more. FLOPs of biases
+are not counted, also where they need products of matrices (CoPE, Transformer-XL). The time of a training is the number
+of its steps times the time of one, which is measured in turns (experiment `times`)."""
 
 _LEARNING = """## How fast models learn
 

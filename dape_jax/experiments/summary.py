@@ -23,6 +23,7 @@ from dape_jax.experiments.verdicts import difference
 
 FACTORS = (1, 8, 32)  # evaluation length / train length
 COST_FACTOR = 8
+COST_LIMIT = 3  # times Kerple's perplexity: the upper end of the figure of costs
 # Kerple trained for more steps: a step takes as long as Kerple's.
 _LONGER = [method for method, changes in OVERRIDES.items() if set(changes) == {"train.num_steps"}]
 # Methods in the figure of learning: with DAPE, and without it at about the same cost.
@@ -197,6 +198,7 @@ def costs(groups: Sequence[Group]) -> list[Cost]:
 def cost_figure(found: Sequence[Cost]) -> Figure | None:
     """Draw perplexity by cost: for each text and train length a panel for FLOPs and, if measured, one for time.
 
+    Perplexities above `COST_LIMIT` times Kerple's are drawn there with open markers, so that the rest can be compared.
     Changes of DAPE (`variants`), other learning rates (`rates`) and diverged models are omitted; None without others.
     """
     found = [each for each in found if each.method not in _OMITTED and math.isfinite(fmean(each.perplexities))]
@@ -209,11 +211,15 @@ def cost_figure(found: Sequence[Cost]) -> Figure | None:
             points.setdefault((each.where, "time"), []).append((each, each.time))
     figure, panels = _panels(points, f"perplexity at {COST_FACTOR} x the train length")
     styles = styles_of(list(dict.fromkeys(each.method for each in found)))
+    limits = {each.where: COST_LIMIT * fmean(each.perplexities) for each in found if each.method == "kerple"}
     for (place, name), axes in panels.items():
+        limit = limits[place] if place in limits else math.inf
         for each, cost in points[place, name]:
             color, marker = styles[each.method]
-            axes.plot([cost, cost], [min(each.perplexities), max(each.perplexities)], color=color, linewidth=1)
-            axes.plot([cost], [fmean(each.perplexities)], marker=marker, color=color, alpha=0.8, linestyle="")
+            mean, low, high = (min(f(each.perplexities), limit) for f in (fmean, min, max))
+            axes.plot([cost, cost], [low, high], color=color, linewidth=1)
+            filled = "full" if mean < limit else "none"
+            axes.plot([cost], [mean], marker=marker, fillstyle=filled, color=color, alpha=0.8, linestyle="")
         log_y_axis(axes)
         axes.set_xlabel(f"{name} of training, relative to Kerple")
         axes.grid(alpha=0.3, which="both")
