@@ -143,9 +143,14 @@ def mean_of(
     return fmean(values[str(4 * length)] for values in seeds)
 
 
+def on_task(method: str, task: str) -> dict[str, Any]:
+    """Return the accuracies in % of a method on a task of table 6; see `Series`."""
+    return select(read("report.json")["table6"]["small"]["series"], method=method, task=task)
+
+
 def accuracy_of(method: str, task: str, part: str) -> float:
     """Return the mean over seeds of the accuracy in % in table 6, "within" the train lengths or "beyond" them."""
-    return fmean(select(read("report.json")["table6"]["small"]["series"], method=method, task=task)[part].values())
+    return fmean(on_task(method, task)[part].values())
 
 
 def small() -> Iterator[Statement]:
@@ -178,11 +183,9 @@ def che() -> Iterator[Statement]:
         ("stack_manipulation", "beyond", "41 to 500"),
     ):
         yield f"| `{task}` | {lengths} | # | # | # |", [accuracy_of(method, task, part) for method in methods]
-    series = read("report.json")["table6"]["small"]["series"]
-    stack = [select(series, method=method, task="stack_manipulation")["within"] for method in methods[1:]]
     yield (
         "DAPE (1x1) has # % and # % within the train lengths, and DAPE1x3 # % with one seed and # % with the other",
-        [of_seed[seed] for of_seed in stack for seed in ("0", "1")],
+        [on_task(method, "stack_manipulation")["within"][seed] for method in methods[1:] for seed in ("0", "1")],
     )
     at_480 = by_length("recall/accuracy.json", "dape1x3-kerple", "accuracy")[480]
     yield "recalls every value at 13 pairs and # % of them at 160", [100 * at_480]
@@ -551,14 +554,14 @@ def reproducing() -> Iterator[Statement]:
     yield "it is # times at twice the train length", [at_128 / at_64]
     task = "missing_duplicate_string"
     assert all(abs(accuracy_of(method, task, "beyond") - 50) < 1 for method in ("kerple", "dape1x1-kerple"))
-    seeds = select(read("report.json")["table6"]["small"]["series"], method="dape1x3-kerple", task=task)["values"]
+    seeds = on_task("dape1x3-kerple", task)["values"]
     yield (
         "missing duplicate it has # % at 41 symbols, # % at 92 and # % at 143, and they are at chance",
         [fmean(by_length[length] for by_length in seeds.values()) for length in ("41", "92", "143")],
     )
     methods, task = ("dape1x1-kerple", "dape1x3-kerple"), "stack_manipulation"
     yield "they have # % and # %. Within", [accuracy_of(method, task, "beyond") for method in methods]
-    seeds = select(read("report.json")["table6"]["small"]["series"], method="dape1x3-kerple", task=task)["within"]
+    seeds = on_task("dape1x3-kerple", task)["within"]
     yield (
         "DAPE (1x1) has # %, and DAPE1x3-Kerple # % and # %, by seed",
         [accuracy_of("dape1x1-kerple", task, "within"), seeds["0"], seeds["1"]],
