@@ -17,6 +17,7 @@ from dape_jax.storage import AnyPath, bucket_errors, is_remote
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # versions must be equal on all processes
 ALLOW_DIRTY = "DAPE_ALLOW_DIRTY_RESULTS"
+COMMIT = "DAPE_COMMIT"  # commit of a copy of the source that is not a git clone
 
 
 def provenance(*packages: str) -> dict[str, Any]:
@@ -93,13 +94,13 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
 
 
 def commit() -> str:
-    """Return the commit of the source, or "unknown" if it is not a git clone.
+    """Return the commit of the source; if it is not a git clone, the environment variable `DAPE_COMMIT`, or "unknown".
 
     The suffix -dirty is added if tracked files have changed, except in results/: a command may write several results,
     and the first must not mark the next as dirty.
     """
     if not (ROOT / ".git").exists():  # installed: git would describe a repository around the environment
-        return "unknown"
+        return os.environ.get(COMMIT, "unknown")
     try:
         name = _git("describe", "--always", "--exclude=*").strip()
         changes = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!results")

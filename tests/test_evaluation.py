@@ -428,6 +428,8 @@ def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path
     monkeypatch.setattr(provenance, "ROOT", clone)
     results.mkdir(parents=True)
     assert provenance.commit() == "unknown"
+    monkeypatch.setenv("DAPE_COMMIT", "1234567")
+    assert provenance.commit() == "1234567"
     provenance.make_results_directory(results / "first")
 
     def git(*arguments: str) -> str:

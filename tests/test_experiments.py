@@ -305,6 +305,28 @@ def test_keys_depend_on_the_fields_that_change_results_and_on_no_others(tmp_path
         assert key("step_ms") != key("step_ms", **change)
 
 
+def test_runs_on_an_accelerator_have_larger_blocks_and_the_same_keys(tmp_path: Path, monkeypatch):
+    runs = runs_with_one_seed("converged", "converged")
+
+    def planned() -> list[PlannedRun]:
+        specs = [config_of(item) for item in runs]
+        return [
+            PlannedRun(item, "perplexity", spec, read_run(spec), "digest", tmp_path)
+            for item, spec in zip(runs, specs, strict=True)
+        ]
+
+    on_cpu = planned()
+    monkeypatch.setattr(run, "device_platform", lambda: "gpu")
+    on_gpu = planned()
+    assert all(a.config != b.config for a, b in zip(on_cpu, on_gpu, strict=True))
+    assert [a.key for a in on_cpu] == [b.key for b in on_gpu]
+    assert [a.workdir_name for a in on_cpu] == [b.workdir_name for b in on_gpu]
+    assert {b.config.model.dtype for b in on_gpu} == {"float32"}
+    assert all(
+        b.config.evaluation.block_size > a.config.evaluation.block_size for a, b in zip(on_cpu, on_gpu, strict=True)
+    )
+
+
 @pytest.mark.parametrize("name", ["fig2", "table6"])
 def test_fields_left_out_of_keys_are_fields(name: str):
     named = flat(config_of(runs_with_one_seed(name, "small")[0]))

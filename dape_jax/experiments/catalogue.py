@@ -143,7 +143,8 @@ PRESETS = {
         seeds=(0, 1),
         data="",
         argument="step_tokens=4096,num_steps=5000",
-        overrides={"evaluation.max_windows": 256},
+        # float32 on every device, so that models of different devices can be compared
+        overrides={"evaluation.max_windows": 256, "model.dtype": "float32"},
     ),
     "paper": Preset(
         recipe="paper.py",

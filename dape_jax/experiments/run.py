@@ -26,6 +26,7 @@ from dape_jax.config import (
     RESUMABLE_FIELDS,
     RunConfig,
     TaskRunConfig,
+    choose,
     read_module,
     read_run,
     resolved,
@@ -53,7 +54,7 @@ from dape_jax.model.transformer import model_structure
 from dape_jax.planning.flops import model_flops_per_token
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES
-from dape_jax.sharding import make_mesh, put_batch
+from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_scalars
@@ -199,10 +200,16 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 def config_of(run: Run) -> dict[str, Any]:
     """Return a run's config as a nested dict, the input of `training.loop.train`.
 
+    Blocks of rows and batches of `small.py` fit the cache of a CPU core. On other devices they are larger, as every
+    block launches the same kernels: results change by rounding.
+
     Raises:
         InputError: the recipe is missing, or rejects its argument.
     """
     config = read_module(RECIPES / run.recipe).get_config(run.argument)
+    if run.recipe == "small.py" and device_platform() != "cpu":
+        config.model.attention = choose("attention", "auto")
+        config.evaluation.update(block_size=256, batch_tokens=32768)
     config.lock()  # so that an override of an unknown field raises an error
     config.update_from_flattened_dict(run.overrides)
     return follow_corpus(config.to_dict())
