@@ -7,9 +7,13 @@ Measured: correctness of every implementation; times and memory of one layer (`d
 and variants of both, cuDNN's plain attention, PyTorch); complete training steps; a short training run; counters of the
 kernels (Nsight Compute) and a check of their memory accesses (compute-sanitizer).
 
-Each group of cases is a process (`gpu_cases.py`) with a time limit. Groups are prepared in parallel, because
-compilation needs CPU time, and then timed one at a time. A group that crashes is restarted, without the case that ended
-it. This module does not need JAX, so that the summary is written even if JAX fails.
+Each group of cases is a process (`gpu_cases.py`) with a time limit. The groups of a phase are prepared in parallel,
+because compilation needs CPU time, and then timed one at a time. A group that crashes is restarted, without the case
+that ended it. This module does not need JAX, so that the summary is written even if JAX fails.
+
+`--groups` selects some of the groups, and adds them to the results that are already in the directory:
+
+    python -m benchmarks.gpu --output=results/gpu/h100 --groups=steps,train
 
 Output, at most eight files:
 
@@ -38,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +56,20 @@ GROUPS = {
     "fused-backward": 35,
     "xla-forward": 25,
     "xla-backward": 35,
-    "steps": 60,
     "torch": 40,
     "variants-forward": 20,
     "variants-backward": 30,
+    "steps": 60,
 }
-PREPARING_SHARE = 0.45  # share of the time in which the groups compile
-TRAIN_S, COUNTERS_S, SANITIZER_S = 60, 50, 40
-GRACE_S = 20  # extra time for compilations in progress
+AFTER = {"train": 60, "counters": 50, "sanitizer": 40}  # what follows the groups, and its seconds
+# Phases: the last group of each, and the part of the total time until its end. The first and the last group need much
+# memory, and have the GPU alone.
+PHASES = {"environment": 0.06, "variants-backward": 0.55, "steps": 0.8}
+# Share of the GPU's memory that a group may take. A process keeps memory that it no longer uses.
+MEMORY = dict.fromkeys(GROUPS, 0.05) | {"environment": 0.75, "steps": 0.75, "xla-forward": 0.18, "xla-backward": 0.37}
+MEMORY |= {"correct-bfloat16": 0.1, "correct-float32": 0.1}
+PREPARING_SHARE = 0.6  # part of a phase in which its groups compile
+GRACE_S = 45  # extra time for compilations in progress
 TRAIN_STEPS = 150
 LOG_BYTES = 2**20  # bytes kept of the end of each log
 METRICS = (
@@ -78,8 +89,9 @@ Line = dict[str, Any]
 class Measurement:
     """Processes of one measurement, and the time left for them."""
 
-    def __init__(self, output: Path, seconds: float, tiny: bool, processes: int):
+    def __init__(self, output: Path, seconds: float, tiny: bool, processes: int, groups: Sequence[str] = ()):
         self.output, self.tiny, self.processes = output, tiny, processes
+        self.groups = groups or [*GROUPS, *AFTER]
         self.total_s, self.deadline = seconds, time.monotonic() + seconds
         self.cache = Path(tempfile.mkdtemp(prefix="dape_gpu_"))
         self.control = self.cache / "control"
@@ -107,13 +119,13 @@ class Measurement:
         """Print progress."""
         print(f"[{self.left_s:4.0f} s left] {text}", flush=True)
 
-    def start(self, command: list[str], output: Path) -> subprocess.Popen:
+    def start(self, command: list[str], output: Path, **environment: str) -> subprocess.Popen:
         """Start a command in a new process group, with its output appended to a file."""
         with output.open("ab") as file:
             return subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=self.environment,
+                env=self.environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -123,7 +135,10 @@ class Measurement:
     def start_group(self, group: str) -> subprocess.Popen:
         """Start a group of cases."""
         (self.control / f"ready-{group}").unlink(missing_ok=True)
-        return self.start(self.group_command(group, self.output), self.output / "log.txt")
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY.get(group, 0.75))}
+        if group.startswith("correct"):  # values do not depend on the choice among matmuls, and compiling is quicker
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+        return self.start(self.group_command(group, self.output), self.output / "log.txt", **environment)
 
     def group_command(self, group: str, output: Path) -> list[str]:
         """Return the command of a group."""
@@ -144,9 +159,10 @@ class Measurement:
         """Return whether all cases of a group are prepared."""
         return (self.control / f"ready-{group}").exists()
 
-    def prepare(self, until: float) -> dict[str, subprocess.Popen]:
-        """Start all groups, a few at a time, and return those with cases to time."""
-        waiting, deaths = list(GROUPS), dict.fromkeys(GROUPS, 0)
+    def prepare(self, groups: Sequence[str], until: float) -> dict[str, subprocess.Popen]:
+        """Start groups, a few at a time, and return those with cases to time."""
+        (self.control / "stop").unlink(missing_ok=True)
+        waiting, deaths = list(groups), dict.fromkeys(groups, 0)
         running: dict[str, subprocess.Popen] = {}
         ready: dict[str, subprocess.Popen] = {}
         while (waiting or running) and time.monotonic() < until:
@@ -171,17 +187,18 @@ class Measurement:
             self.say(f"{group} has not prepared all cases")
         return ready | running
 
-    def measure(self, processes: dict[str, subprocess.Popen], reserve_s: float) -> None:
-        """Time the groups one at a time, and reserve some seconds for the next steps."""
-        until = time.monotonic() + GRACE_S
-        while time.monotonic() < until and any(p.poll() is None and not self.is_ready(g) for g, p in processes.items()):
+    def measure(self, processes: dict[str, subprocess.Popen], until: float) -> None:
+        """Time the groups one at a time, until a time."""
+        grace = time.monotonic() + GRACE_S
+        while time.monotonic() < grace and any(p.poll() is None and not self.is_ready(g) for g, p in processes.items()):
             time.sleep(0.1)  # until compilations in progress have finished, so that nothing else runs
         for group, process in processes.items():
             if process.poll() is None and not self.is_ready(group):
                 self.finish(process, 0)
                 self.say(f"{group} was killed while it prepared a case")
         for group in sorted(processes, key=list(GROUPS).index):
-            limit = time.monotonic() + max(1, min(GROUPS[group] * (8 if self.tiny else 1), self.left_s - reserve_s))
+            seconds = min(GROUPS[group] * (8 if self.tiny else 1), until - time.monotonic())
+            limit = time.monotonic() + max(1, seconds)
             (self.control / f"go-{group}").touch()
             status = self.finish(processes[group], limit - time.monotonic())
             for _ in range(3):
@@ -206,7 +223,7 @@ class Measurement:
         """Train for a few steps."""
         command = self.train_command(attention)
         started, log = time.monotonic(), self.cache / f"train-{attention}.txt"
-        status = self.finish(self.start(command, log), min(TRAIN_S * (4 if self.tiny else 1), self.left_s - 10))
+        status = self.finish(self.start(command, log), min(AFTER["train"] * (4 if self.tiny else 1), self.left_s - 10))
         text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace")).replace("\r", "\n")
         lines = [line for line in text.splitlines() if line.strip()]
         shown = re.findall(r"loss ([\d.]+), ([\d,]+) tokens/s", text)
@@ -232,30 +249,41 @@ class Measurement:
         self.say(f"{tool[0]}: status {self.finish(process, min(limit_s, self.left_s - 5))}")
 
     def run(self) -> None:
-        """Measure everything."""
-        reserve_s = 0 if self.tiny else TRAIN_S + COUNTERS_S
-        self.measure(self.prepare(time.monotonic() + PREPARING_SHARE * self.total_s), reserve_s)
+        """Measure the groups phase by phase, and then the rest."""
+        chosen, phases = [group for group in GROUPS if group in self.groups], []
+        for last, part in PHASES.items():
+            size = sum(list(GROUPS).index(group) <= list(GROUPS).index(last) for group in chosen)
+            phases.append((chosen[:size], part))
+            chosen = chosen[size:]
+        if len(self.groups) < len(GROUPS) + len(AFTER):  # a selection shares the time
+            phases = [(groups, 1.0) for groups, _ in phases]
+        for groups, part in phases:
+            if groups:
+                now, until = time.monotonic(), self.deadline - (1 - part) * self.total_s
+                self.measure(self.prepare(groups, now + PREPARING_SHARE * (until - now)), until)
         (self.control / "stop").unlink(missing_ok=True)
         (self.control / "go-profiled").touch()
         for attention in ("blockwise",) if self.tiny else ("fused", "blockwise"):
-            if self.left_s > 40:
+            if "train" in self.groups and self.left_s > 40:
                 self.train(attention)
         if self.tiny:
             return
         counters = ["ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), "-k", "regex:dape"]
-        if self.left_s > 25:
-            self.profile([*counters, "-c", "24"], self.output / "ncu.csv", COUNTERS_S)
-        if self.left_s > 25:
-            self.profile(["compute-sanitizer", "--tool=memcheck"], self.output / "sanitizer.txt", SANITIZER_S)
+        tools = {"counters": ([*counters, "-c", "24"], "ncu.csv")}
+        tools["sanitizer"] = ["compute-sanitizer", "--tool=memcheck"], "sanitizer.txt"
+        for name, (tool, file) in tools.items():
+            if name in self.groups and self.left_s > 25:
+                self.profile(tool, self.output / file, AFTER[name])
 
 
 def describe(commit: str) -> str:
     """Describe the hardware and software of the machine."""
     parts = [f"commit {commit}", f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores"]
-    commands = ["git describe --always --dirty", "nvidia-smi", f"{sys.executable} -m pip list --format=freeze"]
+    commands = ["git describe --always --dirty", "nvidia-smi", "python -m pip list --format=freeze"]
     for command in [*commands, "nvcc --version", "ncu --version"]:
         try:
-            done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=30)
+            words = command.replace("python", sys.executable, 1).split()
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
             parts.append(f"$ {command}\n{done.stdout}{done.stderr[-500:]}")
         except (OSError, subprocess.TimeoutExpired) as error:
             parts.append(f"$ {command}\n{error}")
@@ -363,7 +391,9 @@ def plot(results: dict[tuple[str, str], Line], path: Path) -> None:
 def main() -> None:
     """Measure, and always write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="Directory of the results, without results so far.")
+    known = [*GROUPS, *AFTER]
+    parser.add_argument("--output", type=Path, required=True, help="Directory of the results.")
+    parser.add_argument("--groups", default="", help=f"Comma-separated groups, of {', '.join(known)}; all if empty.")
     parser.add_argument("--seconds", type=float, default=500, help="Total time in seconds; at least 120.")
     parser.add_argument("--processes", type=int, default=8, help="Number of groups prepared at a time.")
     parser.add_argument("--commit", default="unknown", help="Commit of the source, if it is not a git clone.")
@@ -371,12 +401,17 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.seconds < 120:
         parser.error(f"--seconds = {flags.seconds:g}: must be at least 120")
-    if (flags.output / "results.jsonl").exists():
-        parser.error(f"--output = {str(flags.output)!r}: has results.jsonl; choose another directory")
+    groups = list(filter(None, flags.groups.split(",")))
+    if unknown := [group for group in groups if group not in known]:
+        parser.error(f"--groups = {','.join(unknown)}: must be of {known}")
+    measured = {group for group, _ in read_results(flags.output / "results.jsonl")}
+    if repeated := sorted(measured.intersection(groups or known)):
+        advice = "choose another directory, or --groups"
+        parser.error(f"--output = {str(flags.output)!r}: has results of {', '.join(repeated)}; {advice}")
     flags.output.mkdir(parents=True, exist_ok=True)
     output = flags.output.absolute()
     (output / "environment.txt").write_text(describe(flags.commit))
-    measurement = Measurement(output, flags.seconds, flags.tiny, flags.processes)
+    measurement = Measurement(output, flags.seconds, flags.tiny, flags.processes, groups)
     try:
         measurement.run()
     finally:

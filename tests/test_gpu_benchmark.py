@@ -137,8 +137,8 @@ def test_groups_that_die_are_restarted_and_those_that_hang_are_killed(tmp_path, 
         return [sys.executable, str(script), group, str(measurement.control), behaviours[group]]
 
     monkeypatch.setattr(measurement, "group_command", command)
-    processes = measurement.prepare(measurement.deadline - 16)
-    measurement.measure(processes, reserve_s=0)
+    processes = measurement.prepare(list(behaviours), measurement.deadline - 16)
+    measurement.measure(processes, measurement.deadline)
     said = capsys.readouterr().out
     for line in (
         "steps died with status 9",
@@ -176,6 +176,23 @@ RESULTS = [
 ]
 
 
+@pytest.mark.parametrize("groups", [[], ["torch", "steps", "fused-forward"]])
+def test_groups_are_measured_in_phases(tmp_path, monkeypatch, groups):
+    measurement = gpu.Measurement(tmp_path, 1000, tiny=True, processes=8, groups=groups)
+    prepared, limits = [], []
+    monkeypatch.setattr(measurement, "prepare", lambda groups, until: prepared.append(groups))
+    monkeypatch.setattr(measurement, "measure", lambda _, until: limits.append(until - measurement.deadline + 1000))
+    monkeypatch.setattr(measurement, "train", lambda attention: prepared.append([attention]))
+    measurement.run()
+    if groups:
+        assert prepared == [["fused-forward", "torch"], ["steps"]]
+        assert limits == pytest.approx([1000, 1000])
+    else:
+        assert prepared == [["environment"], list(gpu.GROUPS)[1:-1], ["steps"], ["blockwise"]]
+        assert limits == pytest.approx([60, 550, 800])
+        assert sum(gpu.MEMORY[group] for group in prepared[1]) <= 1
+
+
 def test_the_summary_has_figures_failures_and_what_is_missing(tmp_path):
     path = tmp_path / "results.jsonl"
     begun = {"group": "steps", "case": "350m/kerple/512/1/dense", "status": "prepares"}
@@ -203,8 +220,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_bad_flags_of_the_measurement(tmp_path):
-    (tmp_path / "results.jsonl").touch()
-    for flags, words in (([], "--output"), ([f"--output={tmp_path}"], "choose another directory")):
+    (tmp_path / "results.jsonl").write_text('{"group": "steps", "case": "a", "status": "done"}\n')
+    output = f"--output={tmp_path}"
+    for flags, words in (
+        ([], "--output"),
+        ([output], "has results of steps; choose another directory, or --groups"),
+        ([output, "--groups=train,steps"], "has results of steps"),
+        ([output, "--groups=train,tea"], "--groups = tea: must be of"),
+    ):
         done = run(*flags)
         assert done.returncode == 2
         assert words in done.stderr
@@ -232,7 +255,7 @@ def test_everything_is_measured_on_a_cpu(tmp_path):
 @pytest.mark.slow
 def test_the_training_of_full_size_begins(tmp_path, monkeypatch):
     """Train with one layer and two steps only, within a limit for a busy CPU instead of the GPU's."""
-    monkeypatch.setattr(gpu, "TRAIN_S", 600)
+    monkeypatch.setitem(gpu.AFTER, "train", 600)
     measurement = gpu.Measurement(tmp_path, 600, tiny=False, processes=1)
     changes = ["model.num_layers=1", "train.num_steps=2", "train.batch_size=2"]
     flags = [f"--config.{change}" for change in changes]

@@ -5,6 +5,7 @@ cuDNN's attention is replaced by XLA's implementation of the same function where
 
 import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from dape_jax.kernels import attend_fused, gpu, why_not_fused
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, ScoreMod
+from dape_jax.model.processors import Dape, DapeConfig, ScoreMod
 from dape_jax.model.scores import BLOCK_BYTES, Mask, causal_runs, rows_in_block
 
 PROCESSORS = {
@@ -309,14 +310,33 @@ def test_rows_of_a_block(features, length, rows):
     assert len(causal_runs(length, length, rows, 4, Mask())) == min(4, -(-length // rows))
 
 
-def test_auto_takes_as_many_rows_as_memory_allows():
-    q = jax.ShapeDtypeStruct((8, 2048, 12, 64), jnp.bfloat16)
-    for config, rows in ((PROCESSORS["W3"], 128), (PROCESSORS["W5"], 128)):
-        processor = nnx.eval_shape(lambda config=config: config.build(12, has_bias=False, rngs=nnx.Rngs(0)))
-        assert Auto().choose(q, q, ScoreMod(None, processor), platform="gpu") == Blockwise(rows, 4)
-    one = jax.ShapeDtypeStruct((1, 2048, 12, 64), jnp.bfloat16)
-    assert Auto().choose(one, one, ScoreMod(None, processor), platform="gpu") == Blockwise(512, 4)
-    assert Auto(64).choose(one, one, ScoreMod(None, processor), platform="gpu") == Blockwise(64, 4)
+def shape_of(batch: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, 2048, 12, 64), jnp.bfloat16)
+
+
+def built(config: DapeConfig) -> Dape:
+    return nnx.eval_shape(lambda: config.build(12, has_bias=False, rngs=nnx.Rngs(0)))
+
+
+def test_blockwise_takes_as_many_rows_as_memory_allows():
+    processor = built(DapeConfig(9, channels=32))  # wider than the kernels support
+    for batch, auto, rows in ((8, Auto(), 128), (1, Auto(), 512), (1, Auto(64), 64)):
+        q = shape_of(batch)
+        assert auto.choose(q, q, ScoreMod(None, processor), platform="gpu") == Blockwise(rows, 4)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_fused"), [(None, True), ("9.0", True), ("8.0", True), ("7.5", False), ("gfx942", False)]
+)
+def test_auto_chooses_the_kernel_for_dape_where_the_gpu_can_run_it(monkeypatch, capability, is_fused):
+    device = SimpleNamespace() if capability is None else SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    q, mod = shape_of(1), ScoreMod(None, built(PROCESSORS["W3"]))
+    chosen = Auto().choose(q, q, mod, platform="gpu")
+    assert isinstance(chosen, Fused if is_fused else Blockwise)
+    reason = why_not_fused(q, q, mod, platform="gpu")
+    assert (reason is None) == is_fused
+    assert is_fused or f"compute capability 8.0 or more; this one has {capability!r}" in str(reason)
 
 
 # ---- cuDNN

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu_cases
+from benchmarks.gpu import read_results
 from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,8 @@ def verdicts() -> list[float]:
 
 
 def readme() -> Iterator[Statement]:
+    speed = h100_speed().values()
+    yield "correct and # to # times as fast as `blockwise`", [min(speed), max(speed)]
     yield (
         "Of the paper's # claims, # hold at this size, # are contradicted, # are undecided and # not tested so far",
         verdicts(),
@@ -250,6 +254,75 @@ def gpu() -> Iterator[Statement]:
     )
     row = select(blockwise, implementation="blockwise-256x4", **wanted)
     yield "# launches and # MiB with 256", [row["launches"], row["temporary_mib"]]
+    yield from h100()
+
+
+def h100() -> Iterator[Statement]:
+    """Yield what was measured on an H100."""
+    results, layers = read_results(ROOT / "results/gpu/h100/results.jsonl"), h100_layers()
+    empty_rows = []
+    for length, batch in ((512, 1), (512, 16), (1024, 8), (2048, 1), (2048, 8), (4096, 2), (8192, 1)):
+        for direction, name in (("forward", "forward"), ("backward", "and backward")):
+            template, values = f"| {length:,} | {batch} | {name} |", []
+            for variant in ("fused", "blockwise", "ratio", "dense", "torch.compile", "cudnn"):
+                line = layers.get(f"{variant}/{length}/{batch}/{direction}")
+                if line is not None:
+                    template += " # (#) |"
+                    values += [line["min_ms"], line.get("temporary_mib", line.get("peak_mib"))]
+                elif variant == "ratio" and (times := h100_speed().get((length, batch, direction))):
+                    template += " # |"
+                    values.append(times)
+                else:
+                    template += " |"
+            if values:
+                yield template, values
+            else:
+                empty_rows.append(template)
+    assert len(empty_rows) == 3
+    long = {name: layers[f"{name}/8192/1/forward"]["min_ms"] for name in ("fused", "cudnn")}
+    yield "at T = 8,192, # times", [long["fused"] / long["cudnn"]]
+    checked = read_results(ROOT / "results/gpu/h100_correct/results.jsonl")
+    worst: dict[tuple[str, str], float] = {}
+    for (group, _), line in checked.items():
+        for name in ("fused", "blockwise", "dense"):
+            assert line[name]["right"], (group, line["case"], name)
+            assert line[name]["same_bits"], (group, line["case"], name)
+            worst[group, name] = max(worst.get((group, name), 0.0), *line[name]["errors"].values())
+    groups = [group for group, _ in checked]
+    yield (
+        "in bfloat16 at # shapes (300 to 2,048 tokens, W = 1 to 7, grouped heads, windows, a causal kernel, cuDNN) and "
+        "in float32 at #. In bfloat16 the largest relative error of `fused` is #, and that of `dense` #; in float32 #",
+        [
+            groups.count("correct-bfloat16"),
+            groups.count("correct-float32"),
+            *(worst["correct-bfloat16", name] for name in ("fused", "dense")),
+            worst["correct-float32", "fused"],
+        ],
+    )
+    shapes = len(gpu_cases.FULL.correct)
+    yield (
+        "# shapes in bfloat16 and # in float32 were not reached",
+        [shapes - groups.count(group) for group in ("correct-bfloat16", "correct-float32")],
+    )
+    train = results["train", "fused"]
+    yield "with `fused`: # tokens/s, loss # nats", [train["tokens_per_s"], train["loss_nats"]]
+
+
+def h100_layers() -> dict[str, Any]:
+    """Return what was timed of one layer on an H100, by VARIANT/T/B/DIRECTION."""
+    results = read_results(ROOT / "results/gpu/h100/results.jsonl")
+    return {case: line for (_, case), line in results.items() if "min_ms" in line}
+
+
+def h100_speed() -> dict[tuple[int, int, str], float]:
+    """Return the time of `blockwise` over that of the fused kernel on an H100, by (T, B, direction)."""
+    layers, found = h100_layers(), {}
+    for case, line in layers.items():
+        name, length, batch, direction = case.split("/")
+        if name == "blockwise":
+            fused = layers[f"fused/{length}/{batch}/{direction}"]
+            found[int(length), int(batch), direction] = line["min_ms"] / fused["min_ms"]
+    return found
 
 
 def tpu(directory: str, **wanted: Any) -> dict[str, Any]:
@@ -261,6 +334,8 @@ def kernel() -> Iterator[Statement]:
     yield from kernel_precision()
     yield from kernel_chips()
     yield from kernel_steps()
+    speed = h100_speed().values()
+    yield "it is # to # times as fast as `blockwise`", [min(speed), max(speed)]
 
 
 def kernel_sizes() -> Iterator[Statement]:

@@ -26,6 +26,7 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 MAX_HEADS = MAX_CHANNELS = 64
 MAX_HEAD_DIM = 128
 MAX_WIDTH = 7
+MIN_CAPABILITY = 8.0  # compute capability of an NVIDIA GPU: the least that Triton supports
 
 
 def why_not_fused(
@@ -80,7 +81,15 @@ def why_not_fused(
 
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
-    return cudnn.why_not(q_BTHK, k_BSGK, bias, mask) if config is None else None
+    return cudnn.why_not(q_BTHK, k_BSGK, bias, mask) if config is None else _why_not_triton()
+
+
+def _why_not_triton() -> str | None:
+    """Return why this process's GPU cannot run Triton's kernels, or None if it can or if there is none."""
+    found = getattr(jax.devices()[0], "compute_capability", None)  # "9.0"; of an AMD GPU: "gfx942"
+    if found is None or (found.replace(".", "").isdigit() and float(found) >= MIN_CAPABILITY):
+        return None
+    return f"the kernels need an NVIDIA GPU of compute capability {MIN_CAPABILITY} or more; this one has {found!r}"
 
 
 def attend_fused(

@@ -303,7 +303,6 @@ class Fused(Implementation):
 # in VMEM. By the compiler's cycle estimates, 64 rows are 1.3 times as fast at T = 2048, and 16 rows at T = 8192.
 # GPU: more rows than these, if memory allows: see `rows_in_block`.
 BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise(32, 1)}
-FUSED_ON = ("tpu",)  # DAPE's GPU kernel has never been timed on a GPU: select it by name, `Fused`.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +310,7 @@ class Auto(Implementation):
     """Implementation chosen by platform and length for each call; logged when first chosen.
 
         dense      if all rows are one block
-        fused      on a TPU, if a kernel supports this bias and processor; on a GPU, without bias and processor
+        fused      on a TPU or GPU, if a kernel supports this bias and processor
         blockwise  otherwise
 
     Args:
@@ -355,8 +354,6 @@ class Auto(Implementation):
             implementation, why = Dense(), "all rows are one block"
         else:
             why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
-            if why is None and platform not in FUSED_ON and not isinstance(score_mod.processor, Plain):
-                why = f"the kernel for the platform {platform!r} must be selected by name"
             implementation = Fused() if why is None else blockwise
         _log_choice(f"{implementation}" + (f": {why}" if why else ""))
         return implementation
