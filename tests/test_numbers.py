@@ -552,11 +552,20 @@ def reproducing() -> Iterator[Statement]:
     swept = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
     half, common, twice = ({method: mean_of("rates", method + rate, 32, 32) for method in swept} for rate in rates)
     assert all(half[method] > common[method] for method in swept)
-    assert {method for method in swept if twice[method] < common[method]} == {"dape1x1-kerple", "fire"}
+    assert {method for method in swept if twice[method] < common[method]} == {
+        "dape1x3-kerple",
+        "dape1x1-kerple",
+        "kerple",
+    }
+    gains = {method: 100 * (1 - twice[method] / common[method]) for method in swept}
     yield (
-        "Twice the rate is better by # % for DAPE (1x1) and by # % for FIRE, and worse for the others.",
-        [100 * (1 - twice[method] / common[method]) for method in ("dape1x1-kerple", "fire")],
+        "Twice the rate is better by # % for DAPE1x3-Kerple, by # % for Kerple and by # % for DAPE (1x1), and worse",
+        [gains[method] for method in ("dape1x3-kerple", "kerple", "dape1x1-kerple")],
     )
+    (sweep,) = claims_of("rates")
+    undecided = {pair["pair"] for pair in sweep["pairs"] if pair["verdict"] == "undecided"}
+    assert undecided == {f"dape1x3-kerple T32 against {method} T32" for method in ("t5", "dape1x1-kerple")}
+    yield "the three is undecided: # of # comparisons are in its favour", [sweep["holding"], len(sweep["pairs"])]
     yield (
         "they have #, #, # and #, and DAPE (1x1) #, where DAPE1x3-Kerple has # at the common rate.",
         [
@@ -652,6 +661,7 @@ def converged(method: str, *lengths: int) -> list[float]:
 def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     names = {
         "rope": "RoPE",
+        "alibi": "ALiBi",
         "kerple": "Kerple",
         "kerple-8500-steps": "Kerple, 8,500 steps",
         "dape1x3-kerple": "DAPE1x3-Kerple",
@@ -673,6 +683,15 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         claim for claim in claims_of("converged") if "256, DAPE1x3-Kerple is better than RoPE at" in claim["claim"]
     ]
     yield "better than RoPE at the train length by # %, which is undecided (two seeds)", [-rope["difference"]]
+    alibi = [
+        claim["difference"]
+        for claim in claims_of("converged")
+        if "256, DAPE1x3-Kerple is better than alibi" in claim["claim"]
+    ]
+    yield (
+        "better than ALiBi by # % at the train length, and by # % and more beyond it: both **hold** (two seeds)",
+        [-difference for difference in alibi],
+    )
     at_equal_time = [
         [mean_of("equal_time", method, 64, length, "converged-math") for length in (64, 512)]
         for method in ("dape1x3-kerple", "kerple-8500-steps")
@@ -836,6 +855,7 @@ VERDICTS = {
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
         ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("one of 2: both **hold** (`widths`", "holds", "widths", "of any width", "than a causal one of 2"),
+        ("more beyond it: both **hold** (two", "holds", "converged", "256, DAPE1x3-Kerple is better than alibi"),
         ("by 6 %, which is undecided (two", "undecided", "converged", "256, DAPE1x3-Kerple is better than RoPE at"),
         ("on stack manipulation is undecided", "undecided", "table6", "on stack manipulation, DAPE-Kerple (1x1) is"),
         ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
