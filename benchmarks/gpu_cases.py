@@ -176,7 +176,7 @@ FULL = Plan(
         "plain": dataclasses.replace(PLAIN, batch=2),
         "plain-window": dataclasses.replace(PLAIN, length=700, window=130, kv_heads=4),
     },
-    shapes=((512, 1), (2048, 1), (512, 16), (2048, 8), (8192, 1), (1024, 8), (4096, 2)),
+    shapes=((512, 1), (2048, 1), (512, 16), (2048, 8), (256, 64), (8192, 1), (1024, 8), (4096, 2)),
     variant_shapes=((2048, 1), (2048, 8)),
     variants=VARIANTS,
     torch_shapes=((512, 1), (2048, 1), (512, 16), (1024, 8)),
