@@ -509,13 +509,14 @@ def test_auto_chooses_by_platform_length_and_support_and_logs_it_once(caplog):
             assert isinstance(windowed, Blockwise)
             assert windowed.num_buckets > 1, "with one, every block reads all keys"
         with on("GPU of tomorrow"):
-            assert choice(Auto(16, 2)) == Blockwise(16, 2)
-            assert choice(Auto()) == Blockwise(256, 4)
+            assert choice(Auto()) == choice(Auto(16, 2)) == Fused()
+            assert choice(Auto(16, 2), bias=fire) == Blockwise(16, 2)
+            assert choice(Auto(), bias=fire) == Blockwise(256, 4)
         assert choice(Auto()) == attention.BLOCKWISE["cpu"]
         assert choice(Auto()) == attention.BLOCKWISE["cpu"]
     said = [record.message for record in caplog.records if record.name.startswith("dape_jax")]
     assert len(said) == len(set(said)) == 7
-    assert sum("Fire is not a DistanceBias" in line for line in said) == 2
+    assert sum("Fire is not a DistanceBias" in line for line in said) == 4
 
 
 def test_auto_equals_the_implementation_that_it_chooses():
