@@ -24,7 +24,7 @@ from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Dape, Plain, Processor, ScoreMod
-from dape_jax.model.scores import Mask, Scores, causal_runs, masked_softmax, products, rows_in_block
+from dape_jax.model.scores import MIN_BLOCK_ROWS, Mask, Scores, causal_runs, masked_softmax, products, rows_in_block
 from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision, unstripe
 
 logger = logging.getLogger(__name__)
@@ -309,7 +309,7 @@ BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise
 class Auto(Implementation):
     """Implementation chosen by platform and length for each call; logged when first chosen.
 
-        dense      if all rows are one block
+        dense      if all rows are one block; on a GPU with a kernel, up to 128 rows
         fused      on a TPU or GPU, if a kernel supports this bias and processor
         blockwise  otherwise
 
@@ -350,10 +350,14 @@ class Auto(Implementation):
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
         if platform == "gpu" and self.block_size is None:
             blockwise = dataclasses.replace(blockwise, block_size=_rows_on_gpu(q_BTHK, k_BSGK, score_mod, blockwise))
-        if q_BTHK.shape[1] <= blockwise.block_size:
+        why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
+        # On a GPU a block has many rows, and the kernel was faster than `Dense` where both were measured.
+        longest_dense = blockwise.block_size
+        if platform == "gpu" and why is None:
+            longest_dense = min(longest_dense, MIN_BLOCK_ROWS)
+        if q_BTHK.shape[1] <= longest_dense:
             implementation, why = Dense(), "all rows are one block"
         else:
-            why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
             implementation = Fused() if why is None else blockwise
         _log_choice(f"{implementation}" + (f": {why}" if why else ""))
         return implementation
