@@ -31,6 +31,7 @@ A time is the minimum of five samples, each the mean of queued calls (`measure.p
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -276,9 +277,13 @@ class Measurement:
                 self.profile(tool, self.output / file, AFTER[name])
 
 
-def describe(commit: str) -> str:
+def describe() -> str:
     """Describe the hardware and software of the machine."""
-    parts = [f"commit {commit}", f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores"]
+    # A copy of the source without git names its commit in this variable: `dape_jax/provenance.py`.
+    parts = [
+        f"DAPE_COMMIT={os.environ.get('DAPE_COMMIT', '')}",
+        f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores",
+    ]
     commands = ["git describe --always --dirty", "nvidia-smi", "python -m pip list --format=freeze"]
     for command in [*commands, "nvcc --version", "ncu --version"]:
         try:
@@ -366,24 +371,37 @@ def reason_of(line: Line) -> str:
 
 
 def plot(results: dict[tuple[str, str], Line], path: Path) -> None:
-    """Plot the times of one layer, a panel for each batch size and direction."""
+    """Plot the times of one layer: a row for each direction, a column for each batch size."""
     from matplotlib.figure import Figure
 
-    times = layer_times(results)
-    panels = sorted({(batch, direction) for _, batch, direction in times})
-    if not panels:
+    points: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
+    for (length, batch, direction), lines in layer_times(results).items():
+        for name, line in lines.items():
+            if line["status"] == "done":
+                points.setdefault((direction, batch), {}).setdefault(name, []).append((length, line["min_ms"]))
+    if not points:
         return
-    figure = Figure(figsize=(3.4 * len(panels), 4.2), layout="constrained")
-    for axes, (batch, direction) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for (length, *rest), lines in times.items():
-            for name, line in lines.items():
-                if rest == [batch, direction] and line["status"] == "done":
-                    curves.setdefault(name, []).append((length, line["min_ms"]))
-        for name, points in curves.items():
-            axes.plot(*zip(*points, strict=True), "o-", label=name)
-        axes.set(xscale="log", yscale="log", xlabel="sequence length (tokens)", title=f"B = {batch}, {direction}")
-        axes.legend(fontsize=6)
+    rows, columns = sorted({direction for direction, _ in points}, reverse=True), sorted({batch for _, batch in points})
+    names = dict.fromkeys(name for curves in points.values() for name in curves)
+    names_of = {"forward": "forward", "backward": "forward and backward"}
+    colors = {name: f"C{index % 10}" for index, name in enumerate(names)}
+    size = (2.2 * len(columns) + 2, 2.8 * len(rows) + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(rows), len(columns), sharex=True, sharey=True, squeeze=False)
+    lengths = sorted({length for curves in points.values() for curve in curves.values() for length, _ in curve})
+    for (direction, row), (batch, column) in itertools.product(
+        zip(rows, panels, strict=True), zip(columns, panels.T, strict=True)
+    ):
+        (axes,) = set(row) & set(column)
+        for name, curve in points.get((direction, batch), {}).items():
+            axes.plot(*zip(*curve, strict=True), "o-", color=colors[name], label=name, markersize=4)
+        axes.set(xscale="log", yscale="log", title=f"B = {batch}, {names_of[direction]}")
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=90)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    handles = {str(line.get_label()): line for axes in figure.axes for line in axes.get_lines()}
+    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    figure.supxlabel("sequence length (tokens)")
     figure.supylabel("time of one layer (ms)")
     figure.savefig(path, dpi=130)
 
@@ -396,7 +414,6 @@ def main() -> None:
     parser.add_argument("--groups", default="", help=f"Comma-separated groups, of {', '.join(known)}; all if empty.")
     parser.add_argument("--seconds", type=float, default=500, help="Total time in seconds; at least 120.")
     parser.add_argument("--processes", type=int, default=8, help="Number of groups prepared at a time.")
-    parser.add_argument("--commit", default="unknown", help="Commit of the source, if it is not a git clone.")
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU.")
     flags = parser.parse_args()
     if flags.seconds < 120:
@@ -410,7 +427,7 @@ def main() -> None:
         parser.error(f"--output = {str(flags.output)!r}: has results of {', '.join(repeated)}; {advice}")
     flags.output.mkdir(parents=True, exist_ok=True)
     output = flags.output.absolute()
-    (output / "environment.txt").write_text(describe(flags.commit))
+    (output / "environment.txt").write_text(describe())
     measurement = Measurement(output, flags.seconds, flags.tiny, flags.processes, groups)
     try:
         measurement.run()
