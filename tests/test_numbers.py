@@ -1,5 +1,6 @@
 """Numbers of README, the documentation and the recipes are those of the committed raw files."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -57,6 +58,12 @@ def by_length(name: str, run: str, key: str = "perplexity", **wanted: Any) -> di
     return {each["length"]: each[key] for each in select(read(name)["runs"], name=run, **wanted)["lengths"]}
 
 
+def on_math() -> list[dict[str, Any]]:
+    """Return the claims of `converged` on SageMath's manual that were tested."""
+    claims = read("report.json")["converged"]["converged-math"]["claims"]
+    return [claim for claim in claims if claim["verdict"] != "not tested"]
+
+
 def claims_of(experiment: str) -> list[dict[str, Any]]:
     """Return the claims of an experiment in the report, on all texts."""
     return [claim for group in read("report.json")[experiment].values() for claim in group["claims"]]
@@ -92,6 +99,12 @@ def readme() -> Iterator[Statement]:
             for value in converged(method, 64, 2048)
         ],
     )
+    on_prose = [
+        mean_of("converged", method, 64, length, "converged-prose")
+        for method in ("dape1x3-kerple", "kerple")
+        for length in (64, 2048)
+    ]
+    yield "| at 64 and 2,048 after 20 M tokens of prose: no gain (one seed) | #, # | #, # |", on_prose
     longest = [mean_of("fig2", method, 32, 2048) for method in ("dape1x3-kerple", "kerple")]
     yield "| perplexity per byte at 2,048, trained at 32 (mean of five seeds) | # | # |", longest
     recall = [select(read("recall/accuracy.json")["runs"], name=run) for run in ("dape1x3-kerple", "kerple")]
@@ -651,6 +664,7 @@ def reproducing() -> Iterator[Statement]:
         [accuracy_of("dape1x1-kerple", task, "within"), seeds["0"], seeds["1"]],
     )
     yield from after_fifty_tokens_per_parameter()
+    yield from prose()
 
 
 def converged(method: str, *lengths: int) -> list[float]:
@@ -664,6 +678,7 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         "alibi": "ALiBi",
         "kerple": "Kerple",
         "kerple-8500-steps": "Kerple, 8,500 steps",
+        "dape1x1-kerple": "DAPE (1x1)",
         "dape1x3-kerple": "DAPE1x3-Kerple",
     }
     for method, name in names.items():
@@ -679,18 +694,21 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         "# % at 4,096",
         better,
     )
-    (rope,) = [
-        claim for claim in claims_of("converged") if "256, DAPE1x3-Kerple is better than RoPE at" in claim["claim"]
-    ]
-    yield "better than RoPE at the train length by # %, which is undecided (two seeds)", [-rope["difference"]]
-    alibi = [
-        claim["difference"]
-        for claim in claims_of("converged")
-        if "256, DAPE1x3-Kerple is better than alibi" in claim["claim"]
-    ]
+    differences = {claim["claim"]: claim["difference"] for claim in on_math()}
+    claim = "trained at 256, DAPE1x3-Kerple is better than"
+    at, beyond = "at the train length", "at every length beyond"
+    yield (
+        "better than RoPE at the train length by # %, which is undecided (two seeds)",
+        [-differences[f"{claim} RoPE {at}"]],
+    )
     yield (
         "better than ALiBi by # % at the train length, and by # % and more beyond it: both **hold** (two seeds)",
-        [-difference for difference in alibi],
+        [-differences[f"{claim} alibi {where}"] for where in (at, beyond)],
+    )
+    yield (
+        "than DAPE (1x1) beyond the train length, by # % and more: this **holds**. At the train length it is better by "
+        "# %,",
+        [-differences[f"{claim} dape1x1-kerple {where}"] for where in (beyond, at)],
     )
     at_equal_time = [
         [mean_of("equal_time", method, 64, length, "converged-math") for length in (64, 512)]
@@ -734,6 +752,35 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         "No model has all digits right in any of the # windows (one seed).",
         [read("needle/needle.json")["num_windows"]],
     )
+
+
+def prose() -> Iterator[Statement]:
+    """Yield what was measured after fifty tokens per parameter of prose, with one seed."""
+    runs = {
+        (text, method): read(f"converged/converged-{text}/{method}-xs-T64-seed0.json")
+        for text, method in itertools.product(("math", "prose"), ("rope", "alibi", "kerple", "dape1x3-kerple"))
+    }
+    perplexities = {
+        method: {each["length"]: each["perplexity"] for each in run["lengths"]}
+        for (text, method), run in runs.items()
+        if text == "prose"
+    }
+    names = {"rope": "RoPE", "alibi": "ALiBi", "kerple": "Kerple", "dape1x3-kerple": "DAPE1x3-Kerple"}
+    for method, name in names.items():
+        yield f"| {name}, prose | # | # | # | # |", [perplexities[method][length] for length in (64, 128, 512, 4096)]
+    kerple, dape = perplexities["kerple"], perplexities["dape1x3-kerple"]
+    yield (
+        "DAPE1x3-Kerple and Kerple are equal to # % at every length",
+        [100 * max(abs(dape[length] / kerple[length] - 1) for length in kerple)],
+    )
+    for method in ("alibi", "kerple", "dape1x3-kerple"):
+        assert min(perplexities[method].values()) > 0.999 * perplexities[method][128]
+    for text, template in (
+        ("prose", "below Kerple's by # nats after 300 steps, by # after 1,200 and by # after 5,000"),
+        ("math", "with the same seed, these are #, # and #"),
+    ):
+        kerple, dape = (runs[text, method]["validation_nats"] for method in ("kerple", "dape1x3-kerple"))
+        yield template, [kerple[step] - dape[step] for step in ("300", "1200", "5000")]
 
 
 def pretrained() -> Iterator[Statement]:
@@ -855,6 +902,13 @@ VERDICTS = {
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
         ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("one of 2: both **hold** (`widths`", "holds", "widths", "of any width", "than a causal one of 2"),
+        ("% and more: this **holds**", "holds", "converged", "better than dape1x1-kerple at every length beyond"),
+        (
+            "better by 4 %, which is undecided",
+            "undecided",
+            "converged",
+            "256, DAPE1x3-Kerple is better than dape1x1-kerple at the train length",
+        ),
         ("more beyond it: both **hold** (two", "holds", "converged", "256, DAPE1x3-Kerple is better than alibi"),
         ("by 6 %, which is undecided (two", "undecided", "converged", "256, DAPE1x3-Kerple is better than RoPE at"),
         ("on stack manipulation is undecided", "undecided", "table6", "on stack manipulation, DAPE-Kerple (1x1) is"),
