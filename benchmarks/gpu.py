@@ -63,9 +63,9 @@ GROUPS = {
     "steps": 60,
 }
 AFTER = {"train": 60, "counters": 50, "sanitizer": 40}  # what follows the groups, and its seconds
-# Phases: the last group of each, and the part of the total time until its end. The first and the last group need much
-# memory, and have the GPU alone.
-PHASES = {"environment": 0.06, "variants-backward": 0.55, "steps": 0.8}
+# Phases, and the part of the total time until the end of each. Two groups need much memory, and have the GPU alone.
+ALONE = ("environment", "steps")
+PHASES = ((ALONE[:1], 0.06), (tuple(group for group in GROUPS if group not in ALONE), 0.55), (ALONE[1:], 0.8))
 # Share of the GPU's memory that a group may take. A process keeps memory that it no longer uses.
 MEMORY = dict.fromkeys(GROUPS, 0.05) | {"environment": 0.75, "steps": 0.75, "xla-forward": 0.18, "xla-backward": 0.37}
 MEMORY |= {"correct-bfloat16": 0.1, "correct-float32": 0.1}
@@ -251,16 +251,10 @@ class Measurement:
 
     def run(self) -> None:
         """Measure the groups phase by phase, and then the rest."""
-        chosen, phases = [group for group in GROUPS if group in self.groups], []
-        for last, part in PHASES.items():
-            size = sum(list(GROUPS).index(group) <= list(GROUPS).index(last) for group in chosen)
-            phases.append((chosen[:size], part))
-            chosen = chosen[size:]
-        if len(self.groups) < len(GROUPS) + len(AFTER):  # a selection shares the time
-            phases = [(groups, 1.0) for groups, _ in phases]
-        for groups, part in phases:
-            if groups:
-                now, until = time.monotonic(), self.deadline - (1 - part) * self.total_s
+        is_selection = len(self.groups) < len(GROUPS) + len(AFTER)  # then the groups share the time
+        for phase, part in PHASES:
+            if groups := [group for group in phase if group in self.groups]:
+                now, until = time.monotonic(), self.deadline - (0 if is_selection else 1 - part) * self.total_s
                 self.measure(self.prepare(groups, now + PREPARING_SHARE * (until - now)), until)
         (self.control / "stop").unlink(missing_ok=True)
         (self.control / "go-profiled").touch()
