@@ -331,7 +331,8 @@ def _verdict_row(group: Group, item: Judgement) -> str:
 
 
 _OTHERS = {  # measurements that are not experiments of the paper: title -> stem of the files in the results directory
-    "Up to 32,768 tokens, models of the experiment `converged`": "long/lengths",
+    "Up to 32,768 tokens of math, models of the experiment `converged`": "long/lengths",
+    "Up to 131,072 tokens of prose, models of the same experiment": "long_prose/lengths",
     "A needle in held-out text, the same models": "needle/needle",
     "Loss by position, the same models": "positions/positions",
     "The demo": "quickstart/lengths",
