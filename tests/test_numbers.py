@@ -79,8 +79,9 @@ def verdicts() -> list[float]:
 
 
 def readme() -> Iterator[Statement]:
-    speed = h100_speed().values()
-    yield "correct and # to # times as fast as `blockwise`", [min(speed), max(speed)]
+    layers = h100_layers()
+    times = [layers[f"{name}/2048/1/backward"]["min_ms"] for name in ("fused", "blockwise")]
+    yield "On an H100, in bfloat16, it takes # ms with the fused kernel and # ms without", times
     yield (
         "Of the paper's # claims, # hold at this size, # are contradicted, # are undecided and # not tested so far",
         verdicts(),
