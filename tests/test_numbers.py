@@ -676,6 +676,7 @@ def converged(method: str, *lengths: int) -> list[float]:
 def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     names = {
         "rope": "RoPE",
+        "dape1x3-rope": "DAPE1x3-RoPE",
         "alibi": "ALiBi",
         "kerple": "Kerple",
         "kerple-8500-steps": "Kerple, 8,500 steps",
@@ -903,6 +904,7 @@ VERDICTS = {
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
         ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("one of 2: both **hold** (`widths`", "holds", "widths", "of any width", "than a causal one of 2"),
+        ("improves it at every length is undecided", "undecided", "converged", "256, DAPE1x3 improves RoPE"),
         ("% and more: this **holds**", "holds", "converged", "better than dape1x1-kerple at every length beyond"),
         (
             "better by 4 %, which is undecided",
