@@ -760,14 +760,17 @@ def prose() -> Iterator[Statement]:
     """Yield what was measured after fifty tokens per parameter of prose, with one seed."""
     runs = {
         (text, method): read(f"converged/converged-{text}/{method}-xs-T64-seed0.json")
-        for text, method in itertools.product(("math", "prose"), ("rope", "alibi", "kerple", "dape1x3-kerple"))
+        for text, method in itertools.product(
+            ("math", "prose"), ("rope", "alibi", "kerple", "dape1x1-kerple", "dape1x3-kerple")
+        )
     }
     perplexities = {
         method: {each["length"]: each["perplexity"] for each in run["lengths"]}
         for (text, method), run in runs.items()
         if text == "prose"
     }
-    names = {"rope": "RoPE", "alibi": "ALiBi", "kerple": "Kerple", "dape1x3-kerple": "DAPE1x3-Kerple"}
+    names = {"rope": "RoPE", "alibi": "ALiBi", "kerple": "Kerple"}
+    names |= {"dape1x1-kerple": "DAPE (1x1)", "dape1x3-kerple": "DAPE1x3-Kerple"}
     for method, name in names.items():
         yield f"| {name}, prose | # | # | # | # |", [perplexities[method][length] for length in (64, 128, 512, 4096)]
     kerple, dape = perplexities["kerple"], perplexities["dape1x3-kerple"]
