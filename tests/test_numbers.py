@@ -780,6 +780,11 @@ def prose() -> Iterator[Statement]:
     )
     for method in ("alibi", "kerple", "dape1x3-kerple"):
         assert min(perplexities[method].values()) > 0.999 * perplexities[method][128]
+    dape, kerple = (by_length("long_prose/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
+    yield (
+        "DAPE1x3-Kerple has # and Kerple # on the last 256 bytes of one document; at 256 they have # and #",
+        [dape[131072], kerple[131072], dape[256], kerple[256]],
+    )
     for text, template in (
         ("prose", "below Kerple's by # nats after 300 steps, by # after 1,200 and by # after 5,000"),
         ("math", "with the same seed, these are #, # and #"),
