@@ -136,7 +136,7 @@ class Measurement:
     def start_group(self, group: str) -> subprocess.Popen:
         """Start a group of cases."""
         (self.control / f"ready-{group}").unlink(missing_ok=True)
-        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY.get(group, 0.75))}
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY[group])}
         if group.startswith("correct"):  # values do not depend on the choice among matmuls, and compiling is quicker
             environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
         return self.start(self.group_command(group, self.output), self.output / "log.txt", **environment)

@@ -336,10 +336,8 @@ def test_auto_chooses_the_kernel_for_dape_where_the_gpu_can_run_it(monkeypatch, 
     assert isinstance(chosen, Fused if is_fused else Blockwise)
     reason = why_not_fused(q, q, mod, platform="gpu")
     assert (reason is None) == is_fused
-    for length, expected in (
-        (128, Dense),
-        (256, Fused if is_fused else Dense),
-    ):  # 256 rows are one block of `Blockwise`
+    # 256 rows are one block of `Blockwise`.
+    for length, expected in ((128, Dense), (256, Fused if is_fused else Dense)):
         short = jax.ShapeDtypeStruct((1, length, 12, 64), jnp.bfloat16)
         assert isinstance(Auto().choose(short, short, mod, platform="gpu"), expected)
     assert is_fused or f"compute capability 8.0 or more; this one has {capability!r}" in str(reason)
