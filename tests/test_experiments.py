@@ -56,11 +56,9 @@ def test_methods_and_train_lengths_choose_among_the_runs():
     assert 0 < len(chosen) < len(every)
 
 
-def presets_of(name: str) -> tuple[str, ...]:
-    return EXPERIMENTS[name].presets or tuple(PRESETS)
-
-
-@pytest.mark.parametrize(("name", "preset"), [(name, preset) for name in EXPERIMENTS for preset in presets_of(name)])
+@pytest.mark.parametrize(
+    ("name", "preset"), [(name, preset) for name, experiment in EXPERIMENTS.items() for preset in experiment.presets]
+)
 def test_every_run_has_its_own_valid_config(name: str, preset: str):
     runs = runs_with_one_seed(name, preset)
     assert len({item.name for item in runs}) == len(runs) > 0
@@ -117,7 +115,7 @@ def test_the_paper_preset_has_the_published_settings_of_the_tasks():
 
 
 def test_steps_have_equal_numbers_of_tokens_where_the_papers_do():
-    for preset in PRESETS:
+    for preset in EXPERIMENTS["fig3"].presets:
         configs = [RunConfig.from_dict(config_of(item)) for item in runs_with_one_seed("fig3", preset)]
         tokens = {config.train.batch_size * config.train.train_length for config in configs}
         assert len({config.train.train_length for config in configs}) == 6
@@ -127,8 +125,8 @@ def test_steps_have_equal_numbers_of_tokens_where_the_papers_do():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_claims_compare_results_of_runs(name: str):
     experiment = EXPERIMENTS[name]
-    runs = runs_with_one_seed(name, presets_of(name)[-1])
-    divisor = 1 if experiment.tasks else PRESETS[presets_of(name)[-1]].length_divisor
+    runs = runs_with_one_seed(name, experiment.presets[-1])
+    divisor = 1 if experiment.tasks else PRESETS[experiment.presets[-1]].length_divisor
     measured = {
         Cell(item.method, item.paper_train_length, length * divisor, item.paper_size)
         for item in runs
@@ -398,9 +396,15 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
         monkeypatch.setitem(METHODS, method, bias)
     monkeypatch.setattr(run, "lengths_from", lambda length, longest: (length, 2 * length))
     for name, methods in (("one", ("a", "b")), ("two", ("b", "c")), ("unknown", ("a", "dape1x9"))):
-        monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (CLAIM,)))
-    on_tasks = Experiment(
-        "title", "source", ("a", "b", "c"), (4,), (TASK_CLAIM,), tasks=tuple(TASKS), metric="accuracy"
+        experiment = Experiment("title", "source", methods, (16,), (CLAIM,), presets=("tiny",))
+        monkeypatch.setitem(EXPERIMENTS, name, experiment)
+    on_tasks = dataclasses.replace(
+        experiment,
+        methods=("a", "b", "c"),
+        train_lengths=(4,),
+        claims=(TASK_CLAIM,),
+        tasks=tuple(TASKS),
+        metric="accuracy",
     )
     monkeypatch.setitem(EXPERIMENTS, "tasks", on_tasks)
     return {"results": str(tmp_path / "results"), "workdirs": str(tmp_path / "workdirs")}
@@ -645,7 +649,8 @@ def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
         ("delta", "delta", ("a",)),
         ("time", "step_ms", ("a", "b")),
     ):
-        monkeypatch.setitem(EXPERIMENTS, name, Experiment("title", "source", methods, (16,), (), metric=metric))
+        experiment = dataclasses.replace(EXPERIMENTS["one"], methods=methods, claims=(), metric=metric)
+        monkeypatch.setitem(EXPERIMENTS, name, experiment)
     (plain,), (delta,), times = (run_tiny(name, small_world, (0,)) for name in ("plain", "delta", "time"))
     assert (
         len([path for path in Path(small_world["workdirs"]).iterdir() if path.is_dir()]) == 1

@@ -6,7 +6,7 @@ r"""Language-model runs of the paper, selected by one argument.
         --config.data.path=data/books3 --workdir=runs/books3/dape1x3-kerple
     python eval.py --workdir=runs/books3/dape1x3-kerple
 
-Argument: first a size, 125m|350m|2.7b|6.7b, then any of
+Argument: first a size, 25m|125m|350m|2.7b|6.7b, then any of
 
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
@@ -31,6 +31,8 @@ Differs: bfloat16 instead of float16 (--config.model.dtype=float16 uses a dynami
 convolution is "prefix" (--config.model.processor.edge=listing follows the paper's listing); the learning rates of 2.7b
 and 6.7b are GPT-3's, because the paper does not give them.
 
+`25m` is not the paper's. The preset `25m` of `python -m dape_jax.experiments` trains it on one GPU in minutes.
+
 Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
 """
 
@@ -40,11 +42,13 @@ from ml_collections import ConfigDict
 
 from dape_jax.config import choose, read_module
 from dape_jax.errors import require
-from dape_jax.model.transformer import GPT_NEOX, SIZES
+from dape_jax.model.transformer import GPT_NEOX
+from dape_jax.model.transformer import SIZES as PAPER_SIZES
 
 common = read_module(Path(__file__).with_name("common.py"))
 
-LEARNING_RATES = {"125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
+SIZES = {"25m": {"num_layers": 8, "width": 512, "num_heads": 8}} | PAPER_SIZES
+LEARNING_RATES = {"25m": 1e-3, "125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}
 
 
 def get_config(argument: str | None = None) -> ConfigDict:

@@ -146,6 +146,18 @@ PRESETS = {
         # float32 on every device, so that models of different devices can be compared
         overrides={"evaluation.max_windows": 256, "model.dtype": "float32"},
     ),
+    # 25 million parameters and 131 million tokens: minutes on one GPU.
+    "25m": dataclasses.replace(
+        _SMALL,
+        recipe="paper.py",
+        sizes={"125m": "25m"},
+        length_divisor=1,
+        batch=512,
+        seeds=(0,),
+        data="",
+        argument="vocab=257,num_steps=1000,accumulation=4",  # parts of a step fit into 40 GiB
+        overrides={"model.remat": "none", "train.eval_interval": 200},
+    ),
     "paper": Preset(
         recipe="paper.py",
         sizes={size: size for size in ("125m", "350m", "2.7b", "6.7b")},
@@ -221,7 +233,7 @@ class Experiment:
     step_tokens: int | None = None  # tokens per step, if the paper uses the same number at all train lengths
     longest: int = 8192  # longest evaluation length
     step_batch: int | None = None  # sequences per step, for a measurement of time
-    presets: tuple[str, ...] = ()  # keys of PRESETS for which it is defined; all if empty
+    presets: tuple[str, ...] = ("small", "converged", "paper")  # keys of PRESETS for which it is defined
 
 
 def length_divisor(experiment: Experiment, preset: str) -> int:
@@ -785,6 +797,18 @@ EXPERIMENTS = {
         longest=16384,
         presets=("converged",),
         claims=_dape_is_better(_LONGER, 256, _to_16384(256)),
+    ),
+    "larger": Experiment(
+        title="25 million parameters, trained on 131 million tokens",
+        source=NOT_IN_PAPER,
+        methods=("kerple", "dape1x3-kerple", "rope", "dape1x1-kerple"),
+        train_lengths=(256,),
+        longest=16384,
+        presets=("25m",),
+        claims=(
+            *_dape_is_better(("kerple", "rope", "dape1x1-kerple"), 256, _to_16384(256)),
+            Claim("DAPE1x3-Kerple is better at 16384 than at 256", easier_at(16384, "dape1x3-kerple", (256,))),
+        ),
     ),
     "context": Experiment(
         title="the gain from context after fifty tokens per parameter",

@@ -121,8 +121,8 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
         InputError: the experiment does not have the preset, a method, a train length or a task; no run is left; or a
             text is given for an experiment on tasks.
     """
-    presets = experiment.presets or tuple(PRESETS)
-    require(settings.preset in presets, "--preset", settings.preset, f"must be one of {presets} for this experiment")
+    allowed = f"must be one of {experiment.presets} for this experiment"
+    require(settings.preset in experiment.presets, "--preset", settings.preset, allowed)
     for method in experiment.methods:
         require(method in METHODS, "method of the experiment", method, "must be a key of METHODS in catalogue.py")
     for method in settings.methods:
