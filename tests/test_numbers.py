@@ -320,6 +320,15 @@ def h100() -> Iterator[Statement]:
     )
     train = measured_on_h100()["train", "fused"]
     yield "with `fused`: # tokens/s, loss # nats", [train["tokens_per_s"], train["loss_nats"]]
+    last = re.findall(
+        r"1000 of 1000 steps, .* ([\d,]+) tokens/s, .* validation ([\d.]+)",
+        (ROOT / "results/gpu/h100_25m/train.txt").read_text(),
+    )
+    speeds, losses = zip(*((float(speed.replace(",", "")), float(loss)) for speed, loss in last), strict=True)
+    yield (
+        "Kerple with `dense` # tokens/s, DAPE1x3-Kerple with `fused` #; validation loss # and # nats",
+        [*speeds, *losses],
+    )
 
 
 @cache

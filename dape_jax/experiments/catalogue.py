@@ -156,7 +156,7 @@ PRESETS = {
         seeds=(0,),
         data="",
         argument="vocab=257,num_steps=1000,accumulation=4",  # parts of a step fit into 40 GiB
-        overrides={"model.remat": "none", "train.eval_interval": 200},
+        overrides={"model.remat": "none", "model.dtype": "bfloat16", "train.eval_interval": 200},
     ),
     "paper": Preset(
         recipe="paper.py",
