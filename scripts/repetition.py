@@ -1,0 +1,162 @@
+"""Measure how much a text repeats: what a model could copy from its context.
+
+    python scripts/repetition.py --data=data/math,data/prose,stdlib --output=results/repetition
+
+A token is predictable by copying from a context of N tokens if the last `--match` tokens before it are there already,
+and the token after the latest of these occurrences is the same. No model is needed:
+
+    ... the text of the context ... the text of the con[t] ...        match = 19: "t" followed the same text before
+            |<--- the same --->|   |<--- the same -->|
+
+Measured for each N of `--lengths`: the share of tokens whose last `--match` tokens occur in the N tokens before, and
+the share of tokens that are predictable. The tokens are the last `--scored` of held-out windows, chosen as `eval.py`
+does.
+
+Writes repetition.json, .csv, .md, .txt, and repetition.png and .pdf with the predictable share by length.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+from matplotlib.figure import Figure
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.data.store import DataConfig, TokenStore, follow_corpus, load_corpus
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.evaluation.perplexity import choose_windows
+from dape_jax.evaluation.statistics import bootstrap_interval
+from dape_jax.progress import Progress
+from dape_jax.provenance import make_results_directory
+from dape_jax.storage import to_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Checked flags."""
+
+    data: tuple[str, ...] = flag(dataclasses.MISSING, "Texts, each in the form of --config.data.path.")
+    tokenizer: str | None = flag(None, "Tokenizer of raw text, like --config.data.tokenizer; bytes if unset.")
+    lengths: tuple[int, ...] = flag(
+        (64, 128, 256, 512, 1024, 2048, 4096), "Increasing lengths of the context, in tokens."
+    )
+    match: int = flag(8, "Tokens that must be equal before a token is copied.")
+    scored: int = flag(256, "Tokens that are scored at the end of a window.")
+    windows: int = flag(256, "Maximum number of windows.")
+    output: str = flag("results/repetition", "Result directory.")
+
+    def __post_init__(self):
+        for field in ("match", "scored", "windows"):
+            require(getattr(self, field) > 0, f"--{field}", getattr(self, field), "must be positive")
+        increasing = self.lengths == tuple(sorted(set(self.lengths)))
+        require(bool(self.lengths) and increasing, "--lengths", self.lengths, "must be one or more, increasing")
+        allowed = f"must be longer than --match = {self.match}"
+        require(self.lengths[0] > self.match, "--lengths", self.lengths, allowed)
+
+
+def latest_match(
+    tokens: Int[np.ndarray, "N"], match: int, scored: int
+) -> tuple[Int[np.ndarray, "scored"], Int[np.ndarray, "scored"]]:
+    """Return for each of the last tokens how long a context must be to contain the tokens before it, and the copy.
+
+    Args:
+        tokens: tokens of a window.
+        match: number of tokens before a token that must be equal.
+        scored: number of tokens at the end of the window.
+
+    Returns:
+        The shortest context in tokens that contains an earlier occurrence of the last `match` tokens and the token
+        after it, or more than N if there is none; and the token after the latest occurrence, or -1.
+    """
+    followers: dict[bytes, int] = {}  # index of the token that follows the latest occurrence
+    reach, copied = np.full(scored, len(tokens) + 1), np.full(scored, -1)
+    for at in range(match, len(tokens)):
+        before = tokens[at - match : at].tobytes()
+        number = at - (len(tokens) - scored)
+        if number >= 0 and before in followers:
+            reach[number], copied[number] = at - followers[before] + match, tokens[followers[before]]
+        followers[before] = at
+    return reach, copied
+
+
+def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
+    """Return the results of one text at every length of the context."""
+    longest = max(settings.lengths)
+    windows = choose_windows(store, longest + settings.scored - 1, settings.windows)
+    shape = (len(windows), len(settings.lengths))
+    repeated_WN, predicted_WN = np.zeros(shape), np.zeros(shape)
+    for row, window in enumerate(Progress(windows, desc=name, unit="window")):
+        start = window.end - longest - settings.scored
+        tokens = np.asarray(store.document(window.document)[start : window.end], np.int32)
+        reach, copied = latest_match(tokens, settings.match, settings.scored)
+        within = reach <= np.array(settings.lengths)[:, None]
+        repeated_WN[row] = within.mean(1)
+        predicted_WN[row] = (within & (copied == tokens[-settings.scored :])).mean(1)
+    documents = np.array([window.document for window in windows])
+    records = []
+    for column, length in enumerate(settings.lengths):
+        share = predicted_WN[:, column]
+        low, high = bootstrap_interval(documents, (share, np.ones_like(share)), _mean)
+        repeated = float(repeated_WN[:, column].mean())
+        records.append({"length": length, "repeated": repeated, "predicted": float(share.mean())})
+        records[-1] |= {"low": low, "high": high}
+    counts = {"num_windows": len(windows), "num_documents": len(set(documents.tolist()))}
+    return {"name": name, **counts, "lengths": records}
+
+
+def _mean(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+    return sums.sum(axis) / counts.sum(axis)
+
+
+def draw(results: list[dict[str, Any]]) -> Figure:
+    """Draw the predictable share by length of the context, one line for each text."""
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    lengths = [each["length"] for each in results[0]["lengths"]]
+    for result in results:
+        records = result["lengths"]
+        (line,) = axes.plot(lengths, [100 * each["predicted"] for each in records], "o-", label=result["name"])
+        if all(each["low"] is not None for each in records):
+            low, high = ([100 * each[end] for each in records] for end in ("low", "high"))
+            axes.fill_between(lengths, low, high, alpha=0.2, color=line.get_color())
+    axes.set(xscale="log", xlabel="context (tokens)", ylabel="predictable by copying (%)", ylim=(0, None))
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def main(_: list[str]) -> None:
+    """Measure all texts, print the table, write the files."""
+    settings = from_flags(Settings)
+    directory = make_results_directory(to_path(settings.output, "--output"), "--output")
+    results = []
+    for path in settings.data:
+        fields = {"path": path, "tokenizer": settings.tokenizer, "cache_dir": "data"}
+        fields = follow_corpus({"data": fields, "model": {"vocab_size": None}})["data"]
+        corpus = load_corpus(DataConfig(**fields, validation_fraction=0.05, seed=0))
+        results.append(measure(corpus.validation, settings, path) | {"data": corpus.digest})
+    rows = [["text", "context", "repeated", "predictable"]]
+    for result in results:
+        for each in result["lengths"]:
+            interval = "" if each["low"] is None else f" [{each['low']:.1%}, {each['high']:.1%}]"
+            rows.append(
+                [result["name"], f"{each['length']:,}", f"{each['repeated']:.1%}", f"{each['predicted']:.1%}{interval}"]
+            )
+    caption = (
+        f"Share of tokens whose last {settings.match} tokens occur in the context, and of those that copying the token "
+        f"after their latest occurrence predicts. The last {settings.scored} tokens of held-out windows; 95 % "
+        "bootstrap intervals over documents."
+    )
+    content = {"match": settings.match, "scored": settings.scored, "runs": results}
+    paths = report.save("repetition", directory, content, caption, rows, draw(results), print)
+    print(f"\nfigure: {paths.figure}")
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
