@@ -1,0 +1,189 @@
+"""Measure on which tokens models differ: those that copying from the context predicts, near or far, and the others.
+
+    python scripts/copying.py --workdir=runs/kerple,runs/dape1x3-kerple --lengths=64,512 --output=results/copying
+
+A token is predictable by copying if its last `--match` tokens occur earlier in the window, and the token after their
+latest occurrence is the same (`repetition.py`). It is "near" if that needs no more context than the train length, "far"
+if it needs more, and every token that is not predictable is "other". Measured for each model, at each length: the loss
+of the last tokens of held-out windows in each class, in nats per token, and its decrease from the first model to the
+others. The windows are those of `eval.py`.
+
+Writes copying.json, .csv, .md, .txt, and copying.png and .pdf with the decrease in each class.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int
+from matplotlib.figure import Figure
+from repetition import latest_match
+
+from dape_jax import command_line
+from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.data.store import TokenStore
+from dape_jax.errors import require
+from dape_jax.evaluation import report
+from dape_jax.evaluation.options import STEP_HELP
+from dape_jax.evaluation.perplexity import (
+    NllByLength,
+    ScoredWindow,
+    choose_windows,
+    compile_lengths,
+    score_windows,
+    validation_corpora,
+)
+from dape_jax.evaluation.statistics import bootstrap_interval
+from dape_jax.evaluation.trained import read_trained, require_same, restore
+from dape_jax.provenance import make_results_directory
+from dape_jax.storage import to_path
+
+CLASSES = ("near", "far", "other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Checked flags."""
+
+    workdir: tuple[str, ...] = flag(dataclasses.MISSING, "Run directories of language models; the first is the base.")
+    lengths: tuple[int, ...] = flag((64, 512), "Increasing lengths of the windows, in tokens.")
+    match: int = flag(8, "Tokens that must be equal before a token is copied.")
+    windows: int = flag(256, "Maximum number of windows.")
+    data: str | None = flag(None, "Corpus of the text, like --config.data.path; if unset, the corpus of each run.")
+    step: str = flag("newest", STEP_HELP)
+    output: str = flag("results/copying", "Result directory.")
+
+    def __post_init__(self):
+        require(len(self.workdir) > 1, "--workdir", self.workdir, "must be two or more")
+        for field in ("match", "windows"):
+            require(getattr(self, field) > 0, f"--{field}", getattr(self, field), "must be positive")
+        allowed = f"must be longer than --match = {self.match}"
+        require(bool(self.lengths) and min(self.lengths) > self.match, "--lengths", self.lengths, allowed)
+
+
+def classes_of(tokens: Int[np.ndarray, "N"], match: int, scored: int, train_length: int) -> Int[np.ndarray, "scored"]:
+    """Return the class of each of the last tokens of a window, as its number in `CLASSES`."""
+    reach, copied = latest_match(tokens, match, scored)
+    classes = np.where(reach <= train_length, CLASSES.index("near"), CLASSES.index("far"))
+    return np.where(copied == tokens[-scored:], classes, CLASSES.index("other"))
+
+
+def measure(
+    nll: Float64[np.ndarray, "W T"],
+    base: Float64[np.ndarray, "W T"],
+    classes: Int[np.ndarray, "W T"],
+    documents: Int[np.ndarray, "W"],
+) -> list[dict[str, Any]]:
+    """Return for each class its share of the tokens, its loss, and the decrease from the base with an interval.
+
+    `decrease_share` is the part of the decrease over all tokens that is in the class.
+    """
+    total = (base - nll).sum()
+    records = []
+    for number, name in enumerate(CLASSES):
+        is_class = classes == number
+        count = int(is_class.sum())
+        if not count:
+            continue
+        with_class = is_class.any(1)  # no draw of documents must be without tokens of the class
+        sums = ((base - nll) * is_class).sum(1)[with_class], is_class.sum(1)[with_class].astype(float)
+        low, high = bootstrap_interval(documents[with_class], sums, _ratio)
+        records.append({"class": name, "share": count / classes.size, "nats": float(nll[is_class].mean())})
+        records[-1] |= {"decrease_nats": float(sums[0].sum() / count), "low": low, "high": high}
+        records[-1]["decrease_share"] = float(sums[0].sum() / total) if total else None
+    return records
+
+
+def _ratio(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+    return sums.sum(axis) / counts.sum(axis)
+
+
+def classify(
+    store: TokenStore, windows: list[ScoredWindow], nll: NllByLength, match: int, train_length: int
+) -> dict[int, Int[np.ndarray, "W T"]]:
+    """Return the classes of the scored tokens of all windows, by length."""
+    found = {}
+    for length, nll_WT in nll.items():
+        rows = [store.document(each.document)[each.end - length - 1 : each.end].astype(np.int32) for each in windows]
+        found[length] = np.stack([classes_of(row, match, nll_WT.shape[1], train_length) for row in rows])
+    return found
+
+
+def draw(results: list[dict[str, Any]]) -> Figure:
+    """Draw the decrease in loss from the first model to the others: a panel for each length, bars for each class."""
+    others = results[1:]
+    lengths = sorted({each["length"] for result in results for each in result["lengths"]})
+    figure = Figure(figsize=(3.4 * len(lengths) + 1, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
+    width = 0.8 / len(others)
+    for axes, length in zip(panels, lengths, strict=True):
+        shares = {each["class"]: each["share"] for each in others[0]["lengths"] if each["length"] == length}
+        for number, result in enumerate(others):
+            records = [each for each in result["lengths"] if each["length"] == length]
+            places = [list(shares).index(each["class"]) + width * (number - (len(others) - 1) / 2) for each in records]
+            heights = [each["decrease_nats"] for each in records]
+            errors = None
+            if all(each["low"] is not None for each in records):
+                errors = np.array(
+                    [[each["decrease_nats"] - each["low"], each["high"] - each["decrease_nats"]] for each in records]
+                ).T
+            axes.bar(places, heights, width, yerr=errors, capsize=3, label=result["name"])
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(shares)), [f"{name}\n({share:.0%} of tokens)" for name, share in shares.items()])
+        axes.set_title(f"length {length:,}")
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel(f"decrease in loss from {results[0]['name']}\n(nats per token)")
+    panels[-1].legend(fontsize=8)
+    return figure
+
+
+def main(_: list[str]) -> None:
+    """Measure all models, print the table, write the files."""
+    settings = from_flags(Settings)
+    changes = {"lengths": settings.lengths, "max_windows": settings.windows}
+    models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
+    require_same(models, "train.train_length", "evaluation.last_tokens")
+    corpora = validation_corpora(models, settings.data)
+    digests = sorted({corpus.digest for corpus in corpora})
+    require(len(digests) == 1, "data", digests, "must be one text and tokenizer for all runs; give --data")
+    directory = make_results_directory(to_path(settings.output, "--output"), "--output")
+    store, train_length = corpora[0].validation, models[0].run.train.train_length
+    windows = choose_windows(store, max(settings.lengths), settings.windows)
+    documents = np.array([each.document for each in windows])
+
+    results, base, classes = [], {}, {}
+    for model in models:
+        programs = compile_lengths(model, "rope", len(windows))
+        mesh, params = restore(model)
+        nll = score_windows(programs, params, mesh, store, windows, model.name)
+        if model is models[0]:
+            base, classes = nll, classify(store, windows, nll, settings.match, train_length)
+        records = [
+            {"length": length} | record
+            for length in settings.lengths
+            for record in measure(nll[length], base[length], classes[length], documents)
+        ]
+        results.append({"name": model.name, "step": model.step, "train_length": train_length, "lengths": records})
+    rows = [["model", "length", "tokens", "share", "loss", "decrease", "part of it"]]
+    for result in results:
+        for each in result["lengths"]:
+            row = [result["name"], f"{each['length']:,}", each["class"], f"{each['share']:.1%}", f"{each['nats']:.3f}"]
+            if result is not results[0]:
+                interval = "" if each["low"] is None else f" [{each['low']:.3f}, {each['high']:.3f}]"
+                part = "" if each["decrease_share"] is None else f"{each['decrease_share']:.0%}"
+                row += [f"{each['decrease_nats']:.3f}{interval}", part]
+            rows.append(row + [""] * (len(rows[0]) - len(row)))
+    caption = (
+        f"Loss in nats per token, and its decrease from {results[0]['name']}, on tokens that copying predicts after "
+        f"{settings.match} equal tokens, from the last {train_length} tokens (near) or from farther (far), and on the "
+        f"others. {len(windows)} windows from {len(set(documents.tolist()))} validation documents; 95 % bootstrap "
+        "intervals over documents."
+    )
+    content = {"data": digests[0], "match": settings.match, "num_windows": len(windows), "runs": results}
+    paths = report.save("copying", directory, content, caption, rows, draw(results), print)
+    print(f"\nfigure: {paths.figure}")
+
+
+if __name__ == "__main__":
+    define_flags(Settings)
+    command_line.run(main)
