@@ -1,6 +1,5 @@
 """Numbers of README, the documentation and the recipes are those of the committed raw files."""
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -64,9 +63,11 @@ def on_math() -> list[dict[str, Any]]:
     return [claim for claim in claims if claim["verdict"] != "not tested"]
 
 
-def claims_of(experiment: str) -> list[dict[str, Any]]:
-    """Return the claims of an experiment in the report, on all texts."""
-    return [claim for group in read("report.json")[experiment].values() for claim in group["claims"]]
+def claims_of(name: str) -> list[dict[str, Any]]:
+    """Return the claims of an experiment in the report: EXPERIMENT, on all texts, or EXPERIMENT/PRESET-TEXT."""
+    experiment, _, chosen = name.partition("/")
+    groups = read("report.json")[experiment]
+    return [claim for group in ([chosen] if chosen else groups) for claim in groups[group]["claims"]]
 
 
 def verdicts() -> list[float]:
@@ -105,7 +106,7 @@ def readme() -> Iterator[Statement]:
         for method in ("dape1x3-kerple", "kerple")
         for length in (64, 2048)
     ]
-    yield "| at 64 and 2,048 after 20 M tokens of prose: no gain (one seed) | #, # | #, # |", on_prose
+    yield "| at 64 and 2,048 after 20 M tokens of prose: no gain (mean of three seeds) | #, # | #, # |", on_prose
     longest = [mean_of("fig2", method, 32, 2048) for method in ("dape1x3-kerple", "kerple")]
     yield "| perplexity per byte at 2,048, trained at 32 (mean of five seeds) | # | # |", longest
     recall = [select(read("recall/accuracy.json")["runs"], name=run) for run in ("dape1x3-kerple", "kerple")]
@@ -771,29 +772,23 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
 
 
 def prose() -> Iterator[Statement]:
-    """Yield what was measured after fifty tokens per parameter of prose, with one seed."""
-    runs = {
-        (text, method): read(f"converged/converged-{text}/{method}-xs-T64-seed0.json")
-        for text, method in itertools.product(
-            ("math", "prose"), ("rope", "alibi", "kerple", "dape1x1-kerple", "dape1x3-kerple")
-        )
-    }
-    perplexities = {
-        method: {each["length"]: each["perplexity"] for each in run["lengths"]}
-        for (text, method), run in runs.items()
-        if text == "prose"
-    }
+    """Yield what was measured after fifty tokens per parameter of prose."""
     names = {"rope": "RoPE", "alibi": "ALiBi", "kerple": "Kerple"}
     names |= {"dape1x1-kerple": "DAPE (1x1)", "dape1x3-kerple": "DAPE1x3-Kerple"}
+
+    def on_prose(method: str, length: int) -> float:
+        return mean_of("converged", method, 64, length, "converged-prose")
+
     for method, name in names.items():
-        yield f"| {name}, prose | # | # | # | # |", [perplexities[method][length] for length in (64, 128, 512, 4096)]
-    kerple, dape = perplexities["kerple"], perplexities["dape1x3-kerple"]
+        yield f"| {name}, prose | # | # | # | # |", [on_prose(method, length) for length in (64, 128, 512, 4096)]
+    lengths = [2**n for n in range(6, 13)]
+    for method in set(names) - {"rope"}:
+        assert min(on_prose(method, length) for length in lengths) > 0.999 * on_prose(method, 128)
+    at, beyond = (claims_of("converged/converged-prose")[number] for number in (0, 1))
     yield (
-        "DAPE1x3-Kerple and Kerple are equal to # % at every length",
-        [100 * max(abs(dape[length] / kerple[length] - 1) for length in kerple)],
+        "has # % more than Kerple, interval -# to +#; beyond it # %, -# to +#",
+        [value for claim in (at, beyond) for value in (claim["difference"], -claim["low"], claim["high"])],
     )
-    for method in ("alibi", "kerple", "dape1x1-kerple", "dape1x3-kerple"):
-        assert min(perplexities[method].values()) > 0.999 * perplexities[method][128]
     dape, kerple = (by_length("long_prose/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
     yield (
         "DAPE1x3-Kerple has # and Kerple # on the last 256 bytes of one document; at 256 they have # and #",
@@ -801,10 +796,28 @@ def prose() -> Iterator[Statement]:
     )
     for text, template in (
         ("prose", "below Kerple's by # nats after 300 steps, by # after 1,200 and by # after 5,000"),
-        ("math", "with the same seed, these are #, # and #"),
+        ("math", "On SageMath's manual these are #, # and #"),
     ):
-        kerple, dape = (runs[text, method]["validation_nats"] for method in ("kerple", "dape1x3-kerple"))
-        yield template, [kerple[step] - dape[step] for step in ("300", "1200", "5000")]
+        losses = [
+            [
+                read(f"converged/converged-{text}/{method}-xs-T64-seed{seed}.json")["validation_nats"]
+                for method in ("kerple", "dape1x3-kerple")
+            ]
+            for seed in range(3)
+        ]
+        yield (
+            template,
+            [fmean(kerple[step] - dape[step] for kerple, dape in losses) for step in ("300", "1200", "5000")],
+        )
+    shares = {
+        run["name"]: {each["length"]: 100 * each["predicted"] for each in run["lengths"]}
+        for run in read("repetition/repetition.json")["runs"]
+    }
+    yield (
+        "from 512 bytes predicts # % of the bytes of SageMath's manual, # % of the standard library and # % of prose; "
+        "from 4,096 bytes #, # and # %",
+        [shares[text][length] for length in (512, 4096) for text in ("data/math", "stdlib", "data/prose")],
+    )
 
 
 def pretrained() -> Iterator[Statement]:
@@ -888,6 +901,14 @@ VERDICTS = {
         ("it remains worse beyond the train length", "holds", "equal_time", "at every length beyond"),
     ],
     "docs/reproducing.md": [
+        (
+            "at and beyond the train length is undecided (three seeds)",
+            "undecided",
+            "converged/converged-prose",
+            "better than kerple at the train length",
+            "better than kerple at every length beyond",
+        ),
+        ("at 4,096 than at 64 on prose too: this **holds**", "holds", "converged/converged-prose", "better at 16384"),
         ("These three claims **hold**", "holds", "fig5", "improves ALiBi", "improves Kerple", "improves FIRE"),
         ("better than Kerple at every length: **holds**", "holds", "table4", "better than Kerple"),
         ("better than Kerple at every length: **holds**", "holds", "table5", "better than Kerple"),
@@ -914,8 +935,18 @@ VERDICTS = {
         ("For twice the steps Kerple is better", "contradicted", "cost", "kerple-1200-steps"),
         ("(undecided); wider and deeper models are worse", "undecided", "cost", "kerple-840-steps"),
         ("wider and deeper models are worse", "holds", "cost", "width-116", "5-layers"),
-        ("at 64: these three claims **hold**", "holds", "converged", "256, DAPE1x3-Kerple is better than kerple at"),
-        ("at 64: these three claims **hold**", "holds", "converged", "256, DAPE1x3-Kerple is better at 16384"),
+        (
+            "at 64: these three claims **hold**",
+            "holds",
+            "converged/converged-math",
+            "256, DAPE1x3-Kerple is better than kerple at",
+        ),
+        (
+            "at 64: these three claims **hold**",
+            "holds",
+            "converged/converged-math",
+            "256, DAPE1x3-Kerple is better at 16384",
+        ),
         ("beyond the train length**: this **holds** at every length", "holds", "equal_time", "at every length beyond"),
         (
             "At the train length it is better by 1 %, which is undecided",
@@ -926,16 +957,36 @@ VERDICTS = {
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
         ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("one of 2: both **hold** (`widths`", "holds", "widths", "of any width", "than a causal one of 2"),
-        ("improves it at every length is undecided", "undecided", "converged", "256, DAPE1x3 improves RoPE"),
-        ("% and more: this **holds**", "holds", "converged", "better than dape1x1-kerple at every length beyond"),
+        (
+            "improves it at every length is undecided",
+            "undecided",
+            "converged/converged-math",
+            "256, DAPE1x3 improves RoPE",
+        ),
+        (
+            "% and more: this **holds**",
+            "holds",
+            "converged/converged-math",
+            "better than dape1x1-kerple at every length beyond",
+        ),
         (
             "better by 4 %, which is undecided",
             "undecided",
-            "converged",
+            "converged/converged-math",
             "256, DAPE1x3-Kerple is better than dape1x1-kerple at the train length",
         ),
-        ("more beyond it: both **hold** (two", "holds", "converged", "256, DAPE1x3-Kerple is better than alibi"),
-        ("by 6 %, which is undecided (two", "undecided", "converged", "256, DAPE1x3-Kerple is better than RoPE at"),
+        (
+            "more beyond it: both **hold** (two",
+            "holds",
+            "converged/converged-math",
+            "256, DAPE1x3-Kerple is better than alibi",
+        ),
+        (
+            "by 6 %, which is undecided (two",
+            "undecided",
+            "converged/converged-math",
+            "256, DAPE1x3-Kerple is better than RoPE at",
+        ),
         ("on stack manipulation is undecided", "undecided", "table6", "on stack manipulation, DAPE-Kerple (1x1) is"),
         ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context", "trained at 256"),
@@ -944,7 +995,7 @@ VERDICTS = {
 
 
 def verdicts_of(experiment: str, part: str) -> set[str]:
-    """Return the verdicts of the claims of an experiment with these words, on any text, without untested ones."""
+    """Return the verdicts of the claims with these words, without untested ones; see `claims_of`."""
     return {claim["verdict"] for claim in claims_of(experiment) if part in claim["claim"]} - {"not tested"}
 
 
