@@ -129,8 +129,8 @@ def draw(results: list[dict[str, Any]]) -> Figure:
                 ).T
             axes.bar(places, heights, width, yerr=errors, capsize=3, label=result["name"])
         axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(shares)), [f"{name}\n({share:.0%} of tokens)" for name, share in shares.items()])
-        axes.set_title(f"length {length:,}")
+        axes.set_xticks(range(len(shares)), [f"{name}\n({share:.1%})" for name, share in shares.items()])
+        axes.set(title=f"length {length:,}", xlabel="tokens (share)")
         axes.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel(f"decrease in loss from {results[0]['name']}\n(nats per token)")
     panels[-1].legend(fontsize=8)
