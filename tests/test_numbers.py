@@ -681,6 +681,7 @@ def reproducing() -> Iterator[Statement]:
     )
     yield from after_fifty_tokens_per_parameter()
     yield from prose()
+    yield from copying()
 
 
 def converged(method: str, *lengths: int) -> list[float]:
@@ -817,6 +818,27 @@ def prose() -> Iterator[Statement]:
         "from 512 bytes predicts # % of the bytes of SageMath's manual, # % of the standard library and # % of prose; "
         "from 4,096 bytes #, # and # %",
         [shares[text][length] for length in (512, 4096) for text in ("data/math", "stdlib", "data/prose")],
+    )
+
+
+def copying() -> Iterator[Statement]:
+    """Yield on which bytes DAPE1x3-Kerple differs from Kerple in windows of 512."""
+    math, prose = (
+        {each["class"]: each for each in read(f"{name}/copying.json")["runs"][1]["lengths"] if each["length"] == 512}
+        for name in ("copying", "copying_prose")
+    )
+    copies = [math["near"], math["far"]]
+    yield (
+        "In windows of 512 these are # % of the bytes and have # % of the decrease in loss: DAPE1x3-Kerple is better "
+        "by # nats per byte where the copy is within the train length, by # where it is farther, and by # on the other",
+        [
+            *(100 * sum(each[field] for each in copies) for field in ("share", "decrease_share")),
+            *(math[name]["decrease_nats"] for name in ("near", "far", "other")),
+        ],
+    )
+    yield (
+        "its loss is higher by # nats on the # % of the bytes whose copy is beyond the train length",
+        [-prose["far"]["decrease_nats"], 100 * prose["far"]["share"]],
     )
 
 
