@@ -215,8 +215,9 @@ _INTRODUCTION = """# The paper's experiments, reproduced
 same numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M
 parameters and more, 1.6 tokens per parameter, bytes of the standard library's source. For the tasks of table 6 it is
 `configs/che.py` with fewer and smaller steps. The preset `converged` is `configs/small.py` with 50 tokens per
-parameter, on a corpus of `scripts/corpora.py`. Sizes xs, s, m and l replace the paper's 125m, 350m, 2.7b and 6.7b. The
-presets test whether a claim holds at that scale; they do not reproduce the paper's numbers."""
+parameter, on a corpus of `scripts/corpora.py`; the preset `25m` is `configs/paper.py` with 25 M parameters. Sizes xs,
+s, m and l replace the paper's 125m, 350m, 2.7b and 6.7b. The presets test whether a claim holds at that scale; they do
+not reproduce the paper's numbers."""
 
 _GAIN = """## What DAPE gains
 
@@ -335,6 +336,9 @@ _OTHERS = {  # measurements that are not experiments of the paper: title -> stem
     "Up to 131,072 tokens of prose, models of the same experiment": "long_prose/lengths",
     "A needle in held-out text, the same models": "needle/needle",
     "Loss by position, the same models": "positions/positions",
+    "How much three texts repeat": "repetition/repetition",
+    "Where models of math differ, by what copying predicts": "copying/copying",
+    "Where models of prose differ, by what copying predicts": "copying_prose/copying",
     "The demo": "quickstart/lengths",
     "Two algorithmic tasks after 1,500 steps": "che/accuracy",
     "Associative recall": "recall/accuracy",
