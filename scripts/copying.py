@@ -29,11 +29,11 @@ from dape_jax.evaluation.perplexity import (
     NllByLength,
     ScoredWindow,
     choose_windows,
+    common_corpus,
     compile_lengths,
     score_windows,
-    validation_corpora,
 )
-from dape_jax.evaluation.statistics import bootstrap_interval
+from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.evaluation.trained import read_trained, require_same, restore
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
@@ -87,15 +87,11 @@ def measure(
             continue
         with_class = is_class.any(1)  # no draw of documents must be without tokens of the class
         sums = ((base - nll) * is_class).sum(1)[with_class], is_class.sum(1)[with_class].astype(float)
-        low, high = bootstrap_interval(documents[with_class], sums, _ratio)
+        low, high = bootstrap_interval(documents[with_class], sums, ratio_of_sums)
         records.append({"class": name, "share": count / classes.size, "nats": float(nll[is_class].mean())})
         records[-1] |= {"decrease_nats": float(sums[0].sum() / count), "low": low, "high": high}
         records[-1]["decrease_share"] = float(sums[0].sum() / total) if total else None
     return records
-
-
-def _ratio(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
-    return sums.sum(axis) / counts.sum(axis)
 
 
 def classify(
@@ -104,8 +100,8 @@ def classify(
     """Return the classes of the scored tokens of all windows, by length."""
     found = {}
     for length, nll_WT in nll.items():
-        rows = [store.document(each.document)[each.end - length - 1 : each.end].astype(np.int32) for each in windows]
-        found[length] = np.stack([classes_of(row, match, nll_WT.shape[1], train_length) for row in rows])
+        tokens = [window.tokens(store, length) for window in windows]
+        found[length] = np.stack([classes_of(each, match, nll_WT.shape[1], train_length) for each in tokens])
     return found
 
 
@@ -143,11 +139,9 @@ def main(_: list[str]) -> None:
     changes = {"lengths": settings.lengths, "max_windows": settings.windows}
     models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
     require_same(models, "train.train_length", "evaluation.last_tokens")
-    corpora = validation_corpora(models, settings.data)
-    digests = sorted({corpus.digest for corpus in corpora})
-    require(len(digests) == 1, "data", digests, "must be one text and tokenizer for all runs; give --data")
+    corpus = common_corpus(models, settings.data)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
-    store, train_length = corpora[0].validation, models[0].run.train.train_length
+    store, train_length = corpus.validation, models[0].run.train.train_length
     windows = choose_windows(store, max(settings.lengths), settings.windows)
     documents = np.array([each.document for each in windows])
 
@@ -179,7 +173,7 @@ def main(_: list[str]) -> None:
         f"others. {len(windows)} windows from {len(set(documents.tolist()))} validation documents; 95 % bootstrap "
         "intervals over documents."
     )
-    content = {"data": digests[0], "match": settings.match, "num_windows": len(windows), "runs": results}
+    content = {"data": corpus.digest, "match": settings.match, "num_windows": len(windows), "runs": results}
     paths = report.save("copying", directory, content, caption, rows, draw(results), print)
     print(f"\nfigure: {paths.figure}")
 

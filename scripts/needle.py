@@ -35,9 +35,9 @@ from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.options import STEP_HELP
-from dape_jax.evaluation.perplexity import choose_windows, validation_corpora
+from dape_jax.evaluation.perplexity import choose_windows, common_corpus
 from dape_jax.evaluation.programs import model_at, run_in_batches
-from dape_jax.evaluation.statistics import bootstrap_interval
+from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.processors import DapeConfig
@@ -184,11 +184,7 @@ def measure(
 
 def decrease(documents: np.ndarray, gains: Float64[np.ndarray, "windows"]) -> dict[str, Any]:
     """Return the mean decrease in loss with the needle, and its 95 % bootstrap interval over documents."""
-
-    def mean(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
-        return sums.sum(axis) / counts.sum(axis)
-
-    low, high = bootstrap_interval(documents, (gains, np.ones_like(gains)), mean)
+    low, high = bootstrap_interval(documents, (gains, np.ones_like(gains)), ratio_of_sums)
     return {"decrease_nats": float(gains.mean()), "low": low, "high": high}
 
 
@@ -222,13 +218,11 @@ def main(_: list[str]) -> None:
     """Measure all models, print the table, write the files."""
     settings = from_flags(Settings)
     models = [read_trained(to_path(workdir, "--workdir"), settings.step, {}) for workdir in settings.workdir]
-    corpora = validation_corpora(models, settings.data)
-    digests = sorted({corpus.digest for corpus in corpora})
-    require(len(digests) == 1, "data", digests, "must be one text and tokenizer for all runs; give --data")
+    corpus = common_corpus(models, settings.data)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
-    store, longest = corpora[0].validation, max(settings.lengths)
+    store, longest = corpus.validation, max(settings.lengths)
     windows = choose_windows(store, longest, settings.windows)
-    texts = [store.document(each.document)[each.end - longest - 1 : each.end].astype(np.int32) for each in windows]
+    texts = [window.tokens(store, longest) for window in windows]
     documents = np.array([each.document for each in windows])
 
     results = []
@@ -253,7 +247,7 @@ def main(_: list[str]) -> None:
         f"{len(texts)} windows from {len(set(documents.tolist()))} validation documents; 95 % bootstrap intervals over "
         "documents."
     )
-    content = {"data": digests[0], "digits": DIGITS, "num_windows": len(texts), "runs": results}
+    content = {"data": corpus.digest, "digits": DIGITS, "num_windows": len(texts), "runs": results}
     paths = report.save("needle", directory, content, caption, rows, draw(results), print)
     print(f"\nfigure: {paths.figure}")
 

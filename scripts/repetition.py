@@ -28,7 +28,7 @@ from dape_jax.data.store import DataConfig, TokenStore, follow_corpus, load_corp
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import choose_windows
-from dape_jax.evaluation.statistics import bootstrap_interval
+from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
@@ -84,13 +84,12 @@ def latest_match(
 
 def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
     """Return the results of one text at every length of the context."""
-    longest = max(settings.lengths)
-    windows = choose_windows(store, longest + settings.scored - 1, settings.windows)
+    num_inputs = max(settings.lengths) + settings.scored - 1
+    windows = choose_windows(store, num_inputs, settings.windows)
     shape = (len(windows), len(settings.lengths))
     repeated_WN, predicted_WN = np.zeros(shape), np.zeros(shape)
     for row, window in enumerate(Progress(windows, desc=name, unit="window")):
-        start = window.end - longest - settings.scored
-        tokens = np.asarray(store.document(window.document)[start : window.end], np.int32)
+        tokens = window.tokens(store, num_inputs)
         reach, copied = latest_match(tokens, settings.match, settings.scored)
         within = reach <= np.array(settings.lengths)[:, None]
         repeated_WN[row] = within.mean(1)
@@ -99,16 +98,12 @@ def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
     records = []
     for column, length in enumerate(settings.lengths):
         share = predicted_WN[:, column]
-        low, high = bootstrap_interval(documents, (share, np.ones_like(share)), _mean)
+        low, high = bootstrap_interval(documents, (share, np.ones_like(share)), ratio_of_sums)
         repeated = float(repeated_WN[:, column].mean())
         records.append({"length": length, "repeated": repeated, "predicted": float(share.mean())})
         records[-1] |= {"low": low, "high": high}
     counts = {"num_windows": len(windows), "num_documents": len(set(documents.tolist()))}
     return {"name": name, **counts, "lengths": records}
-
-
-def _mean(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
-    return sums.sum(axis) / counts.sum(axis)
 
 
 def draw(results: list[dict[str, Any]]) -> Figure:

@@ -52,7 +52,7 @@ from dape_jax.evaluation.perplexity import (
     window_batch,
 )
 from dape_jax.evaluation.programs import Program, run_in_batches
-from dape_jax.evaluation.statistics import bootstrap_interval, positions_result
+from dape_jax.evaluation.statistics import bootstrap_interval, positions_result, ratio_of_sums
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.files import read_json, write_json
 from dape_jax.model.transformer import Params
@@ -377,7 +377,7 @@ def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], len
         changes += differences.tolist()
         each[seed] = in_percent(float(differences.mean()))
     sums = np.array(changes), np.ones(len(changes))
-    low, high = bootstrap_interval(np.array(documents), sums, lambda a, b, axis: a.sum(axis) / b.sum(axis))
+    low, high = bootstrap_interval(np.array(documents), sums, ratio_of_sums)
     return {"percent": in_percent(np.mean(changes)), "low": in_percent(low), "high": in_percent(high), "seeds": each}
 
 

@@ -57,10 +57,12 @@ def by_length(name: str, run: str, key: str = "perplexity", **wanted: Any) -> di
     return {each["length"]: each[key] for each in select(read(name)["runs"], name=run, **wanted)["lengths"]}
 
 
+ON_MATH, ON_PROSE = "converged/converged-math", "converged/converged-prose"  # for `claims_of`
+
+
 def on_math() -> list[dict[str, Any]]:
     """Return the claims of `converged` on SageMath's manual that were tested."""
-    claims = read("report.json")["converged"]["converged-math"]["claims"]
-    return [claim for claim in claims if claim["verdict"] != "not tested"]
+    return [claim for claim in claims_of(ON_MATH) if claim["verdict"] != "not tested"]
 
 
 def claims_of(name: str) -> list[dict[str, Any]]:
@@ -785,7 +787,7 @@ def prose() -> Iterator[Statement]:
     lengths = [2**n for n in range(6, 13)]
     for method in set(names) - {"rope"}:
         assert min(on_prose(method, length) for length in lengths) > 0.999 * on_prose(method, 128)
-    at, beyond = (claims_of("converged/converged-prose")[number] for number in (0, 1))
+    at, beyond = (claims_of(ON_PROSE)[number] for number in (0, 1))
     yield (
         "has # % more than Kerple, interval -# to +#; beyond it # %, -# to +#",
         [value for claim in (at, beyond) for value in (claim["difference"], -claim["low"], claim["high"])],
@@ -926,11 +928,11 @@ VERDICTS = {
         (
             "at and beyond the train length is undecided (three seeds)",
             "undecided",
-            "converged/converged-prose",
+            ON_PROSE,
             "better than kerple at the train length",
             "better than kerple at every length beyond",
         ),
-        ("at 4,096 than at 64 on prose too: this **holds**", "holds", "converged/converged-prose", "better at 16384"),
+        ("at 4,096 than at 64 on prose too: this **holds**", "holds", ON_PROSE, "better at 16384"),
         ("These three claims **hold**", "holds", "fig5", "improves ALiBi", "improves Kerple", "improves FIRE"),
         ("better than Kerple at every length: **holds**", "holds", "table4", "better than Kerple"),
         ("better than Kerple at every length: **holds**", "holds", "table5", "better than Kerple"),
@@ -957,18 +959,8 @@ VERDICTS = {
         ("For twice the steps Kerple is better", "contradicted", "cost", "kerple-1200-steps"),
         ("(undecided); wider and deeper models are worse", "undecided", "cost", "kerple-840-steps"),
         ("wider and deeper models are worse", "holds", "cost", "width-116", "5-layers"),
-        (
-            "at 64: these three claims **hold**",
-            "holds",
-            "converged/converged-math",
-            "256, DAPE1x3-Kerple is better than kerple at",
-        ),
-        (
-            "at 64: these three claims **hold**",
-            "holds",
-            "converged/converged-math",
-            "256, DAPE1x3-Kerple is better at 16384",
-        ),
+        ("at 64: these three claims **hold**", "holds", ON_MATH, "256, DAPE1x3-Kerple is better than kerple at"),
+        ("at 64: these three claims **hold**", "holds", ON_MATH, "256, DAPE1x3-Kerple is better at 16384"),
         ("beyond the train length**: this **holds** at every length", "holds", "equal_time", "at every length beyond"),
         (
             "At the train length it is better by 1 %, which is undecided",
@@ -979,36 +971,16 @@ VERDICTS = {
         ("DAPE is better in less time, beyond the train", "holds", "equal_time", "at every length beyond"),
         ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("one of 2: both **hold** (`widths`", "holds", "widths", "of any width", "than a causal one of 2"),
-        (
-            "improves it at every length is undecided",
-            "undecided",
-            "converged/converged-math",
-            "256, DAPE1x3 improves RoPE",
-        ),
-        (
-            "% and more: this **holds**",
-            "holds",
-            "converged/converged-math",
-            "better than dape1x1-kerple at every length beyond",
-        ),
+        ("improves it at every length is undecided", "undecided", ON_MATH, "256, DAPE1x3 improves RoPE"),
+        ("% and more: this **holds**", "holds", ON_MATH, "better than dape1x1-kerple at every length beyond"),
         (
             "better by 4 %, which is undecided",
             "undecided",
-            "converged/converged-math",
+            ON_MATH,
             "256, DAPE1x3-Kerple is better than dape1x1-kerple at the train length",
         ),
-        (
-            "more beyond it: both **hold** (two",
-            "holds",
-            "converged/converged-math",
-            "256, DAPE1x3-Kerple is better than alibi",
-        ),
-        (
-            "by 6 %, which is undecided (two",
-            "undecided",
-            "converged/converged-math",
-            "256, DAPE1x3-Kerple is better than RoPE at",
-        ),
+        ("more beyond it: both **hold** (two", "holds", ON_MATH, "256, DAPE1x3-Kerple is better than alibi"),
+        ("by 6 %, which is undecided (two", "undecided", ON_MATH, "256, DAPE1x3-Kerple is better than RoPE at"),
         ("on stack manipulation is undecided", "undecided", "table6", "on stack manipulation, DAPE-Kerple (1x1) is"),
         ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context", "trained at 256"),

@@ -63,6 +63,10 @@ class ScoredWindow:
     document: int
     end: int
 
+    def tokens(self, store: TokenStore, length: int) -> Int[np.ndarray, "N"]:
+        """Return the N = `length` + 1 tokens of a sequence: its inputs, then the last target."""
+        return store.document(self.document)[self.end - length - 1 : self.end].astype(np.int32)
+
 
 def evaluate(
     workdirs: Sequence[AnyPath],
@@ -94,13 +98,8 @@ def evaluate(
         check_lengths(model)
     require_same(models, "evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
 
-    corpora = validation_corpora(models, options.data)
-    digests = [corpus.digest for corpus in corpora]
-    texts = {model.name: _text_of(model, corpus, options.data) for model, corpus in zip(models, corpora, strict=True)}
-    allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
-    require(len(set(digests)) == 1, "data", texts, allowed)
-    store, evaluation = corpora[0].validation, models[0].run.evaluation
-    store.verify()
+    corpus = common_corpus(models, options.data)
+    store, evaluation = corpus.validation, models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
 
     directory = make_results_directory(output or report.common_directory(workdirs))
@@ -115,7 +114,7 @@ def evaluate(
         for rotary, compiled in by_rotary.items():
             nll = score_windows(compiled, params, mesh_of_model, store, windows, variant_name(model, rotary))
             warn_of_divergence(variant_name(model, rotary), nll)
-            results.append(summarise(options.kind, model, rotary, digests[0], windows, nll))
+            results.append(summarise(options.kind, model, rotary, corpus.digest, windows, nll))
         del params  # before the next model's are read
     return report.WRITERS[options.kind](results, directory, show)
 
@@ -143,6 +142,20 @@ def validation_corpora(models: Sequence[TrainedModel[RunConfig]], data: str | No
             )
         corpora.append(validation_corpus(model, data))
     return corpora
+
+
+def common_corpus(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> Corpus:
+    """Return the corpus that all models are scored on, after its validation documents were verified.
+
+    Raises:
+        InputError: a corpus cannot be read, they differ, or the text differs from its digest.
+    """
+    corpora = validation_corpora(models, data)
+    texts = {model.name: _text_of(model, corpus, data) for model, corpus in zip(models, corpora, strict=True)}
+    allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
+    require(len({corpus.digest for corpus in corpora}) == 1, "data", texts, allowed)
+    corpora[0].validation.verify()
+    return corpora[0]
 
 
 def with_protocol(model: TrainedModel[RunConfig], kind: str) -> TrainedModel[RunConfig]:
@@ -228,8 +241,7 @@ def window_batch(
     store: TokenStore, windows: list[ScoredWindow], length: int, rows: Int[np.ndarray, "B"]
 ) -> dict[str, np.ndarray]:
     """Return the inputs and targets of the sequences of one length that end at some of the windows."""
-    chosen = [windows[row] for row in rows]
-    tokens = np.stack([store.document(w.document)[w.end - length - 1 : w.end] for w in chosen]).astype(np.int32)
+    tokens = np.stack([windows[row].tokens(store, length) for row in rows])
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 

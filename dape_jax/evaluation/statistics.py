@@ -59,6 +59,11 @@ def bootstrap_interval(documents: Documents, sums: tuple[np.ndarray, ...], stati
     return interval.low.tolist(), interval.high.tolist()
 
 
+def ratio_of_sums(sums: np.ndarray, counts: np.ndarray, axis: int) -> np.ndarray:
+    """Return sum(sums) / sum(counts), a statistic for `bootstrap_interval`."""
+    return sums.sum(axis) / counts.sum(axis)
+
+
 def perplexity_of(loss_nats: float) -> float:
     """Return exp(loss_nats), infinite where that is too large for a float."""
     try:
