@@ -109,8 +109,13 @@ def readme() -> Iterator[Statement]:
         for length in (64, 2048)
     ]
     yield "| at 64 and 2,048 after 20 M tokens of prose: no gain (mean of three seeds) | #, # | #, # |", on_prose
-    longest = [mean_of("fig2", method, 32, 2048) for method in ("dape1x3-kerple", "kerple")]
-    yield "| perplexity per byte at 2,048, trained at 32 (mean of five seeds) | # | # |", longest
+    perplexities = [
+        select(larger(method)["lengths"], length=length)["perplexity"]
+        for method in ("dape1x3-kerple", "kerple")
+        for length in (256, 16384)
+    ]
+    row = "25 M parameters on an H100, the manual: at 256, the train length, and at 16,384 (one seed)"
+    yield f"| {row} | #, # | #, # |", perplexities
     recall = [select(read("recall/accuracy.json")["runs"], name=run) for run in ("dape1x3-kerple", "kerple")]
     task = "associative recall, lengths 60 to 480, trained on 1 to 40 (chance 6.25 %)"
     values = [recall[0]["score"], recall[1]["score"], recall[1]["trained"]]
@@ -323,15 +328,49 @@ def h100() -> Iterator[Statement]:
     )
     train = measured_on_h100()["train", "fused"]
     yield "with `fused`: # tokens/s, loss # nats", [train["tokens_per_s"], train["loss_nats"]]
-    last = re.findall(
-        r"1000 of 1000 steps, .* ([\d,]+) tokens/s, .* validation ([\d.]+)",
-        (ROOT / "results/gpu/h100_25m/train.txt").read_text(),
-    )
-    speeds, losses = zip(*((float(speed.replace(",", "")), float(loss)) for speed, loss in last), strict=True)
+    steps = read_results(ROOT / "results/gpu/h100_steps/results.jsonl")
+    fused, blockwise = (steps["steps", f"125m/dape1x3-kerple/512/32/{name}"] for name in ("fused", "blockwise"))
+    yield "32 x 512 tokens, takes # ms with `fused` and # ms with `blockwise`", [fused["min_ms"], blockwise["min_ms"]]
+    yield "XLA needs # and # GiB for it", [fused["needed_gib"], blockwise["needed_gib"]]
+    for each in (fused, blockwise):
+        yield "are the same to six digits, #", [each["loss_nats"]]
     yield (
-        "Kerple with `dense` # tokens/s, DAPE1x3-Kerple with `fused` #; validation loss # and # nats",
-        [*speeds, *losses],
+        "takes # ms with Kerple (`dense`), # ms with DAPE1x3-Kerple (`fused`) and # ms with RoPE (cuDNN)",
+        [larger(method)["train_step_ms"] for method in ("kerple", "dape1x3-kerple", "rope")],
     )
+
+
+def larger(method: str) -> Any:
+    """Return a method's results with 25 million parameters."""
+    return read(f"larger/25m-math/{method}-25m-T256-seed0.json")
+
+
+def on_a_gpu() -> Iterator[Statement]:
+    """Yield what was measured with 25 million parameters."""
+    names = {"rope": "RoPE", "kerple": "Kerple", "dape1x3-kerple": "DAPE1x3-Kerple"}
+    values = {method: {each["length"]: each["perplexity"] for each in larger(method)["lengths"]} for method in names}
+    for method, name in names.items():
+        yield (
+            f"| {name}, 25M | # | # | # | # | # |",
+            [values[method][length] for length in (256, 512, 1024, 4096, 16384)],
+        )
+    dape, kerple = values["dape1x3-kerple"], values["kerple"]
+    yield (
+        "# % less than Kerple at the train length, # % at four times, and # % at 64 times the train length",
+        [100 * (1 - dape[length] / kerple[length]) for length in (256, 1024, 16384)],
+    )
+    assert min(dape, key=dape.__getitem__) == 4096
+    assert min(kerple, key=kerple.__getitem__) == 1024
+    yield "improves up to 4,096 and has lost # % of that at 16,384", [100 * (dape[16384] / dape[4096] - 1)]
+    yield "Kerple is best at 1,024 and has lost # %", [100 * (kerple[16384] / kerple[1024] - 1)]
+    step_ms, nats = ({method: larger(method)[key] for method in names} for key in ("train_step_ms", "validation_nats"))
+    yield "# times as long as Kerple's. In nearly the time", [step_ms["dape1x3-kerple"] / step_ms["kerple"]]
+    assert 0.85 < 600 * step_ms["dape1x3-kerple"] / (1000 * step_ms["kerple"]) < 1
+    yield (
+        "has a validation loss of # nats; Kerple has #, and DAPE1x3-Kerple # after 1,000",
+        [nats["dape1x3-kerple"]["600"], nats["kerple"]["1000"], nats["dape1x3-kerple"]["1000"]],
+    )
+    yield "takes # times as long, and fails at twice the length", [step_ms["rope"] / step_ms["kerple"]]
 
 
 @cache
@@ -684,6 +723,7 @@ def reproducing() -> Iterator[Statement]:
     yield from after_fifty_tokens_per_parameter()
     yield from prose()
     yield from copying()
+    yield from on_a_gpu()
 
 
 def converged(method: str, *lengths: int) -> list[float]:
