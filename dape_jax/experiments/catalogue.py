@@ -64,7 +64,9 @@ _COSTLIER: dict[str, dict[str, Any]] = {
 }
 # Kerple for longer than DAPE1x3-Kerple's 5,000 steps take on a CPU, at the size xs and T = 64: the preset `converged`.
 _LONGER: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
-METHODS |= {method: METHODS["kerple"] for method in (*_COSTLIER, *_LONGER)}
+# Kerple for as long as DAPE1x3-Kerple's 1,000 steps take on an H100: the preset `25m`.
+_LONGER_25M: dict[str, dict[str, Any]] = {"kerple-1500-steps": {"train.num_steps": 1500}}
+METHODS |= {method: METHODS["kerple"] for method in (*_COSTLIER, *_LONGER, *_LONGER_25M)}
 
 # Config fields of methods that a recipe's argument cannot set.
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -75,6 +77,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dape1x3-kerple-no-residual": {"model.processor.residual": False},
     **_COSTLIER,
     **_LONGER,
+    **_LONGER_25M,
     **{name: {"model.window": 64} for name in ("kerple-window", "dape1x3-kerple-window")},
     **{name: {"model.num_kv_heads": 2} for name in ("kerple-grouped", "dape1x3-kerple-grouped")},
 }
@@ -801,12 +804,12 @@ EXPERIMENTS = {
     "larger": Experiment(
         title="25 million parameters, trained on 131 million tokens",
         source=NOT_IN_PAPER,
-        methods=("kerple", "dape1x3-kerple", "rope", "dape1x1-kerple"),
+        methods=("kerple", "dape1x3-kerple", "rope", *_LONGER_25M, "dape1x1-kerple"),
         train_lengths=(256,),
         longest=16384,
         presets=("25m",),
         claims=(
-            *_dape_is_better(("kerple", "rope", "dape1x1-kerple"), 256, _to_16384(256)),
+            *_dape_is_better(("kerple", "rope", *_LONGER_25M, "dape1x1-kerple"), 256, _to_16384(256)),
             Claim("DAPE1x3-Kerple is better at 16384 than at 256", easier_at(16384, "dape1x3-kerple", (256,))),
         ),
     ),
