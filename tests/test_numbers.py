@@ -744,7 +744,7 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     for method, name in names.items():
         yield f"| {name} | # | # | # | # |", converged(method, 64, 128, 512, 4096)
     at_128 = [mean_of("converged", "kerple", 128, length, "converged-math") for length in (128, 4096)]
-    yield "only Kerple was run so far: # at 128, # at 4,096 (one seed)", at_128
+    yield "only Kerple was run so far: # at 128, # at 4,096 (two seeds)", at_128
     times = [
         read(f"times/converged-math/{method}-xs-T64-seed0.json")["step_ms"] for method in ("dape1x3-kerple", "kerple")
     ]
