@@ -6,6 +6,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from dape_jax.experiments import summary
@@ -71,6 +72,17 @@ def test_the_figure_of_gains_has_a_row_for_each_measured_gain_and_no_others():
         assert len({line.get_color() for line in points}) == min(2, num_rows)
     assert figure.axes[0].get_yticks().tolist() == [1, 3.5, 6]
     assert figure.axes[0].get_ylim() == (7, 0)
+
+
+def test_the_figure_of_gains_tells_texts_apart_and_shows_all_ratios():
+    found = [summary.Gain("dape1x1-kerple", "kerple", f"text {i}", 1, 0.8 + i / 10, 1e-3, 1e3, 2) for i in range(12)]
+    figure = summary.gain_figure(found)
+    axes, (legend,) = figure.axes[0], figure.legends
+    points = [line for line in axes.get_lines() if line.get_marker() != "None" and len(line.get_xdata())]
+    assert len({(to_rgba(line.get_color()), line.get_marker()) for line in points}) == len(legend.get_texts()) == 12
+    low, high = axes.get_xlim()
+    assert 0.4 < low < 0.8  # the intervals are much wider
+    assert 1.9 < high < 4
 
 
 def figure_of(costs: list[summary.Cost]) -> Figure:

@@ -223,7 +223,7 @@ _GAIN = """## What DAPE gains
 
 Perplexity with DAPE divided by perplexity without, on the same windows and seeds; numbers in `gain.csv`. FIRE's
 official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alone. A point without an interval has one
-seed."""
+seed. Intervals wider than the axes are cut."""
 
 _COST = """## What DAPE costs
 

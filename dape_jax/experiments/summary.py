@@ -98,8 +98,15 @@ def _trained_at(group: Group, series: Series) -> str:
 
 
 def gain_figure(found: Sequence[Gain]) -> Figure:
-    """Draw the gains: a panel for each factor, a row for each method on each text at each train length."""
+    """Draw the gains: a panel for each factor, a row for each method on each text at each train length.
+
+    All ratios are inside the axes; intervals that are wider are cut at the border.
+    """
     places = list(dict.fromkeys(each.where for each in found))
+    styles = {
+        where: dict(color=f"C{index % 10}", marker=MARKERS[index // 10], markersize=4)
+        for index, where in enumerate(places)
+    }
     measured = {(each.method, each.where) for each in found}
     rows: dict[tuple[str, str], int] = {}
     labels: dict[float, str] = {}  # by the height of the middle of a method's rows
@@ -117,14 +124,16 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
         for border in borders[1:-1]:
             axes.axhline(border, color="gray", linewidth=0.5, alpha=0.4)
         for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
-            at, color = rows[each.method, each.where], f"C{places.index(each.where)}"
-            axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
+            at, style = rows[each.method, each.where], styles[each.where]
+            axes.plot([each.ratio], [at], **style)
             if math.isfinite(each.low) and math.isfinite(each.high):
-                axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
+                axes.plot([each.low, each.high], [at, at], color=style["color"], linewidth=1.2)
         axes.set_title(f"at {factor} x the train length" if factor > 1 else "at the train length", fontsize=10)
         axes.grid(alpha=0.3, axis="x")
+    shown = [1.0, *(each.ratio for each in found if math.isfinite(each.ratio))]
+    low, high = min(shown) / 1.15, max(shown) * 1.15
     panels[0].set_xscale("log")
-    low, high = panels[0].get_xlim()
+    panels[0].set_xlim(low, high)
     wide = high / low > 6  # with more ticks, their labels would overlap
     ticks = (0.1, 0.2, 0.5, 1, 2, 5) if wide else (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1, 1.2, 1.5, 2, 3)
     panels[0].set_xticks([tick for tick in ticks if low <= tick <= high])
@@ -133,7 +142,7 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     panels[0].set_yticks(list(labels), list(labels.values()), fontsize=7)
     panels[0].set_ylim(borders[-1], 0)
     panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
-    handles = [panels[0].plot([], [], marker="o", color=f"C{i}", label=place)[0] for i, place in enumerate(places)]
+    handles = [panels[0].plot([], [], label=where, **style)[0] for where, style in styles.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
     return figure
 
