@@ -817,6 +817,10 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
             for length in (512, 4096)
         ],
     )
+    yield (
+        "lowers it by # and # in windows of 4,096. That it helps DAPE1x3-Kerple **holds**",
+        [mean_of("context", method, 128, 4096, "converged-math") for method in ("kerple", "dape1x3-kerple")],
+    )
     dape, kerple = (by_length("long/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
     yield "DAPE1x3-Kerple has # and Kerple #", [dape[32768], kerple[32768]]
     yield "at 4,096 they have # and #", [dape[4096], kerple[4096]]
@@ -1070,6 +1074,19 @@ VERDICTS = {
         ("on stack manipulation is undecided", "undecided", "table6", "on stack manipulation, DAPE-Kerple (1x1) is"),
         ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context/converged-math", "trained at 256"),
+        (
+            "it helps DAPE1x3-Kerple **holds**",
+            "holds",
+            "context/converged-math",
+            "512, more context helps dape1x3-kerple",
+        ),
+        (
+            "that it helps Kerple, and that it helps DAPE1x3-Kerple more, are undecided (two seeds).",
+            "undecided",
+            "context/converged-math",
+            "512, more context helps kerple",
+            "512, it helps DAPE1x3-Kerple more than Kerple",
+        ),
         ("both claims **hold**. In windows of 4,096", "holds", "context/converged-prose", "more context helps"),
         ("that it helps DAPE1x3-Kerple more is undecided", "undecided", "context/converged-prose", "helps DAPE1x3"),
         ("by 2.9 %: this **holds**. Beyond", "holds", ON_PROSE, "256, DAPE1x3-Kerple is better than alibi at the"),
