@@ -598,7 +598,7 @@ def reproducing() -> Iterator[Statement]:
     on_cycle = [
         accuracy_of(method, "cycle_navigation", "beyond") for method in ("kerple", "dape1x1-kerple", "dape1x3-kerple")
     ]
-    yield "beyond, Kerple has # %, DAPE (1x1) # % and DAPE1x3-Kerple # %.", on_cycle
+    yield "20 %: Kerple has # %, DAPE (1x1) # % and DAPE1x3-Kerple # %.", on_cycle
     yield "DAPE1x3-Kerple goes from # to #.", [mean_of("fig2", "dape1x3-kerple", 32, length) for length in (32, 2048)]
     yield (
         "DAPE1x3-Kerple stays level (# at 128, # at 2,048) and Kerple rises (# and #)",
@@ -784,7 +784,7 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     seeds = of_seeds("converged", "kerple", 128, 128, "converged-math")
     claim = "trained at 512, DAPE1x3-Kerple is better than kerple at"
     yield (
-        "by # % at the train length and by # % and more beyond it, more than trained at 64. With two seeds, "
+        "by # % at the train length and by # % and more beyond it, more than trained at 64. Two seeds, "
         "of which Kerple's differ by # %",
         [
             *(-differences_of(ON_MATH)[f"{claim} {where}"] for where in ("the train length", "every length beyond")),
@@ -837,7 +837,8 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         ],
     )
     yield (
-        "lowers it by # and # in windows of 4,096. That it helps DAPE1x3-Kerple **holds**",
+        "lowers Kerple's by # and that of DAPE1x3-Kerple by # in windows of 4,096. "
+        "That it helps DAPE1x3-Kerple **holds**",
         [mean_of("context", method, 128, 4096, "converged-math") for method in ("kerple", "dape1x3-kerple")],
     )
     dape, kerple = (by_length("long/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
@@ -1082,7 +1083,7 @@ VERDICTS = {
         ),
         ("more beyond it: both **hold** (two", "holds", ON_MATH, "256, DAPE1x3-Kerple is better than alibi"),
         (
-            "of which Kerple's differ by 6 %, both are undecided, and that it is better at 4,096 than at 128 too.",
+            "of which Kerple's differ by 6 %, leave both undecided, and also that it is better at 4,096 than at 128.",
             "undecided",
             ON_MATH,
             "512, DAPE1x3-Kerple is better than kerple at the train length",

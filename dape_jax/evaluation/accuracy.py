@@ -326,9 +326,11 @@ def plot(results: report.Results) -> Figure:
 def plot_task(axes: Axes, runs: report.Results, names: list[str]) -> dict[str, Line2D]:
     """Draw one panel; return its lines by name."""
     lines = {}
+    colors = report.distinct_colors(len(names))
     for run in runs:
+        color = colors[names.index(run["name"])]
         lengths = [result["length"] for result in run["lengths"]]
-        color, marker = f"C{names.index(run['name']) % 10}", "o" if len(lengths) <= MAX_MARKERS else None
+        marker = "o" if len(lengths) <= MAX_MARKERS else None
         accuracies = [result["accuracy"] for result in run["lengths"]]
         (lines[run["name"]],) = axes.plot(lengths, accuracies, marker=marker, markersize=3, color=color)
         report.band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], color)

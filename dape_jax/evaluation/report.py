@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -285,6 +286,13 @@ def plot_by_length(results: Results, name: str, field: str, ylabel: str) -> tupl
     lengths_axis(axes, lengths)
     axes.legend()
     return figure, axes
+
+
+def distinct_colors(number: int) -> list[ColorType]:
+    """Return a list of colours; above 20, neighbours in the list, such as variants of a method, are similar."""
+    if number <= 20:
+        return list(matplotlib.color_sequences["tab10" if number <= 10 else "tab20"][:number])
+    return [matplotlib.colormaps["turbo"](n / (number - 1)) for n in range(number)]
 
 
 def drawn(values: Iterable[float]) -> list[float]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -23,6 +22,7 @@ from dape_jax.evaluation.report import (
     FIXED_BELOW,
     band,
     csv_text,
+    distinct_colors,
     drawings,
     drawn,
     json_values,
@@ -450,7 +450,7 @@ def plot(group: Group) -> Figure:
     curves = dict.fromkeys(
         (item.method, compares_train_lengths and item.train_length) for shown in groups for item in shown.series
     )
-    colors = dict(zip(curves, _distinct_colors(len(curves)), strict=True))
+    colors = dict(zip(curves, distinct_colors(len(curves)), strict=True))
     for empty in axes[len(groups) * len(panels) :]:
         empty.remove()
     for panel_axes, (shown, panel) in zip(axes, itertools.product(groups, panels), strict=False):
@@ -480,13 +480,6 @@ def plot(group: Group) -> Figure:
         else:
             _add_legend(axes[across - 1], figure.axes)
     return figure
-
-
-def _distinct_colors(number: int) -> list[Any]:
-    """Return a list of colours; above 20, neighbours in the list, such as variants of a method, are similar."""
-    if number <= 20:
-        return list(matplotlib.color_sequences["tab10" if number <= 10 else "tab20"][:number])
-    return [matplotlib.colormaps["turbo"](n / (number - 1)) for n in range(number)]
 
 
 def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:

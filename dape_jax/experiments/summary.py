@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from dape_jax.evaluation.report import drawn, log_y_axis
+from dape_jax.evaluation.report import distinct_colors, drawn, log_y_axis
 from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, Cell, Experiment, Less
 from dape_jax.experiments.groups import Group, Series, lookup_in
 from dape_jax.experiments.verdicts import difference
@@ -103,10 +103,7 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     All ratios are inside the axes; intervals that are wider are cut at the border.
     """
     places = list(dict.fromkeys(each.where for each in found))
-    styles = {
-        where: dict(color=f"C{index % 10}", marker=MARKERS[index // 10], markersize=4)
-        for index, where in enumerate(places)
-    }
+    colors = dict(zip(places, distinct_colors(len(places)), strict=True))
     measured = {(each.method, each.where) for each in found}
     rows: dict[tuple[str, str], int] = {}
     labels: dict[float, str] = {}  # by the height of the middle of a method's rows
@@ -124,10 +121,10 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
         for border in borders[1:-1]:
             axes.axhline(border, color="gray", linewidth=0.5, alpha=0.4)
         for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
-            at, style = rows[each.method, each.where], styles[each.where]
-            axes.plot([each.ratio], [at], **style)
+            at, color = rows[each.method, each.where], colors[each.where]
+            axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
             if math.isfinite(each.low) and math.isfinite(each.high):
-                axes.plot([each.low, each.high], [at, at], color=style["color"], linewidth=1.2)
+                axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
         axes.set_title(f"at {factor} x the train length" if factor > 1 else "at the train length", fontsize=10)
         axes.grid(alpha=0.3, axis="x")
     shown = [1.0, *(each.ratio for each in found if math.isfinite(each.ratio))]
@@ -142,7 +139,7 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     panels[0].set_yticks(list(labels), list(labels.values()), fontsize=7)
     panels[0].set_ylim(borders[-1], 0)
     panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
-    handles = [panels[0].plot([], [], label=where, **style)[0] for where, style in styles.items()]
+    handles = [panels[0].plot([], [], marker="o", color=color, label=where)[0] for where, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
     return figure
 
@@ -309,7 +306,8 @@ def learning_figure(found: Sequence[Learned]) -> Figure | None:
             of_panel = curves.setdefault((each.where, quantity), {})
             of_panel.setdefault((each.method, each.seed), []).append(each)
     figure, panels = _panels(curves, "validation loss (nats per token)")
-    colors = {method: f"C{index}" for index, method in enumerate(dict.fromkeys(each.method for each in shown))}
+    methods = list(dict.fromkeys(each.method for each in shown))
+    colors = dict(zip(methods, distinct_colors(len(methods)), strict=True))
     for (place, quantity), axes in panels.items():
         for (method, _), curve in curves[place, quantity].items():
             points = [getattr(each, quantity) for each in curve], drawn(each.nats for each in curve)
