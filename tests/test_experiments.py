@@ -835,6 +835,30 @@ def test_a_finished_experiment_is_drawn_with_a_color_for_each_curve(name):
         assert len({line.get_color() for line in curves}) == len(curves)
 
 
+def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
+    """Most curves fill a third of the axis or more, and each has a point within it; nothing is cut if most differ."""
+
+    def limits(*curves: tuple[float, float]) -> tuple[float, float]:
+        axes = Figure().subplots()
+        series = [
+            groups.Series(str(n), "125m", "", 512, {0: {512: low, 4096: high}}) for n, (low, high) in enumerate(curves)
+        ]
+        for item in series:
+            report._draw_curve(axes, item, 1, item.method, "tab:blue")
+        report._scale_text_axes(axes, series)
+        return axes.get_ylim()
+
+    close = [(2.3, 1.9), (2.3, 2.2)]
+    low, high = limits(*close, (2.3, 110.0))
+    assert 1.5 < low < 1.9
+    assert 2.3 < high < 4
+    low, high = limits(*close, (2.3, 2.3), (9.0, 110.0))
+    assert 1.5 < low < 1.9
+    assert 9.0 < high < 110.0
+    assert limits(*close, (2.3, 30.0), (2.3, 110.0))[1] > 110.0
+    assert limits((2.3, 1.9), (2.3, 30.0), (2.3, 110.0))[1] > 110.0
+
+
 def test_a_single_published_number_is_drawn_with_its_name():
     """Draw a marker, because a line through one point would be invisible; a curve has no name next to it."""
     axes = Figure().subplots()

@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -247,7 +247,8 @@ pairs hold, or the required number of them, after Holm's correction at 5 %. It i
 reversed, **undecided** otherwise, and not tested unless every run that it compares has {MIN_SEEDS} seeds or more.
 The deciding comparison is the weakest of the required ones. *Ours* is its difference with the 95 % interval, *seeds*
 the number of seeds that both sides have, *paper* the same difference in the paper's numbers, *minutes* the time that
-training and evaluation took. In all other tables, values are the mean over seeds ± half their range."""
+training and evaluation took. In all other tables, values are the mean over seeds ± half their range. Figures cut curves
+far above most others."""
 
 _VERDICT_HEADER = [
     "| experiment | claim, with the paper's lengths | verdict | pairs that hold | reversed "
@@ -510,10 +511,17 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
 def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    means = only_drawn(_mean(item.over_seeds(length)) for item in series for length in item.lengths())
-    if means and min(means) > 0 and max(means) > 4 * min(means):
-        log_y_axis(axes)
-    elif means and min(means) < 0 and max(map(abs, means)) > 10:
+    curves = [only_drawn(_mean(item.over_seeds(length)) for length in item.lengths()) for item in series]
+    lowest, highest = [min(means) for means in curves if means], sorted(max(means) for means in curves if means)
+    if highest and min(lowest) > 0:
+        low, top, usual = min(lowest), highest[-1], median(highest)
+        if usual < 2 * highest[0] and top > 4 * usual:
+            # Most methods are close to each other, and the few far above would make one line of them.
+            top = max(1.5 * usual, 1.1 * max(lowest))  # part of each curve is drawn
+            axes.set_ylim(0.95 * low, top)
+        if top > 4 * low:
+            log_y_axis(axes)
+    elif highest and max(abs(value) for value in (*lowest, *highest)) > 10:
         # Differences of both signs: linear between -1 and 1, logarithmic beyond, where one method may hide the others.
         axes.set_yscale("symlog", linthresh=1.0)
         axes.yaxis.set_major_formatter("{x:g}")
