@@ -34,7 +34,7 @@ from dape_jax.evaluation.perplexity import (
     score_windows,
 )
 from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
-from dape_jax.evaluation.trained import read_trained, require_same, restore
+from dape_jax.evaluation.trained import read_trained, require_different_names, require_same, restore
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
 
@@ -138,6 +138,7 @@ def main(_: list[str]) -> None:
     settings = from_flags(Settings)
     changes = {"lengths": settings.lengths, "max_windows": settings.windows}
     models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
+    require_different_names(models, "--workdir")
     require_same(models, "train.train_length", "evaluation.last_tokens")
     corpus = common_corpus(models, settings.data)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")

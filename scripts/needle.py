@@ -38,7 +38,7 @@ from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.evaluation.perplexity import choose_windows, common_corpus
 from dape_jax.evaluation.programs import model_at, run_in_batches
 from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
-from dape_jax.evaluation.trained import TrainedModel, read_trained, restore
+from dape_jax.evaluation.trained import TrainedModel, read_trained, require_different_names, restore
 from dape_jax.model.loss import nll
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
@@ -218,6 +218,7 @@ def main(_: list[str]) -> None:
     """Measure all models, print the table, write the files."""
     settings = from_flags(Settings)
     models = [read_trained(to_path(workdir, "--workdir"), settings.step, {}) for workdir in settings.workdir]
+    require_different_names(models, "--workdir")
     corpus = common_corpus(models, settings.data)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     store, longest = corpus.validation, max(settings.lengths)

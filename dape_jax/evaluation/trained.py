@@ -130,9 +130,14 @@ def read_models(
     require(bool(workdirs), "workdir", [], "must have at least one directory")
     given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
     models = [read(workdir, options.step, given, mesh) for workdir in workdirs]
-    labels = [model.label for model in models]
-    require(len(set(labels)) == len(labels), "workdir", labels, "must have different names")
+    require_different_names(models, "workdir")
     return models
+
+
+def require_different_names(models: Sequence[TrainedModel], field: str) -> None:
+    """Raise `InputError` if two models would have the same label in a table; `field` is the setting to name."""
+    labels = [model.label for model in models]
+    require(len(set(labels)) == len(labels), field, labels, "must have different names")
 
 
 def require_same(models: Sequence[TrainedModel], *fields: str) -> None:
