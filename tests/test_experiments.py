@@ -348,7 +348,7 @@ def test_committed_results_are_of_the_catalogues_runs():
             assert found["key"] == expected.key, file
             checked[name] += 1
     assert (checked["fig2"], checked["fig5"]) == (84, 70)
-    assert sum(checked.values()) == 826
+    assert sum(checked.values()) == 828
 
 
 # ---- running
@@ -836,7 +836,7 @@ def test_a_finished_experiment_is_drawn_with_a_color_for_each_curve(name):
 
 
 def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
-    """Most curves fill a third of the axis or more, and each has a point within it; nothing is cut if most differ."""
+    """Check that close curves fill a third of the axis, each has a point within it, and none is cut if most differ."""
 
     def limits(*curves: tuple[float, float]) -> tuple[float, float]:
         axes = Figure().subplots()
