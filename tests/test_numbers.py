@@ -784,8 +784,8 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     seeds = of_seeds("converged", "kerple", 128, 128, "converged-math")
     claim = "trained at 512, DAPE1x3-Kerple is better than kerple at"
     yield (
-        "by # % at the train length and by # % and more beyond it, more than trained at 64. Two seeds, "
-        "of which Kerple's differ by # %",
+        "by # % at the train length and by # % and more beyond it, more than trained at 64, and it is "
+        "better at 4,096 than at 128: these three **hold** too, although Kerple's seeds differ by # %.",
         [
             *(-differences_of(ON_MATH)[f"{claim} {where}"] for where in ("the train length", "every length beyond")),
             100 * (max(seeds) / min(seeds) - 1),
@@ -837,8 +837,8 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         ],
     )
     yield (
-        "lowers Kerple's by # and that of DAPE1x3-Kerple by # in windows of 4,096. "
-        "That it helps DAPE1x3-Kerple **holds**",
+        "lowers Kerple's by # and that of DAPE1x3-Kerple by # in windows of 4,096; "
+        "the three claims **hold** there too.",
         [mean_of("context", method, 128, 4096, "converged-math") for method in ("kerple", "dape1x3-kerple")],
     )
     dape, kerple = (by_length("long/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
@@ -1083,8 +1083,8 @@ VERDICTS = {
         ),
         ("more beyond it: both **hold** (two", "holds", ON_MATH, "256, DAPE1x3-Kerple is better than alibi"),
         (
-            "of which Kerple's differ by 6 %, leave both undecided, and also that it is better at 4,096 than at 128.",
-            "undecided",
+            "and it is better at 4,096 than at 128: these three **hold** too",
+            "holds",
             ON_MATH,
             "512, DAPE1x3-Kerple is better than kerple at the train length",
             "512, DAPE1x3-Kerple is better than kerple at every length beyond",
@@ -1094,19 +1094,7 @@ VERDICTS = {
         ("on stack manipulation is undecided", "undecided", "table6", "on stack manipulation, DAPE-Kerple (1x1) is"),
         ("(1x1) on missing duplicate is undecided too", "undecided", "table6", "better than DAPE-Kerple (1x1)"),
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context/converged-math", "trained at 256"),
-        (
-            "it helps DAPE1x3-Kerple **holds**",
-            "holds",
-            "context/converged-math",
-            "512, more context helps dape1x3-kerple",
-        ),
-        (
-            "that it helps Kerple, and that it helps DAPE1x3-Kerple more, are undecided (two seeds).",
-            "undecided",
-            "context/converged-math",
-            "512, more context helps kerple",
-            "512, it helps DAPE1x3-Kerple more than Kerple",
-        ),
+        ("; the three claims **hold** there too", "holds", "context/converged-math", "trained at 512"),
         ("both claims **hold**. In windows of 4,096", "holds", "context/converged-prose", "more context helps"),
         ("that it helps DAPE1x3-Kerple more is undecided", "undecided", "context/converged-prose", "helps DAPE1x3"),
         ("by 2.9 %: this **holds**. Beyond", "holds", ON_PROSE, "256, DAPE1x3-Kerple is better than alibi at the"),
