@@ -836,7 +836,7 @@ def test_a_finished_experiment_is_drawn_with_a_color_for_each_curve(name):
 
 
 def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
-    """Check that close curves fill a third of the axis, each has a point within it, and none is cut if most differ."""
+    """Check that the axis ends near the close curves, each curve has a point on it, and none is cut if most differ."""
 
     def limits(*curves: tuple[float, float]) -> tuple[float, float]:
         axes = Figure().subplots()

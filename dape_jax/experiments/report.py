@@ -511,21 +511,25 @@ def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any)
 def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("sequence length (tokens)")
     curves = [only_drawn(_mean(item.over_seeds(length)) for length in item.lengths()) for item in series]
-    lowest, highest = [min(means) for means in curves if means], sorted(max(means) for means in curves if means)
-    if highest and min(lowest) > 0:
-        low, top, usual = min(lowest), highest[-1], median(highest)
-        if usual < 2 * highest[0] and top > 4 * usual:
+    curves = [means for means in curves if means]
+    if not curves:
+        return
+    low, top = min(map(min, curves)), max(map(max, curves))
+    if low > 0:
+        peaks = [max(means) for means in curves]
+        usual = median(peaks)
+        if usual < 2 * min(peaks) and top > 4 * usual:
             # Most methods are close to each other, and the few far above would make one line of them.
-            top = max(1.5 * usual, 1.1 * max(lowest))  # part of each curve is drawn
+            top = max(1.5 * usual, 1.1 * max(map(min, curves)))  # part of each curve is drawn
             axes.set_ylim(0.95 * low, top)
         if top > 4 * low:
             log_y_axis(axes)
-    elif highest and max(abs(value) for value in (*lowest, *highest)) > 10:
+    elif low < 0 and max(-low, top) > 10:
         # Differences of both signs: linear between -1 and 1, logarithmic beyond, where one method may hide the others.
         axes.set_yscale("symlog", linthresh=1.0)
         axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlabel("sequence length (tokens)")
 
 
 def _scale_task_axes(axes: Axes, series: list[Series]) -> None:
