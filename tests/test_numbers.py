@@ -218,6 +218,8 @@ def che() -> Iterator[Statement]:
         ("cycle_navigation", "beyond", "41 to 500"),
         ("stack_manipulation", "within", "1 to 40"),
         ("stack_manipulation", "beyond", "41 to 500"),
+        ("reverse_string", "within", "1 to 40"),
+        ("reverse_string", "beyond", "41 to 500"),
     ):
         yield f"| `{task}` | {lengths} | # | # | # |", [accuracy_of(method, task, part) for method in methods]
     (learned, *others) = zip(
@@ -228,15 +230,17 @@ def che() -> Iterator[Statement]:
         [*learned, max(max(values) for values in others)],
     )
     printed = paper_tables()["table6"]
-    accuracies = dict(
-        zip(printed["methods"], select(printed["tasks"], task="cycle_navigation")["accuracy"], strict=True)
-    )
-    paper = [accuracies[method] for method in methods]
-    yield "In the paper they have #, # and # beyond the train lengths", paper
-    yield (
-        "within the train lengths Kerple has # to # %, DAPE (1x1) # to # % and DAPE1x3 # to # %",
-        [accuracy for method in methods for accuracy in range_within(method, "stack_manipulation")],
-    )
+    for task, sentence in (
+        ("cycle_navigation", "In the paper they have #, # and # beyond the train lengths"),
+        ("reverse_string", "in the paper the three have #, # and #"),
+    ):
+        accuracies = dict(zip(printed["methods"], select(printed["tasks"], task=task)["accuracy"], strict=True))
+        yield sentence, [accuracies[method] for method in methods]
+    for task, sentence in (
+        ("stack_manipulation", "train lengths Kerple has # to # %, DAPE (1x1) # to # % and DAPE1x3 # to # %"),
+        ("reverse_string", "seeds go from # to # %, from # to # % and from # to # %"),
+    ):
+        yield sentence, [accuracy for method in methods for accuracy in range_within(method, task)]
     at_480 = by_length("recall/accuracy.json", "dape1x3-kerple", "accuracy")[480]
     yield "recalls every value at 13 pairs and # % of them at 160", [100 * at_480]
     batches = [select(rows, length=40) for rows in read("tasks/sampling.json")["tasks"].values()]
@@ -754,6 +758,11 @@ def reproducing() -> Iterator[Statement]:
     yield (
         "# to # % with DAPE (1x1), # to # % with DAPE1x3-Kerple",
         [accuracy for method in methods for accuracy in range_within(method, task)],
+    )
+    methods = ("dape1x3-kerple", "dape1x1-kerple", "kerple")
+    yield (
+        "beyond the train lengths DAPE1x3-Kerple has # % on reverse string, DAPE (1x1) # % and Kerple # %",
+        [accuracy_of(method, "reverse_string", "beyond") for method in methods],
     )
     yield from after_fifty_tokens_per_parameter()
     yield from prose()
