@@ -81,7 +81,7 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
         with os_errors(field, str(directory), "cannot be written to"), bucket_errors():
             probe = directory / f".{uuid.uuid4().hex}"
             probe.write_bytes(b"")
-            probe.unlink()
+            probe.unlink(missing_ok=True)  # missing if the answer to its deletion was lost and the deletion repeated
         return directory
     if directory.absolute().is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
         allowed = f"commit the changes, choose a directory outside results/, or set {ALLOW_DIRTY}=1"

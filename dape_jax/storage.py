@@ -133,7 +133,8 @@ def move_directory(source: AnyPath, target: AnyPath) -> None:
         moved = fsspec.url_to_fs(os.fspath(target))[1]
         for name in system.find(path):
             system.cp_file(name, moved + name.removeprefix(path))
-        system.rm(path, recursive=True)
+        with contextlib.suppress(FileNotFoundError):  # the answer to the deletion was lost and the deletion repeated
+            system.rm(path, recursive=True)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -42,10 +43,13 @@ HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "content-length"
 
 
 class Faults:
-    """Shares of failing and slow requests; may be changed while the servers run."""
+    """Shares of failing and slow requests; may be changed while the servers run.
+
+    The next request "METHOD PATH" that matches the regular expression `lose_next` is executed, and its answer dropped.
+    """
 
     def __init__(self, fail: float = 0.0, slow: float = 0.0, seed: int = 0):
-        self.fail, self.slow, self.random = fail, slow, random.Random(seed)
+        self.fail, self.slow, self.random, self.lose_next = fail, slow, random.Random(seed), ""
         self.num_requests = self.num_failed = self.num_slow = 0
 
 
@@ -67,21 +71,23 @@ def proxy(upstream: int, faults: Faults) -> http.server.ThreadingHTTPServer:
         def handle_one(self) -> None:
             body = self.read_body()
             draw, slow = faults.random.random(), faults.random.random() < faults.slow
+            refused, lost = draw < faults.fail / 2, faults.fail / 2 <= draw < faults.fail
+            if faults.lose_next and re.search(faults.lose_next, f"{self.command} {self.path}"):
+                refused, lost, faults.lose_next = False, True, ""
             faults.num_requests += 1
+            faults.num_failed += refused or lost
             if slow:
                 faults.num_slow += 1
                 time.sleep(1)
-            if draw < faults.fail:
-                faults.num_failed += 1
-                if draw < faults.fail / 2:
-                    self.answer(503, {"Content-Type": "text/plain"}, b"injected fault")
-                    return
+            if refused:
+                self.answer(503, {"Content-Type": "text/plain"}, b"injected fault")
+                return
             status, headers, content = self.conditional(body)
             if "upload_id=" in self.path:  # the GCS emulator forgets an upload once complete
                 if status == 404:
                     status, headers, content = answers.get(self.path, (status, headers, content))
                 answers[self.path] = status, headers, content
-            if draw < faults.fail:  # executed, but the answer is lost
+            if lost:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return

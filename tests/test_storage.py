@@ -74,6 +74,7 @@ def bucket(request, environment, faults) -> Iterator[epath.Path]:
     """Return a directory in a bucket of either kind; disable failures when the test has ended."""
     yield storage.to_path(f"{request.param}://bucket/{request.node.originalname}-{time.monotonic_ns()}", "path")
     faults.fail = faults.slow = 0.0
+    faults.lose_next = ""
 
 
 def test_a_path_is_local_or_in_a_bucket(environment):
@@ -130,6 +131,22 @@ def test_requests_that_fail_are_repeated(bucket, faults):
         assert files.read_bytes(bucket / f"{number}") == bytes([number])
     assert sorted(map(int, storage.list_directory(bucket))) == list(range(15))
     assert faults.num_failed > failed
+
+
+def test_a_deletion_whose_answer_is_lost_is_not_an_error(bucket, faults):
+    pattern = {"gs": "^DELETE .*/o/.*{}", "s3": r"^POST .*\?delete"}[str(bucket).split("://")[0]]
+
+    faults.lose_next = pattern.format(r"results%2F\.")
+    make_results_directory(bucket / "results")
+    assert not faults.lose_next  # it was lost
+    assert storage.list_directory(bucket / "results") == []
+
+    files.write_atomically(bucket / "old" / "file", b"content")
+    faults.lose_next = pattern.format("old%2Ffile")
+    storage.move_directory(bucket / "old", bucket / "new")
+    assert not faults.lose_next
+    assert storage.list_directory(bucket) == ["new"]
+    assert files.read_bytes(bucket / "new" / "file") == b"content"
 
 
 def test_errors_of_the_network_become_os_errors():

@@ -474,7 +474,7 @@ def _move_unreadable_metadata(workdir: AnyPath, name: str) -> None:
         except InputError as error:
             target = _free_name(workdir, f"{name}{_METADATA}")
             write_atomically(target, content)
-            file.unlink()
+            file.unlink(missing_ok=True)
             logger.warning("the metadata of step %s is damaged and moved to %s: %s", name, target, error)
 
 
