@@ -226,6 +226,21 @@ def che() -> Iterator[Statement]:
     ):
         for part, lengths in (("within", "1 to 40"), ("beyond", "41 to 500")):
             yield f"| `{task}` | {lengths} | # | # | # |", [accuracy_of(method, task, part) for method in methods]
+    pair, digits = ("kerple", "dape1x3-kerple"), ("modular_arithmetic", "modular_arithmetic_brackets", "solve_equation")
+    for task in (*digits, "compute_sqrt"):
+        for part, lengths in (("within", "1 to 40"), ("beyond", "41 to 500")):
+            yield f"| `{task}` | {lengths} | # |  | # |", [accuracy_of(method, task, part) for method in pair]
+    accuracies = [
+        accuracy for task in digits for method in pair for accuracy in on_task(method, task)["beyond"].values()
+    ]
+    assert max(abs(accuracy - 20) for accuracy in sorted(accuracies)[:-1]) < 4
+    yield "DAPE1x3 has # % with one seed of two", [max(on_task(pair[1], digits[1])["beyond"].values())]
+    yield (
+        "In the paper Kerple has #, # and # on these three tasks, and DAPE1x3 #, # and #",
+        [accuracy for method in pair for task in digits for accuracy in paper_accuracies(task, [method])],
+    )
+    yield "as in the paper, which has # and #", paper_accuracies("compute_sqrt", pair)
+    assert max(range_within(pair[0], "compute_sqrt")) < min(range_within(pair[1], "compute_sqrt"))
     (learned, *others) = zip(
         *(on_task(method, "cycle_navigation")["within"].values() for method in methods), strict=True
     )
@@ -771,6 +786,10 @@ def reproducing() -> Iterator[Statement]:
     yield (
         "DAPE1x3-Kerple has # %, DAPE (1x1) # % and Kerple # %, in the paper #, # and # %",
         [*(accuracy_of(method, task, "beyond") for method in methods), *paper_accuracies(task, methods)],
+    )
+    yield (
+        "On compute sqrt DAPE1x3-Kerple has # % within the train lengths, and Kerple # %.",
+        [accuracy_of(method, "compute_sqrt", "within") for method in ("dape1x3-kerple", "kerple")],
     )
     yield from after_fifty_tokens_per_parameter()
     yield from prose()
