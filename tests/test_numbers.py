@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -217,19 +218,12 @@ def che() -> Iterator[Statement]:
             values = [run["trained"], run["score"], *(accuracy[length] for length in lengths)]
             yield f"| {run['name']} |{task}" + " # |" * len(values), [100 * value for value in values]
     methods = ("kerple", "dape1x1-kerple", "dape1x3-kerple")
-    for task in (
-        "even_pairs",
-        "missing_duplicate_string",
-        "cycle_navigation",
-        "stack_manipulation",
-        "reverse_string",
-    ):
-        for part, lengths in (("within", "1 to 40"), ("beyond", "41 to 500")):
-            yield f"| `{task}` | {lengths} | # | # | # |", [accuracy_of(method, task, part) for method in methods]
-    pair, digits = ("kerple", "dape1x3-kerple"), ("modular_arithmetic", "modular_arithmetic_brackets", "solve_equation")
-    for task in (*digits, "compute_sqrt"):
-        for part, lengths in (("within", "1 to 40"), ("beyond", "41 to 500")):
-            yield f"| `{task}` | {lengths} | # |  | # |", [accuracy_of(method, task, part) for method in pair]
+    pair = ("kerple", "dape1x3-kerple")
+    of_preset = ("even_pairs", "missing_duplicate_string", "cycle_navigation", "stack_manipulation", "reverse_string")
+    digits = ("modular_arithmetic", "modular_arithmetic_brackets", "solve_equation")
+    for tasks, row, shown in ((of_preset, "# | # | #", methods), ((*digits, "compute_sqrt"), "# |  | #", pair)):
+        for task, (part, lengths) in product(tasks, (("within", "1 to 40"), ("beyond", "41 to 500"))):
+            yield f"| `{task}` | {lengths} | {row} |", [accuracy_of(method, task, part) for method in shown]
     accuracies = [
         accuracy for task in digits for method in pair for accuracy in on_task(method, task)["beyond"].values()
     ]
@@ -239,7 +233,7 @@ def che() -> Iterator[Statement]:
         "In the paper Kerple has #, # and # on these three tasks, and DAPE1x3 #, # and #",
         [accuracy for method in pair for task in digits for accuracy in paper_accuracies(task, [method])],
     )
-    yield "as in the paper, which has # and #", paper_accuracies("compute_sqrt", pair)
+    yield "as in the paper, where Kerple has # and DAPE1x3 #", paper_accuracies("compute_sqrt", pair)
     assert max(range_within(pair[0], "compute_sqrt")) < min(range_within(pair[1], "compute_sqrt"))
     (learned, *others) = zip(
         *(on_task(method, "cycle_navigation")["within"].values() for method in methods), strict=True

@@ -134,6 +134,7 @@ def test_requests_that_fail_are_repeated(bucket, faults):
 
 
 def test_a_deletion_whose_answer_is_lost_is_not_an_error(bucket, faults):
+    # s3fs deletes objects with one request that does not name them.
     pattern = {"gs": "^DELETE .*/o/.*{}", "s3": r"^POST .*\?delete"}[str(bucket).split("://")[0]]
 
     faults.lose_next = pattern.format(r"results%2F\.")
