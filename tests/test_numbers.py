@@ -226,8 +226,10 @@ def che() -> Iterator[Statement]:
         for task, (part, lengths) in product(tasks, (("within", "1 to 40"), ("beyond", "41 to 500"))):
             yield f"| `{task}` | {lengths} | {row} |", [accuracy_of(method, task, part) for method in shown]
     assert max(abs(accuracy_of(method, task, "beyond") - 20) for method in pair for task in digits) < 2
+    for method, task in product(pair, ("modular_arithmetic", "solve_equation")):
+        assert max(abs(accuracy - 20) for accuracy in range_of(method, task, "beyond")) < 4
     yield (
-        "Kerple has # to # % beyond them, and DAPE1x3 # to # %",
+        "beyond the train lengths Kerple has # to # %, and DAPE1x3 # to # %",
         [accuracy for method in pair for accuracy in range_of(method, digits[1], "beyond")],
     )
     yield (
@@ -239,7 +241,7 @@ def che() -> Iterator[Statement]:
         assert max(abs(accuracy_of(method, task, "beyond") - 50) for method in pair) < 4
     yield "on compute sqrt, where Kerple has # and DAPE1x3 #", paper_accuracies(bits[0], pair)
     yield (
-        "where Kerple has # and #, DAPE1x3 is behind with # and #",
+        "the paper has Kerple ahead, with # and # against # and #",
         [accuracy for method in pair for task in bits[1:] for accuracy in paper_accuracies(task, [method])],
     )
     (learned, *others) = zip(
