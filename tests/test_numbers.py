@@ -852,11 +852,20 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     beyond = [2**n for n in range(7, 13)]
     at_128 = {
         method: [mean_of("converged", method, 128, length, "converged-math") for length in beyond]
-        for method in ("kerple", "dape1x3-kerple")
+        for method in ("alibi", "kerple", "dape1x3-kerple")
     }
     for method, values in at_128.items():
         yield f"| {names[method]}, trained at 128 | - | # | # | # |", [values[0], values[2], values[-1]]
     assert all(low < high for low, high in zip(converged("dape1x3-kerple", *beyond), at_128["kerple"], strict=True))
+    assert all(
+        dape < alibi < kerple
+        for alibi, kerple, dape in zip(*(at_128[name] for name in ("alibi", "kerple", "dape1x3-kerple")), strict=True)
+    )
+    at_64 = [64, *beyond]
+    assert all(
+        kerple < alibi for kerple, alibi in zip(converged("kerple", *at_64), converged("alibi", *at_64), strict=True)
+    )
+    yield "at every length in the means, with # and # at 4,096 (one seed", [at_128["alibi"][-1], at_128["kerple"][-1]]
     seeds = of_seeds("converged", "kerple", 128, 128, "converged-math")
     claim = "trained at 512, DAPE1x3-Kerple is better than kerple at"
     yield (
