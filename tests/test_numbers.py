@@ -991,6 +991,9 @@ def prose() -> Iterator[Statement]:
         "lowers the perplexity of DAPE1x3-Kerple by # and that of Kerple by #",
         [mean_of("context", method, 64, 4096, "converged-prose") for method in ("dape1x3-kerple", "kerple")],
     )
+    gains = [mean_of("context", method, 128, 4096, "converged-prose") for method in ("dape1x3-kerple", "kerple")]
+    assert len({round(gain, 2) for gain in gains}) == 1
+    yield "the text before the last 128 bytes lowers both by #.", gains[:1]
     dape, kerple = (by_length("long_prose/lengths.json", name) for name in ("dape1x3-kerple", "kerple"))
     yield (
         "DAPE1x3-Kerple has # and Kerple # on the last 256 bytes of one document; at 256 they have # and #",
@@ -1193,7 +1196,7 @@ VERDICTS = {
         ("DAPE1x3-Kerple more than Kerple: all **hold**", "holds", "context/converged-math", "trained at 256"),
         ("; the three claims **hold** there too", "holds", "context/converged-math", "trained at 512"),
         ("both claims **hold**. In windows of 4,096", "holds", "context/converged-prose", "more context helps"),
-        ("that it helps DAPE1x3-Kerple more is undecided", "undecided", "context/converged-prose", "helps DAPE1x3"),
+        ("That it helps DAPE1x3-Kerple more is undecided", "undecided", "context/converged-prose", "helps DAPE1x3"),
         ("by 2.9 %: this **holds**. Beyond", "holds", ON_PROSE, "256, DAPE1x3-Kerple is better than alibi at the"),
         (
             "less at 4,096, this is undecided.",
