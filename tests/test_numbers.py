@@ -876,9 +876,9 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
         better_than("alibi", 128),
     )
     yield "than RoPE at the train length too, by # %: this **holds**", better_than("RoPE", 128, at)
-    pairs = [*zip(at_128["dape1x3-rope"], at_128["rope"], strict=True)]
-    yield "lowers RoPE's perplexity by # % at the train length", [100 * (1 - pairs[0][0] / pairs[0][1])]
-    assert all(low < high for low, high in pairs)
+    better = [100 * (1 - low / high) for low, high in zip(at_128["dape1x3-rope"], at_128["rope"], strict=True)]
+    assert min(better) > 0
+    yield "lowers RoPE's perplexity by # % at the train length", better[:1]
     yield (
         "has # % less at the train length and # % less at 256, but the two seeds of DAPE (1x1) differ by # % at 128.",
         [*better_than("dape1x1-kerple", 128), range_of_seeds("dape1x1-kerple")],
@@ -1178,7 +1178,7 @@ VERDICTS = {
         ("at any of the three is undecided", "undecided", "rates", "at the common learning rate"),
         ("one of 2: both **hold** (`widths`", "holds", "widths", "of any width", "than a causal one of 2"),
         ("improves it at every length is undecided", "undecided", ON_MATH, "256, DAPE1x3 improves RoPE"),
-        ("RoPE at every length is undecided here too", "undecided", ON_MATH, "512, DAPE1x3 improves RoPE"),
+        ("RoPE at every length is undecided, as trained at 64", "undecided", ON_MATH, "512, DAPE1x3 improves RoPE"),
         ("beyond it: both **hold** (three", "holds", ON_MATH, "256, DAPE1x3-Kerple is better than dape1x1-kerple"),
         ("more beyond it: both **hold** (two", "holds", ON_MATH, "256, DAPE1x3-Kerple is better than alibi"),
         (
