@@ -130,8 +130,8 @@ def sample() -> list[tuple[str, str, str, str]]:
 
 
 def slow(number: int) -> list[pytest.MarkDecorator]:
-    """Return the marks of a numbered slow case: of every three cases, two are exhaustive."""
-    return [pytest.mark.slow, *([pytest.mark.exhaustive] if number % 3 else [])]
+    """Return the marks of a numbered slow case: of every six cases, five are exhaustive."""
+    return [pytest.mark.slow, *([pytest.mark.exhaustive] if number % 6 else [])]
 
 
 def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:

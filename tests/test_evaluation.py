@@ -862,12 +862,20 @@ def test_predicted_memory_is_linear_in_length(root):
     assert growth(dense, 1024, last_tokens=16) > 12  # what the figure would be if anything were quadratic
 
 
+ONE_OF_EACH_KIND = ("nope", "kerple", "cope", "transformer_xl")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("bias", "processor"),
     [
-        *((bias, tiny.SPEC["model"]["processor"]) for bias in sorted(CHOICES["bias"])),
-        *((bias, {"name": "none"}) for bias in ("nope", "kerple", "cope", "transformer_xl")),  # one of each kind
+        *(
+            pytest.param(
+                bias, tiny.SPEC["model"]["processor"], marks=() if bias in ONE_OF_EACH_KIND else pytest.mark.exhaustive
+            )
+            for bias in sorted(CHOICES["bias"])
+        ),
+        *(pytest.param(bias, {"name": "none"}, marks=pytest.mark.exhaustive) for bias in ONE_OF_EACH_KIND),
     ],
     ids=lambda value: value if isinstance(value, str) else value["name"],
 )

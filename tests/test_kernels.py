@@ -215,6 +215,9 @@ EXHAUSTIVE = {
     *((name, "tpu") for name in ("four-phases", "four-phases-causal7", "four-phases-row-stride-16")),
     *((name, "tpu") for name in ("plain-nope", "plain-sandwich", "plain-alibi-row-stride-8")),
     *((name, "gpu") for name in ("four-phases", "four-phases-every-row", "four-phases-row-stride-16", "three-tiles")),
+    # `test_gpu_kernel.py` has these options, too.
+    *((name, "gpu") for name in ("t5-5", "kerple1", "sandwich3", "equation2", "inputs-scores", "inputs-bias")),
+    *((name, "gpu") for name in ("row-stride-2", "row-stride-and-window", "window")),
 }
 
 
@@ -292,7 +295,7 @@ def test_prefix_invariance(case, implementation):
 
 
 def marks_of(number: int, file: Path) -> list[pytest.MarkDecorator]:
-    """Return the marks of a golden vector: one is fast, every third of the others is not exhaustive."""
+    """Return the marks of a golden vector: one is fast, every sixth of the others is not exhaustive."""
     return [] if "kerple_dapev2__B1_H4_T64" in file.stem else slow(number)
 
 
