@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -834,6 +834,20 @@ def converged(method: str, *lengths: int, train_length: int = 64, text: str = "m
     return [mean_of(experiment, method, train_length, length, f"converged-{text}") for length in lengths]
 
 
+def percent_below(lows: Iterable[float], highs: Iterable[float]) -> list[float]:
+    """Return by how many per cent each of `lows` is below its partner in `highs`."""
+    return [100 * (1 - low / high) for low, high in zip(lows, highs, strict=True)]
+
+
+AT, BEYOND = "at the train length", "at every length beyond"
+
+
+def better_than(method: str, train_length: int, *where: str, text: str = "math") -> list[float]:
+    """Return by how many per cent DAPE1x3-Kerple is better; the names of claims have the paper's lengths."""
+    differences = differences_of(f"converged/converged-{text}")
+    return [-differences[f"trained at {4 * train_length}, DAPE1x3-Kerple is better than {method} {at}"] for at in where]
+
+
 def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     names = {
         "rope": "RoPE",
@@ -860,12 +874,6 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     pairs = zip(converged("kerple", *lengths), converged("alibi", *lengths), strict=True)
     assert all(kerple < alibi for kerple, alibi in pairs)
     yield "ALiBi is better than Kerple there, with # and # at 4,096", [at_128["alibi"][-1], at_128["kerple"][-1]]
-    differences, at, beyond = differences_of(ON_MATH), ("at the train length",), ("at every length beyond",)
-
-    def better_than(method: str, train_length: int, where: Sequence[str] = at + beyond) -> list[float]:
-        """Return by how many per cent DAPE1x3-Kerple is better; the names of claims have the paper's lengths."""
-        claim = f"trained at {4 * train_length}, DAPE1x3-Kerple is better than {method}"
-        return [-differences[f"{claim} {each}"] for each in where]
 
     def range_of_seeds(method: str) -> float:
         seeds = of_seeds("converged", method, 128, 128, "converged-math")
@@ -873,39 +881,37 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
 
     yield (
         "better than ALiBi by # % at the train length, and at every length beyond, by # % at 4,096",
-        better_than("alibi", 128),
+        better_than("alibi", 128, AT, BEYOND),
     )
-    yield "than RoPE at the train length too, by # %: this **holds**", better_than("RoPE", 128, at)
-    better = [100 * (1 - low / high) for low, high in zip(at_128["dape1x3-rope"], at_128["rope"], strict=True)]
+    yield "than RoPE at the train length too, by # %: this **holds**", better_than("RoPE", 128, AT)
+    better = percent_below(at_128["dape1x3-rope"], at_128["rope"])
     assert min(better) > 0
     yield "lowers RoPE's perplexity by # % at the train length", better[:1]
     yield (
         "has # % less at the train length and # % less at 256, but the two seeds of DAPE (1x1) differ by # % at 128.",
-        [*better_than("dape1x1-kerple", 128), range_of_seeds("dape1x1-kerple")],
+        [*better_than("dape1x1-kerple", 128, AT, BEYOND), range_of_seeds("dape1x1-kerple")],
     )
     yield (
         "by # % at the train length and by # % and more beyond it, more than trained at 64, and it is "
         "better at 4,096 than at 128: these three **hold** too, although Kerple's seeds differ by # %.",
-        [*better_than("kerple", 128), range_of_seeds("kerple")],
+        [*better_than("kerple", 128, AT, BEYOND), range_of_seeds("kerple")],
     )
     times = [
         read(f"times/converged-math/{method}-xs-T64-seed0.json")["step_ms"] for method in ("dape1x3-kerple", "kerple")
     ]
     yield "A step of DAPE1x3-Kerple takes # times as long as Kerple's on a CPU core", [times[0] / times[1]]
     dape, kerple = (converged(method, 64, 128, 512, 4096) for method in ("dape1x3-kerple", "kerple"))
-    better = [100 * (1 - low / high) for low, high in zip(dape, kerple, strict=True)]
     yield (
         "better than Kerple by # % at the train length, and at every length beyond, by # % at 128, # % at 512 and "
         "# % at 4,096",
-        better,
+        percent_below(dape, kerple),
     )
-    yield "better than RoPE at the train length by # %, which is undecided (two seeds)", better_than("RoPE", 64, at)
+    yield "better than RoPE at the train length by # %, which is undecided (two seeds)", better_than("RoPE", 64, AT)
     yield (
         "better than ALiBi by # % at the train length, and by # % and more beyond it: both **hold** (two seeds)",
-        better_than("alibi", 64),
+        better_than("alibi", 64, AT, BEYOND),
     )
-    pairs = zip(converged("dape1x3-kerple", *lengths), converged("dape1x1-kerple", *lengths), strict=True)
-    better = [100 * (1 - low / high) for low, high in pairs]
+    better = percent_below(converged("dape1x3-kerple", *lengths), converged("dape1x1-kerple", *lengths))
     yield (
         "than DAPE (1x1) by # % at the train length, and by # % and more beyond it: both **hold** (three seeds)",
         [better[0], min(better[1:])],
@@ -916,7 +922,7 @@ def after_fifty_tokens_per_parameter() -> Iterator[Statement]:
     ]
     yield (
         "by # % at eight times the train length. At the train length it is better by # %, which is undecided.",
-        [100 * (1 - low / high) for low, high in zip(*at_equal_time, strict=True)][::-1],
+        percent_below(*at_equal_time)[::-1],
     )
     best, last = converged("dape1x3-kerple", 512, 4096)
     yield "improves up to 512, and has lost # % of that at 4,096", [100 * (last / best - 1)]
@@ -991,14 +997,12 @@ def prose() -> Iterator[Statement]:
         "is undecided at the train length: it has # % more, interval -# to +# (two seeds)",
         [claim["difference"], -claim["low"], claim["high"]],
     )
-    differences, claim = differences_of(ON_PROSE), "DAPE1x3-Kerple is better than alibi"
     for train_length, template in (
-        (256, "better than ALiBi at the train length, by # %: this **holds**. Beyond, where it has # % less"),
-        (512, "better than ALiBi by # % at the train length and by # % and more beyond it: both **hold** (two seeds)"),
+        (64, "better than ALiBi at the train length, by # %: this **holds**. Beyond, where it has # % less"),
+        (128, "better than ALiBi by # % at the train length and by # % and more beyond it: both **hold** (two seeds)"),
     ):
-        where = ("at the train length", "at every length beyond")
-        yield template, [-differences[f"trained at {train_length}, {claim} {each}"] for each in where]
-    better = [100 * (1 - low / high) for low, high in zip(kerple, at_128["alibi"], strict=True)]
+        yield template, better_than("alibi", train_length, AT, BEYOND, text="prose")
+    better = percent_below(kerple, at_128["alibi"])
     assert all(without < with_dape for without, with_dape in zip(kerple, dape, strict=True))
     yield "Kerple without DAPE is better than ALiBi by more than that: by # % and more at every length", [min(better)]
     yield (
