@@ -1095,6 +1095,7 @@ def test_malformed_input_ends_in_a_corpus_or_one_line(files: dict[str, bytes], c
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=1500, deadline=None)
 @given(malformed_files(), options)
 def test_more_malformed_input_ends_in_a_corpus_or_one_line(files: dict[str, bytes], changes: dict):
@@ -1145,6 +1146,7 @@ def test_a_malformed_store_is_valid_or_refused(small_store: dict[str, bytes], da
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=1000, deadline=None)
 @given(st.data())
 def test_more_malformed_stores_are_valid_or_refused(small_store: dict[str, bytes], data: st.DataObject):
