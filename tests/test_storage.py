@@ -455,7 +455,8 @@ def train_arguments(path: object, workdir: object, cache: Path, num_steps: int =
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scheme",
-    [pytest.param("s3", marks=pytest.mark.exhaustive), "gs"],  # `test_a_lost_network_ends_a_run_with_one_line` has S3
+    # `test_a_lost_network_ends_a_run_with_one_line` trains in S3.
+    [pytest.param("s3", marks=pytest.mark.exhaustive), "gs"],
 )
 def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
     """Train in a bucket with failing requests, bitwise equal to a local run; `eval.py` and the tools read it."""
