@@ -349,7 +349,7 @@ def test_committed_results_are_of_the_catalogues_runs():
             assert found["key"] == expected.key, file
             checked[name] += 1
     assert (checked["fig2"], checked["fig5"]) == (84, 70)
-    assert sum(checked.values()) == 904
+    assert sum(checked.values()) == 906
 
 
 # ---- running
