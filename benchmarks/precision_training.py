@@ -32,13 +32,13 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.experiments.catalogue import METHODS
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+from experiments.catalogue import METHODS
 
 DTYPES = ("float32", "bfloat16", "float16")
 WINDOW = 25

@@ -45,8 +45,6 @@ from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
-from dape_jax.experiments.catalogue import METHODS, PRESETS
-from dape_jax.experiments.run import Run, config_of
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
 from dape_jax.model.transformer import SIZES, model_structure
@@ -56,6 +54,8 @@ from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+from experiments.catalogue import METHODS, PRESETS
+from experiments.run import Run, config_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,7 +46,6 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation import report
-from dape_jax.experiments.catalogue import EXPERIMENTS, PRESETS, paper_tables
 from dape_jax.hardware import CHIPS, Chip
 from dape_jax.model.attention import IMPLEMENTATIONS, Blockwise, Fused
 from dape_jax.model.biases import NopeConfig
@@ -55,6 +54,7 @@ from dape_jax.model.transformer import TransformerConfig, attention_of, model_st
 from dape_jax.planning.flops import executed_flops, pairs_computed
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh
+from experiments.catalogue import EXPERIMENTS, PRESETS, paper_tables
 
 TABLE = EXPERIMENTS["table7"]
 RATIO_TO = "dape1x3-kerple"

@@ -12,20 +12,24 @@ import pytest
 import tiny
 
 ROOT = Path(__file__).parents[1]
-FILES = ("model/biases.py", "model/processors.py", "tasks/__init__.py", "experiments/catalogue.py")
+FILES = (
+    *(f"dape_jax/{file}" for file in ("model/biases.py", "model/processors.py", "tasks/__init__.py")),
+    "experiments/catalogue.py",
+)
 
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory) -> Path:
     """Return a directory with a copy of the package to which the examples were added."""
     root = tmp_path_factory.mktemp("contributing")
-    shutil.copytree(ROOT / "dape_jax", root / "dape_jax", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("dape_jax", "experiments"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    examples = re.findall(r"In `dape_jax/([\w/]+\.py)`[^`]*```python\n(.*?)```", page, re.S)
+    examples = re.findall(r"In `([\w/]+\.py)`[^`]*```python\n(.*?)```", page, re.S)
     assert tuple(file for file, _ in examples) == FILES
     for file, code in examples:
         (table,) = re.findall(r"^([A-Z]+) = \{", code, re.M)
-        with (root / "dape_jax" / file).open("a") as source:
+        with (root / file).open("a") as source:
             source.write("\n\n" + re.sub(r"\{\s*\.\.\.", f"{{**{table}", code))
     return root
 
@@ -97,6 +101,6 @@ def test_the_added_task_is_solved(changed):
 
 
 def test_the_added_experiment_is_shown(changed):
-    done = run(changed, "-m", "dape_jax.experiments", "show", "short")
+    done = run(changed, "-m", "experiments", "show", "short")
     assert done.returncode == 0, done.stderr
     assert "configs/small.py:xs,bias=alibi,processor=dape,kernel=3,train_length=32" in done.stdout

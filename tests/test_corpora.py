@@ -1,6 +1,5 @@
-"""Test `scripts/corpora.py`: the text of pages, and a corpus from packages that are made here."""
+"""Test `experiments/corpora.py`: the text of pages, and a corpus from packages that are made here."""
 
-import sys
 import zipfile
 from pathlib import Path
 
@@ -11,10 +10,9 @@ from dape_jax.data.store import open_corpus
 from dape_jax.errors import InputError
 from dape_jax.files import read_json
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 with pytest.MonkeyPatch.context() as patch:  # its flags are those of a program
     patch.setattr(flags, "FLAGS", flags.FlagValues())
-    import corpora
+    from experiments import corpora
 
 
 def test_the_text_of_a_page_is_that_of_its_main_element():

@@ -18,9 +18,11 @@ from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, read_module, read_run
 from dape_jax.errors import InputError
 from dape_jax.evaluation.report import json_values
-from dape_jax.experiments import __main__ as experiments_main
-from dape_jax.experiments import catalogue, groups, report, run, verdicts
-from dape_jax.experiments.catalogue import (
+from dape_jax.model.transformer import model_structure
+from dape_jax.tasks import CHE as TASKS
+from experiments import __main__ as experiments_main
+from experiments import catalogue, groups, report, run, verdicts
+from experiments.catalogue import (
     EXPERIMENTS,
     METHODS,
     NOT_IN_PAPER,
@@ -33,9 +35,7 @@ from dape_jax.experiments.catalogue import (
     Score,
     TaskPreset,
 )
-from dape_jax.experiments.run import PlannedRun, Run, Settings, config_of, run_experiment, runs_of
-from dape_jax.model.transformer import model_structure
-from dape_jax.tasks import CHE as TASKS
+from experiments.run import PlannedRun, Run, Settings, config_of, run_experiment, runs_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -804,7 +804,7 @@ def test_commands_refuse(arguments: list[str], settings_of_flags: dict, words: l
     ],
 )
 def test_the_command_line(arguments: list[str], status: int, words: list[str]):
-    command = [sys.executable, "-m", "dape_jax.experiments", *arguments]
+    command = [sys.executable, "-m", "experiments", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == status, done.stderr
     output = done.stdout if status == 0 else done.stderr

@@ -1,7 +1,4 @@
-"""Test `scripts/needle.py`: the place of the needle in a window, and a model whose update is zero."""
-
-import sys
-from pathlib import Path
+"""Test `experiments/needle.py`: the place of the needle in a window, and a model whose update is zero."""
 
 import jax
 import numpy as np
@@ -12,9 +9,7 @@ from flax import nnx
 from dape_jax.config import read_model
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.model.transformer import Transformer, flat_params
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import needle as script
+from experiments import needle as script
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0, None])

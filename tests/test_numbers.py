@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import gpu_cases
 from benchmarks.gpu import read_results
-from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, paper_tables
 from dape_jax.tasks import CHE
+from experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, paper_tables
 
 ROOT = Path(__file__).parents[1]
 

@@ -144,7 +144,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
         (metadata,) = (archive.read(name) for name in archive.namelist() if name.endswith("dist-info/METADATA"))
         (licence,) = (archive.read(name) for name in archive.namelist() if name.endswith("dist-info/licenses/LICENSE"))
     assert contents == files
-    named = ("configs/quickstart.py", "experiments/paper_tables.json", "pretrained/modeling_dape.py", "py.typed")
+    named = ("configs/quickstart.py", "pretrained/modeling_dape.py", "py.typed")
     assert {f"dape_jax/{name}" for name in named} <= contents
     assert licence == (ROOT / "LICENSE").read_bytes()
     fields = email.message_from_bytes(metadata)
@@ -188,5 +188,3 @@ def test_installed_programs_and_data(site, tmp_path):
         help_text = call(sys.executable, str(site / "bin" / program), "--help", cwd=tmp_path, path=site)
         assert f"    {program} --" in help_text  # its docstring
         assert f"/{program}:\n  --" in help_text  # its flags
-    code = "from dape_jax.experiments.catalogue import paper_tables; print(len(paper_tables()))"
-    assert int(call(sys.executable, "-c", code, cwd=tmp_path, path=site)) > 0

@@ -1,14 +1,9 @@
-"""Test `scripts/repetition.py` and `scripts/copying.py`: what copying predicts, against a search of the text."""
-
-import sys
-from pathlib import Path
+"""Test `experiments/repetition.py` and `copying.py`: what copying predicts, against a search of the text."""
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import copying
-import repetition
+from experiments import copying, repetition
 
 
 def search(text: bytes, at: int, match: int, length: int) -> int:

@@ -1,17 +1,14 @@
-"""Study of a continued RoPE model (`scripts/retrofit.py`): its averages, and its paired differences."""
+"""Study of a continued RoPE model (`experiments/retrofit.py`): its averages, and its paired differences."""
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dape_jax.errors import InputError
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import retrofit
+from experiments import retrofit
 
 LENGTH = 128
 

@@ -47,7 +47,7 @@ def cpu_seconds_of(code: str, *arguments: str) -> tuple[float, subprocess.Comple
         "eval.py",
         "dape_jax.data.inspect",
         "dape_jax.data.prepare",
-        "dape_jax.experiments",
+        "experiments",
         "dape_jax.planning",
         "dape_jax.pretrained.export_command",
         "dape_jax.pretrained.import_command",

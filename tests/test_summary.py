@@ -9,10 +9,10 @@ import pytest
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from dape_jax.experiments import summary
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS
-from dape_jax.experiments.groups import Group, Series
-from dape_jax.experiments.verdicts import Sample
+from experiments import summary
+from experiments.catalogue import EXPERIMENTS, METHODS
+from experiments.groups import Group, Series
+from experiments.verdicts import Sample
 
 SEEDS, DOCUMENTS = (0, 1, 2), 40
 

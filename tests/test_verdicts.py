@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
-from dape_jax.experiments import report, verdicts
-from dape_jax.experiments.catalogue import Cell, Claim, Less, Score
-from dape_jax.experiments.verdicts import Sample, describe, difference, format_difference, holm, judge
+from experiments import report, verdicts
+from experiments.catalogue import Cell, Claim, Less, Score
+from experiments.verdicts import Sample, describe, difference, format_difference, holm, judge
 
 A, B = Cell("a", 16, 16), Cell("b", 16, 16)
 

@@ -15,7 +15,7 @@ Argument: first a size, 25m|125m|350m|2.7b|6.7b, then any of
 
 Other options of a method (`docs/methods.md`) are set by flags: --config.model.processor.alignment=causal.
 
-`python -m dape_jax.experiments list` lists the paper's figures and tables, `.. show fig2 --preset=paper` prints the
+`python -m experiments list` lists the paper's figures and tables, `.. show fig2 --preset=paper` prints the
 command of each run of figure 2, and `.. run fig2 --preset=paper --data=DIR` executes these commands.
 
 Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official configurations: Adam (0.9, 0.95, 1e-8),
@@ -31,7 +31,7 @@ Differs: bfloat16 instead of float16 (--config.model.dtype=float16 uses a dynami
 convolution is "prefix" (--config.model.processor.edge=listing follows the paper's listing); the learning rates of 2.7b
 and 6.7b are GPT-3's, because the paper does not give them.
 
-`25m` is not the paper's. The preset `25m` of `python -m dape_jax.experiments` trains it on one GPU in minutes.
+`25m` is not the paper's. The preset `25m` of `python -m experiments` trains it on one GPU in minutes.
 
 Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
 """

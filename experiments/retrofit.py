@@ -1,7 +1,7 @@
 """Extend the length of a trained RoPE model: replace its positions, continue training briefly, and measure the cost.
 
-    python scripts/corpora.py --corpus=manuals --output=data/manuals
-    python scripts/retrofit.py --data=data/manuals --workdir=runs/retrofit
+    python -m experiments.corpora --corpus=manuals --output=data/manuals
+    python -m experiments.retrofit --data=data/manuals --workdir=runs/retrofit
 
 A model with Pythia's architecture (parallel residual, RoPE on a quarter of each head, about 5M parameters) is trained
 on bytes in PyTorch transformers at T = 128, saved, imported, and continued at T = 128 in the ways of `WAYS`, with a

@@ -37,18 +37,6 @@ from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
 from dape_jax.evaluation.perplexity import evaluate
-from dape_jax.experiments.catalogue import (
-    EXPERIMENTS,
-    METHODS,
-    OVERRIDES,
-    PRESETS,
-    Experiment,
-    find_experiment,
-    length_divisor,
-    lengths_from,
-    models_of,
-)
-from dape_jax.experiments.settings import Settings
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import model_structure
 from dape_jax.planning.flops import model_flops_per_token
@@ -60,6 +48,18 @@ from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_scalars
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
+from experiments.catalogue import (
+    EXPERIMENTS,
+    METHODS,
+    OVERRIDES,
+    PRESETS,
+    Experiment,
+    find_experiment,
+    length_divisor,
+    lengths_from,
+    models_of,
+)
+from experiments.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dape_jax.errors import InputError, require
-from dape_jax.experiments.catalogue import (
+from experiments.catalogue import (
     EXPERIMENTS,
     NOT_IN_PAPER,
     PRESETS,
@@ -24,8 +24,8 @@ from dape_jax.experiments.catalogue import (
     models_of,
     paper_tables,
 )
-from dape_jax.experiments.run import identity, read_result
-from dape_jax.experiments.verdicts import Lookup, Sample, is_log
+from experiments.run import identity, read_result
+from experiments.verdicts import Lookup, Sample, is_log
 
 PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
 

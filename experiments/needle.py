@@ -1,6 +1,6 @@
 """Measure the recall of a sentence in held-out text by depth and length (needle in a haystack).
 
-    python scripts/needle.py --workdir=runs/kerple,runs/dape1x3-kerple --lengths=128,512,2048 --output=results/needle
+    python -m experiments.needle --workdir=runs/kerple,runs/dape1x3-kerple --lengths=128,512,2048 --output=runs/needle
 
 A window of N tokens has one needle at depth d (0 at the beginning, 1 at the end), and the question at its end:
 

@@ -31,9 +31,11 @@ from dape_jax.evaluation.report import (
     markdown_table,
     only_drawn,
 )
-from dape_jax.experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, Cell, Less, Score
-from dape_jax.experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
-from dape_jax.experiments.summary import (
+from dape_jax.files import write_json
+from dape_jax.tasks import TASKS
+from experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, Cell, Less, Score
+from experiments.groups import Group, Series, lookup_in, paper_groups, read_groups
+from experiments.summary import (
     Cost,
     Gain,
     Learned,
@@ -44,7 +46,7 @@ from dape_jax.experiments.summary import (
     learning,
     learning_figure,
 )
-from dape_jax.experiments.verdicts import (
+from experiments.verdicts import (
     MIN_SEEDS,
     VERDICTS,
     Difference,
@@ -56,8 +58,6 @@ from dape_jax.experiments.verdicts import (
     is_log,
     judge,
 )
-from dape_jax.files import write_json
-from dape_jax.tasks import TASKS
 
 UNITS = {
     "perplexity": "perplexity",
@@ -91,7 +91,7 @@ def write(results: Path) -> Path:
         InputError: there is nothing to report, or the directory cannot be written to.
     """
     groups = read_groups(results)
-    allowed = "must be a directory with finished runs (python -m dape_jax.experiments run)"
+    allowed = "must be a directory with finished runs (python -m experiments run)"
     require(bool(groups), "--results", str(results), allowed)
     with os_errors("--results", str(results), "cannot be written to"):
         for group in groups:
@@ -211,13 +211,13 @@ def _minutes(group: Group, item: Judgement) -> float:
 
 _INTRODUCTION = """# The paper's experiments, reproduced
 
-`python -m dape_jax.experiments report` writes this page from the results files in this directory; `report.json` has the
+`python -m experiments report` writes this page from the results files in this directory; `report.json` has the
 same numbers. The preset `small` is `configs/small.py`: every length of the paper divided by four, models of 0.4 M
 parameters and more, 1.6 tokens per parameter, bytes of the standard library's source. For the tasks of table 6 it is
 `configs/che.py` with fewer and smaller steps. The preset `converged` is `configs/small.py` with 50 tokens per
-parameter, on a corpus of `scripts/corpora.py`; the preset `25m` is `configs/paper.py` with 25 M parameters. Sizes xs,
-s, m and l replace the paper's 125m, 350m, 2.7b and 6.7b. The presets test whether a claim holds at that scale; they do
-not reproduce the paper's numbers."""
+parameter, on a corpus of `experiments/corpora.py`; the preset `25m` is `configs/paper.py` with 25 M parameters. Sizes
+xs, s, m and l replace the paper's 125m, 350m, 2.7b and 6.7b. The presets test whether a claim holds at that scale; they
+do not reproduce the paper's numbers."""
 
 _GAIN = """## What DAPE gains
 
@@ -242,7 +242,7 @@ of costs."""
 _VERDICTS = f"""## Verdicts
 
 Claims are judged by paired differences on the same windows and seeds, with a bootstrap over documents and Student's t
-over seeds (`dape_jax/experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
+over seeds (`experiments/verdicts.py`). All lengths of two models are one pair. A claim **holds** if all its
 pairs hold, or the required number of them, after Holm's correction at 5 %. It is **contradicted** if too many pairs are
 reversed, **undecided** otherwise, and not tested unless every run that it compares has {MIN_SEEDS} seeds or more.
 The deciding comparison is the weakest of the required ones. *Ours* is its difference with the 95 % interval, *seeds*
@@ -376,7 +376,7 @@ def _section(group: Group) -> str:
     return (
         f"{_tables(group, whose)}\n\n"
         f"![{group.experiment}]({group.experiment}/{group.name}.png)\n\n"
-        f"`python -m dape_jax.experiments run {group.experiment} --preset={group.preset}`; commit {commits}; "
+        f"`python -m experiments run {group.experiment} --preset={group.preset}`; commit {commits}; "
         f"{devices}, {cpus} CPUs; {versions}; {minutes:.0f} minutes in total."
     )
 

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from dape_jax.evaluation.report import distinct_colors, drawn, log_y_axis
-from dape_jax.experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, Cell, Experiment, Less
-from dape_jax.experiments.groups import Group, Series, lookup_in
-from dape_jax.experiments.verdicts import difference
+from experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, Cell, Experiment, Less
+from experiments.groups import Group, Series, lookup_in
+from experiments.verdicts import difference
 
 FACTORS = (1, 8, 32)  # evaluation length / train length
 COST_FACTOR = 8
