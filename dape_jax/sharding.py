@@ -192,6 +192,19 @@ def full_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
     return None if jnp.dtype(dtype).itemsize < 4 else jax.lax.Precision.HIGHEST
 
 
+def vary_alike(*trees: Any) -> Any:
+    """Mark all arrays as varying over every mesh axis that any of them varies over.
+
+    A function with a gradient of its own needs this in a user's `shard_map`: JAX sums the gradient of a replicated
+    array over devices only where the array is marked.
+    """
+    leaves, structure = jax.tree.flatten(trees)
+    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    union = frozenset().union(*axes)
+    varying = [jax.lax.pcast(x, tuple(union - own), to="varying") for x, own in zip(leaves, axes, strict=True)]
+    return structure.unflatten(varying)
+
+
 def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Compute an einsum of an activation and a parameter, "BTD,DF->BTF", also in the mesh of `jax.set_mesh`.
 

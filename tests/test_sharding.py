@@ -14,13 +14,14 @@ import tiny
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.attention import Dense, attend, attend_on_mesh
+from dape_jax.model.biases import KerpleConfig
 from dape_jax.model.loss import nll_of_features
-from dape_jax.model.processors import ScoreMod
+from dape_jax.model.processors import DapeConfig, ScoreMod
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import (
     AXES,
@@ -505,3 +506,30 @@ def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
     with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1, 2))):
         found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, pos, ScoreMod(bias)))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("split", ["batch", "rows"])
+def test_gradients_in_a_users_shard_map(split):
+    """In `jax.shard_map` with its default checks, the gradients are those without it."""
+    bias = KerpleConfig().build(4, 8, nnx.Rngs(0))
+    processor = DapeConfig(kernel_width=3, channels=5).build(4, rngs=nnx.Rngs(1))
+    qkv = list(np.random.default_rng(0).normal(size=(3, 4, 8, 4, 8)).astype(np.float32))
+    weight = np.random.default_rng(1).normal(size=(4, 8, 4, 8)).astype(np.float32)
+    mesh, pos = Mesh(jax.devices()[:4], ("x",)), jnp.arange(8)
+    rows = PartitionSpec("x") if split == "batch" else PartitionSpec(None, "x")
+    keys, q_spec = (rows, PartitionSpec()) if split == "batch" else (PartitionSpec(), PartitionSpec("x"))
+
+    def local(modules, q, k, v, q_pos, weight):
+        out = attend(q, k, v, q_pos, pos, bias=modules[0], processor=modules[1])
+        return jax.lax.psum((out * weight).sum(), "x")
+
+    specs = (PartitionSpec(), rows, keys, keys, q_spec, rows)
+    split_loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    def whole_loss(modules, q, k, v, q_pos, weight):
+        return (attend(q, k, v, q_pos, pos, bias=modules[0], processor=modules[1]) * weight).sum()
+
+    args = (bias, processor), *qkv, pos, weight
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (split_loss, whole_loss))
+    chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(found[1][1:]))

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dape_jax.kernels import cudnn
-from dape_jax.kernels.tables import left_pad, make_operator, vary_alike
+from dape_jax.kernels.tables import left_pad, make_operator
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, Plain, ScoreMod
 from dape_jax.model.scores import Mask
+from dape_jax.sharding import vary_alike
 
 KERNELS = ("tpu", "gpu")
 DTYPES = (jnp.float32, jnp.bfloat16)

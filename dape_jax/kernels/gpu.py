@@ -48,10 +48,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from dape_jax.kernels.tables import HIGHEST, Operator, vary_alike
+from dape_jax.kernels.tables import HIGHEST, Operator
 from dape_jax.model.processors import SLOPE, leaky_relu_change, leaky_relu_change_gradient
 from dape_jax.model.scores import Mask, causal_runs, products, rows_in_block
-from dape_jax.sharding import full_precision
+from dape_jax.sharding import full_precision, vary_alike
 
 NUM_RUNS = 4  # runs of blocks, each with its own number of keys: XLA computes 5/8 of the square, not all of it
 # Compiled for an H200, the kernels of 12 heads, 32 channels and W = 3 need 124, 126 and 214 of 255 registers. With 128

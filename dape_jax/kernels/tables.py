@@ -20,7 +20,7 @@ with `pad` zeros to the left of the first key. Hidden column j reads columns j +
 left: negative hidden columns are also zero, so the results of columns 0 .. 2 pad - 1 have their own correction.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,15 +72,6 @@ class Operator(NamedTuple):
     def ahead(self) -> int:
         """Return W - 1 - P, the number of columns read to the right. Entry 0 of a table has the distance -ahead."""
         return self.width - 1 - self.pad
-
-
-def vary_alike(*trees: Any) -> Any:
-    """Mark all arrays as varying over every mesh axis that any of them varies over, as kernels in `shard_map` need."""
-    leaves, structure = jax.tree.flatten(trees)
-    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    union = frozenset().union(*axes)
-    varying = [jax.lax.pcast(x, tuple(union - own), to="varying") for x, own in zip(leaves, axes, strict=True)]
-    return structure.unflatten(varying)
 
 
 def left_pad(config: DapeConfig) -> int:

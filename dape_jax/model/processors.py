@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
-from dape_jax.sharding import device_platform, full_precision
+from dape_jax.sharding import device_platform, full_precision, vary_alike
 
 ALIGNMENTS = ("centered", "causal")
 EDGES = ("prefix", "listing")
@@ -180,7 +180,7 @@ def key_convolution(
     On a CPU the compiler's fastest convolution on one core is for outputs that are not longer than the input. For a
     longer output the input is padded first, and a barrier keeps the compiler from merging it into the convolution.
     """
-    return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right)
+    return _key_convolution(*vary_alike(x_BTSI, kernel_WIO), pad_left, pad_right)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

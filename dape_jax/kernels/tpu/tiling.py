@@ -74,8 +74,7 @@ from jaxtyping import Array
 
 from dape_jax import hardware
 from dape_jax.hardware import MIB
-from dape_jax.kernels.tables import vary_alike
-from dape_jax.sharding import this_device_kind
+from dape_jax.sharding import this_device_kind, vary_alike
 
 LANES = 128  # lanes of a register
 SUBLANES = 8  # sublanes of a register of 32-bit numbers
