@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-import jax
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
@@ -361,33 +360,18 @@ def read_choice(field: str, choices: dict[str, Any], spec: dict[str, Any]) -> An
 def read_model(spec: dict[str, Any]) -> TransformerConfig:
     """Return the checked `model` section.
 
-    The dtype "auto" becomes float32 on CPU and bfloat16 elsewhere. None becomes `num_heads` for `num_kv_heads`,
-    `vocab_size` for `num_outputs`, width / num_heads for `head_dim`, and 4 width for `mlp_width`.
-
     Raises:
         InputError: a field is unknown, missing or out of range.
     """
     _check_fields(TransformerConfig, "model", spec)
-    dtype = spec["dtype"]
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     derived = ("num_kv_heads", "num_outputs", "head_dim", "mlp_width")
-    given = {name: value for name, value in {**spec, "dtype": dtype}.items() if name not in CHOICES}
+    given = {name: value for name, value in spec.items() if name not in CHOICES}
     given = {name: value for name, value in given.items() if not (name in derived and value is None)}
     fields, *choices = check_all(
         lambda: _typed(TransformerConfig, "model", given),
         *(functools.partial(read_choice, f"model.{name}", table, spec[name]) for name, table in CHOICES.items()),
     )
-    chosen = dict(zip(CHOICES, choices, strict=True))
-    width, heads = fields["width"], fields["num_heads"]
-    if "head_dim" not in fields:
-        require(heads > 0, "model.num_heads", heads, "must be positive")
-        require(
-            width % heads == 0, "model.num_heads", heads, f"must divide model.width = {width} if model.head_dim is None"
-        )
-        fields["head_dim"] = width // heads
-    others = {"num_kv_heads": heads, "num_outputs": fields["vocab_size"], "mlp_width": 4 * width}
-    return TransformerConfig(**chosen, **others | fields)
+    return TransformerConfig(**dict(zip(CHOICES, choices, strict=True)), **fields)
 
 
 def choose(field: str, name: str, **options: Any) -> dict[str, Any]:

@@ -29,10 +29,10 @@ from jaxtyping import Array, Float, Int
 from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.kernels import why_not_fused
 from dape_jax.model.attention import Auto, Fused, Implementation, attend_on_mesh
-from dape_jax.model.biases import Bias, BiasConfig
+from dape_jax.model.biases import Bias, BiasConfig, KerpleConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
-from dape_jax.model.processors import ProcessorConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig, ProcessorConfig, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.sharding import constrain, embed, matmul, stripe, unstripe
 
@@ -42,45 +42,6 @@ SIZES = {
     "350m": {"num_layers": 24, "width": 1024, "num_heads": 16},
     "2.7b": {"num_layers": 32, "width": 2560, "num_heads": 32},
     "6.7b": {"num_layers": 32, "width": 4096, "num_heads": 32},
-}
-
-# Options of the paper's language models, of the encoder of its algorithmic tasks (Deletang et al. 2023), and of Llama's
-# decoder (Touvron et al. 2023).
-GPT_NEOX = {
-    "causal": True,
-    "norm_first": True,
-    "parallel_residual": False,
-    "norm": "layer_norm",
-    "norm_epsilon": 1e-5,
-    "activation": "gelu",
-    "gated_mlp": False,
-    "dropout": 0.0,
-    "projection_bias": True,
-    "attention_output_bias": True,
-    "mlp_bias": True,
-    "scale_embedding": False,
-    "tied_embeddings": False,
-    "output_bias": False,
-    "initializer": "gpt_neox",
-}
-ENCODER = GPT_NEOX | {
-    "causal": False,
-    "norm_first": False,
-    "activation": "relu",
-    "dropout": 0.1,
-    "projection_bias": False,
-    "attention_output_bias": False,
-    "scale_embedding": True,
-    "output_bias": True,
-    "initializer": "fan_in",
-}
-LLAMA = GPT_NEOX | {
-    "norm": "rms_norm",
-    "activation": "silu",
-    "gated_mlp": True,
-    "projection_bias": False,
-    "attention_output_bias": False,
-    "mlp_bias": False,
 }
 
 ACTIVATIONS = {
@@ -106,80 +67,63 @@ Params = dict[str, Any]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+FOLLOWS: Any = None  # default of a field whose value follows from other fields
+
+
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Architecture of the model, and options of its computation.
+    """Architecture of the model, and options of its computation. The defaults are those of the paper's language models.
 
-    Args:
-        num_layers: number of blocks.
-        width: D.
-        num_heads: H.
-        num_kv_heads: G, heads of keys and values; divides H. Fewer than H is grouped-query attention.
-        head_dim: K. (None in a config file means D / H.)
-        mlp_width: F. (None in a config file means 4 D.)
-        vocab_size: rows of the embedding table.
-        num_outputs: V, tokens that have a logit; `vocab_size` in a language model.
-        rotary: rotary embedding of queries and keys.
-        bias: position bias or contextual encoding.
-        processor: processor of the scores.
-        causal: a token sees no later token. If False, attention is bidirectional.
-        window: a token sees itself and window - 1 tokens before it (sliding-window attention), or None for all.
-        norm_first: blocks x + f(norm(x)), and a norm after the last block; if False, norm(x + f(x)).
-        parallel_residual: blocks x + attention(norm(x)) + mlp(norm'(x)), with two norms; needs `norm_first`.
-        norm: "layer_norm", or "rms_norm" without mean and bias.
-        norm_epsilon: added to the variance or mean square.
-        activation: activation of the MLP, a key of `ACTIVATIONS` ("gelu" is the exact one).
-        gated_mlp: down(activation(gate(x)) up(x)) instead of down(activation(up(x))).
-        dropout: dropout rate of the outputs of attention and MLP before they are added to the residual stream.
-        projection_bias: whether the projections to queries, keys and values have biases.
-        attention_output_bias: whether the projection of the attended values has a bias.
-        mlp_bias: whether the projections of the MLP have biases.
-        scale_embedding: whether embeddings are multiplied by sqrt(D).
-        tied_embeddings: whether the unembedding is the embedding table.
-        output_bias: whether the logits have a bias.
-        initializer: "gpt_neox": normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch;
-            or "fan_in": std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
-        attention: implementation of attention, one of `IMPLEMENTATIONS`; it does not change the result.
-        remat: values saved for the backward pass, a key of `REMAT`.
-        dtype: dtype of the matmuls. ("auto" in a config file means bfloat16 on TPU and GPU, float32 on CPU.) "float64",
-            with JAX_ENABLE_X64=true, is for comparisons with other implementations.
+    TransformerConfig(num_layers=2, width=64, num_heads=4, vocab_size=257, **LLAMA)
     """
 
-    num_layers: int
-    width: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
-    vocab_size: int
-    num_outputs: int
-    rotary: NoRotary | Rope
-    bias: BiasConfig
-    processor: ProcessorConfig
-    causal: bool
-    window: int | None
-    norm_first: bool
-    parallel_residual: bool
-    norm: str
-    norm_epsilon: float
-    activation: str
-    gated_mlp: bool
-    dropout: float
-    projection_bias: bool
-    attention_output_bias: bool
-    mlp_bias: bool
-    scale_embedding: bool
-    tied_embeddings: bool
-    output_bias: bool
-    initializer: str
-    attention: Implementation
-    remat: str
-    dtype: str
+    num_layers: int  # L
+    width: int  # D
+    num_heads: int  # H
+    vocab_size: int  # rows of the embedding table
+    num_kv_heads: int = FOLLOWS  # G, heads of keys and values, divides H; None: H. Fewer is grouped-query attention
+    head_dim: int = FOLLOWS  # K; None: D / H
+    mlp_width: int = FOLLOWS  # F; None: 4 D
+    num_outputs: int = FOLLOWS  # V, tokens that have a logit; None: vocab_size, as in a language model
+    rotary: NoRotary | Rope = NoRotary()  # rotary embedding of queries and keys
+    bias: BiasConfig = KerpleConfig()  # position bias or contextual encoding
+    processor: ProcessorConfig = DapeConfig()  # processor of the scores
+    causal: bool = True  # a token sees no later token; if False, attention is bidirectional
+    window: int | None = None  # a token sees itself and window - 1 tokens before it; None: all
+    norm_first: bool = True  # blocks x + f(norm(x)), and a norm after the last; if False, norm(x + f(x))
+    parallel_residual: bool = False  # blocks x + attention(norm(x)) + mlp(norm'(x)); needs norm_first
+    norm: str = "layer_norm"  # or "rms_norm", without mean and bias
+    norm_epsilon: float = 1e-5  # added to the variance or mean square
+    activation: str = "gelu"  # of the MLP, a key of ACTIVATIONS; "gelu" is the exact one
+    gated_mlp: bool = False  # down(activation(gate(x)) up(x)) instead of down(activation(up(x)))
+    dropout: float = 0.0  # rate, of the outputs of attention and MLP before they are added to the residual stream
+    projection_bias: bool = True  # the projections to queries, keys and values have biases
+    attention_output_bias: bool = True  # the projection of the attended values has a bias
+    mlp_bias: bool = True  # the projections of the MLP have biases
+    scale_embedding: bool = False  # embeddings are multiplied by sqrt(D)
+    tied_embeddings: bool = False  # the unembedding is the embedding table
+    output_bias: bool = False  # the logits have a bias
+    # "gpt_neox": normal with std sqrt(2 / (5 D)), and 2 / (L sqrt(D)) for the last matrix of a branch; or "fan_in":
+    # std 1 / sqrt(fan in) truncated at two std, and 0.02 for the embedding.
+    initializer: str = "gpt_neox"
+    # Implementation of attention, one of IMPLEMENTATIONS; it does not change the result.
+    attention: Implementation = dataclasses.field(default=Auto(), metadata={"resumable": True})
+    remat: str = dataclasses.field(default="none", metadata={"resumable": True})  # a key of REMAT
+    # Of the matmuls. "auto": bfloat16 on TPU and GPU, float32 on CPU. "float64", with JAX_ENABLE_X64=true, is for
+    # comparisons with other implementations.
+    dtype: str = "auto"
 
     def __post_init__(self):
-        sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "vocab_size")
-        positive(self, "model", *sizes, "num_outputs", "norm_epsilon")
-        heads, allowed = self.num_heads, f"must divide model.num_heads = {self.num_heads}"
+        positive(self, "model", "num_layers", "width", "num_heads", "vocab_size", "norm_epsilon")
+        heads, width = self.num_heads, self.width
+        allowed = f"must divide model.width = {width} if model.head_dim is None"
+        require(self.head_dim is not None or width % heads == 0, "model.num_heads", heads, allowed)
+        derived = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
+        for field, value in (derived | {"num_outputs": self.vocab_size}).items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
+        positive(self, "model", *derived, "num_outputs")
+        allowed = f"must divide model.num_heads = {heads}"
         require(heads % self.num_kv_heads == 0, "model.num_kv_heads", self.num_kv_heads, allowed)
         require(self.window is None or self.window > 0, "model.window", self.window, "must be 1 or more, or None")
         if isinstance(self.rotary, Rope):
@@ -187,17 +131,48 @@ class TransformerConfig:
         is_possible = self.norm_first or not self.parallel_residual
         require(is_possible, "model.parallel_residual", self.parallel_residual, "must be False without norm_first")
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
-        one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT, dtype=DTYPES)
-        is_enabled = self.dtype != "float64" or jax.config.read("jax_enable_x64")
-        require(is_enabled, "model.dtype", self.dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set")
+        one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT)
         allowed = f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"
         is_possible = not self.tied_embeddings or self.num_outputs == self.vocab_size
         require(is_possible, "model.num_outputs", self.num_outputs, allowed)
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
+        one_of(self, "model", dtype=DTYPES)
+        is_enabled = self.dtype != "float64" or jax.config.read("jax_enable_x64")
+        require(is_enabled, "model.dtype", self.dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set")
 
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Return the dtype of the matmuls."""
         return jnp.dtype(self.dtype)
+
+
+# Presets: options of the paper's language models (the defaults), of the encoder of its algorithmic tasks (Deletang et
+# al. 2023), and of Llama's decoder (Touvron et al. 2023).
+GPT_NEOX = {
+    field.name: field.default
+    for field in dataclasses.fields(TransformerConfig)
+    if field.type in (bool, float, str) and field.name not in ("remat", "dtype")
+}
+ENCODER = GPT_NEOX | {
+    "causal": False,
+    "norm_first": False,
+    "activation": "relu",
+    "dropout": 0.1,
+    "projection_bias": False,
+    "attention_output_bias": False,
+    "scale_embedding": True,
+    "output_bias": True,
+    "initializer": "fan_in",
+}
+LLAMA = GPT_NEOX | {
+    "norm": "rms_norm",
+    "activation": "silu",
+    "gated_mlp": True,
+    "projection_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+}
 
 
 def initializer(config: TransformerConfig, fan_in: int, *, ends_branch: bool = False) -> nnx.Initializer:
