@@ -267,6 +267,11 @@ def unstripe(x: jax.Array, dim: int) -> jax.Array:
     return _transposed(x, dim, (axis_sizes()["context"], -1))
 
 
+def last_rows(x: jax.Array, num_rows: int, dim: int) -> jax.Array:
+    """Return the last rows of a sequence, in the order of `stripe` like `x`; the parts of a row divide `num_rows`."""
+    return stripe(jax.lax.slice_in_dim(unstripe(x, dim), x.shape[dim] - num_rows, None, axis=dim), dim)
+
+
 def _transposed(x: jax.Array, dim: int, parts: tuple[int, int]) -> jax.Array:
     if 1 in parts:
         return x

@@ -115,7 +115,7 @@ def make_step(config: TransformerConfig, num_scored: int) -> Any:
     def step(params: Params, batch: dict[str, Array]) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, params)
         targets = batch["targets"][:, -num_scored:]
-        logits = model.logits(model.features(batch["inputs"])[:, -num_scored:])
+        logits = model.logits(model.features(batch["inputs"], num_last=num_scored))
         return nll(logits, targets), logits.argmax(-1) == targets
 
     return step

@@ -1,5 +1,6 @@
 """Model: invariants end to end, sizes, and initial values."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -37,6 +38,7 @@ from dape_jax.model.transformer import (
     model_structure,
     parameter_counts,
 )
+from dape_jax.sharding import MeshConfig, make_mesh
 
 ALL_BIASES = BIASES | CONTEXTUAL
 METHODS = [
@@ -411,6 +413,34 @@ def test_extending_a_cache_is_the_whole_forward(attention, window):
         features.append(some)
     whole = jax.jit(lambda params, x: nnx.merge(graphdef, params).features(x))(params, x)
     np.testing.assert_allclose(np.concatenate(features, axis=1), whole, atol=1e-5)
+
+
+LAST_ROWS = {
+    "pythia": {},
+    "llama, window": {"window": 5, "attention": {"name": "blockwise", "block_size": 4, "num_buckets": 2}},
+    "encoder": {},
+    "cope": {"bias": {"name": "cope", "num_positions": 4}, "rotary": {"name": "rope"}},
+}
+
+
+@pytest.mark.parametrize(("name", "mesh"), [*((name, None) for name in LAST_ROWS), ("llama, window", (1, 2, 2, 2))])
+def test_the_last_layer_computes_only_the_rows_asked_for(name, mesh):
+    """Compare with all rows, also where devices share a sequence, and count the work of the program."""
+    options = ENCODER if name == "encoder" else ARCHITECTURES.get(name.split(",")[0], {})
+    config = make_config(**options | {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 12} | LAST_ROWS[name])
+    (graphdef, params), x = random_model(config), tokens(2, 24)
+
+    def run(num_last):
+        program = jax.jit(lambda params, x: nnx.merge(graphdef, params).features(x, num_last=num_last))
+        return program(params, x), program.lower(params, x).cost_analysis()["flops"]
+
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(MeshConfig(*mesh))):
+        whole, _ = run(None)
+        found, few = run(4)
+        _, more = run(12)
+    assert whole.std() > 0.3
+    np.testing.assert_allclose(found, whole[:, -4:], rtol=1e-5, atol=1e-5)
+    assert few < 0.9 * more
 
 
 def test_the_bias_that_the_readme_adds():

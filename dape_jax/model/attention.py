@@ -388,9 +388,9 @@ def _log_choice(choice: str) -> None:
 def attend_on_mesh(
     implementation: Implementation,
     q_BTHK: Float[Array, "B T H K"],
-    k_BTGK: Float[Array, "B T G K"],
-    v_BTGK: Float[Array, "B T G K"],
-    pos_T: Int[Array, "T"],
+    k_BSGK: Float[Array, "B S G K"],
+    v_BSGK: Float[Array, "B S G K"],
+    pos_S: Int[Array, "S"],
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
 ) -> Float[Array, "B T H K"]:
@@ -414,17 +414,17 @@ def attend_on_mesh(
 
     Args:
         implementation: implementation of attention on each device.
-        q_BTHK: queries, in the order of `stripe`.
-        k_BTGK: keys, in the same order.
-        v_BTGK: values, in the same order.
-        pos_T: positions, in the same order.
+        q_BTHK: queries of the last T positions, in the order of `stripe`.
+        k_BSGK: keys, in the same order.
+        v_BSGK: values, in the same order.
+        pos_S: positions, in the same order.
         score_mod: bias and processor.
         mask: which keys a query sees; the row stride is set here.
     """
     sizes = axis_sizes()
     num_context, num_tensor = sizes["context"], sizes["tensor"]
     if math.prod(sizes.values()) == 1:
-        return implementation(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, score_mod, mask)
+        return implementation(q_BTHK, k_BSGK, v_BSGK, pos_S[-q_BTHK.shape[1] :], pos_S, score_mod, mask)
 
     mask = dataclasses.replace(mask, row_stride=num_context * num_tensor)
     leaves, structure = jax.tree.flatten(score_mod)  # a bias that is a plain function is a leaf, but not an array
@@ -444,7 +444,7 @@ def attend_on_mesh(
             return x.reshape(batch, -1, *x.shape[3:])
 
         index = jax.lax.axis_index("tensor") * num_context + jax.lax.axis_index("context")
-        q_pos_T = k_pos_S.reshape(-1, mask.row_stride)[:, index]
+        q_pos_T = k_pos_S.reshape(-1, mask.row_stride)[-q.shape[1] :, index]
         out = implementation(q, gather(k), gather(v), q_pos_T, k_pos_S, score_mod, mask)
         out = jax.lax.all_to_all(out[:, :, None], "tensor", split_axis=3, concat_axis=2, tiled=True)
         return out.reshape(batch, rows, heads, head_dim)
@@ -454,7 +454,7 @@ def attend_on_mesh(
         attend_rows,
         in_specs=(PartitionSpec(), PartitionSpec(), heads_spec, heads_spec, heads_spec),
         out_specs=heads_spec,
-    )([x for x in leaves if isinstance(x, jax.Array)], unstripe(pos_T, 0), q_BTHK, k_BTGK, v_BTGK)
+    )([x for x in leaves if isinstance(x, jax.Array)], unstripe(pos_S, 0), q_BTHK, k_BSGK, v_BSGK)
 
 
 IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused}

@@ -34,7 +34,7 @@ from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
 from dape_jax.model.processors import DapeConfig, ProcessorConfig, ScoreMod
 from dape_jax.model.scores import Mask
-from dape_jax.sharding import constrain, embed, matmul, stripe, unstripe
+from dape_jax.sharding import ROW_AXES, axis_sizes, constrain, embed, last_rows, matmul, stripe, unstripe
 
 # Model sizes of the paper: table 8, and the official configurations for the two that table 8 omits.
 SIZES = {
@@ -262,16 +262,22 @@ class SelfAttention(nnx.Module):
         self.dtype = config.compute_dtype
 
     def project(
-        self, x_BTD: Float[Array, "B T D"], pos_T: Int[Array, "T"]
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
-        """Return queries, keys and values; queries and keys are rotated if the model uses rotary embedding."""
+        self, x_BSD: Float[Array, "B S D"], pos_S: Int[Array, "S"], num_rows: int | None = None
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
+        """Return queries, keys and values; queries and keys are rotated if the model uses rotary embedding.
 
-        def project(weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B T H K"]:
-            return with_bias(matmul("BTD,DHK->BTHK", x_BTD, weight_DHK.astype(self.dtype)), bias_HK)
+        Queries are those of the last `num_rows` positions, or of all if None.
+        """
+        x_BTD, pos_T = x_BSD, pos_S
+        if num_rows is not None:
+            x_BTD, pos_T = last_rows(x_BSD, num_rows, 1), last_rows(pos_S, num_rows, 0)
 
-        q_BTHK = self.rotary(project(self.query_DHK, self.query_bias_HK), pos_T)
-        k_BTGK = self.rotary(project(self.key_DGK, self.key_bias_GK), pos_T)
-        return q_BTHK, k_BTGK, project(self.value_DGK, self.value_bias_GK)
+        def project(x: Array, weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B _ H K"]:
+            return with_bias(matmul("BTD,DHK->BTHK", x, weight_DHK.astype(self.dtype)), bias_HK)
+
+        q_BTHK = self.rotary(project(x_BTD, self.query_DHK, self.query_bias_HK), pos_T)
+        k_BSGK = self.rotary(project(x_BSD, self.key_DGK, self.key_bias_GK), pos_S)
+        return q_BTHK, k_BSGK, project(x_BSD, self.value_DGK, self.value_bias_GK)
 
     def __call__(
         self,
@@ -280,13 +286,14 @@ class SelfAttention(nnx.Module):
         shared_bias: Bias | ContextualBias | None,
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
+        num_rows: int | None = None,
+    ) -> tuple[Float[Array, "B _ D"], Cache | None]:
         """Attend to the visible positions of `x_BTD` or, if there is a cache, of the cache after adding `x_BTD` to it.
 
         Returns:
-            The update of the residual stream, and the updated cache.
+            The update of the residual stream, of the last `num_rows` positions if given, and the updated cache.
         """
-        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T)
+        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T, num_rows)
         score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
             out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, pos_T, score_mod, self.mask)
@@ -356,20 +363,26 @@ class Block(nnx.Module):
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
         dropout_key: Array | None = None,
-    ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Apply the layer to the residual stream, which is float32; return it and the updated cache."""
+        num_rows: int | None = None,
+    ) -> tuple[Float[Array, "B _ D"], Cache | None]:
+        """Apply the layer to the residual stream, which is float32; return it and the updated cache.
+
+        With `num_rows`, only the last rows of the result are computed, from the keys and values of all positions.
+        """
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
-        def branch_input(norm: Norm, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        def branch_input(norm: Norm, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
             return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
 
         def add(
-            norm: Norm, x_BTD: Float[Array, "B T D"], update_BTD: Float[Array, "B T D"], key: Array | None
-        ) -> Float[Array, "B T D"]:
+            norm: Norm, x_BTD: Float[Array, "B _ D"], update_BTD: Float[Array, "B _ D"], key: Array | None
+        ) -> Float[Array, "B _ D"]:
             x_BTD += self.dropout(update_BTD, deterministic=key is None, rngs=key).astype(x_BTD.dtype)
             return x_BTD if self.norm_first else norm(x_BTD)
 
-        attended_BTD, cache = self.attention(branch_input(self.attention_norm, x_BTD), pos_T, shared_bias, cache, layer)
+        attention_input_BTD = branch_input(self.attention_norm, x_BTD)
+        attended_BTD, cache = self.attention(attention_input_BTD, pos_T, shared_bias, cache, layer, num_rows)
+        x_BTD = x_BTD if num_rows is None else last_rows(x_BTD, num_rows, 1)
         added_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
         mlp_input_BTD = branch_input(self.mlp_norm, x_BTD if self.parallel_residual else added_BTD)
         return add(self.mlp_norm, added_BTD, self.mlp(mlp_input_BTD), keys[1]), cache
@@ -410,7 +423,8 @@ class Transformer(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         pos_T: Int[Array, "T"] | None = None,
         dropout_key: Array | None = None,
-    ) -> Float[Array, "B T D"]:
+        num_last: int | None = None,
+    ) -> Float[Array, "B _ D"]:
         """Run the model up to the unembedding.
 
         Args:
@@ -418,7 +432,12 @@ class Transformer(nnx.Module):
             pos_T: positions of the tokens, increasing; 0..T-1 if None. Padding, at the end, has negative positions, and
                 no other token sees it.
             dropout_key: random key of dropout, or None to disable dropout.
+            num_last: number of positions at the end whose features are returned, or None for all. The last layer
+                computes only these rows: query rows are independent.
         """
+        length, num_layers = tokens_BT.shape[1], self.config.num_layers
+        num_last, parts = num_last or length, math.prod(axis_sizes()[axis] for axis in ROW_AXES)
+        num_rows = -(-num_last // parts) * parts  # the same number on every device
         pos_T = stripe(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
 
@@ -430,9 +449,18 @@ class Transformer(nnx.Module):
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
-        keys = None if dropout_key is None else jax.random.split(dropout_key, self.config.num_layers)
-        x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, keys))
-        return constrain(unstripe(self._normed(x_BTD), 1), "BTD")
+        keys = None if dropout_key is None else jax.random.split(dropout_key, num_layers)
+        if num_rows >= length:
+            x_BTD, _ = jax.lax.scan(layer, x_BTD, (self.layers, keys))
+        else:
+            assert dropout_key is None
+            # Blocks are taken out of the stack one at a time: a slice with all but the last would be a copy.
+            x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self._block(i), None)), x_BTD, jnp.arange(num_layers - 1))
+            x_BTD, _ = self._block(num_layers - 1)(x_BTD, pos_T, self.shared_bias, num_rows=num_rows)
+        return constrain(unstripe(self._normed(x_BTD), 1), "BTD")[:, -num_last:]
+
+    def _block(self, number: Int[Array, ""] | int) -> Block:
+        return jax.tree.map(lambda stacked: stacked[number], self.layers)
 
     def _scaled(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x_BTD * math.sqrt(self.config.width) if self.config.scale_embedding else x_BTD

@@ -248,7 +248,7 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens:
 
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
-        features_BTD = model.features(batch["inputs"])[:, -last_tokens:]
+        features_BTD = model.features(batch["inputs"], num_last=last_tokens)
         return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], logits_chunk_tokens)
 
     return jax.jit(step)
