@@ -57,12 +57,13 @@ def profile(arguments: list[str]) -> dict[str, Any]:
     try:
         runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
     except SystemExit as end:
-        assert not end.code, end
+        if end.code:
+            raise
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
     files = {file for file, _ in called}
-    return {"functions": len(called), "files": len(files), "lines": lines((ROOT / "dape_jax" / f for f in files))}
+    return {"functions": len(called), "files": len(files), "lines": lines(ROOT / "dape_jax" / f for f in files)}
 
 
 def imported(statement: str) -> dict[str, Any]:
