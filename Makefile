@@ -1,6 +1,7 @@
 # make demo       install, train two small models, evaluate both, print the path of the figure
 # make test       install what tests need, run all but the slow tests
 # make test-all   also the slow tests
+# make test-newest  tests of import and export with the newest releases of transformers and what it needs
 # make lint       formatting, lint, types
 # make docs       build the documentation's site into build/docs; warnings are errors
 # make tpu-aot    install the compiler for TPUs, for planning without one (docs/planning.md)
@@ -12,7 +13,7 @@ PY := .venv/bin/python
 # started with others is not changed.
 DEMO = runs/quickstart-$(shell $(PY) -c 'import platform; print(platform.python_version())')-$(shell cat configs/*.py | cksum | cut -d' ' -f1)
 
-.PHONY: demo test test-all lint docs install install-dev tpu-aot gpu-wheels
+.PHONY: demo test test-all test-newest lint docs install install-dev tpu-aot gpu-wheels
 .DELETE_ON_ERROR:
 
 install: .venv/installed
@@ -68,6 +69,14 @@ test: install-dev
 
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal
+
+# No constraints, so that a change in these packages is seen; beside the environment, so that all other packages stay.
+test-newest: install-dev
+	rm -rf .venv/newest
+	$(PY) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/newest \
+	    accelerate huggingface-hub safetensors tokenizers transformers
+	PYTHONPATH=$(CURDIR)/.venv/newest $(PY) -m pytest -n auto --dist worksteal -m 'hf and not slow' \
+	    tests/test_export.py tests/test_import.py
 
 .venv/docs-installed: .venv/installed
 	$(PIP_INSTALL) --editable '.[docs]'

@@ -25,11 +25,13 @@ from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import ENCODER, Params, flat_params, model_structure
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
+from dape_jax.pretrained.modeling_dape import CACHE
 from dape_jax.sharding import make_mesh, parameter_shardings
 from dape_jax.storage import to_path
 from dape_jax.tools.completion import Sampling, generate
 from dape_jax.training import checkpoint
 
+pytestmark = pytest.mark.hf
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -242,7 +244,7 @@ def test_a_layer_that_is_computed_again_does_not_append_to_a_cache(exported):
     expected = model(x, labels=x).loss
     model.activation_checkpointing_enable()
     out = model(x, labels=x, use_cache=True)
-    assert out.past_key_values is None
+    assert CACHE not in out
     torch.testing.assert_close(out.loss, expected)
     out.loss.backward()
 
@@ -300,7 +302,9 @@ def test_generation_with_beams_samples_and_hidden_states(exported):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"position_ids": torch.zeros(2, 20)}, "position_ids: must be None"),
+        ({"position_ids": torch.arange(20)[None] % 15}, "position_ids: must count the tokens"),
+        ({"position_ids": torch.arange(21)[None]}, "position_ids: must count the tokens"),
+        ({"inputs_embeds": torch.zeros(2, 20, 16)}, "inputs_embeds: must be None"),
         ({"output_attentions": True}, "output_attentions: must be None"),
         ({"attention_mask": torch.ones(2, 19)}, r"shape of attention_mask = \(2, 19\): must be \(2, 20\)"),
         ({"attention_mask": torch.ones(2, 1, 20, 20)}, "shape of attention_mask"),
@@ -311,7 +315,10 @@ def test_arguments_that_would_be_ignored_are_refused(options, message, exported)
     model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
     with pytest.raises(ValueError, match=message):
         model(x, **options)
-    model(x, token_type_ids=torch.zeros_like(x), head_mask=None, output_attentions=False)
+    harmless = {"token_type_ids": torch.zeros_like(x), "head_mask": None, "output_attentions": False, "more": {}}
+    with torch.no_grad():
+        expected = model(x).logits
+        assert torch.equal(model(x, position_ids=torch.arange(20)[None], **harmless).logits, expected)
 
 
 def test_padding(exported):
@@ -324,11 +331,24 @@ def test_padding(exported):
         for row, part in ((0, slice(4, 20)), (1, slice(0, 15))):
             expected = model(x[row : row + 1, part]).logits[0]
             torch.testing.assert_close(found.logits[row, part], expected, rtol=1e-5, atol=1e-5)
+        counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)  # as transformers counts
+        assert torch.equal(model(x, attention_mask=mask, position_ids=counted).logits, found.logits)
         more = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
         with pytest.raises(ValueError, match="attention_mask: must have no zeros between ones; pad to the left"):
-            model(x[:, :1], attention_mask=more, past_key_values=found.past_key_values)
+            model(x[:, :1], attention_mask=more, **{CACHE: found[CACHE]})
     with pytest.raises(ValueError, match="past_key_values = 'StaticCache': must be a DynamicCache"):
         model.generate(x, max_new_tokens=2, cache_implementation="static")
+
+
+def test_the_cache_has_both_of_its_names(exported):
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    with torch.no_grad():
+        expected = model(x).logits[:, -1:]
+        for name in ("past_key_values", "cache"):
+            cache = model(x[:, :-1])[CACHE]
+            torch.testing.assert_close(model(x[:, -1:], **{name: cache}).logits, expected, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="past_key_values = 'DynamicCache': must be None beside cache"):
+            model(x, cache=cache, past_key_values=cache)
 
 
 def test_a_tuple_is_returned_on_request(exported):

@@ -130,6 +130,7 @@ def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
 # ---- the same model
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_logits_are_those_of_transformers(name, runs):
     config, params = ours(runs(name))
@@ -178,6 +179,7 @@ def test_logits_in_float64(name, runs, monkeypatch):
     np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_loss_and_gradients_are_those_of_transformers(name, runs, directories):
     """Compare the gradients of all parameters; a tensor's gradient is converted like the tensor."""
@@ -208,6 +210,7 @@ def test_loss_and_gradients_are_those_of_transformers(name, runs, directories):
     assert max(np.abs(leaf).max() for leaf in flat.values()) > 0.05
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_greedy_generation_is_that_of_transformers(name, runs):
     trained = read_trained(runs(name), "newest", {})
@@ -400,6 +403,7 @@ def test_parameters_are_put_where_the_mesh_says(mesh, directories, tmp_path, run
     chex.assert_trees_all_equal({path: np.asarray(leaf) for path, leaf in params.items()}, expected)
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_and_shards_are_read_exactly(dtype, tmp_path):
     model = type(theirs("llama3"))(theirs("llama3").config).to(dtype)
@@ -421,6 +425,7 @@ def test_a_copy_of_tied_embeddings_and_old_buffers_are_ignored(directories, tmp_
     chex.assert_trees_all_equal(ours(tmp_path / "run")[1], ours(runs("qwen2"))[1])
 
 
+@pytest.mark.hf
 def test_old_names_of_options_mean_the_same(directories):
     """Read configs of transformers 4, such as published ones."""
     new = json.loads((directories("llama3") / "config.json").read_text())
@@ -438,6 +443,7 @@ def test_old_names_of_options_mean_the_same(directories):
     }
 
 
+@pytest.mark.hf
 @pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2"])
 def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     """Check, for example, Mistral's window and number of key/value heads. Null and disabled options are accepted."""
@@ -446,7 +452,9 @@ def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
     whole = transformers.AutoConfig.for_model(kind, **sizes).to_dict()
     short = {"model_type": kind, **sizes}
     assert set(whole) - set(short)
-    harmless = {"quantization_config": None, "rope_scaling": None, "rope_interleaved": False, "pruned_heads": {}}
+    harmless = {"quantization_config": None, "rope_scaling": None, "use_mrope": False, "rope_interleaved": False}
+    harmless |= {"pruned_heads": {}, "task_specific_params": {}, "suppress_tokens": [], "finetuning_task": ""}
+    harmless |= {"is_causal": True}
     expected = family_of(whole)
     for found in (family_of(short), family_of(short | harmless)):
         assert (found.model, found.max_length) == (expected.model, expected.max_length)
@@ -547,6 +555,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         "partial_rotary_factor = 0.5: ",
     ),
     "rotation of pairs": ({"rope_interleaved": True}, "rope_interleaved = True: is not supported"),
+    "not causal": ({"is_causal": False}, "is_causal = False: is not supported"),
+    "a number": ({"logit_scale": 0}, "logit_scale = 0: is not supported"),
     "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config = .*: is not supported"),
 }
 

@@ -28,14 +28,8 @@ IGNORED = (
     *("chunk_size_feed_forward", "tokenizer_class", "prefix", "use_bfloat16", "name_or_path", "unsloth_version"),
     *("attention_probs_dropout_prob", "hidden_dropout_prob", "is_llama_config", "transformers.js_config"),
 )
-# Fields with one supported value: that of our models, and the default of transformers.
-ONLY = {
-    "rope_interleaved": False,
-    "is_encoder_decoder": False,
-    "tie_encoder_decoder": False,
-    "add_cross_attention": False,
-    "pruned_heads": {},
-}
+# Fields whose default in transformers, which our models have, is neither null nor false nor empty.
+DEFAULTS = {"is_causal": True}
 # Buffers that older versions of transformers saved with the parameters.
 BUFFERS = (".rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
 ACTIVATIONS = {
@@ -99,10 +93,14 @@ class Fields:
         return None if self.config[name] is None else self.take(name, kind)
 
     def refuse_others(self) -> None:
-        """Raise `InputError` for the first field that is neither read nor ignored, unless it is null."""
+        """Raise `InputError` for the first unread field that could change the logits.
+
+        An option at its default changes nothing: null, false or empty, if `DEFAULTS` has no other value for it.
+        """
         for name, value in self.config.items():
-            is_known = value is None or name in self.read or name in IGNORED or (name in ONLY and value == ONLY[name])
-            self.check(is_known, name, "is not supported: no such option in our models")
+            is_default = value == DEFAULTS[name] if name in DEFAULTS else value is False or value in ("", [], {})
+            is_harmless = value is None or is_default or name in self.read or name in IGNORED
+            self.check(is_harmless, name, "is not supported: no such option in our models")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ biases and rotary embeddings see each class.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -40,8 +41,10 @@ ACTIVATIONS = {
     "relu": functional.relu,
     "silu": functional.silu,
 }
-
-
+# Name of the cache in the outputs of a model, and of the argument of `forward` that `generate` passes it as.
+CACHE = "past_key_values"  # up to transformers 5.23
+if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}:
+    CACHE = "cache"
 NORMS = ("layer_norm", "rms_norm")
 ROTARY = ("none", "rope", "pi", "ntk", "yarn", "llama3")
 
@@ -896,6 +899,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -910,21 +914,29 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: tokens [B, T] after those of the cache.
             attention_mask: 0 for padding, to the left or to the right, [B, tokens of the cache + T].
             past_key_values: keys and values of the tokens so far.
+            cache: name of `past_key_values` since transformers 5.24.
             labels: tokens [B, T] to predict, not shifted: this function shifts them; -100 is not scored.
             use_cache: return the cache; the default is the config's, and False in training.
             output_hidden_states: return the residual stream before every layer and, after the norm, the last one.
             return_dict: return an object, not a tuple; the default is the config's.
             logits_to_keep: compute the logits of this many last tokens, or of all if 0.
             num_items_in_batch: divisor of the sum of losses, for gradient accumulation; None for the mean.
-            others: arguments of other models, which must be None or False.
+            others: arguments of other models, which must not change the result: None, False, empty, or positions
+                `position_ids` that count the tokens.
 
         Raises:
             ValueError: an argument is not supported, padding is between tokens, or a cache is not possible.
         """
+        position_ids = others.pop("position_ids", None)
         for name, value in others.items():
-            is_absent = value is None or value is False or name in _WITHOUT_EFFECT
-            if not is_absent:
+            is_empty = value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)
+            if not is_empty and name not in _WITHOUT_EFFECT:
                 raise ValueError(f"{name}: must be None or False: this model has no such argument")
+        if cache is not None:
+            _require(
+                past_key_values is None, "past_key_values", type(past_key_values).__name__, "must be None beside cache"
+            )
+            past_key_values = cache
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
         reason = self.why_not_cached
@@ -946,6 +958,13 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"attention_mask: must be all ones: {reason}")
         pos_BS = torch.arange(num_keys, device=input_ids.device)[None] if k_pos_BS is None else k_pos_BS
         q_pos_BT = pos_BS[:, num_past:]
+        if position_ids is not None:
+            is_token = torch.ones_like(q_pos_BT) if attention_mask is None else attention_mask[:, num_past:]
+            is_same = (
+                position_ids.shape[-1] == q_pos_BT.shape[-1] and ((position_ids == q_pos_BT) | (is_token == 0)).all()
+            )
+            if not is_same:
+                raise ValueError("position_ids: must count the tokens that are not padding from 0, or be None")
 
         x_BTD = self.embedding_VD[input_ids]
         x_BTD = x_BTD.to(torch.promote_types(x_BTD.dtype, torch.float32))
@@ -975,8 +994,8 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits_BTV,
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            **{CACHE: past_key_values if use_cache else None},
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()
