@@ -52,9 +52,7 @@ __all__ = [  # noqa: RUF022
     "kerple_power",
     "sandwich",
     "t5",
-    "fire",
     "cope",
-    "transformer_xl",
     # NNX modules that hold the parameters of these functions.
     "Dape",
     "Plain",
@@ -93,6 +91,7 @@ __all__ = [  # noqa: RUF022
     "IMPLEMENTATIONS",
     # Base classes and protocols for new biases, processors and implementations.
     "Bias",
+    "BiasConfig",
     "ContextualBias",
     "Processor",
     "ProcessorConfig",

@@ -18,6 +18,7 @@ from dape_jax.model.biases import (
     Alibi,
     AlibiConfig,
     Bias,
+    BiasConfig,
     DistanceBias,
     Fire,
     FireConfig,
@@ -32,7 +33,6 @@ from dape_jax.model.biases import (
     alibi,
     alibi_slopes,
     distances,
-    fire,
     kerple,
     kerple_power,
     sandwich,
@@ -46,7 +46,6 @@ from dape_jax.model.contextual import (
     TransformerXL,
     TransformerXLConfig,
     cope,
-    transformer_xl,
 )
 from dape_jax.model.positions import ROTARY, Llama3Rope, NoRotary, NtkAware, PositionInterpolation, Rope, Yarn
 from dape_jax.model.processors import (

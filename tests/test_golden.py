@@ -102,27 +102,31 @@ def build(params: dict, meta: dict, **options) -> tuple:
     """Return our bias and processor with the official parameters; the options are the processor's."""
     H, kind = meta["H"], meta["name"].split("_")[0]
     bias = None
+
+    def make(config):
+        return config.build(H, meta.get("d", 1), nnx.Rngs(0))  # files without d have methods that do not use it
+
     if kind == "alibi":
-        bias = biases.Alibi(H)
+        bias = make(biases.AlibiConfig())
     elif kind == "kerple":
-        bias = biases.Kerple(H, rngs=nnx.Rngs(0))
+        bias = make(biases.KerpleConfig())
         bias.p_H, bias.a_H = nnx.Param(params["bias_p"].reshape(H)), nnx.Param(params["bias_a"].reshape(H))
     elif kind == "t5":
-        bias = biases.T5(H, meta["d"], meta["num_buckets"], meta["max_distance"], rngs=nnx.Rngs(0))
+        bias = make(biases.T5Config(meta["num_buckets"], meta["max_distance"]))
         bias.table_NH = nnx.Param(params["weight"])
     elif kind == "fire":
         activation = "leaky_relu" if "dape" in meta["name"] else "relu"
         width = params["mlp.0.weight"].shape[0]
         config = biases.FireConfig(threshold=meta["init_L_argument"] // 2, width=width, activation=activation)
-        bias = biases.Fire(H, config, rngs=nnx.Rngs(0))
+        bias = make(config)
         bias.c, bias.threshold_multiplier = nnx.Param(params["c"]), nnx.Param(params["L_multiplier"])
         bias.hidden_M, bias.hidden_bias_M = nnx.Param(params["mlp.0.weight"][:, 0]), nnx.Param(params["mlp.0.bias"])
         bias.output_MH, bias.output_bias_H = nnx.Param(params["mlp.2.weight"].T), nnx.Param(params["mlp.2.bias"])
     elif kind == "cope":
-        bias = contextual.Cope(meta["d"], meta["npos_max"])
+        bias = make(contextual.CopeConfig(meta["npos_max"]))
         bias.table_KP = nnx.Param(params["pos_emb"][0])
     elif kind == "transformer":
-        bias = contextual.TransformerXL(H, meta["d"], rngs=nnx.Rngs(0))
+        bias = make(contextual.TransformerXLConfig())
         bias.content_HK, bias.position_HK = nnx.Param(params["r_w_bias"]), nnx.Param(params["r_r_bias"])
         bias.relative_DHK = nnx.Param(params["r_net.weight"].T.reshape(-1, H, meta["d"]))
     else:

@@ -158,7 +158,7 @@ def test_kerple_power_is_its_formula_and_holds_its_parameters():
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
     def grads_and_bias(p, a):
-        bias_HTS = kerple_power(pos, pos, p, a)
+        bias_HTS = kerple_power(distances(pos, pos), p, a)
         return (bias_HTS * weight).sum(), bias_HTS
 
     (grads, bias_HTS), (at_held, _) = grads_and_bias(p, a), grads_and_bias(held_p, held_a)

@@ -4,7 +4,7 @@ In: query positions `q_pos_T` and key positions `k_pos_S`. Out: `bias_HTS`. Next
 
 A bias is a function of positions only: there is no maximum length and no stored table over positions, so a model
 trained at one length runs at any other. Each bias has a pure function, an NNX module with its parameters, and a frozen
-config that builds the module.
+config that names the module.
 
 To add one, write these three and add a line to `BIASES` at the end of the file. Tests, benchmarks and command lines
 read that dict.
@@ -12,7 +12,7 @@ read that dict.
 
 import dataclasses
 import math
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import one_of, positive, require
 from dape_jax.sharding import full_precision
+
+Distance = Int[Array, "*shape"]  # at least 0
+HeadBias = Float[Array, "H *shape"]  # the bias of every head at each distance
 
 
 @runtime_checkable
@@ -35,15 +38,19 @@ class Bias(Protocol):
         ...
 
 
-@runtime_checkable
-class BiasConfig(Protocol):
-    """Config of a bias, as `transformer.py` uses it: `build`, and whether all layers share one module."""
+class BiasConfig:
+    """Base class of the configs of biases, which are frozen dataclasses, as `transformer.py` uses them.
 
-    shared_by_layers: ClassVar[bool]
+    `build` calls `module` with the number of heads, the width of a head, the config and the random numbers; a config
+    without `module` defines `build`.
+    """
 
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Bias | None:
+    module: ClassVar[Any]
+    shared_by_layers: ClassVar[bool] = False  # True: one module for all layers
+
+    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Any:
         """Make the module, or return None if there is no bias."""
-        ...
+        return self.module(num_heads, head_dim, self, rngs)
 
 
 def distances(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True) -> Int[Array, "T S"]:
@@ -62,8 +69,8 @@ class DistanceBias(nnx.Module):
     The fused kernels support only these: they read the bias from a table over distances.
     """
 
-    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
-        """Return the bias of every head at each distance; distances are at least 0."""
+    def of_distance(self, distance: Distance) -> HeadBias:
+        """Return the bias of every head at each distance."""
         raise NotImplementedError(f"{type(self).__name__} must define of_distance")
 
     def __call__(
@@ -73,16 +80,14 @@ class DistanceBias(nnx.Module):
         return self.of_distance(distances(q_pos_T, k_pos_S, causal=causal))
 
 
-def _per_head(x_H: Float[Array, "H"], distance: Int[Array, "*shape"]) -> Float[Array, "H ..."]:
+def _per_head(x_H: Float[Array, "H"], distance: Distance) -> Float[Array, "H ..."]:
     """Reshape one number per head to broadcast against `distance[None]`."""
     return x_H.reshape(-1, *(1,) * distance.ndim)
 
 
 @dataclasses.dataclass(frozen=True)
-class NopeConfig:
+class NopeConfig(BiasConfig):
     """Config of a model without a position bias: NoPE, or rotary embedding alone."""
-
-    shared_by_layers: ClassVar[bool] = False
 
     def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> None:
         """Return None: attention adds no bias, and DAPE reads only the scores."""
@@ -102,40 +107,30 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     return np.asarray((slopes + between)[:num_heads])
 
 
-def _alibi(distance: Int[Array, "*shape"], slopes_H: Float[Array, "H"]) -> Float[Array, "H *shape"]:
-    return -_per_head(slopes_H, distance) * distance.astype(slopes_H.dtype)[None]
-
-
-def alibi(
-    q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], slopes_H: Float[Array, "H"], *, causal: bool = True
-) -> Float[Array, "H T S"]:
+def alibi(distance: Distance, slopes_H: Float[Array, "H"]) -> HeadBias:
     """Return the linear bias, -slope_h dist.
 
     Source: Press et al. 2022, section 3.
     """
-    return _alibi(distances(q_pos_T, k_pos_S, causal=causal), slopes_H)
+    return -_per_head(slopes_H, distance) * distance.astype(slopes_H.dtype)[None]
 
 
 class Alibi(DistanceBias):
     """ALiBi. It has no parameters."""
 
-    def __init__(self, num_heads: int):
+    def __init__(self, num_heads: int, head_dim: int, config: "AlibiConfig", rngs: nnx.Rngs):
         self.num_heads = num_heads
 
-    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
+    def of_distance(self, distance: Distance) -> HeadBias:
         """See `alibi`."""
-        return _alibi(distance, jnp.asarray(alibi_slopes(self.num_heads), dtype=float))
+        return alibi(distance, jnp.asarray(alibi_slopes(self.num_heads), dtype=float))
 
 
 @dataclasses.dataclass(frozen=True)
-class AlibiConfig:
+class AlibiConfig(BiasConfig):
     """Config of ALiBi, for any number of heads."""
 
-    shared_by_layers: ClassVar[bool] = False
-
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Alibi:
-        """Make the module."""
-        return Alibi(num_heads)
+    module = Alibi
 
 
 def _clamp(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[Array, "H"]:
@@ -143,26 +138,7 @@ def _clamp(x_H: Float[Array, "H"], low: float, high: float = math.inf) -> Float[
     return x_H + jax.lax.stop_gradient(jnp.clip(x_H, low, high) - x_H)
 
 
-def _kerple(distance: Int[Array, "*shape"], p_H: Float[Array, "H"], a_H: Float[Array, "H"]) -> Float[Array, "H *shape"]:
-    p, a = (_per_head(_clamp(x_H, 0.01), distance) for x_H in (p_H, a_H))
-    return -p * jnp.log1p(a * distance.astype(p_H.dtype)[None])
-
-
-def _kerple_power(
-    distance: Int[Array, "*shape"], p_H: Float[Array, "H"], a_H: Float[Array, "H"]
-) -> Float[Array, "H *shape"]:
-    a, p = _per_head(_clamp(a_H, 0.01), distance), _per_head(_clamp(p_H, 0.01, 2.0), distance)
-    return -a * distance.astype(p_H.dtype)[None] ** p
-
-
-def kerple(
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
-    p_H: Float[Array, "H"],
-    a_H: Float[Array, "H"],
-    *,
-    causal: bool = True,
-) -> Float[Array, "H T S"]:
+def kerple(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "H"]) -> HeadBias:
     """Return the logarithmic kernel, -p_h log(1 + a_h dist), with p and a clamped to 0.01 or above.
 
     Source: Chi et al. 2022, equation 4 (r1 = p, r2 = a).
@@ -170,65 +146,52 @@ def kerple(
       value is clamped, not the parameter. In both, the parameter's gradient is the gradient at the clamped value, so a
       parameter below 0.01 can rise again.
     """
-    return _kerple(distances(q_pos_T, k_pos_S, causal=causal), p_H, a_H)
+    p, a = (_per_head(_clamp(x_H, 0.01), distance) for x_H in (p_H, a_H))
+    return -p * jnp.log1p(a * distance.astype(p_H.dtype)[None])
 
 
-def kerple_power(
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
-    p_H: Float[Array, "H"],
-    a_H: Float[Array, "H"],
-    *,
-    causal: bool = True,
-) -> Float[Array, "H T S"]:
+def kerple_power(distance: Distance, p_H: Float[Array, "H"], a_H: Float[Array, "H"]) -> HeadBias:
     """Return the power kernel, -a_h dist^p_h, with a clamped to 0.01 or above and p to 0.01..2.
 
     Source: Chi et al. 2022, equation 3 (r1 = a, r2 = p), their variant without a factor on the scores.
     Differs: see `kerple`.
     """
-    return _kerple_power(distances(q_pos_T, k_pos_S, causal=causal), p_H, a_H)
+    a, p = _per_head(_clamp(a_H, 0.01), distance), _per_head(_clamp(p_H, 0.01, 2.0), distance)
+    return -a * distance.astype(p_H.dtype)[None] ** p
 
 
 class Kerple(DistanceBias):
     """Kerple, logarithmic kernel: p ~ U(0, 2), a ~ U(0, 1), one pair for each head."""
 
-    def __init__(self, num_heads: int, *, rngs: nnx.Rngs):
+    kernel = staticmethod(kerple)
+
+    def __init__(self, num_heads: int, head_dim: int, config: BiasConfig, rngs: nnx.Rngs):
         self.p_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=2.0))
         self.a_H = nnx.Param(jax.random.uniform(rngs.params(), (num_heads,), maxval=1.0))
 
-    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
-        """See `kerple`."""
-        return _kerple(distance, self.p_H[...], self.a_H[...])
+    def of_distance(self, distance: Distance) -> HeadBias:
+        """See `kerple` and `kerple_power`."""
+        return self.kernel(distance, self.p_H[...], self.a_H[...])
 
 
 class KerplePower(Kerple):
     """Kerple, power kernel."""
 
-    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
-        """See `kerple_power`."""
-        return _kerple_power(distance, self.p_H[...], self.a_H[...])
+    kernel = staticmethod(kerple_power)
 
 
 @dataclasses.dataclass(frozen=True)
-class KerpleConfig:
+class KerpleConfig(BiasConfig):
     """Config of Kerple with the logarithmic kernel."""
 
-    shared_by_layers: ClassVar[bool] = False
-
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Kerple:
-        """Make the module."""
-        return Kerple(num_heads, rngs=rngs)
+    module = Kerple
 
 
 @dataclasses.dataclass(frozen=True)
-class KerplePowerConfig:
+class KerplePowerConfig(BiasConfig):
     """Config of Kerple with the power kernel."""
 
-    shared_by_layers: ClassVar[bool] = False
-
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> KerplePower:
-        """Make the module."""
-        return KerplePower(num_heads, rngs=rngs)
+    module = KerplePower
 
 
 def _sandwich_frequencies(position_dim: int) -> Float[Array, "_"]:
@@ -245,12 +208,6 @@ def sandwich(
     """Return the inner products of sinusoidal position embeddings, divided by the head's compression ratio.
 
         bias_h = sum over m < d/2 of cos((q_pos - k_pos) 10000^(-2m/d)) / r_h      d = position_dim, r_h = 8 (h + 1) / H
-
-    Args:
-        q_pos_T: query positions.
-        k_pos_S: key positions.
-        num_heads: H.
-        position_dim: d, the paper's d-bar, even.
 
     Source: Chi et al. 2023, section 5 and their listing (appendix E).
     Differs: embeddings are of positions relative to the first query, so that in float32 the error of an angle is 6e-8
@@ -270,16 +227,14 @@ def sandwich(
 class Sandwich(DistanceBias):
     """Sandwich. It has no parameters."""
 
-    def __init__(self, num_heads: int, position_dim: int):
-        self.num_heads = num_heads
-        self.position_dim = position_dim
+    def __init__(self, num_heads: int, head_dim: int, config: "SandwichConfig", rngs: nnx.Rngs):
+        self.num_heads, self.position_dim = num_heads, config.position_dim
 
-    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
-        """See `sandwich`. Needs position_dim / 2 numbers of memory per distance."""
+    def of_distance(self, distance: Distance) -> HeadBias:
+        """See `sandwich`. Needs position_dim / 2 numbers of memory per distance, so `__call__` has its own formula."""
         angle = jnp.multiply.outer(distance.astype(float), _sandwich_frequencies(self.position_dim))
         return jnp.cos(angle).sum(-1)[None] / _per_head(_sandwich_ratios(self.num_heads), distance)
 
-    # A matmul of embeddings, because `of_distance` of all pairs would need position_dim / 2 numbers for each pair.
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
@@ -288,26 +243,18 @@ class Sandwich(DistanceBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class SandwichConfig:
-    """Config of Sandwich.
+class SandwichConfig(BiasConfig):
+    """Config of Sandwich."""
 
-    Args:
-        position_dim: width of the sinusoidal embeddings.
-    """
-
-    position_dim: int = 128
-    shared_by_layers: ClassVar[bool] = False
+    position_dim: int = 128  # width of the sinusoidal embeddings, the paper's d-bar
+    module = Sandwich
 
     def __post_init__(self):
         positive(self, "model.bias", "position_dim")
         require(self.position_dim % 2 == 0, "model.bias.position_dim", self.position_dim, "must be even")
 
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Sandwich:
-        """Make the module."""
-        return Sandwich(num_heads, self.position_dim)
 
-
-def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distance: int = 128) -> Int[Array, "*shape"]:
+def t5_buckets(distance: Distance, num_buckets: int = 32, max_distance: int = 128) -> Distance:
     """Return T5's bucket of each distance (causal form).
 
     With E = num_buckets / 2, the bucket of a distance n < E is n. Above, buckets are logarithmic up to max_distance:
@@ -326,62 +273,38 @@ def t5_buckets(distance: Int[Array, "*shape"], num_buckets: int = 32, max_distan
     return jnp.where(distance < exact, distance, large.astype(distance.dtype))
 
 
-def _t5(
-    distance: Int[Array, "*shape"], table_NH: Float[Array, "N H"], max_distance: int, scale: float
-) -> Float[Array, "H *shape"]:
-    return scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], max_distance)], -1, 0)
-
-
-def t5(
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
-    table_NH: Float[Array, "N H"],
-    *,
-    max_distance: int = 128,
-    scale: float = 1.0,
-    causal: bool = True,
-) -> Float[Array, "H T S"]:
+def t5(distance: Distance, table_NH: Float[Array, "N H"], max_distance: int = 128, scale: float = 1.0) -> HeadBias:
     """Return the learned bias of the bucketed distance, scale * table[bucket(dist), h].
 
-    Args:
-        q_pos_T: query positions.
-        k_pos_S: key positions.
-        table_NH: one entry for each of N buckets and each head.
-        max_distance: this distance and all larger ones are in the last bucket.
-        scale: sqrt(head dim) in the official code.
-        causal: see `distances`.
+    The table has one entry for each of N buckets and each head. `scale` is sqrt(head dim) in the official code.
 
     Source: Raffel et al. 2020, section 2.1.
     Differs: if attention is not causal, T5 has separate buckets for keys on the right; here both sides share them, as
         in every other bias.
     """
-    return _t5(distances(q_pos_T, k_pos_S, causal=causal), table_NH, max_distance, scale)
+    return scale * jnp.moveaxis(table_NH[t5_buckets(distance, table_NH.shape[0], max_distance)], -1, 0)
 
 
 class T5(DistanceBias):
     """T5's relative position bias. The table is initialised Xavier normal."""
 
-    def __init__(self, num_heads: int, head_dim: int, num_buckets: int, max_distance: int, *, rngs: nnx.Rngs):
-        self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (num_buckets, num_heads)))
-        self.max_distance = max_distance
+    def __init__(self, num_heads: int, head_dim: int, config: "T5Config", rngs: nnx.Rngs):
+        self.table_NH = nnx.Param(nnx.initializers.xavier_normal()(rngs.params(), (config.num_buckets, num_heads)))
+        self.max_distance = config.max_distance
         self.scale = math.sqrt(head_dim)
 
-    def of_distance(self, distance: Int[Array, "*shape"]) -> Float[Array, "H *shape"]:
+    def of_distance(self, distance: Distance) -> HeadBias:
         """See `t5`."""
-        return _t5(distance, self.table_NH[...], self.max_distance, self.scale)
+        return t5(distance, self.table_NH[...], self.max_distance, self.scale)
 
 
 @dataclasses.dataclass(frozen=True)
-class T5Config:
-    """Config of T5's bias. As in the official code, all layers share one table, multiplied by sqrt(head dim).
+class T5Config(BiasConfig):
+    """Config of T5's bias. As in the official code, all layers share one table, multiplied by sqrt(head dim)."""
 
-    Args:
-        num_buckets: rows of the table.
-        max_distance: this distance and all larger ones are in the last bucket.
-    """
-
-    num_buckets: int = 32
-    max_distance: int = 128
+    num_buckets: int = 32  # rows of the table
+    max_distance: int = 128  # this distance and all larger ones are in the last bucket
+    module = T5
     shared_by_layers: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -389,60 +312,23 @@ class T5Config:
         allowed = f"must be more than num_buckets / 2 = {self.num_buckets // 2}"
         require(self.max_distance > self.num_buckets // 2, "model.bias.max_distance", self.max_distance, allowed)
 
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> T5:
-        """Make the module."""
-        return T5(num_heads, head_dim, self.num_buckets, self.max_distance, rngs=rngs)
-
 
 FIRE_ACTIVATIONS = {"relu": jax.nn.relu, "leaky_relu": jax.nn.leaky_relu}
 
 
-def fire(
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
-    c: Float[Array, ""],
-    threshold: Float[Array, ""],
-    hidden_M: Float[Array, "M"],
-    hidden_bias_M: Float[Array, "M"],
-    output_MH: Float[Array, "M H"],
-    output_bias_H: Float[Array, "H"],
-    *,
-    activation: str = "relu",
-    causal: bool = True,
-) -> Float[Array, "H T S"]:
-    """Return FIRE's bias: an MLP of the log distance relative to the query's log position.
+class Fire(nnx.Module):
+    """FIRE: an MLP of the log distance relative to the query's log position.
 
         z = log(|c dist| + 1) / (log(|c max(q_pos, |threshold|)| + 1) + 1e-6)        bias = MLP(z), 1 -> M -> H
 
-    Args:
-        q_pos_T: query positions.
-        k_pos_S: key positions.
-        c: scale inside the logarithm.
-        threshold: positions below it are normalised as if they were equal to it.
-        hidden_M: weights of the first layer, 1 -> M.
-        hidden_bias_M: bias of the first layer.
-        output_MH: weights of the second layer, M -> H.
-        output_bias_H: bias of the second layer.
-        activation: "relu" for FIRE alone, "leaky_relu" (0.01) under DAPE, as in the official code.
-        causal: see `distances`. If False, max(q_pos, k_pos) replaces q_pos in the norm, so that z stays in 0..1.
+    c and the threshold's multiplier are learned scalars; the MLP is initialised U(+-1/sqrt(fan_in)).
 
     Source: Li et al. 2024, equation 5.
-    Differs: FIRE is defined for causal attention; the norm for causal=False is ours.
+    Differs: FIRE is defined for causal attention. For causal=False, max(q_pos, k_pos) replaces q_pos in the norm, so
+        that z stays in 0..1.
     """
-    distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
-    last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
-    norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
-    z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
-    hidden_TSM = z_TS[..., None] * hidden_M[None, None, :] + hidden_bias_M[None, None, :]
-    hidden_TSM = FIRE_ACTIVATIONS[activation](hidden_TSM)
-    precision = full_precision(hidden_TSM.dtype)
-    return jnp.einsum("TSM,MH->HTS", hidden_TSM, output_MH, precision=precision) + output_bias_H[:, None, None]
 
-
-class Fire(nnx.Module):
-    """FIRE: c and the threshold's multiplier are learned scalars; the MLP is initialised U(+-1/sqrt(fan_in))."""
-
-    def __init__(self, num_heads: int, config: "FireConfig", *, rngs: nnx.Rngs):
+    def __init__(self, num_heads: int, head_dim: int, config: "FireConfig", rngs: nnx.Rngs):
         def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
             limit = fan_in**-0.5
             return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
@@ -454,51 +340,37 @@ class Fire(nnx.Module):
         self.output_MH = uniform((config.width, num_heads), config.width)
         self.output_bias_H = uniform((num_heads,), config.width)
         self.threshold = config.threshold
-        self.activation = config.activation
+        self.activation = FIRE_ACTIVATIONS[config.activation]
 
     def __call__(
         self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"], *, causal: bool = True
     ) -> Float[Array, "H T S"]:
-        """See `fire`."""
-        return fire(
-            q_pos_T,
-            k_pos_S,
-            self.c[...],
-            self.threshold_multiplier[...] * self.threshold,
-            self.hidden_M[...],
-            self.hidden_bias_M[...],
-            self.output_MH[...],
-            self.output_bias_H[...],
-            activation=self.activation,
-            causal=causal,
-        )
+        """Return the bias for every (query, key) pair."""
+        c, threshold = self.c[...], self.threshold_multiplier[...] * self.threshold
+        distance_TS = distances(q_pos_T, k_pos_S, causal=causal).astype(c.dtype)
+        last_TS = q_pos_T[:, None] if causal else jnp.maximum(q_pos_T[:, None], k_pos_S[None, :])
+        norm_TS = jnp.maximum(last_TS.astype(c.dtype), jnp.abs(threshold))
+        z_TS = jnp.log1p(jnp.abs(c * distance_TS)) / (jnp.log1p(jnp.abs(c * norm_TS)) + 1e-6)
+        hidden_TSM = z_TS[..., None] * self.hidden_M[...][None, None, :] + self.hidden_bias_M[...][None, None, :]
+        hidden_TSM = self.activation(hidden_TSM)
+        precision = full_precision(hidden_TSM.dtype)
+        bias_HTS = jnp.einsum("TSM,MH->HTS", hidden_TSM, self.output_MH[...], precision=precision)
+        return bias_HTS + self.output_bias_H[...][:, None, None]
 
 
 @dataclasses.dataclass(frozen=True)
-class FireConfig:
-    """Config of FIRE.
+class FireConfig(BiasConfig):
+    """Config of FIRE. The official V2 configs use threshold 256 at train length 512."""
 
-    Args:
-        threshold: query positions below it are normalised as if they were equal to it. The official V2 configs use 256
-            at train length 512.
-        width: hidden width of the MLP.
-        initial_c: initial value of c.
-        activation: activation of the MLP; see `fire`.
-    """
-
-    threshold: int = 256
-    width: int = 32
+    threshold: int = 256  # query positions below it are normalised as if they were equal to it
+    width: int = 32  # M, hidden width of the MLP
     initial_c: float = 0.1
-    activation: str = "relu"
-    shared_by_layers: ClassVar[bool] = False
+    activation: str = "relu"  # "relu" for FIRE alone, "leaky_relu" (0.01) under DAPE, as in the official code
+    module = Fire
 
     def __post_init__(self):
         positive(self, "model.bias", "threshold", "width")
         one_of(self, "model.bias", activation=FIRE_ACTIVATIONS)
-
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Fire:
-        """Make the module."""
-        return Fire(num_heads, self, rngs=rngs)
 
 
 BIASES = {

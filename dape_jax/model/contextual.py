@@ -10,8 +10,7 @@ To add one, follow the instructions in `biases.py`, but add the line to `CONTEXT
 """
 
 import dataclasses
-import math
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,13 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dape_jax.errors import positive, require
+from dape_jax.model.biases import BiasConfig
 from dape_jax.model.scores import products
 from dape_jax.sharding import full_precision
+
+Queries, Keys, Pairs = Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B H T S"]
+QueryPos, KeyPos = Int[Array, "T"], Int[Array, "S"]
+Visible = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
 
 
 @runtime_checkable
@@ -30,21 +34,21 @@ class ContextualBias(Protocol):
 
     def from_content(
         self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        scores_BHTS: Float[Array, "B H T S"],
-        mask_TS: Bool[Array, "T S"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
+        q_BTHK: Queries,
+        k_BSGK: Keys,
+        scores_BHTS: Pairs,
+        mask: Visible,
+        q_pos_T: QueryPos,
+        k_pos_S: KeyPos,
         causal: bool,
-    ) -> Float[Array, "B H T S"]:
+    ) -> Pairs:
         """Return the term to add to the scores, in their dtype; where the mask is False, any finite number.
 
         Args:
             q_BTHK: queries.
             k_BSGK: keys of G heads, shared by H query heads; see `scores.products`.
             scores_BHTS: Q K^T / sqrt(K).
-            mask_TS: True where the query sees the key.
+            mask: True where the query sees the key: one for the whole batch, or one for each sequence.
             q_pos_T: query positions.
             k_pos_S: key positions.
             causal: whether attention is causal.
@@ -52,12 +56,7 @@ class ContextualBias(Protocol):
         ...
 
 
-def cope(
-    q_BTHK: Float[Array, "B T H K"],
-    scores_BHTS: Float[Array, "B H T S"],
-    mask_TS: Bool[Array, "T S"],
-    table_KP: Float[Array, "K P"],
-) -> Float[Array, "B H T S"]:
+def cope(q_BTHK: Queries, scores_BHTS: Pairs, mask: Visible, table_KP: Float[Array, "K P"]) -> Pairs:
     """Return CoPE's bias: a key's position is the sum of the gates from the key to the query.
 
         pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)
@@ -68,85 +67,67 @@ def cope(
     Args:
         q_BTHK: queries, not divided by sqrt(K).
         scores_BHTS: Q K^T / sqrt(K).
-        mask_TS: True where the query sees the key; other gates are 0.
+        mask: True where the query sees the key; other gates are 0.
         table_KP: embeddings of P positions, the same for all heads.
 
     Source: Golovneva et al. 2024, equations 3 to 5, and the official DAPE code.
     Differs: nothing.
     """
-    gates_BHTS = jnp.where(mask_TS[None, None], jax.nn.sigmoid(scores_BHTS), 0)
-    pos_BHTS = jax.lax.cumsum(gates_BHTS, axis=3, reverse=True)
+    mask_BHTS = mask.reshape(-1, 1, *mask.shape[-2:])
+    pos_BHTS = jax.lax.cumsum(jnp.where(mask_BHTS, jax.nn.sigmoid(scores_BHTS), 0), axis=3, reverse=True)
     last = table_KP.shape[1] - 1
     pos_BHTS = jnp.where(pos_BHTS <= last, pos_BHTS, last)
-    floor_BHTS = jax.lax.stop_gradient(jnp.floor(pos_BHTS))
+    floor_BHTS, ceil_BHTS = jax.lax.stop_gradient((jnp.floor(pos_BHTS), jnp.ceil(pos_BHTS)))
     w_BHTS = pos_BHTS - floor_BHTS
     dtype = scores_BHTS.dtype
     embedded_BHTP = jnp.einsum(
         "BTHK,KP->BHTP", q_BTHK.astype(dtype), table_KP.astype(dtype), precision=full_precision(dtype)
     )
-    below_BHTS = floor_BHTS.astype(jnp.int32)
-    above_BHTS = jax.lax.stop_gradient(jnp.ceil(pos_BHTS)).astype(jnp.int32)
-    at_above, at_below = (jnp.take_along_axis(embedded_BHTP, index, axis=-1) for index in (above_BHTS, below_BHTS))
-    return w_BHTS * at_above + (1 - w_BHTS) * at_below
+    at_ceil, at_floor = (
+        jnp.take_along_axis(embedded_BHTP, index.astype(jnp.int32), axis=-1) for index in (ceil_BHTS, floor_BHTS)
+    )
+    return w_BHTS * at_ceil + (1 - w_BHTS) * at_floor
 
 
 class Cope(nnx.Module):
     """CoPE. The table is initialised to 0, as in the official code."""
 
-    def __init__(self, head_dim: int, num_positions: int):
-        self.table_KP = nnx.Param(jnp.zeros((head_dim, num_positions)))
+    def __init__(self, num_heads: int, head_dim: int, config: "CopeConfig", rngs: nnx.Rngs):
+        self.table_KP = nnx.Param(jnp.zeros((head_dim, config.num_positions)))
 
     def from_content(
         self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        scores_BHTS: Float[Array, "B H T S"],
-        mask_TS: Bool[Array, "T S"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
+        q_BTHK: Queries,
+        k_BSGK: Keys,
+        scores_BHTS: Pairs,
+        mask: Visible,
+        q_pos_T: QueryPos,
+        k_pos_S: KeyPos,
         causal: bool,
-    ) -> Float[Array, "B H T S"]:
+    ) -> Pairs:
         """See `cope`.
 
         Raises:
             InputError: attention is not causal: CoPE defines no position for a later key.
         """
-        require(
-            causal, "model.bias", "cope", "must be another bias: CoPE counts earlier keys, so it needs causal attention"
-        )
-        return cope(q_BTHK, scores_BHTS, mask_TS, self.table_KP[...])
+        allowed = "must be another bias: CoPE counts earlier keys, so it needs causal attention"
+        require(causal, "model.bias", "cope", allowed)
+        return cope(q_BTHK, scores_BHTS, mask, self.table_KP[...])
 
 
 @dataclasses.dataclass(frozen=True)
-class CopeConfig:
-    """Config of CoPE.
+class CopeConfig(BiasConfig):
+    """Config of CoPE."""
 
-    Args:
-        num_positions: P, the official code's npos_max: all positions >= P - 1 share the last embedding.
-    """
-
-    num_positions: int = 64
-    shared_by_layers: ClassVar[bool] = False
+    num_positions: int = 64  # P, the official code's npos_max: all positions >= P - 1 share the last embedding
+    module = Cope
 
     def __post_init__(self):
         positive(self, "model.bias", "num_positions")
 
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> Cope:
-        """Make the module."""
-        return Cope(head_dim, self.num_positions)
 
-
-def transformer_xl(
-    q_BTHK: Float[Array, "B T H K"],
-    k_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
-    relative_DHK: Float[Array, "D H K"],
-    content_HK: Float[Array, "H K"],
-    position_HK: Float[Array, "H K"],
-    dtype: jnp.dtype,
-) -> Float[Array, "B H T S"]:
-    """Return the terms that Transformer-XL's relative positions add to the scores.
+class TransformerXL(nnx.Module):
+    """The terms that Transformer-XL's relative positions add to the scores.
 
         bias(i, j) = (content_h . k_j + (q_i + position_h) . R[i - j]) / sqrt(K)
 
@@ -155,100 +136,62 @@ def transformer_xl(
     The sinusoids of i - j are products of those of i and of j, so no table over distances is needed: queries are mapped
     back to width D, rotated by their own position, and multiplied with the sinusoids of the keys' positions.
 
-    Args:
-        q_BTHK: queries.
-        k_BSGK: keys; see `scores.products`.
-        q_pos_T: query positions.
-        k_pos_S: key positions.
-        relative_DHK: projection from sinusoids to heads.
-        content_HK: r_w_bias of the official code.
-        position_HK: r_r_bias of the official code.
-        dtype: accumulation dtype of the matmuls.
+    Initialisation: projection U(+-1/sqrt(D)); content and position, the official code's r_w_bias and r_r_bias, normal
+    with std 0.02.
 
     Source: Dai et al. 2019, section 3.3, with the official DAPE code's order of sines and cosines.
     Differs: positions are relative to the first query, so that in float32 the error of an angle is 6e-8 times the
         range of the positions in one call (a block of rows against its keys), not times their size. Later keys have
         negative distances.
     """
-    width = relative_DHK.shape[0]
-    frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, width, 2) / width), dtype)
 
-    def sin_cos(pos: Int[Array, "_"]) -> tuple[Float[Array, "_ m"], Float[Array, "_ m"]]:
-        angle = (pos - q_pos_T[0]).astype(dtype)[:, None] * frequency_m[None, :]
-        return jnp.sin(angle), jnp.cos(angle)
-
-    content_BHTS = products(content_HK.astype(k_BSGK.dtype)[None, None], k_BSGK, dtype)  # one row for all queries
-    lifted_BTHD = jnp.einsum(
-        "BTHK,DHK->BTHD",
-        q_BTHK + position_HK.astype(q_BTHK.dtype)[None, None],
-        relative_DHK.astype(q_BTHK.dtype),
-        precision=full_precision(q_BTHK.dtype),
-        preferred_element_type=dtype,
-    )
-    sines_BTHm, cosines_BTHm = jnp.split(lifted_BTHD, 2, axis=-1)
-    (q_sin, q_cos), (k_sin, k_cos) = sin_cos(q_pos_T), sin_cos(k_pos_S)
-    q_sin, q_cos = q_sin[None, :, None, :], q_cos[None, :, None, :]
-    rotated_BTHD = jnp.concatenate(
-        [cosines_BTHm * q_sin - sines_BTHm * q_cos, sines_BTHm * q_sin + cosines_BTHm * q_cos], axis=-1
-    )
-    position_BHTS = jnp.einsum(
-        "BTHD,SD->BHTS",
-        rotated_BTHD.astype(q_BTHK.dtype),
-        jnp.concatenate([k_sin, k_cos], axis=-1).astype(q_BTHK.dtype),
-        precision=full_precision(q_BTHK.dtype),
-        preferred_element_type=dtype,
-    )
-    return (content_BHTS + position_BHTS) * q_BTHK.shape[-1] ** -0.5
-
-
-class TransformerXL(nnx.Module):
-    """Transformer-XL's relative positions. Initialisation: projection U(+-1/sqrt(D)), both vectors normal, std 0.02."""
-
-    def __init__(self, num_heads: int, head_dim: int, *, rngs: nnx.Rngs):
+    def __init__(self, num_heads: int, head_dim: int, config: "TransformerXLConfig", rngs: nnx.Rngs):
         width, shape = num_heads * head_dim, (num_heads, head_dim)
-        limit = 1 / math.sqrt(width)
+        require(width % 2 == 0, "model.width", width, "must be even for Transformer-XL's sines and cosines")
+        limit = width**-0.5
         self.relative_DHK = nnx.Param(jax.random.uniform(rngs.params(), (width, *shape), minval=-limit, maxval=limit))
         self.content_HK = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
         self.position_HK = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
 
     def from_content(
         self,
-        q_BTHK: Float[Array, "B T H K"],
-        k_BSGK: Float[Array, "B S G K"],
-        scores_BHTS: Float[Array, "B H T S"],
-        mask_TS: Bool[Array, "T S"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
+        q_BTHK: Queries,
+        k_BSGK: Keys,
+        scores_BHTS: Pairs,
+        mask: Visible,
+        q_pos_T: QueryPos,
+        k_pos_S: KeyPos,
         causal: bool,
-    ) -> Float[Array, "B H T S"]:
-        """See `transformer_xl`."""
-        return transformer_xl(
-            q_BTHK,
-            k_BSGK,
-            q_pos_T,
-            k_pos_S,
-            self.relative_DHK[...],
-            self.content_HK[...],
-            self.position_HK[...],
-            scores_BHTS.dtype,
+    ) -> Pairs:
+        """Return the terms for every (query, key) pair; matmuls accumulate in the scores' dtype."""
+        dtype, operands = scores_BHTS.dtype, q_BTHK.dtype
+        matmul = {"precision": full_precision(operands), "preferred_element_type": dtype}
+        relative_DHK, content_HK, position_HK = self.relative_DHK[...], self.content_HK[...], self.position_HK[...]
+        width = relative_DHK.shape[0]
+        frequency_m = jnp.asarray(10_000.0 ** (-np.arange(0, width, 2) / width), dtype)
+
+        def sin_cos(pos: Int[Array, "_"]) -> tuple[Float[Array, "_ m"], Float[Array, "_ m"]]:
+            angle = (pos - q_pos_T[0]).astype(dtype)[:, None] * frequency_m[None, :]
+            return jnp.sin(angle), jnp.cos(angle)
+
+        content_BHTS = products(content_HK.astype(k_BSGK.dtype)[None, None], k_BSGK, dtype)  # one row for all queries
+        shifted_BTHK = q_BTHK + position_HK.astype(operands)[None, None]
+        lifted_BTHD = jnp.einsum("BTHK,DHK->BTHD", shifted_BTHK, relative_DHK.astype(operands), **matmul)
+        sines_BTHm, cosines_BTHm = jnp.split(lifted_BTHD, 2, axis=-1)
+        q_sin, q_cos = (x[None, :, None, :] for x in sin_cos(q_pos_T))
+        rotated_BTHD = jnp.concatenate(
+            [cosines_BTHm * q_sin - sines_BTHm * q_cos, sines_BTHm * q_sin + cosines_BTHm * q_cos], axis=-1
         )
+        k_SD = jnp.concatenate(sin_cos(k_pos_S), axis=-1)
+        position_BHTS = jnp.einsum("BTHD,SD->BHTS", rotated_BTHD.astype(operands), k_SD.astype(operands), **matmul)
+        return (content_BHTS + position_BHTS) * q_BTHK.shape[-1] ** -0.5
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformerXLConfig:
+class TransformerXLConfig(BiasConfig):
     """Config of Transformer-XL's relative positions."""
 
-    shared_by_layers: ClassVar[bool] = False
-
-    def build(self, num_heads: int, head_dim: int, rngs: nnx.Rngs) -> TransformerXL:
-        """Make the module.
-
-        Raises:
-            InputError: the width is odd.
-        """
-        width = num_heads * head_dim
-        require(width % 2 == 0, "model.width", width, "must be even for Transformer-XL's sines and cosines")
-        return TransformerXL(num_heads, head_dim, rngs=rngs)
+    module = TransformerXL
 
 
 CONTEXTUAL = {"cope": CopeConfig, "transformer_xl": TransformerXLConfig}
