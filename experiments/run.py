@@ -45,7 +45,7 @@ from dape_jax.recipes import RECIPES
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
-from dape_jax.training.metrics import read_scalars
+from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 from experiments.catalogue import (
@@ -391,10 +391,10 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
 def training_curve(workdir: Path) -> dict[str, Any]:
     """Return the validation losses of a trained model by step, in nats, and the median time of a training step.
 
-    Their product is the loss by training time, without compilation, validation and checkpoints. Empty if the disk was
-    too full for TensorBoard's files.
+    Their product is the loss by training time, without compilation, validation and checkpoints. Empty for a model
+    that was trained by a version without `metrics.jsonl`.
     """
-    scalars = read_scalars(workdir)
+    scalars = read_metrics(workdir)
     if not {"validation/loss_nats", "train/step_seconds"} <= set(scalars):
         return {}
     return {

@@ -1,14 +1,13 @@
-"""Test the output of a training run: its log, TensorBoard's events, Weights & Biases and a trace."""
+"""Test the output of a training run: its log, `metrics.jsonl`, TensorBoard, Weights & Biases and a trace."""
 
 import io
+import json
 import logging
 import re
-import struct
 import sys
 import types
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 import tiny
 
@@ -19,20 +18,6 @@ from dape_jax.errors import InputError, StoppedError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
 from dape_jax.training import loop, metrics
-from dape_jax.training.trace import StepTrace
-
-
-def events_of(directory: Path) -> list:
-    """Return the events in a directory: each is a length, its checksum, the event and its checksum."""
-    _, event = metrics._tensorboard()
-    events = []
-    for file in sorted(directory.iterdir()):
-        content = io.BytesIO(file.read_bytes())
-        while head := content.read(12):
-            (length,) = struct.unpack("<Q", head[:8])
-            events.append(event.FromString(content.read(length)))
-            content.read(4)
-    return events
 
 
 class FakeWandb(types.ModuleType):
@@ -61,7 +46,7 @@ class FakeWandb(types.ModuleType):
 
 @pytest.fixture(scope="module")
 def told(trained_root, tmp_path_factory):
-    """Train once with every destination; return the workdir, the lines of the log and the fake of wandb."""
+    """Train once with every destination, stopped at step 2; return the workdir, the lines of the log and the fake."""
     workdir, fake, stream = tmp_path_factory.mktemp("told") / "my run", FakeWandb(), io.StringIO()
     handler, package = logging.StreamHandler(stream), logging.getLogger("dape_jax")
     handler.setFormatter(_PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -70,8 +55,12 @@ def told(trained_root, tmp_path_factory):
         patch.setattr(metrics, "mfu", lambda *_: 0.5)
         package.addHandler(handler)
         package.setLevel(logging.INFO)
-        spec = tiny.spec(trained_root, train__num_steps=4, train__wandb="extrapolation", train__profile_steps=(2, 3))
+        spec = tiny.spec(trained_root, train__num_steps=4, train__wandb="extrapolation", train__profile_steps=(1, 3))
         try:
+            with patch.context() as stop:
+                stop.setattr(loop.PreemptionGuard, "should_stop", lambda guard, step: step == 2)
+                with pytest.raises(StoppedError):
+                    loop.train(spec, workdir)
             loop.train(spec, workdir)
         finally:
             package.removeHandler(handler)
@@ -84,36 +73,23 @@ def test_a_log_has_a_time_and_a_message_in_each_line(told):
     assert all(line[2] == line[5] == ":" and line[8] == " " for line in lines)
     messages = [line[9:] for line in lines]
     assert "mesh: data=1 fsdp=8 context=1 tensor=1" in messages
-    (text,) = [message for message in messages if message.startswith("text: ")]
+    text = next(message for message in messages if message.startswith("text: "))
     assert re.fullmatch(r"text: \d+ documents \([\d,]+ tokens\) to train on, \d+ \([\d,]+ tokens\) held out", text)
-    assert not [message for message in messages if message.startswith("resuming")]
-    begun = messages.index("compiling the training step ...")
+    resumed = messages.index("resuming from step 2 of 4")
+    assert "resuming from step 2 of 4" not in messages[resumed + 1 :]
+    begun = messages.index("compiling the training step ...", resumed)
     assert messages[begun + 1].startswith("compiled the training step in ")
-    (last_progress,) = [message for message in messages if message.startswith("my run: ")]  # less than a minute
+    (last_progress,) = [message for message in messages[begun:] if message.startswith("my run: ")]  # under a minute
     assert last_progress.startswith("my run: 4 of 4 steps, ")
     assert "validation" in last_progress
+    assert "MFU 50.0%" in last_progress
     assert messages[-2:] == [
         f"training of '{workdir}' is complete: step 4 of 4",
         f"evaluate it: dape-eval --workdir='{workdir}'",
     ]
-
-
-def test_a_resumed_run_names_its_step(trained_root, tmp_path, caplog):
-    """Stop after step 2 of 4, and train again."""
-    workdir, spec = tmp_path / "run", tiny.spec(trained_root, train__num_steps=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.PreemptionGuard, "should_stop", lambda guard, step: step == 2)
-        with pytest.raises(StoppedError):
-            loop.train(spec, workdir)
-    with caplog.at_level(logging.INFO, logger="dape_jax"):
-        loop.train(spec, workdir)
-    assert "resuming from step 2 of 4" in caplog.messages
-
-
-def test_a_warning_is_marked():
-    formatter = _PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S")
     record = logging.LogRecord("dape_jax", logging.WARNING, "loop.py", 1, "low on %s", ("space",), None)
-    assert formatter.format(record)[8:] == " warning: low on space"
+    warning = _PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S").format(record)
+    assert warning[8:] == " warning: low on space"
 
 
 def test_progress_is_a_line_a_minute(monkeypatch, caplog):
@@ -132,91 +108,74 @@ def test_progress_is_a_line_a_minute(monkeypatch, caplog):
     assert progress.sys.stderr.getvalue() == ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_tensorboard_has_every_scalar_and_the_config(told):
-    workdir, _, _ = told
-    events = events_of(workdir / "tensorboard")
-    scalars = {
-        (value.tag, event.step): value.simple_value
-        for event in events
-        for value in event.summary.value
-        if not value.HasField("tensor")
-    }
-    names = ("loss_nats", "perplexity", "tokens_per_second", "step_seconds", "mfu", "learning_rate", "gradient_norm")
-    assert {(f"train/{name}", step) for name in names for step in range(1, 5)} <= set(scalars)
-    assert {("validation/perplexity", 2), ("validation/perplexity", 4)} <= set(scalars)
-    for (tag, step), value in scalars.items():
-        if tag.endswith("/perplexity"):
-            loss = scalars[tag.replace("perplexity", "loss_nats"), step]
-            assert value == pytest.approx(perplexity_of(loss), rel=1e-5)
-            assert value > 1
-    read = metrics.read_scalars(workdir)
-    assert {(tag, step): value for tag, values in read.items() for step, value in values.items()} == scalars
-    (text,) = [value for event in events for value in event.summary.value if value.HasField("tensor")]
-    assert (text.tag, text.metadata.plugin_data.plugin_name) == ("config/text_summary", "text")
-    assert '"profile_steps"' in text.tensor.string_val[0].decode()
-
-
-def test_scalars_of_repeated_steps_replace_earlier_ones(tmp_path):
-    """Steps after a checkpoint are trained again after a kill, which also cuts the last event."""
-    directory = tmp_path / "tensorboard"
-    for first, last in ((1, 5), (3, 4)):
-        events = metrics._Events(directory)
-        events.start(first, {})
-        for step in range(first, last + 1):
-            events.scalars(step, {"loss": 10.0 * first + step})
-        events.close()
-        (file,) = directory.glob("events*")
-        (directory / f"cut-tfevents-{first}").write_bytes(file.read_bytes()[:-3])
-        file.unlink()
-    assert metrics.read_scalars(tmp_path) == {"loss": {1: 11, 2: 12, 3: 33}}
-    assert metrics.read_scalars(tmp_path / "none") == {}
-
-
-def test_wandb_gets_the_same_scalars(told):
+def test_every_destination_has_every_scalar_of_every_step_once(told):
     workdir, _, fake = told
+    found = metrics.read_metrics(workdir)
+    names = ("loss_nats", "perplexity", "tokens_per_second", "step_seconds", "mfu", "learning_rate", "gradient_norm")
+    for name in names:
+        assert sorted(found[f"train/{name}"]) == [1, 2, 3, 4]
+    assert sorted(found["validation/loss_nats"]) == [2, 4]
+    for group in ("train", "validation"):
+        for step, value in found[f"{group}/perplexity"].items():
+            assert value == perplexity_of(found[f"{group}/loss_nats"][step]) > 1
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4]
+
     assert (fake.begun["project"], fake.begun["name"], fake.begun["resume"]) == ("extrapolation", "my run", "allow")
     assert fake.begun["config"]["train"]["num_steps"] == 4
-    assert fake.finished == 1
-    by_step = {}
-    for step, values in fake.logged:
-        by_step.setdefault(step, {}).update(values)
-    assert sorted(by_step) == [1, 2, 3, 4]
-    tags = {value.tag for event in events_of(workdir / "tensorboard") for value in event.summary.value}
-    assert {tag for values in by_step.values() for tag in values} == tags - {"config/text_summary"}
+    assert fake.finished == 2
+    assert [{"step": step} | values for step, values in fake.logged] == lines
+
+    first, second = (events_of(file) for file in sorted((workdir / "tensorboard").iterdir()))
+    assert [event.step for event in second if event.session_log.status] == [3]
+    shown: dict[str, dict[int, float]] = {}
+    for event in first + second:
+        for value in event.summary.value:
+            shown.setdefault(value.tag, {})[event.step] = value.simple_value
+    assert shown == {tag: pytest.approx(values, rel=1e-6) for tag, values in found.items()}
 
 
-def test_a_missing_package_is_one_line(trained_root, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+def events_of(file: Path) -> list:
+    """Return the events in a file: each is a length (8 bytes), its checksum (4), the event and its checksum (4)."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    content, events = file.read_bytes(), []
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        events.append(Event.FromString(content[12 : 12 + size]))
+        content = content[16 + size :]
+    return events
+
+
+def test_repeated_steps_replace_earlier_ones_and_a_cut_line_is_removed(tmp_path):
+    run = RunConfig.from_dict(tiny.spec(tmp_path))
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "a/x": 1.5}\n{"step": 2, "a/x": "nan"}\n{"step": 3, "a/x": 9}\n{"step": 2, "a/')
+    assert set(metrics.read_metrics(tmp_path)["a/x"]) == {1, 2, 3}
+    with metrics.MetricLogger(tmp_path, run, start=2) as metric_logger:
+        metric_logger.log_validation(4, {"loss_nats": 2.0})
+        assert len(file.read_text().splitlines()) == 3  # written at once
+    found = metrics.read_metrics(tmp_path)
+    assert found["a/x"] == {1: 1.5, 2: pytest.approx(float("nan"), nan_ok=True)}
+    assert found["validation/loss_nats"] == {4: 2.0}
+    assert metrics.read_metrics(tmp_path / "none") == {}
+
+
+def test_wandb_without_the_package_or_a_key_is_one_line(trained_root, tmp_path, monkeypatch):
     spec = tiny.spec(trained_root, train__wandb="mine")
-    with pytest.raises(InputError, match=r"train\.wandb = 'mine': needs the package wandb: pip install") as error:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(InputError, match=r"^train\.wandb = 'mine': needs the package wandb: pip install .*$"):
         loop.train(spec, tmp_path / "run")
-    assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
-
-
-def test_wandb_without_a_key_is_a_warning(trained_root, tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(has_key=False))
-    run = RunConfig.from_dict(tiny.spec(trained_root, train__wandb="mine"))
-    with metrics.MetricLogger(tmp_path, run, 0) as metric_logger:
-        assert [sink.name for sink in metric_logger.sinks] == ["TensorBoard"]
-    assert "Weights & Biases's scalars are no longer written: api_key not configured" in caplog.text
-
-
-def test_a_trace_that_ends_early_names_its_steps(tmp_path, monkeypatch, caplog):
-    """Resume at step 3 of a trace of steps 2 to 9, and end after step 4."""
-    monkeypatch.setattr("jax.profiler.start_trace", lambda directory: None)
-    monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
-    with caplog.at_level("INFO"), StepTrace(tmp_path, (2, 9)).of_run() as trace:
-        for step in (3, 4):
-            trace.before(step)
-            trace.after(step, jnp.zeros(()))
-    assert "trace of steps 3 to 4" in caplog.text
+    with pytest.raises(InputError, match=r"^train\.wandb = 'mine': api_key not configured$"):
+        metrics.MetricLogger(tmp_path, RunConfig.from_dict(spec), 0)
 
 
 def test_a_trace_is_written(told):
-    workdir, lines, _ = told
-    assert list((workdir / "profile").rglob("*.xplane.pb"))
-    assert any(f"trace of steps 2 to 3: tensorboard --logdir={workdir}/profile" in line for line in lines)
+    workdir, _, _ = told
+    traces = list((workdir / "profile").rglob("*.xplane.pb"))
+    assert len(traces) == 2  # of steps 1 and 2, and of step 3 after resuming
 
 
 @pytest.mark.parametrize("steps", [(3,), (3, 2), (0, 2), (1, 2, 3)])

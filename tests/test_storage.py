@@ -28,7 +28,7 @@ from dape_jax.data import store
 from dape_jax.errors import InputError
 from dape_jax.evaluation import report
 from dape_jax.provenance import make_results_directory
-from dape_jax.training import checkpoint, metrics
+from dape_jax.training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -411,21 +411,6 @@ def test_a_network_error_is_not_damage(environment, monkeypatch, message):
 # ---- files of a run
 
 
-def test_events_and_skipped_steps_are_kept_in_a_bucket(bucket, monkeypatch):
-    monkeypatch.setattr(metrics, "_UPLOAD_SECONDS", 0.0)  # every event is a file
-    events = metrics._Events(bucket / "tensorboard")
-    for step in range(3):
-        events.write(step=step, session_log={"status": metrics._SESSION_START})
-    events.close()
-    names = sorted(storage.list_directory(bucket / "tensorboard"))
-    assert len(names) == 4  # the last one is empty but for its head
-    contents = [files.read_bytes(bucket / "tensorboard" / name) for name in names]
-    assert len(set(contents)) >= 3
-    for line in ("one\n", "two\n"):
-        metrics._append(bucket / "skipped.jsonl", line)
-    assert files.read_bytes(bucket / "skipped.jsonl") == b"one\ntwo\n"
-
-
 def run(*arguments: object, environment: dict[str, str], timeout: int = 300) -> subprocess.CompletedProcess:
     env = os.environ | environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *map(str, arguments)]
@@ -487,7 +472,6 @@ def test_train_kill_resume_evaluate(scheme, environment, faults, tmp_path):
     digests = [files.read_json(each / "checkpoints" / "12" / "digests" / "metadata") for each in (here, there)]
     assert digests[0].pop("config") != digests[1].pop("config")  # which names the path of the corpus
     assert digests[0] == digests[1]
-    assert any("tfevents" in name for name in storage.list_directory(there / "tensorboard"))
 
     done = run("eval.py", f"--workdir={there}", "--lengths=32,64", environment=environment)
     assert done.returncode == 0, done.stderr

@@ -26,11 +26,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dape_jax import command_line, files
-from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint, loop
-from dape_jax.training.metrics import SKIPPED_FILE, MetricLogger
 from dape_jax.training.step import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -480,36 +478,6 @@ def test_a_partial_file_is_not_written_through_a_symbolic_link(tmp_path, monkeyp
     with pytest.raises(FileExistsError):
         files.write_atomically(tmp_path / "file", b"content")
     assert victim.read_text() == "mine"
-
-
-# ---- side files
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"\xff\xfe", b"[]\n3\nnull\n", b'{"step": "three"}\n', b"[" * 100_000 + b"\n", b'{"step": 2}\n{"st'],
-    ids=["no text", "no objects", "no number", "deep", "cut"],
-)
-def test_damaged_lines_of_skipped_steps_are_removed(tmp_path, caplog, content):
-    file = tmp_path / SKIPPED_FILE
-    file.write_bytes(b'{"step": 1, "reason": "bad"}\n' + content + b'\n{"step": 9, "reason": "bad"}\n')
-    run = RunConfig.from_dict(tiny.spec(tmp_path))
-    with MetricLogger(tmp_path, run, start=5):
-        pass
-    kept = [json.loads(line)["step"] for line in file.read_text().splitlines()]
-    assert kept in ([1], [1, 2])
-    assert "unreadable lines were removed" in caplog.text
-
-
-def test_side_files_that_cannot_be_written_do_not_stop_a_run(tmp_path, caplog):
-    (tmp_path / "tensorboard").write_text("a file")
-    (tmp_path / SKIPPED_FILE).mkdir()
-    run = RunConfig.from_dict(tiny.spec(tmp_path))
-    with MetricLogger(tmp_path, run, start=0) as logger:
-        logger.log(1, {}, 1)
-        logger.pending = None
-    assert "TensorBoard's scalars are not written" in caplog.text
-    assert "is left unchanged" in caplog.text
 
 
 # ---- errors of the machine

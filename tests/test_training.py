@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
-from dape_jax.training import checkpoint, loop, metrics
+from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer, make_schedule
 from dape_jax.training.step import (
     TrainState,
@@ -416,24 +415,6 @@ def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
             continue
         found = functools.reduce(lambda tree, key: tree[key.key], path, parts["params"])
         np.testing.assert_allclose(found, leaf, atol=2e-4)
-
-
-def test_mfu_is_shown_and_a_full_disk_stops_tensorboard_only(root, tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "dape_jax")
-    writer, event = metrics._tensorboard()
-
-    class Full(writer):
-        def write_event(self, event):
-            if event.step:
-                raise OSError(28, "No space left on device")
-            return super().write_event(event)
-
-    monkeypatch.setattr(metrics, "_tensorboard", lambda: (Full, event))
-    monkeypatch.setattr(metrics, "mfu", lambda flops_per_second, kind, number: 0.5)
-    loop.train(small_spec(root), tmp_path / "run")
-    assert caplog.text.count("TensorBoard's scalars are no longer written") == 1
-    assert (tmp_path / "run" / "checkpoints" / "4").exists()
-    assert "MFU 50.0%" in caplog.text
 
 
 def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():

@@ -23,7 +23,7 @@ from dape_jax.distributed import PreemptionGuard, process_zero_only, require_sam
 from dape_jax.errors import InputError, StoppedError, require
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.storage import AnyPath
+from dape_jax.storage import AnyPath, is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.metrics import MetricLogger, require_wandb
@@ -37,7 +37,6 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.training.trace import StepTrace
 from dape_jax.training.weights import open_weights
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,10 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts)
     config = resolved(run)
     require_wandb(run.train.wandb)
-    trace = StepTrace(workdir, run.train.profile_steps)
+    allowed = "must be empty for a workdir in a bucket: the profiler writes local files"
+    require(
+        not (run.train.profile_steps and is_remote(workdir)), "train.profile_steps", run.train.profile_steps, allowed
+    )
     require_same("workdir", repr(str(workdir)))
     require_same_config(config)
     saved = checkpoint.read_config(workdir)
@@ -138,14 +140,18 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         with (
             checkpoint.open_checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(workdir, run, start) as metric_logger,
-            trace.of_run(),
+            contextlib.ExitStack() as trace,
         ):
+            traced = run.train.profile_steps if jax.process_index() == 0 else ()
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
-                trace.before(step)
+                if traced and step == max(traced[0], start + 1) <= traced[1]:
+                    trace.enter_context(jax.profiler.trace(str(workdir / "profile")))
                 with compiling("the training step") if step == start + 1 else contextlib.nullcontext():
                     state, metrics = train_step(state, put_batch(batch, mesh))
-                trace.after(step, metrics)
+                if traced and step == traced[1]:
+                    jax.block_until_ready(metrics)
+                    trace.close()
                 metric_logger.log(step, metrics, num_tokens(batch) * run.train.batch_size)
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 validation_nats = None
@@ -155,7 +161,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
                     validation_nats = validation["loss_nats"]
                     metric_logger.log_validation(step, validation)
                 if last or stop or step % run.train.checkpoint_interval == 0:
-                    metric_logger.flush()  # so that no state with a non-finite loss is saved
+                    metric_logger.sync()
                     checkpoint.save(manager, step, state, source.batches.get_state(), record, validation_nats)
                 if stop and not last:
                     manager.wait_until_finished()
