@@ -1,8 +1,10 @@
 """Rotary position embedding of queries and keys, and its variants for sequences beyond the train length.
 
-In: `x_BTHK` (queries or keys) and their positions `pos_T`. Out: the rotated `x_BTHK`. Next: `scores.py`.
+In: `x_BTHK` (queries or keys) and their positions, `pos_T` or one row for each sequence, `pos_BT`. Out: the rotated
+`x_BTHK`. Next: `scores.py`.
 
-To add a variant of RoPE, subclass `Rope` with its own frequencies and add a line to `STRETCHES` at the end of the file.
+To add a variant of RoPE, subclass `StretchedRope` with its own frequencies and add a line to `STRETCHES` at the end of
+the file.
 """
 
 import dataclasses
@@ -15,13 +17,16 @@ from jaxtyping import Array, Float, Int
 from dape_jax.errors import positive, require
 
 
+Heads = Float[Array, "B T H K"]
+Positions = Int[Array, "T"] | Int[Array, "B T"]
+
+
 @dataclasses.dataclass(frozen=True)
 class NoRotary:
     """Identity in place of rotary embedding."""
 
-    def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
+    def __call__(self, x_BTHK: Heads, pos: Positions) -> Heads:
         """Return `x_BTHK` unchanged."""
-        del pos_T
         return x_BTHK
 
 
@@ -34,18 +39,14 @@ class Rope:
 
         a' = a cos(pos w) - b sin(pos w)        b' = b cos(pos w) + a sin(pos w)
 
-    Args:
-        base: longest wavelength divided by 2 pi, in positions.
-        fraction: fraction of a head's dims to rotate; the last dims are unchanged.
-
     Source: Su et al. 2021, in GPT-NeoX's rotate-half form.
     Differs: angles are computed on use, in float32 or better; the official code caches them up to a maximum length,
       in the parameters' dtype, and cannot run beyond it. In float32 the error of an angle is 6e-8 times the position:
       0.006 at 100,000, as in every float32 implementation.
     """
 
-    base: float = 10_000.0
-    fraction: float = dataclasses.field(default=1.0, kw_only=True)
+    base: float = 10_000.0  # longest wavelength divided by 2 pi, in positions
+    fraction: float = dataclasses.field(default=1.0, kw_only=True)  # of a head's dims to rotate: the first ones
 
     def __post_init__(self):
         require(self.base > 1, "model.rotary.base", self.base, "must be above 1")
@@ -58,11 +59,9 @@ class Rope:
             InputError: R is odd or 0.
         """
         rotated = int(self.fraction * head_dim)
-        name = (
-            "model.head_dim"
-            if self.fraction == 1
-            else f"model.head_dim x model.rotary.fraction = {head_dim} x {self.fraction}"
-        )
+        name = "model.head_dim"
+        if self.fraction != 1:
+            name += f" x model.rotary.fraction = {head_dim} x {self.fraction}"
         require(rotated % 2 == 0 and rotated > 0, name, rotated, "must be even and positive for rotary embedding")
         return rotated
 
@@ -75,12 +74,13 @@ class Rope:
         """Return the factor that multiplies rotated queries and keys."""
         return 1.0
 
-    def __call__(self, x_BTHK: Float[Array, "B T H K"], pos_T: Int[Array, "T"]) -> Float[Array, "B T H K"]:
+    def __call__(self, x_BTHK: Heads, pos: Positions) -> Heads:
         """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
         num_rotated = self.num_rotated(x_BTHK.shape[-1])
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-        angle_Tm = pos_T.astype(dtype)[:, None] * jnp.asarray(self.frequencies(num_rotated), dtype)[None, :]
-        cos, sin = (self.scale * function(angle_Tm)[None, :, None, :] for function in (jnp.cos, jnp.sin))
+        angle = jnp.multiply.outer(pos.astype(dtype), jnp.asarray(self.frequencies(num_rotated), dtype))
+        angle_BT1m = angle.reshape(-1, pos.shape[-1], 1, num_rotated // 2)  # one row for all sequences if pos is [T]
+        cos, sin = self.scale * jnp.cos(angle_BT1m), self.scale * jnp.sin(angle_BT1m)
         a, b = jnp.split(x_BTHK[..., :num_rotated].astype(dtype), 2, axis=-1)
         rotated_BTHR = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
         if num_rotated == x_BTHK.shape[-1]:
@@ -90,14 +90,9 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class StretchedRope(Rope):
-    """Base class of variants of RoPE with a stretch factor, for long sequences.
+    """Base class of variants of RoPE with a stretch factor, for long sequences."""
 
-    Args:
-        base, fraction: as in `Rope`.
-        factor: sequence length over train length, 1 or more; 1 is RoPE.
-    """
-
-    factor: float = 1.0
+    factor: float = 1.0  # sequence length over train length, 1 or more; 1 is RoPE
 
     def __post_init__(self):
         super().__post_init__()
@@ -109,10 +104,6 @@ class PositionInterpolation(StretchedRope):
     """RoPE with all positions divided by a factor.
 
         w'_m = w_m / factor
-
-    Args:
-        base, fraction: as in `Rope`.
-        factor: sequence length over train length, 1 or more; 1 is RoPE.
 
     Source: Chen et al. 2023, equation 4.
     """
@@ -127,10 +118,6 @@ class NtkAware(StretchedRope):
     """RoPE with a larger base: the slowest angle is divided by the factor, the fastest is unchanged.
 
         base' = base factor^(R / (R - 2))
-
-    Args:
-        base, fraction: as in `Rope`.
-        factor: sequence length over train length, 1 or more; 1 is RoPE.
 
     Source: bloc97's "NTK-aware scaled RoPE" (2023), as in Peng et al. 2024, definition 1.
     """
@@ -153,21 +140,14 @@ class Yarn(StretchedRope):
         g_m = clip((m - low) / (high - low), 0, 1)      w'_m = (1 - g_m) w_m + g_m w_m / factor
         q, k are multiplied by 0.1 log(factor) + 1
 
-    Args:
-        base, fraction: as in `Rope`.
-        factor: sequence length over train length, 1 or more; 1 is RoPE.
-        train_length: train length of the model, in tokens.
-        beta_fast: angles with more turns than this are unchanged.
-        beta_slow: angles with fewer turns than this are divided by the factor.
-
     Source: Peng et al. 2024, definition 3 and section 3.4, and their released code.
     Differs: from the paper, and equal to the released code: the ramp is over dims, not over turns; and if no angle
         turns beta_slow times (train_length < 2 pi beta_slow), high is negative and no angle is changed.
     """
 
-    train_length: int = 512
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    train_length: int = 512  # of the model, in tokens
+    beta_fast: float = 32.0  # angles with more turns than this are unchanged
+    beta_slow: float = 1.0  # angles with fewer turns than this are divided by the factor
 
     def __post_init__(self):
         super().__post_init__()
@@ -196,7 +176,7 @@ class Yarn(StretchedRope):
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3Rope(Rope):
+class Llama3Rope(StretchedRope):
     """RoPE of Llama 3.1: slow angles are divided by a factor, fast ones are unchanged.
 
     With r_m = train_length w_m / (2 pi), the turns of an angle over the train length, and l and h the low and high
@@ -204,24 +184,16 @@ class Llama3Rope(Rope):
 
         g_m = clip((r_m - l) / (h - l), 0, 1)      w'_m = g_m w_m + (1 - g_m) w_m / factor
 
-    Args:
-        base, fraction: as in `Rope`.
-        factor: divisor of the slow angles, 1 or more.
-        low_frequency_factor: angles with fewer turns than this are divided by the factor.
-        high_frequency_factor: angles with more turns than this are unchanged.
-        train_length: train length of the model before it was trained with this embedding, in tokens.
-
     Source: Llama 3.1's released code; `rope_type` "llama3" of Hugging Face transformers.
     """
 
     factor: float = 8.0
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    train_length: int = 8192
+    low_frequency_factor: float = 1.0  # angles with fewer turns than this are divided by the factor
+    high_frequency_factor: float = 4.0  # angles with more turns than this are unchanged
+    train_length: int = 8192  # of the model before it was trained with this embedding, in tokens
 
     def __post_init__(self):
         super().__post_init__()
-        require(1 <= self.factor < math.inf, "model.rotary.factor", self.factor, "must be 1 or more")
         positive(self, "model.rotary", "train_length", "low_frequency_factor")
         high, allowed = self.high_frequency_factor, f"must be above low_frequency_factor = {self.low_frequency_factor}"
         require(high > self.low_frequency_factor, "model.rotary.high_frequency_factor", high, allowed)
