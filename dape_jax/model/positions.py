@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
 
-
 Heads = Float[Array, "B T H K"]
 Positions = Int[Array, "T"] | Int[Array, "B T"]
 
