@@ -1,7 +1,9 @@
 """Recipes: config files of the package, which `--config=configs/NAME.py` names in any directory."""
 
+import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from absl import flags
 from ml_collections import config_flags
@@ -30,6 +32,22 @@ def find_recipe(name: str) -> Path:
     recipes = recipe_names()
     require(file.as_posix() in recipes, "config file", name, f"does not exist; the recipes are {', '.join(recipes)}")
     return RECIPES / file.name
+
+
+def read_module(file: Path) -> ModuleType:
+    """Import a config file by its path: it is not part of a package.
+
+    Raises:
+        InputError: the file is missing.
+    """
+    allowed = "must exist"
+    require(file.is_file(), "config file", str(file), allowed)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class _RecipeParser(ConfigFileFlagParser):

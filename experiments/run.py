@@ -27,10 +27,8 @@ from dape_jax.config import (
     RunConfig,
     TaskRunConfig,
     choose,
-    read_module,
     read_run,
     resolved,
-    without_added,
 )
 from dape_jax.data.store import DataConfig, follow_corpus, load_corpus
 from dape_jax.errors import os_errors, require
@@ -38,10 +36,10 @@ from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
 from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
-from dape_jax.model.transformer import model_structure
+from dape_jax.model.transformer import GPT_NEOX, model_structure
 from dape_jax.planning.flops import model_flops_per_token
 from dape_jax.provenance import make_results_directory, provenance
-from dape_jax.recipes import RECIPES
+from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
@@ -221,6 +219,31 @@ def train_command(run: Run) -> str:
     return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
+def _added_fields(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return the sections and fields that configs of the first versions lack, with values that change nothing."""
+    model = spec["model"]
+    same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
+    fields = {name: GPT_NEOX[name] for name in same}
+    fields |= {"head_dim": model["width"] // model["num_heads"], "mlp_width": 4 * model["width"]}
+    fields |= {"attention_output_bias": model["projection_bias"]}
+    fields |= {"rotary": {} if model["rotary"]["name"] == "none" else {"fraction": 1.0}}
+    train = {"wandb": None, "profile_steps": []}
+    return {"init": {"source": None, "train_only": None}, "model": fields, "train": train}
+
+
+def _without_added(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a resolved config without the sections and fields that newer versions added and that have no effect.
+
+    Equivalent configs saved by different versions give equal results, so they can be compared.
+    """
+
+    def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: value for name, value in spec.items() if not (name in added and added[name] == value)}
+        return {k: strip(v, added[k]) if k in added and isinstance(v, dict) else v for k, v in kept.items()}
+
+    return strip(spec, _added_fields(spec))
+
+
 def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
     """Return the part of a resolved config that determines a run's results; for step times, the complete config.
 
@@ -234,7 +257,7 @@ def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
             if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
         }
 
-    return of_section(without_added(config), "")
+    return of_section(_without_added(config), "")
 
 
 @dataclasses.dataclass(frozen=True)

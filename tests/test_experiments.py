@@ -15,10 +15,11 @@ import tiny
 from matplotlib.figure import Figure
 
 from dape_jax import command_line
-from dape_jax.config import RunConfig, TaskRunConfig, read_module, read_run
+from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
 from dape_jax.evaluation.report import json_values
 from dape_jax.model.transformer import model_structure
+from dape_jax.recipes import read_module
 from dape_jax.tasks import CHE as TASKS
 from experiments import __main__ as experiments_main
 from experiments import catalogue, groups, report, run, verdicts
@@ -370,7 +371,7 @@ def get_config(argument):
 TASK_CLAIM = Claim("b is better than a", (Less(Score(("a",), "even_pairs"), Score(("b",), "even_pairs")),))
 TASK_RECIPE = """
 from pathlib import Path
-from dape_jax.config import read_module
+from dape_jax.recipes import read_module
 
 def get_config(argument):
     task, bias, *settings = argument.split(",")

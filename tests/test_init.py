@@ -14,7 +14,7 @@ import tiny
 from flax import nnx
 from test_training import interrupt_at, saved_arrays
 
-from dape_jax.config import read_module, read_run, resolved
+from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.options import PerplexityOptions
@@ -23,6 +23,7 @@ from dape_jax.evaluation.trained import read_trained
 from dape_jax.model.positions import Rope
 from dape_jax.model.transformer import flat_params, model_structure, parameter_kind
 from dape_jax.planning import plan
+from dape_jax.recipes import read_module
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer

@@ -305,8 +305,6 @@ def distributed() -> Iterator[Statement]:
     )
     disk = read("survival/full_disk.json")["outcomes"]
     yield "with the same bits at # sizes; enough space at #", [disk["refused"], disk["equal"]]
-    fuzz = read("survival/fuzz_config.json")["outcomes"]
-    yield "# refused with one line, # accepted", [fuzz["one line"], fuzz["accepted"]]
     yield "is # ms (`python -m benchmarks.dispatch`", [read("dispatch/dispatch.json")["median_ms"]["sum"]]
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dape_jax.config import RunConfig, read_module, read_run, resolved
+from dape_jax.config import RunConfig, read_run, resolved
 from dape_jax.data.prepare import command
 from dape_jax.data.prepare.command import PrepareConfig
 from dape_jax.data.store import follow_corpus, load_corpus
 from dape_jax.errors import InputError
+from dape_jax.recipes import read_module
 from dape_jax.training import checkpoint, loop
 
 ROOT = Path(__file__).parents[1]

@@ -25,17 +25,14 @@ mean over lengths 41 to 500): Kerple 52.50 and 51.51; DAPE1x3-Kerple 100.00 and 
 200,000 steps.
 """
 
-from pathlib import Path
-
 from ml_collections import ConfigDict, config_dict
 
-from dape_jax.config import choose, read_module
+from dape_jax.config import choose
+from dape_jax.configs import common
 from dape_jax.errors import require
 from dape_jax.model.transformer import ENCODER
 from dape_jax.tasks import TASKS
 from dape_jax.tasks.tapes import TaskConfig
-
-common = read_module(Path(__file__).with_name("common.py"))
 
 TRAIN_LENGTH, TEST_LENGTH = 40, 500
 NUM_PROGRAMS = 5  # programs compiled for training, one for each padded length of a tape

@@ -27,16 +27,14 @@ first. This project has not run this recipe at the paper's scale.
 
 import itertools
 import sys
-from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from dape_jax.config import InitConfig, config_file_dict, read_module, read_run
+from dape_jax.config import InitConfig, config_file_dict, read_run
+from dape_jax.configs import common
 from dape_jax.errors import os_errors, require
 from dape_jax.storage import to_path
 from dape_jax.training.checkpoint import read_config_file
-
-common = read_module(Path(__file__).with_name("common.py"))
 
 METHOD = ("rotary", "bias", "processor")
 SOURCE_FLAG = "config.init.source"

@@ -36,16 +36,13 @@ and 6.7b are GPT-3's, because the paper does not give them.
 Several devices: `docs/distributed.md`; memory on TPU slices: `docs/planning.md`.
 """
 
-from pathlib import Path
-
 from ml_collections import ConfigDict
 
-from dape_jax.config import choose, read_module
+from dape_jax.config import choose
+from dape_jax.configs import common
 from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX
 from dape_jax.model.transformer import SIZES as PAPER_SIZES
-
-common = read_module(Path(__file__).with_name("common.py"))
 
 SIZES = {"25m": {"num_layers": 8, "width": 512, "num_heads": 8}} | PAPER_SIZES
 LEARNING_RATES = {"25m": 1e-3, "125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b": 1.2e-4}

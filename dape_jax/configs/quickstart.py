@@ -16,14 +16,11 @@ also be set by a flag: --config.train.num_steps=2000 or --config.model.processor
 the options of every method).
 """
 
-from pathlib import Path
-
 from ml_collections import ConfigDict
 
-from dape_jax.config import choose, read_module
+from dape_jax.config import choose
+from dape_jax.configs import common
 from dape_jax.model.transformer import GPT_NEOX
-
-common = read_module(Path(__file__).with_name("common.py"))
 
 
 def get_config(argument: str | None = None) -> ConfigDict:

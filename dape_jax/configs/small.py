@@ -21,15 +21,12 @@ standard library, the tokens are bytes. The presets `small` and `converged` of `
 recipe.
 """
 
-from pathlib import Path
-
 from ml_collections import ConfigDict
 
-from dape_jax.config import choose, read_module
+from dape_jax.config import choose
+from dape_jax.configs import common
 from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX
-
-common = read_module(Path(__file__).with_name("common.py"))
 
 SIZES = {
     "xs": dict(num_layers=3, width=96, num_heads=4),

@@ -64,9 +64,11 @@ class DataConfig:
 
     # A prepared corpus, or raw text: "stdlib", a directory, a glob or a file; or a URL of these. None for an imported
     # model, whose training text is unknown.
-    path: str | None
+    # It may change on resume, because a digest identifies the data.
+    path: str | None = dataclasses.field(metadata={"resumable": True})
     tokenizer: str | None  # "bytes", or the path or name of a tokenizer.json; None for the prepared corpus's
-    cache_dir: str  # directory for the stores of raw text, and for copies of corpora in buckets
+    # directory for the stores of raw text, and for copies of corpora in buckets
+    cache_dir: str = dataclasses.field(metadata={"resumable": True})
     validation_fraction: float  # share of raw text's documents for validation
     seed: int  # seed of the order of the training windows
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dape_jax.config import check_numbers, read_model
+from dape_jax.config import read_model
 from dape_jax.errors import InputError
 from dape_jax.model.transformer import GPT_NEOX, LLAMA, TransformerConfig, flat_params, model_structure
 from dape_jax.pretrained.files import CONFIG_FILE, short
@@ -381,7 +381,6 @@ def _dape(fields: Fields) -> Family:
     fields.check(not tied, "tie_word_embeddings", "must be False; tied_embeddings is this model's field")
     model |= {"num_outputs": model["vocab_size"], "dropout": 0.0, "initializer": GPT_NEOX["initializer"]}
     computed = {"attention": {"name": "auto"}, "remat": "none", "dtype": "float32"}
-    check_numbers({"model": model})
     _, params = model_structure(read_model(model | computed))
     tensors = {}
     for path, leaf in flat_params(params).items():

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dape_jax.config import upgraded
+from dape_jax.config import without_removed
 from dape_jax.distributed import first_fault, process_zero_only, require_same
 from dape_jax.errors import InputError, describe, require
 from dape_jax.files import (
@@ -157,7 +157,7 @@ def read_config_file(workdir: AnyPath) -> dict[str, Any]:
     read_bytes(file)  # raises OSError, which `read_json` would report as a damaged file
     record = read_json(file)
     _require_record(record, workdir, str(file))
-    return record | {"config": upgraded(record["config"])}
+    return record | {"config": without_removed(record["config"])}
 
 
 def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> None:
@@ -511,7 +511,7 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
     name = min(nats, key=nats.__getitem__) if which == "best" and nats else next(iter(intact))
     record = intact[name]["config"]
     if isinstance(record.get("config"), dict):
-        record = record | {"config": upgraded(record["config"])}
+        record = record | {"config": without_removed(record["config"])}
     return int(name), record
 
 
