@@ -206,7 +206,7 @@ SEVERAL = [
             "--config.optimizer.beta1=2.0",
         ],
         [
-            "data.seed = 99999999999: must be at most 4294967295",
+            "data.seed = 99999999999: must be below 2**32",
             "evaluation.block_size = 0: must be positive",
             "evaluation.max_windows = 0: must be positive",
             "model.num_layers = 0: must be positive",
