@@ -2,8 +2,7 @@
 
 Float64: all outputs and all gradients to 1e-10. Float32: all outputs within 4 times the reference's own error in
 float32, which every file records. Files in `tests/golden` or the directory `$DAPE_GOLDEN_DIR` are tested without new
-code, except for new methods. The slow tests run every file in both dtypes, dense and blockwise; the others every
-method, every size and every file of a plain bias.
+code, except for new methods. The slow tests run every file in both dtypes, dense and blockwise.
 """
 
 import collections
@@ -50,39 +49,41 @@ def read_meta(file: Path) -> dict:
 
 def longest_of_each_method(found: list[Path]) -> set[Path]:
     """Return the file with the most positions of each method, in every directory."""
-    by_method = {}
-    for file in sorted(found, key=lambda file: read_meta(file)["T"]):
-        by_method[file.parent, read_meta(file)["name"]] = file
-    return set(by_method.values())
+    by_length = sorted(found, key=lambda file: read_meta(file)["T"])
+    return set({(file.parent, read_meta(file)["name"]): file for file in by_length}.values())
 
 
-def sample(found: list[Path]) -> set[Path]:
-    """Return every file of a plain bias, and with DAPE each size once, of the methods in turn."""
-    chosen = {file for file in found if "dape" not in read_meta(file)["name"]}
+def each_size(found: list[Path]) -> set[Path]:
+    """Return one file of each batch, heads, length and kernel width in every directory, of the methods in turn."""
     by_size = collections.defaultdict(list)
-    for file in sorted(set(found) - chosen):
-        by_size[file.parent, file.stem.split("__")[1].split("_L")[0]].append(file)
-    return chosen | {each[turn % len(each)] for turn, each in enumerate(by_size.values())}
+    for file in found:
+        by_size[file.parent, *(read_meta(file).get(letter) for letter in "BHTk")].append(file)
+    return {each[turn % len(each)] for turn, each in enumerate(by_size.values())}
 
 
 def vectors() -> list:
     """Return every file in both dtypes, whole attention layers with two implementations.
 
-    Not slow are: float64, dense, for a sample of the files; and for one file per method also float32, and float64
-    blockwise.
+    Not slow are: float64, dense, for the longest file of each method and for each size; float32 for the longest files;
+    and float64, blockwise, for the longest of FIRE, which needs the positions of a block's rows.
     """
     cases = []
     for kind, implementations in (("modules", ("",)), ("attention", ATTENTION)):
         found = files(kind)
         longest = longest_of_each_method(found)
-        sampled = sample(found) | longest
         for dtype, implementation, file in itertools.product(("float64", "float32"), implementations, found):
-            unusual = (dtype == "float32") + (implementation == "blockwise")
-            quick = (unusual == 0 and file in sampled) or (unusual == 1 and file in longest)
+            quick = {
+                ("float64", ""): longest | each_size(found),
+                ("float32", ""): longest,
+                ("float64", "blockwise"): {file for file in longest if "fire" in file.stem},
+            }.get((dtype, implementation.replace("dense", "")), set())
             case_id = "-".join(filter(None, (name(file), dtype, implementation)))
-            marks = () if quick else pytest.mark.slow
-            cases.append(pytest.param(file, dtype, implementation, id=case_id, marks=marks))
+            cases.append(pytest.param(file, dtype, implementation, id=case_id, marks=slow_unless(file in quick)))
     return cases
+
+
+def slow_unless(quick: bool) -> tuple:
+    return () if quick else (pytest.mark.slow,)
 
 
 def name(file: Path) -> str:
@@ -101,36 +102,33 @@ def select(data: dict, prefix: str) -> dict:
 def build(params: dict, meta: dict, **options) -> tuple:
     """Return our bias and processor with the official parameters; the options are the processor's."""
     H, kind = meta["H"], meta["name"].split("_")[0]
-    bias = None
-
-    def make(config):
-        return config.build(H, meta.get("d", 1), nnx.Rngs(0))  # files without d have methods that do not use it
-
+    fields = {}
     if kind == "alibi":
-        bias = make(biases.AlibiConfig())
+        config = biases.AlibiConfig()
     elif kind == "kerple":
-        bias = make(biases.KerpleConfig())
-        bias.p_H, bias.a_H = nnx.Param(params["bias_p"].reshape(H)), nnx.Param(params["bias_a"].reshape(H))
+        config, fields = biases.KerpleConfig(), {x: params[f"bias_{x[0]}"].reshape(H) for x in ("p_H", "a_H")}
     elif kind == "t5":
-        bias = make(biases.T5Config(meta["num_buckets"], meta["max_distance"]))
-        bias.table_NH = nnx.Param(params["weight"])
+        config = biases.T5Config(meta["num_buckets"], meta["max_distance"])
+        fields = {"table_NH": params["weight"]}
     elif kind == "fire":
         activation = "leaky_relu" if "dape" in meta["name"] else "relu"
         width = params["mlp.0.weight"].shape[0]
         config = biases.FireConfig(threshold=meta["init_L_argument"] // 2, width=width, activation=activation)
-        bias = make(config)
-        bias.c, bias.threshold_multiplier = nnx.Param(params["c"]), nnx.Param(params["L_multiplier"])
-        bias.hidden_M, bias.hidden_bias_M = nnx.Param(params["mlp.0.weight"][:, 0]), nnx.Param(params["mlp.0.bias"])
-        bias.output_MH, bias.output_bias_H = nnx.Param(params["mlp.2.weight"].T), nnx.Param(params["mlp.2.bias"])
+        fields = {"c": params["c"], "threshold_multiplier": params["L_multiplier"]}
+        fields |= {"hidden_M": params["mlp.0.weight"][:, 0], "hidden_bias_M": params["mlp.0.bias"]}
+        fields |= {"output_MH": params["mlp.2.weight"].T, "output_bias_H": params["mlp.2.bias"]}
     elif kind == "cope":
-        bias = make(contextual.CopeConfig(meta["npos_max"]))
-        bias.table_KP = nnx.Param(params["pos_emb"][0])
+        config, fields = contextual.CopeConfig(meta["npos_max"]), {"table_KP": params["pos_emb"][0]}
     elif kind == "transformer":
-        bias = make(contextual.TransformerXLConfig())
-        bias.content_HK, bias.position_HK = nnx.Param(params["r_w_bias"]), nnx.Param(params["r_r_bias"])
-        bias.relative_DHK = nnx.Param(params["r_net.weight"].T.reshape(-1, H, meta["d"]))
+        config = contextual.TransformerXLConfig()
+        fields = {"content_HK": params["r_w_bias"], "position_HK": params["r_r_bias"]}
+        fields |= {"relative_DHK": params["r_net.weight"].T.reshape(-1, H, meta["d"])}
     else:
         assert kind in ("nope", "rope"), f"unknown method: {meta['name']}"
+        config = biases.NopeConfig()
+    bias = config.build(H, meta.get("d", 1), nnx.Rngs(0))  # files without d have methods that do not use it
+    for field, value in fields.items():
+        setattr(bias, field, nnx.Param(value))
     if "dape" not in meta["name"]:
         return bias, Plain()
 
@@ -151,32 +149,25 @@ def heads_last(x):
     return jnp.moveaxis(x, 1, 2)
 
 
-def module_outputs(inputs: dict, params: dict, meta: dict, **options) -> dict:
-    """Return the outputs in the file of a module; the loss is computed from the last."""
+def outputs_of(inputs: dict, params: dict, meta: dict, attention: str = "", **options) -> dict:
+    """Return the outputs in the file of a module or an attention layer; the loss is computed from the last."""
     bias, processor = build(params, meta, **options)
     pos = jnp.arange(meta["T"])
     mask = pos[None, :] <= pos[:, None]
+    outputs = {}
     if "q" in inputs:
         q, k = heads_last(inputs["q"]), heads_last(inputs["k"])
         if meta["name"].startswith("rope"):
             q, k = positions.Rope()(q, pos), positions.Rope()(k, pos)
+        if attention:
+            implementation = ATTENTION[attention]
+            v, score_mod = heads_last(inputs["v"]), ScoreMod(bias, processor)
+            return {"out": heads_last(implementation(q, k, v, pos, pos, score_mod))}
+        outputs |= {"q_rot": heads_last(q), "k_rot": heads_last(k)} if meta["name"] == "rope" else {}
         scores = processor(*score(q, k, pos, pos, bias=bias))
     else:
         scores = processor(inputs["scores_in"], None if bias is None else bias(pos, pos)[None], mask)
-    outputs = {"scores_out": jnp.where(mask[None, None], scores, 0), "probs": masked_softmax(scores, mask)}
-    if meta["name"] == "rope":
-        outputs = {"q_rot": heads_last(q), "k_rot": heads_last(k)} | outputs
-    return outputs
-
-
-def attention_outputs(inputs: dict, params: dict, meta: dict, attention) -> dict:
-    """Return the outputs in the file of an attention layer."""
-    bias, processor = build(params, meta)
-    pos = jnp.arange(meta["T"])
-    q, k, v = (heads_last(inputs[name]) for name in "qkv")
-    if meta["name"].startswith("rope"):
-        q, k = positions.Rope()(q, pos), positions.Rope()(k, pos)
-    return {"out": heads_last(attention(q, k, v, pos, pos, ScoreMod(bias, processor)))}
+    return outputs | {"scores_out": jnp.where(mask[None, None], scores, 0), "probs": masked_softmax(scores, mask)}
 
 
 @pytest.mark.parametrize(("file", "dtype", "attention"), vectors())
@@ -188,11 +179,7 @@ def test_golden(file, dtype, attention):
             inputs.pop("scores_in", None)  # CoPE's, computed from q and k
         params = {x: jnp.asarray(value.astype(dtype)) for x, value in select(data, "param.").items()}
 
-        def forward(inputs, params):
-            if attention:
-                return attention_outputs(inputs, params, meta, ATTENTION[attention])
-            return module_outputs(inputs, params, meta)
-
+        forward = functools.partial(outputs_of, meta=meta, attention=attention)
         if dtype == "float32":
             outputs = jax.jit(forward)(inputs, params)
             assert outputs.keys() >= meta["max_abs_diff_f32_vs_f64"].keys() > set()
@@ -214,19 +201,15 @@ def test_golden(file, dtype, attention):
             np.testing.assert_allclose(found[x], expected[x], rtol=0, atol=FLOAT64_TOLERANCE * scale, err_msg=x)
 
 
-def one_per_width_and_length() -> list:
-    """Return every DAPE V2 file; all but one bias, which has every (W, T), are slow."""
-    found = files("modules", "*dapev2*")
-    return [
-        pytest.param(
-            file, id=name(file), marks=() if read_meta(file)["name"].startswith("kerple") else pytest.mark.slow
-        )
-        for file in found
-    ]
+def one_of_each_width() -> list:
+    """Return every DAPE V2 file; all but the longest of each kernel width, with one bias, are slow."""
+    found = sorted(files("modules", "*dapev2*"), key=lambda file: read_meta(file)["T"])
+    quick = {read_meta(file)["k"]: file for file in found if read_meta(file)["name"].startswith("kerple")}.values()
+    return [pytest.param(file, id=name(file), marks=slow_unless(file in quick)) for file in found]
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("file", one_per_width_and_length())
+@pytest.mark.parametrize("file", one_of_each_width())
 def test_golden_where_we_differ(file):
     """Edge "prefix" differs from the listing only in the last W//2 rows; `leak` is the listing without tril."""
     data, meta = load(file)
@@ -235,7 +218,7 @@ def test_golden_where_we_differ(file):
     @jax.jit
     def scores(inputs, params):
         options = ({"leak": True}, {"edge": "prefix"})
-        return [module_outputs(inputs, params, meta, **some)["scores_out"] for some in options]
+        return [outputs_of(inputs, params, meta, **some)["scores_out"] for some in options]
 
     leaky, prefix = jax.device_get(scores({"scores_in": data["scores_in"]}, params))
     np.testing.assert_allclose(leaky, data["scores_out_leaky"], rtol=0, atol=FLOAT64_TOLERANCE)
