@@ -1,6 +1,7 @@
 """Command lines: flags from dataclasses, quiet libraries, one-line errors for bad input."""
 
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -12,9 +13,18 @@ from typing import Any, TypeVar
 
 from absl import app, flags
 from absl import logging as absl_logging
-from ml_collections import ConfigDict
 
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, describe, did_you_mean, printable, require
+from dape_jax import recipes
+from dape_jax.errors import (
+    InputError,
+    NonFiniteError,
+    StoppedError,
+    check_all,
+    describe,
+    did_you_mean,
+    printable,
+    require,
+)
 from dape_jax.storage import bucket_errors
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
@@ -31,6 +41,7 @@ def run(
     """Parse flags, call `main`, and turn expected exceptions into one line on standard error and an exit status.
 
         InputError (also for bad flags)   2, with one line for each message
+        OverflowError                     2, for a size that does not fit into a device's integers
         NonFiniteError                    1
         OSError                           1, for example for an unreadable file or a full disk
         StoppedError                      143
@@ -84,6 +95,9 @@ def run(
     except BrokenPipeError:  # the reader of the output has exited, as in `| head`; without dup2 the final flush fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OverflowError as error:
+        print(f"error: a number of the config is too large: {error}", file=sys.stderr)
+        sys.exit(2)
     except NonFiniteError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -114,144 +128,52 @@ def _print_unraisable(unraisable: Any) -> None:
 
 
 def _parse(arguments: list[str]) -> list[str]:
-    """Return the positional arguments after parsing the flags.
-
-    `--flag=None` sets an optional flag or config field to None.
+    """Return the positional arguments after parsing the flags, and read the config file with its fields' flags.
 
     Raises:
-        InputError: a flag or the config file is wrong; with a message for each wrong flag.
+        InputError: a flag or the config file is wrong; with a line for each wrong flag.
     """
-    unset = [argument for argument in arguments if _is_set_to_none(argument)]
+    of_config = [each for each in arguments[1:] if re.match("--?config[.]", each)]
+    unknown = [each for each in arguments[1:] if each not in of_config and not _is_known(each)]
+    wrong = {*of_config, *unknown}
+
+    def read_config() -> None:
+        if "config" in flags.FLAGS and (config := flags.FLAGS["config"]).value is not None:
+            config.value = recipes.read_config(config.value, of_config)
+
+    remaining, *_ = check_all(
+        lambda: _parse_flags([each for each in arguments if each not in wrong]),
+        *(functools.partial(_refuse, each) for each in unknown),
+        read_config,
+    )
+    return remaining
+
+
+def _parse_flags(arguments: list[str]) -> list[str]:
     try:
-        remaining = flags.FLAGS([argument for argument in arguments if argument not in unset])
-        for argument in unset:
-            name = argument.lstrip("-").removesuffix("=None")
-            if name.startswith("config."):
-                _set_to_none(flags.FLAGS["config"].value, name.removeprefix("config."))
-            else:
-                flags.FLAGS[name].value = None
-        return remaining
+        return flags.FLAGS(arguments)
     except flags.Error as error:
-        text = "; ".join(str(error).splitlines())
-        text = re.sub(r"flag --(\w+)=None: Flag --\1 must have a value other than None\.", r"--\1: must be given", text)
-        _, _, message = text.rpartition("dape_jax.errors.InputError: ")  # a config file's error follows its traceback
-        messages = _wrong_flags(arguments) if message == text else []
-        raise InputError(*(messages or [message])) from error
-    except BrokenPipeError:  # `--help | head`
-        raise
-    except OSError as error:
-        raise _unreadable(error) from error
-    except (AttributeError, KeyError) as error:  # raised by a config without this field, or without its section
-        messages = _wrong_flags(arguments)
-        if not messages:  # a bug in the config file
-            raise
-        raise InputError(*messages) from error
+        missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
+        lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
+        raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
 
 
-def _is_set_to_none(argument: str) -> bool:
-    name, _, value = argument.lstrip("-").partition("=")
-    if not argument.startswith("-") or value != "None":
-        return False
-    return name.startswith("config.") or (name in flags.FLAGS and flags.FLAGS[name].default is None)
+def _is_known(argument: str) -> bool:
+    """Return whether an argument is a defined flag, or no flag: -1 is a value."""
+    name = argument.lstrip("-").partition("=")[0]
+    is_flag = argument.startswith("-") and name and not name[0].isdigit()
+    return not is_flag or name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
 
 
-def _set_to_none(config: Any, path: str) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        config = config[section]
-    with config.ignore_type():  # the check of the whole config later refuses None where it is not allowed
-        config[name] = None
+def _refuse(argument: str) -> None:
+    nearest = did_you_mean(argument.lstrip("-").partition("=")[0], flags.FLAGS, "--")
+    raise InputError(f"{argument}: no such flag{nearest or '; see --help'}")
 
 
-PARSERS = {int: flags.IntegerParser(), float: flags.FloatParser(), bool: flags.BooleanParser()}
-
-
-def _wrong_flags(arguments: list[str]) -> list[str]:
-    """Return a message for each unknown flag, and for each flag with a value of the wrong type."""
-    defined, messages, config = flags.FLAGS, [], None
-    for argument in arguments[1:]:
-        if argument == "--":
-            break
-        name, equals, value = argument.lstrip("-").partition("=")
-        if not argument.startswith("-") or not name or name[0].isdigit():  # -1 is a value, not a flag
-            continue
-        if name == "config" and equals:
-            config = defined["config"].parser.parse(value)
-        elif name.startswith("config.") and config is not None and (advice := _missing_field(config, name)):
-            messages.append(f"{argument}: the config has no such field{advice}")
-        elif name not in defined and name.removeprefix("no") not in defined and not name.startswith("config."):
-            messages.append(f"{argument}: no such flag{did_you_mean(name, defined, '--') or '; see --help'}")
-        elif equals and not _is_set_to_none(argument):
-            try:
-                _parser_of(name, config).parse(value)
-            except ValueError as error:
-                messages.append(f"{argument}: {' '.join(str(error).split())}")
-    return messages
-
-
-def _parser_of(name: str, config: Any) -> Any:
-    """Return the parser of a flag.
-
-    The type of a config field gives its parser: if absl has stopped at an earlier flag, it has not defined this one.
-    """
-    if name.startswith("config.") and config is not None:
-        *sections, field = name.split(".")[1:]
-        for section in sections:
-            config = config[section]
-        kind = config.get_type(field.partition("[")[0])
-        if issubclass(kind, ConfigDict):
-            return _Section()
-        if kind in PARSERS and "[" not in field:
-            return PARSERS[kind]
-    return flags.FLAGS[name].parser if name in flags.FLAGS else flags.ArgumentParser()
-
-
-class _Section(flags.ArgumentParser):
-    """Parser that refuses to set a whole section of a config."""
-
-    def parse(self, argument: str) -> None:
-        """Raise `ValueError`."""
-        raise ValueError("is a section; set its fields, or choose it by name in the config file's argument")
-
-
-def _missing_field(config: Any, name: str) -> str:
-    """Return advice on a flag `config.SECTION.FIELD` whose field is not in the config, or "" if it is."""
-    here: Any = config
-    path = name.partition(".")[2]
-    for part in path.split("."):
-        part = part.partition("[")[0]  # an item of a tuple
-        if not isinstance(here, ConfigDict) or part not in here:
-            known = _paths(config)
-            same_name = [each for each in known if each.rpartition(".")[2] == path.rpartition(".")[2]]
-            prefix = "--config."
-            advice = did_you_mean(path, same_name or known, prefix) or did_you_mean(path, known, prefix)
-            fields = f"; its fields are {sorted(here.keys())}" if isinstance(here, ConfigDict) else ""
-            return advice or fields or "; it has no fields"
-        here = here[part]
-    return ""
-
-
-def _paths(config: Any, prefix: str = "") -> list[str]:
-    """Return the dotted path of every field of nested config sections."""
-    paths = []
-    for name in config.keys():
-        paths += (
-            _paths(config[name], f"{prefix}{name}.") if isinstance(config[name], ConfigDict) else [f"{prefix}{name}"]
-        )
-    return paths
-
-
-def config_of(flag: flags.Flag | flags.FlagHolder) -> dict[str, Any]:
-    """Return the nested dict of a config-file flag.
-
-    Raises:
-        InputError: the file cannot be read, which absl reports only when the value is used.
-    """
-    config: Any = flag.value
-    try:
-        return config.to_dict()
-    except OSError as error:
-        raise _unreadable(error) from error
+def config_of(flag: flags.Flag) -> dict[str, Any]:
+    """Return the nested dict of the flag of `define_config_flag`."""
+    value: Any = flag.value
+    return value
 
 
 def flag(default: Any, text: str, repeated: bool = False) -> Any:
@@ -324,7 +246,3 @@ def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
         require(is_short, field, list(items), f"{item} is a range of more than {MAX_NUMBERS:,} integers")
         numbers.extend(range(first, max(first, last) + 1, step or 1))
     return tuple(numbers)
-
-
-def _unreadable(error: OSError) -> InputError:
-    return InputError("--config: cannot be read: " + "; ".join(line.strip() for line in str(error).splitlines()))

@@ -1,18 +1,22 @@
-"""Recipes: config files of the package, which `--config=configs/NAME.py` names in any directory."""
+"""Config files: recipes of the package or a user's own, `PATH[:ARGUMENT]`, and the flags that set their fields."""
 
+import ast
+import functools
 import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
-from ml_collections.config_flags.config_flags import ConfigFileFlagParser
+from ml_collections import ConfigDict
 
-from dape_jax.errors import require
+from dape_jax.errors import InputError, check_all, did_you_mean, require
 
 RECIPES = Path(__file__).with_name("configs")  # in a clone, `configs` is a link to it
-_SHARED = "common.py"  # read by the recipes
+_SHARED = "common.py"  # imported by the recipes
+_BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def recipe_names() -> list[str]:
@@ -35,13 +39,12 @@ def find_recipe(name: str) -> Path:
 
 
 def read_module(file: Path) -> ModuleType:
-    """Import a config file by its path: it is not part of a package.
+    """Import a config file by its path.
 
     Raises:
         InputError: the file is missing.
     """
-    allowed = "must exist"
-    require(file.is_file(), "config file", str(file), allowed)
+    require(file.is_file(), "config file", str(file), "must be a Python file")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -50,19 +53,60 @@ def read_module(file: Path) -> ModuleType:
     return module
 
 
-class _RecipeParser(ConfigFileFlagParser):
-    """Parser of PATH or PATH:ARGUMENT, where PATH may be a recipe of the package."""
+def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the nested dict of the config file `PATH[:ARGUMENT]`, after flags such as `--config.train.num_steps=8`.
 
-    def parse(self, path: str):
-        name, *argument = path.split(":", 1)
-        return super().parse(":".join([str(find_recipe(name)), *argument]))
+    Raises:
+        InputError: the file rejects its argument, or flags are wrong; with a line for each flag.
+    """
+    path, *argument = name.split(":", 1)
+    config = read_module(find_recipe(path)).get_config(*argument)
+    check_all(*(functools.partial(_set, config, each) for each in arguments))
+    return config.to_dict()
+
+
+def _set(config: ConfigDict, argument: str) -> None:
+    """Set a field by a flag `--config.SECTION.FIELD=VALUE`, whose value has the type of the field, or is None."""
+    name, equals, text = argument.lstrip("-").partition("=")
+    path = name.removeprefix("config.")
+    *sections, field = path.split(".")
+    if path not in (known := list(_paths(config))):
+        is_section = any(each.startswith(f"{path}.") for each in known)
+        same_name = [each for each in known if each.rpartition(".")[2] == field]
+        advice = did_you_mean(path, same_name or known, "--config.") or did_you_mean(path, known, "--config.")
+        message = "is a section; set its fields, or choose it by name in the config file's argument"
+        raise InputError(f"{argument}: {message if is_section else f'the config has no such field{advice}'}")
+    if not equals:
+        raise InputError(f"{argument}: must be {argument}=VALUE")
+    section = functools.reduce(lambda inner, each: inner[each], sections, config)
+    kind = section.get_type(field)
+    try:
+        value = None if text == "None" else _parse(kind, text)
+    except (ValueError, TypeError, SyntaxError, KeyError) as error:
+        raise InputError(f"{argument}: must be of type {kind.__name__}") from error
+    with section.ignore_type():  # `read_run` refuses None where it is not allowed
+        section[field] = value
+
+
+def _parse(kind: type, text: str) -> Any:
+    if kind is bool:
+        return _BOOLS[text.lower()]
+    if kind is tuple:
+        value = ast.literal_eval(text)
+        return tuple(value) if isinstance(value, tuple | list) else (value,)
+    return kind(text)
+
+
+def _paths(config: ConfigDict, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every field of nested config sections, without those of unset fields' sections."""
+    for name in config.keys():
+        value = config[name]
+        yield from _paths(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [f"{prefix}{name}"]
 
 
 def define_config_flag() -> None:
     """Define the required flag `--config`: a config file, with its argument after a colon."""
-    text = "Config file or recipe of the package, with its argument after a colon: configs/quickstart.py:bias=alibi."
-    config_flags.DEFINE_config_file("config", help_string=text)
-    flag = flags.FLAGS["config"]
-    flag.parser = _RecipeParser(flag.name)
-    flags.mark_flag_as_required(flag.name)
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # --help lists it
+    text = "Config file or recipe of the package, with its argument after a colon: configs/quickstart.py:bias=alibi. "
+    flags.DEFINE_string("config", None, text + "--config.SECTION.FIELD=VALUE sets a field.")
+    flags.mark_flag_as_required("config")
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["config"])  # --help lists it

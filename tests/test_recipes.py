@@ -11,12 +11,11 @@ from dape_jax.data.prepare import command
 from dape_jax.data.prepare.command import PrepareConfig
 from dape_jax.data.store import follow_corpus, load_corpus
 from dape_jax.errors import InputError
-from dape_jax.recipes import read_module
+from dape_jax.recipes import read_config, read_module
 from dape_jax.training import checkpoint, loop
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "small", "paper")
-SIZES = {"quickstart": "", "small": "xs,", "paper": "125m,"}  # beginning of the argument
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,26 @@ def test_the_checkpoint_interval_follows_the_validation_interval(recipe):
     assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 21
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_key_of_the_argument_is_given_once(recipe):
-    with pytest.raises(InputError, match=r"config argument = 'bias=kerple,bias=alibi': must have bias once"):
-        read_module(ROOT / "configs" / f"{recipe}.py").get_config(f"{SIZES[recipe]}bias=kerple,bias=alibi")
+def test_flags_set_fields_with_the_type_of_the_recipe(tmp_path):
+    (tmp_path / "recipe.py").write_text(
+        "from ml_collections import ConfigDict, config_dict\n"
+        "def get_config(x=3):\n"
+        "    a = {'x': int(x), 'y': 'text', 'z': config_dict.placeholder(int), 'rate': 0.5, 'on': True}\n"
+        "    return ConfigDict({'a': a | {'sizes': (1, 2)}})\n"
+    )
+    name = str(tmp_path / "recipe.py")
+    default = {"x": 3, "y": "text", "z": None, "rate": 0.5, "on": True, "sizes": (1, 2)}
+    assert read_config(name) == {"a": default}
+    assert read_config(f"{name}:4") == {"a": default | {"x": 4}}
+    for text, changed in (
+        ("x=None y=None z=7", {"x": None, "y": None, "z": 7}),
+        ("y=4 rate=1e-3 on=false", {"y": "4", "rate": 1e-3, "on": False}),
+        ("y=a=b sizes=(3,) on=1", {"y": "a=b", "sizes": (3,)}),
+        ("sizes=3,4 z=1 z=2", {"sizes": (3, 4), "z": 2}),
+        ("sizes=8 y=", {"sizes": (8,), "y": ""}),
+    ):
+        assert read_config(name, [f"--config.a.{each}" for each in text.split()]) == {"a": default | changed}, text
+    wrong = ["x=0.5", "z=a", "rate=low", "on=yes", "sizes=(", "w=1", "x"]
+    with pytest.raises(InputError) as error:
+        read_config(name, [f"-config.a.{each}" for each in wrong] + ["--config.a=3"])
+    assert len(error.value.messages) == len(wrong) + 1
