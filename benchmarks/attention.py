@@ -54,7 +54,7 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import CHOICES
 from dape_jax.errors import is_out_of_memory, require
-from dape_jax.evaluation import report
+from dape_jax.evaluation import figures, report
 from dape_jax.hardware import MIB, chip_of
 from dape_jax.kernels import KERNELS
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation
@@ -418,7 +418,7 @@ def plot(rows: list[Measurement], title: str) -> Figure:
                 points = sorted((r.length, getattr(r, field)) for r in chosen if getattr(r, field))
                 style = "--" if name in (PLAIN, *listing.NAMES) else "-"
                 axes.plot([x for x, _ in points], [y for _, y in points], f"o{style}", color=f"C{number}", label=name)
-            report.lengths_axis(axes, lengths)
+            figures.lengths_axis(axes, lengths)
             if any(getattr(row, field) for row in rows):
                 axes.set_yscale("log")
         panels[0, column].set_title(f"{model}, {direction.replace('backward', 'forward + backward')}")
@@ -480,7 +480,7 @@ def run(settings: Settings) -> None:
         import torch  # pyright: ignore[reportMissingImports]
 
         content["torch"] = torch.__version__
-    report.save(platform, directory, content, caption, cells(rows), plot(rows, what), show=print)
+    report.save(platform, directory, content, caption, cells(rows), plot(rows, what))
     print(f"\nresults: {directory}")
     if wrong := [row for row in rows if not is_right(row, settings.dtype)]:
         lines = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.errors}" for row in wrong]

@@ -198,7 +198,7 @@ def main(_: list[str]) -> None:
         if row["failed"]:
             print(f"{row['implementation']} {row['length']} {row['direction']}: {row['failed']}", file=sys.stderr)
     caption = "One layer, Kerple with DAPE 1x3 (cudnn: neither), bfloat16, compiled for an H200 without one."
-    report.save("gpu_compiled", directory, {"rows": rows}, caption, cells(rows), plot(rows), show=print)
+    report.save("gpu_compiled", directory, {"rows": rows}, caption, cells(rows), plot(rows))
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def main(_: list[str]) -> None:
         f"Largest errors in nats of the last row's scores within {NEAR_NATS:.0f} nats of its maximum, "
         f"DAPE1x{settings.kernel_width}, {settings.channels} channels, new parameters."
     )
-    report.save("precision", directory, {"rows": rows}, caption, cells(rows), plot(rows), show=print)
+    report.save("precision", directory, {"rows": rows}, caption, cells(rows), plot(rows))
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ def main(_: list[str]) -> None:
         rows = measure(settings, Path(cache))
     content = {"settings": dataclasses.asdict(settings), "band_nats": BAND_NATS, "rows": rows}
     caption = f"{settings.method}, {settings.length} tokens, {settings.steps} steps; mean loss of {WINDOW} steps, nats."
-    print("\n" + report.save("precision_training", directory, content, caption, cells(rows), plot(rows)).table)
+    report.save("precision_training", directory, content, caption, cells(rows), plot(rows))
     if wrong := [row["dtype"] for row in rows if not row["apart"] <= BAND_NATS or not math.isfinite(row["loss"])]:
         raise AssertionError(f"further than {BAND_NATS} nats from {rows[0]['dtype']}: {wrong}")
 

@@ -43,7 +43,7 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.data.corpus import STDLIB
 from dape_jax.errors import require
-from dape_jax.evaluation import report
+from dape_jax.evaluation import figures, report
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
@@ -287,7 +287,7 @@ def plot(rows: list[dict[str, Any]], title: str) -> Figure:
                 panels[place, column].plot(
                     [row["length"] for row in chosen], [row[field] for row in chosen], "o-", label=name
                 )
-            report.lengths_axis(panels[place, column], sorted({row["length"] for row in rows}))
+            figures.lengths_axis(panels[place, column], sorted({row["length"] for row in rows}))
             if any(row[field] for row in rows):
                 panels[place, column].set_yscale("log")
         panels[0, column].set_title(model)
@@ -329,7 +329,7 @@ def run(settings: Settings) -> None:
     failed = [f"{row['name']} at {row['model']} {row['length']}: {row['failed']}" for row in rows if row["failed"]]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
     content = {"settings": dataclasses.asdict(settings), "left_out": left_out, "rows": rows}
-    report.save(device_platform(), directory, content, caption, cells(rows), plot(rows, what), show=print)
+    report.save(device_platform(), directory, content, caption, cells(rows), plot(rows, what))
     print(f"\nresults: {directory}")
 
 

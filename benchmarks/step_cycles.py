@@ -166,7 +166,7 @@ def main(_: list[str]) -> None:
         f"A training step by the compiler's cycles, {settings.tokens:,} tokens on each chip, bfloat16, "
         f"remat={settings.remat}. Ratio: to {RATIO_TO}."
     )
-    report.save("step_cycles", directory, content, caption, cells(rows), plot(rows), show=print)
+    report.save("step_cycles", directory, content, caption, cells(rows), plot(rows))
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def run(settings: Settings) -> None:
     content = {"settings": dataclasses.asdict(settings), "by_roofline": bool(settings.chip), "rows": rows}
     content |= {"chip": dataclasses.asdict(CHIP_OF_NAME[settings.chip])} if settings.chip else {}
     stem = "-".join([settings.chip or device_platform(), *([] if settings.preset == "paper" else [settings.preset])])
-    report.save(stem, directory, content, caption, cells(rows), plot(rows, f"{what}\n{how}"), show=print)
+    report.save(stem, directory, content, caption, cells(rows), plot(rows, f"{what}\n{how}"))
     print(f"\nresults: {directory}")
 
 

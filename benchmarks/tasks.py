@@ -79,7 +79,7 @@ def main(_arguments: list[str]) -> None:
         f"per batch (median of {settings.batches}) and tokens of tapes per second."
     )
     content = {"batch_size": BATCH_SIZE, "batches": settings.batches, "tasks": tasks}
-    report.save("sampling", directory, content, caption, rows, None, show=print)
+    report.save("sampling", directory, content, caption, rows, None)
 
 
 if __name__ == "__main__":

@@ -423,7 +423,7 @@ def main(_: list[str]) -> None:
             rows.append(measure(Request(*names, settings), libtpu))
     content = {"rows": rows, "libtpu": libtpu_version(libtpu)}
     caption = f"One layer, bias {settings.bias}, bfloat16, compiled ahead of time; dape is 1x{settings.kernel_width}."
-    report.save("tpu", directory, content, caption, cells(rows), plot(rows), show=print)
+    report.save("tpu", directory, content, caption, cells(rows), plot(rows))
 
 
 if __name__ == "__main__":

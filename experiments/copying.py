@@ -175,7 +175,7 @@ def main(_: list[str]) -> None:
         "intervals over documents."
     )
     content = {"data": corpus.digest, "match": settings.match, "num_windows": len(windows), "runs": results}
-    paths = report.save("copying", directory, content, caption, rows, draw(results), print)
+    paths = report.save("copying", directory, content, caption, rows, draw(results))
     print(f"\nfigure: {paths.figure}")
 
 

@@ -249,7 +249,7 @@ def main(_: list[str]) -> None:
         "documents."
     )
     content = {"data": corpus.digest, "digits": DIGITS, "num_windows": len(texts), "runs": results}
-    paths = report.save("needle", directory, content, caption, rows, draw(results), print)
+    paths = report.save("needle", directory, content, caption, rows, draw(results))
     print(f"\nfigure: {paths.figure}")
 
 

@@ -148,7 +148,7 @@ def main(_: list[str]) -> None:
         "bootstrap intervals over documents."
     )
     content = {"match": settings.match, "scored": settings.scored, "runs": results}
-    paths = report.save("repetition", directory, content, caption, rows, draw(results), print)
+    paths = report.save("repetition", directory, content, caption, rows, draw(results))
     print(f"\nfigure: {paths.figure}")
 
 

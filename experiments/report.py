@@ -18,19 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dape_jax.errors import os_errors, require
-from dape_jax.evaluation.report import (
-    FIXED_BELOW,
-    band,
-    csv_text,
-    distinct_colors,
-    drawings,
-    drawn,
-    json_values,
-    log_y_axis,
-    mark_train_lengths,
-    markdown_table,
-    only_drawn,
-)
+from dape_jax.evaluation.figures import band, distinct_colors, drawn, log_y_axis, mark_train_lengths, only_drawn
+from dape_jax.evaluation.report import FIXED_BELOW, csv_text, drawings, json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS, NOT_IN_PAPER, Cell, Less, Score

@@ -403,7 +403,7 @@ def write_perplexity(study: Study, points: list[dict[str, Any]], output: AnyPath
         "original steps."
     )
     content = {"points": points, "perplexity": table, "ways": WAYS}
-    report.save("retrofit", output, content, caption, rows, lengths_figure(table), print)
+    report.save("retrofit", output, content, caption, rows, lengths_figure(table))
 
 
 def write_steps(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
@@ -422,7 +422,7 @@ def write_steps(study: Study, points: list[dict[str, Any]], output: AnyPath) -> 
         f"{study.steps:,}, {QUICK_WINDOWS} windows, mean of {len(study.seeds)} seeds."
     )
     summary = [{"way": way, "percent": percent, "perplexity": each} for (way, percent), each in table.items()]
-    report.save("steps", output, {"steps": summary}, caption, rows, steps_figure(table), print)
+    report.save("steps", output, {"steps": summary}, caption, rows, steps_figure(table))
 
 
 def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
@@ -439,7 +439,7 @@ def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
         f"Change of the perplexity of the last {TRAIN_LENGTH} bytes by length, on the same windows; 95 % bootstrap "
         "intervals over documents, not over seeds."
     )
-    report.save("pairs", output, {"pairs": pairs}, caption, rows, None, print)
+    report.save("pairs", output, {"pairs": pairs}, caption, rows, None)
 
 
 def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
@@ -464,7 +464,7 @@ def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
         f"{PASSAGE} bytes were also at the start of the sequence ({WINDOWS} passages). Position at which the loss "
         f"breaks in windows of {max(LENGTHS):,}, for each seed, and the mean loss of the last half in nats."
     )
-    report.save("recall", output, {"recall": results}, caption, rows, positions_figure(table), print)
+    report.save("recall", output, {"recall": results}, caption, rows, positions_figure(table))
 
 
 def style(way: str) -> dict[str, Any]:

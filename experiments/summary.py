@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from dape_jax.evaluation.report import distinct_colors, drawn, log_y_axis
+from dape_jax.evaluation.figures import distinct_colors, drawn, log_y_axis
 from experiments.catalogue import EXPERIMENTS, METHODS, OVERRIDES, Cell, Experiment, Less
 from experiments.groups import Group, Series, lookup_in
 from experiments.verdicts import difference

@@ -18,21 +18,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Array, Int
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from dape_jax.config import TaskRunConfig
-from dape_jax.evaluation import report
+from dape_jax.evaluation import figures, report
 from dape_jax.evaluation.options import TaskOptions
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
-from dape_jax.evaluation.trained import (
-    TrainedModel,
-    read_models,
-    read_trained_on_task,
-    require_same,
-    restore_current,
-)
+from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
@@ -44,9 +36,8 @@ from dape_jax.training.step import abstract_params, positions_of
 
 logger = logging.getLogger(__name__)
 
-TABLE_LENGTHS = (10, 20, 40, 50, 100, 200, 300, 400, 500)  # preferred columns among many lengths
+TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns among many lengths
 MAX_COLUMNS = 8
-MAX_MARKERS = 60  # lengths up to which the figure has a marker for each
 
 
 def evaluate_tasks(
@@ -55,13 +46,14 @@ def evaluate_tasks(
     *,
     mesh: MeshConfig | None = None,
     output: AnyPath | None = None,
-    show: report.Show | None = None,
 ) -> report.ReportPaths:
-    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.
+    """Evaluate one checkpoint of every workdir, print and write one comparison, `accuracy.*`.
+
+    See `perplexity.evaluate`.
 
     Workdirs of the same task must have different names.
     """
-    models = read_models(read_trained_on_task, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
+    models = read_models(TaskRunConfig, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")
     require_same(models, *fields)
     for model in models:
@@ -71,11 +63,10 @@ def evaluate_tasks(
     programs = [compile_tapes(model) for model in models]  # before any parameters are read, as in `perplexity.py`
     results = []
     for model, by_tokens in zip(models, programs, strict=True):
-        model, model_mesh, params = restore_current(model)
+        model_mesh, params = restore(model)
         results.append(task_result(model, answer_tapes(model, by_tokens, params, model_mesh)))
         del params  # before the next model's are read
-    content, table = {"runs": results}, cells(results)
-    return report.save("accuracy", directory, content, caption(results), table, plot(results), show)
+    return report.save("accuracy", directory, {"runs": results}, *accuracy_table(results), options.format)
 
 
 # ---- tapes
@@ -250,13 +241,11 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
 
 
 def columns(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths in the table: all of a few, otherwise the preferred ones, otherwise equally spaced ones."""
+    """Return the lengths in the table: all of a few, otherwise those of the paper, otherwise equally spaced ones."""
     if len(lengths) <= MAX_COLUMNS:
         return list(lengths)
-    preferred = [length for length in TABLE_LENGTHS if length in lengths]
-    if len(preferred) >= MAX_COLUMNS // 2:
-        return preferred[-MAX_COLUMNS:]
-    return [lengths[round((i + 1) * len(lengths) / MAX_COLUMNS) - 1] for i in range(MAX_COLUMNS)]
+    of_paper = [length for length in TABLE_LENGTHS if length in lengths]
+    return of_paper if len(of_paper) >= MAX_COLUMNS // 2 else list(lengths[:: -(len(lengths) // MAX_COLUMNS + 1)])[::-1]
 
 
 def percent(accuracy: float | None) -> str:
@@ -264,81 +253,49 @@ def percent(accuracy: float | None) -> str:
     return "-" if accuracy is None else f"{100 * accuracy:.2f}"
 
 
-def cells(results: report.Results) -> list[list[str]]:
-    """Return the header, and a row for each model: its means, and its accuracy at some lengths."""
-    train_length = results[0]["train_length"]
-    shown = columns([result["length"] for result in results[0]["lengths"]])
-    several = len({run["task"] for run in results}) > 1
-    rows = [["", *(["task"] if several else []), f"<= {train_length}", f"> {train_length}", *map(str, shown)]]
+def accuracy_table(results: report.Results) -> report.Table:
+    """Return a row for each model: its means, and its accuracy at some lengths."""
+    train_length, lengths = results[0]["train_length"], [result["length"] for result in results[0]["lengths"]]
+    chances = {run["task"]: run["random_accuracy"] for run in results}
+    task, shown = ["task"] if len(chances) > 1 else [], columns(lengths)
+    rows = [["", *task, f"<= {train_length}", f"> {train_length}", *map(str, shown)]]
     for run in results:
         at = {result["length"]: percent(result["accuracy"]) for result in run["lengths"]}
         means = [percent(run["trained"]), percent(run["score"])]
-        rows.append([run["name"], *([run["task"]] if several else []), *means, *(at[length] for length in shown)])
-    return rows
-
-
-def caption(results: report.Results) -> str:
-    """Return the caption of the table."""
-    first = results[0]
-    lengths, train_length = [result["length"] for result in first["lengths"]], first["train_length"]
+        rows.append([run["name"], *(run[name] for name in task), *means, *(at[length] for length in shown)])
     beyond = [length for length in lengths if length > train_length]
     span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
-    chances: dict[str, list[str]] = {}
-    for task, chance in {run["task"]: run["random_accuracy"] for run in results}.items():
-        chances.setdefault(percent(chance), []).append(task)
-    return (
+    caption = (
         f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols"
-        f"{', dropout on' if first['dropout'] else ''}; {first['lengths'][0]['num_sequences']} sequences of each "
-        f"length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; > {train_length}, the score: "
+        f"{', dropout on' if results[0]['dropout'] else ''}; {results[0]['lengths'][0]['num_sequences']} sequences of "
+        f"each length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; > {train_length}, the score: "
         f"mean over {len(beyond)} lengths{span}. Chance: "
-        + "; ".join(f"{chance} ({', '.join(tasks)})" for chance, tasks in chances.items())
+        + ", ".join(f"{percent(chance)} ({task})" for task, chance in chances.items())
         + "."
     )
+    return report.Table(caption, rows, plot(results))
 
 
 def plot(results: report.Results) -> Figure:
-    """Draw accuracy against length: a panel for each task, a colour for each method, a dotted line for chance."""
-    tasks, names = (list(dict.fromkeys(run[field] for run in results)) for field in ("task", "name"))
-    across = 2 if len(tasks) in (2, 4) else min(3, len(tasks))
+    """Draw accuracy against length: a panel for each task, a line for each model, a dotted line for chance."""
+    tasks = list(dict.fromkeys(run["task"] for run in results))
+    across = min(3, len(tasks))
     down = -(-len(tasks) // across)
-    figure = Figure(figsize=(6.4 if across == 1 else 4.2 * across, 0.9 + 3.2 * down), layout="constrained")
-    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
-    for axes in panels[len(tasks) :]:
+    figure = Figure(figsize=(2.2 + 4.2 * across, 0.8 + 3.2 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for axes, task in zip(panels.ravel(), tasks, strict=False):
+        runs = [run for run in results if run["task"] == task]
+        for run, color in zip(runs, figures.distinct_colors(len(runs)), strict=True):
+            lengths = [result["length"] for result in run["lengths"]]
+            accuracies = [result["accuracy"] for result in run["lengths"]]
+            axes.plot(lengths, accuracies, marker=".", color=color, label=figures.label(run["name"]))
+            figures.band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], color)
+        axes.axvline(runs[0]["train_length"], linestyle="--", color="gray")
+        axes.axhline(runs[0]["random_accuracy"], linestyle=":", color="gray", label="chance")
+        axes.set(title=task.replace("_", " "), ylim=(-0.03, 1.05), xlabel="input length N (symbols)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    for axes in panels.ravel()[len(tasks) :]:
         axes.remove()
-    lines: dict[str, Line2D] = {}
-    for number, (axes, task) in enumerate(zip(panels, tasks, strict=False)):
-        lines |= plot_task(axes, [run for run in results if run["task"] == task], names)
-        if number % across == 0:
-            axes.set_ylabel("accuracy")
-        if number + across >= len(tasks):  # the lowest panel of its column
-            axes.set_xlabel("input length N (symbols)")
-            axes.tick_params(labelbottom=True)
-    shown = [*names, "train length", "chance"]
-    figure.legend(
-        [lines[name] for name in shown],
-        [report.label(name) for name in shown],
-        loc="outside lower center",
-        ncols=min(len(shown), (3, 4, 6)[across - 1]),
-    )
+    panels[0, 0].set_ylabel("accuracy (dashed: train length)")
     return figure
-
-
-def plot_task(axes: Axes, runs: report.Results, names: list[str]) -> dict[str, Line2D]:
-    """Draw one panel; return its lines by name."""
-    lines = {}
-    colors = report.distinct_colors(len(names))
-    for run in runs:
-        color = colors[names.index(run["name"])]
-        lengths = [result["length"] for result in run["lengths"]]
-        marker = "o" if len(lengths) <= MAX_MARKERS else None
-        accuracies = [result["accuracy"] for result in run["lengths"]]
-        (lines[run["name"]],) = axes.plot(lengths, accuracies, marker=marker, markersize=3, color=color)
-        report.band(axes, lengths, [(result["low"], result["high"]) for result in run["lengths"]], color)
-    gray = {"color": "gray", "linewidth": 1.2}
-    lines["train length"] = axes.axvline(runs[0]["train_length"], linestyle="--", **gray)
-    lines["chance"] = axes.axhline(runs[0]["random_accuracy"], linestyle=":", **gray)
-    axes.set_title(runs[0]["task"].replace("_", " "))
-    axes.set_xlim(0, 1.02 * runs[0]["lengths"][-1]["length"])
-    axes.set_ylim(-0.03, 1.05)
-    axes.grid(alpha=0.3)
-    return lines

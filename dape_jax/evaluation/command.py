@@ -2,7 +2,7 @@
 
     dape-eval --workdir=runs/a,runs/b --lengths=128,256,512                        # perplexity by length
     dape-eval --workdir=runs/a,runs/b --lengths=128,256,512 --protocol=delta       # gain from context
-    dape-eval --workdir=runs/a,runs/b --lengths=512 --by_position                  # loss by position
+    dape-eval --workdir=runs/a,runs/b --lengths=512 --protocol=positions           # loss by position
     dape-eval --workdir=runs/che/a,runs/che/b --lengths=1-40,60-500/20             # runs on tasks: accuracy by length
 
 In a clone, `python eval.py` is the same program.
@@ -35,7 +35,7 @@ class Flags:
 
 
 def main(_: list[str]) -> None:
-    """Parse flags, evaluate, print the table."""
+    """Parse flags and evaluate, which prints the table."""
     given = command_line.from_flags(Flags)
     require(all(given.workdir or [""]), "--workdir", list(given.workdir), "must be directories, separated by commas")
 
@@ -51,10 +51,10 @@ def main(_: list[str]) -> None:
     output = to_path(given.output, "--output") if given.output else None
     if are_algorithmic(workdirs):
         refuse_flags(PerplexityOptions, "language models")
-        paths = evaluate_tasks(workdirs, command_line.from_flags(TaskOptions), mesh=mesh, output=output, show=print)
+        paths = evaluate_tasks(workdirs, command_line.from_flags(TaskOptions), mesh=mesh, output=output)
     else:
         refuse_flags(TaskOptions, "runs on tasks")
-        paths = evaluate(workdirs, command_line.from_flags(PerplexityOptions), mesh=mesh, output=output, show=print)
+        paths = evaluate(workdirs, command_line.from_flags(PerplexityOptions), mesh=mesh, output=output)
     print(f"\nresults: {paths.directory}\nfigure: {paths.figure}")
 
 

@@ -5,8 +5,8 @@ import dataclasses
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 
+FORMATS = ("csv", "md")
 STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
-PROTOCOLS = ("perplexity", "delta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +19,10 @@ class Options:
         "Increasing sequence lengths in tokens (of a task: input lengths in symbols); 40-500/20 is 40, 60, 80 .. 500, "
         "and 1-40 is 1, 2, 3 .. 40. Those of the run's config if empty.",
     )
+    format: tuple[str, ...] = flag((), "Further files with the table: csv, md.")
+
+    def __post_init__(self):
+        require(set(self.format) <= set(FORMATS), "format", self.format, f"must be of {list(FORMATS)}, or none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,28 +41,9 @@ class PerplexityOptions(Options):
     )
     protocol: str = flag(
         "perplexity",
-        "perplexity of the last tokens by length; or delta, the gain from the context before the last train-length "
-        "tokens.",
+        "perplexity of the last tokens by length; delta, the gain from the context before the last train-length "
+        "tokens; or positions, the loss by position in windows of the longest length.",
     )
-    by_position: bool = flag(False, "Measure the loss by position in windows of the longest length instead.")
-
-    def __post_init__(self):
-        is_delta, by_position, last_tokens = self.protocol == "delta", self.by_position, self.last_tokens
-        require(self.protocol in PROTOCOLS, "protocol", self.protocol, f"must be one of {list(PROTOCOLS)}")
-        require(not (by_position and is_delta), "by_position", by_position, "cannot be combined with --protocol=delta")
-        allowed = "must not be given with --protocol=delta, which scores as many tokens as the train length"
-        require(not is_delta or last_tokens is None, "last_tokens", last_tokens, allowed)
-        allowed = "must not be given with --by_position, which scores all tokens"
-        require(not by_position or last_tokens is None, "last_tokens", last_tokens, allowed)
-        from dape_jax.model.positions import STRETCHES  # imports JAX, which --help does not need
-
-        is_known = set(self.rotary) <= set(STRETCHES) and len(set(self.rotary)) == len(self.rotary) > 0
-        require(is_known, "rotary", self.rotary, f"must be one or more of {list(STRETCHES)}, each once")
-
-    @property
-    def kind(self) -> str:
-        """Return the kind of comparison: "perplexity", "delta" or "positions"."""
-        return "positions" if self.by_position else self.protocol
 
 
 @dataclasses.dataclass(frozen=True)

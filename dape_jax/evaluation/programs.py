@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
 from dape_jax.planning.flops import forward_flops
 from dape_jax.progress import Progress
-from dape_jax.sharding import BATCH_AXES, ROW_AXES, activation_spec, put_batch
+from dape_jax.sharding import BATCH_AXES, activation_spec, put_batch
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Compiled `step(params, batch)` for batches of one shape, with its memory on each device, arguments included.
+    """Compiled `step(params, batch)` for batches of one shape.
 
     `row_flops` is the work for one sequence, in which progress is measured: it grows faster than the length.
     """
@@ -43,7 +44,6 @@ class Program:
     batch_size: int
     row_flops: int
     step: Compiled
-    num_bytes: int
 
 
 def model_at(
@@ -93,65 +93,32 @@ def compile_programs(
         field: config field of the lengths, for errors.
 
     Raises:
-        InputError: a length does not fit; the message has the memory it needs and the largest length that fits.
+        InputError: a length does not fit; the message has the memory it needs and the memory that is free.
     """
-    available = available_bytes(mesh)
-
-    def compile_at(length: int) -> Program | None:
-        """Return the program, or None if the compiler itself finds that it does not fit."""
-        step, config, batch_size = step_at(length)
-        sharding = NamedSharding(mesh, activation_spec("BT"))
-        rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
-        with jax.set_mesh(mesh):
-            lowered = step.lower(params, dict.fromkeys(batch_names, rows))
-            try:
-                compiled = lowered.compile()
-            except jax.errors.JaxRuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                return None
-        return Program(length, batch_size, forward_flops(config, length, 1).total, compiled, predicted_bytes(compiled))
-
-    def fits(program: Program | None) -> bool:
-        return program is not None and program.num_bytes <= available
-
-    programs = []
+    available, programs = available_bytes(mesh), []
+    sharding = NamedSharding(mesh, activation_spec("BT"))
     for length in Progress(sorted(lengths, reverse=True), desc=f"{name}: compiling", unit="length", leave=False):
-        program = compile_at(length)
-        if program is None or not fits(program):
-            needed = "more than the compiler can allocate" if program is None else f"{program.num_bytes / GIB:.2f} GiB"
-            parts = math.prod(mesh.shape[axis] for axis in ROW_AXES)
-            largest = _largest_that_fits(lambda length: fits(compile_at(length)), length, lengths, parts)
+        step, config, batch_size = step_at(length)
+        rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
+        try:
+            with jax.set_mesh(mesh):
+                compiled = step.lower(params, dict.fromkeys(batch_names, rows)).compile()
+        except jax.errors.JaxRuntimeError as error:  # compilers for TPUs know the chip's memory
+            if not is_out_of_memory(error):
+                raise
+            compiled = None
+        num_bytes = math.inf if compiled is None else predicted_bytes(compiled)
+        needed = "more than the compiler can allocate" if compiled is None else f"{num_bytes / GIB:.2f} GiB"
+        if compiled is None or num_bytes > available:
             raise InputError(
-                f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB "
-                f"are free, for {step_at(length)[2]} sequences at once; {largest}"
+                f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB are free, "
+                f"for {batch_size} sequences at once; give shorter --lengths, or more devices to a sequence with --mesh"
             )
         if not programs:
-            message = "%s: length %s is predicted to take %.2f GiB on each device, where %.2f GiB are free"
-            logger.info(message, name, f"{length:,}", program.num_bytes / GIB, available / GIB)
-        programs.append(program)
+            message = "%s: length %s is predicted to take %s on each device, where %.2f GiB are free"
+            logger.info(message, name, f"{length:,}", needed, available / GIB)
+        programs.append(Program(length, batch_size, forward_flops(config, length, 1).total, compiled))
     return programs[::-1]
-
-
-def _largest_that_fits(fits: Callable[[int], bool], length: int, lengths: Sequence[int], parts: int) -> str:
-    """Return a phrase with the largest length that fits.
-
-    Halve a length that does not fit until it does, then look for a longer one among the requested lengths.
-    Only multiples of `parts`, the number of devices that share a sequence, are tried.
-    """
-    half = length // 2 // parts * parts
-    while half and not fits(half):
-        logger.info("length %s does not fit either", f"{half:,}")
-        half = half // 2 // parts * parts
-    if not half:
-        return "no length fits"
-    for asked in sorted(lengths, reverse=True):
-        if half <= asked < min(2 * half + 1, length) and fits(asked):
-            return f"the largest of --lengths that fits is {asked}"
-    return f"halved repeatedly, the first length that fits is {half}"
-
-
-# ---- memory
 
 
 def predicted_bytes(compiled: Compiled) -> int:
@@ -169,48 +136,14 @@ def predicted_bytes(compiled: Compiled) -> int:
 def available_bytes(mesh: Mesh) -> int:
     """Return the minimum free memory of this process's devices; the devices of a CPU share the host's memory."""
     devices = mesh.local_devices
-    if devices[0].platform == "cpu":
-        return host_available_bytes() // len(devices)
-    stats = [device.memory_stats() for device in devices]
-    return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
-
-
-def host_available_bytes(root: Path = Path("/")) -> int:
-    """Return the memory that this process can still allocate, limited by the host and by its control groups.
-
-    Inactive file cache of a control group counts as free: the kernel drops it before it refuses memory. `root` is the
-    root of the file system.
-    """
-    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo")}
-    if not meminfo:  # not Linux: only the total memory is known
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = meminfo["MemAvailable"]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, limit, usage, cache = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top, limit, usage = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache = "total_inactive_file"
-        else:
-            continue
-        # In a container the path may be the host's, and only the top directory may be visible.
-        group = Path(path.lstrip("/"))
-        for directory in {root / top / group, *(root / top / parent for parent in group.parents), root / top}:
-            limits, usages = _lines(directory / limit), _lines(directory / usage)
-            if limits and usages and limits[0] != "max":
-                stat = dict(line.split() for line in _lines(directory / "memory.stat"))
-                used = int(usages[0]) - (int(stat[cache]) if cache in stat else 0)
-                available = min(available, max(0, int(limits[0]) - used))
-    return available
-
-
-def _lines(file: Path) -> list[str]:
-    """Return the lines of a kernel file, or [] if it cannot be read."""
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
+    if devices[0].platform != "cpu":
+        stats = [device.memory_stats() for device in devices]
+        return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():  # not Linux: only the total memory is known
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    (kibibytes,) = re.findall(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    return int(kibibytes) * 1024 // len(devices)
 
 
 # ---- running

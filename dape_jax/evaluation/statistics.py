@@ -76,6 +76,26 @@ def _perplexity(nll: np.ndarray, tokens: np.ndarray, axis: int) -> np.ndarray:
     return np.exp(nll.sum(axis) / tokens.sum(axis))
 
 
+def lengths_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train_length: int) -> dict[str, Any]:
+    """Return the perplexity of one model at every length, and the document of each window."""
+    lengths = [length_result(length, documents, nll) for length, nll in nll_by_length.items()]
+    return {"documents": documents.tolist(), "lengths": lengths}
+
+
+def deltas_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train_length: int) -> dict[str, Any]:
+    """Return the perplexities of one model, and its gain from context at every length above the train length."""
+    local = nll_by_length[train_length]
+    longer = {length: nll for length, nll in nll_by_length.items() if length > train_length}
+    deltas = [delta_result(length, documents, local, nll) for length, nll in longer.items()]
+    return lengths_of(documents, nll_by_length, train_length) | {"deltas": deltas}
+
+
+def positions_of(documents: Documents, nll_by_length: dict[int, np.ndarray], train_length: int) -> dict[str, Any]:
+    """Return the loss by position of one model in the windows of the only length."""
+    (nll,) = nll_by_length.values()
+    return {"positions": positions_result(documents, nll, train_length)}
+
+
 def length_result(length: int, documents: Documents, nll: Float64[np.ndarray, "windows scored"]) -> dict[str, Any]:
     """Return the perplexity at one length, exp(nll_nats / num_tokens), from the nll in nats of all scored tokens.
 

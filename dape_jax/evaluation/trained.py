@@ -4,10 +4,8 @@ In: a workdir of `train.py`. Out: a `TrainedModel`, from which programs are comp
 are never written here. Next: `programs.py`.
 """
 
-import contextlib
 import dataclasses
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from jax.sharding import Mesh
@@ -15,7 +13,7 @@ from jax.sharding import Mesh
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
 from dape_jax.data.store import Corpus, load_corpus
 from dape_jax.data.tokenizers import TOKENIZER_FILE
-from dape_jax.errors import InputError, os_errors, require
+from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import Options
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
@@ -23,13 +21,7 @@ from dape_jax.storage import AnyPath, absolute, exists
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
-logger = logging.getLogger(__name__)
-
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
-
-
-class DeletedStepError(InputError):
-    """Error for a step that was deleted after its config was read, for example by its training run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +33,6 @@ class TrainedModel(Generic[AnyRunConfig]):
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
     mesh: MeshConfig  # over the devices of this machine, independent of the mesh of the training run
-    choice: str  # of the step: "newest", "best" or its number
 
     @property
     def name(self) -> str:
@@ -60,10 +51,7 @@ def are_algorithmic(workdirs: list[AnyPath]) -> bool:
     Raises:
         InputError: some are and others are not.
     """
-    configs = {}
-    for workdir in workdirs:
-        with _reading(workdir):
-            configs[str(workdir)] = checkpoint.read_config(workdir)
+    configs = {str(workdir): checkpoint.read_config(workdir) for workdir in workdirs}
     tasks = [workdir for workdir, saved in configs.items() if saved is not None and is_algorithmic(saved["config"])]
     allowed = f"must be all runs on tasks or all language models; {tasks} are runs on tasks"
     require(len(tasks) in (0, len(configs)), "workdir", list(configs), allowed)
@@ -71,9 +59,13 @@ def are_algorithmic(workdirs: list[AnyPath]) -> bool:
 
 
 def read_trained(
-    workdir: AnyPath, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
-) -> TrainedModel[RunConfig]:
-    """Read the description of a checkpoint of a language model.
+    workdir: AnyPath,
+    step: str,
+    overrides: dict[str, Any],
+    mesh: MeshConfig | None = None,
+    config: type[AnyRunConfig] = RunConfig,
+) -> TrainedModel[AnyRunConfig]:
+    """Read the description of a checkpoint.
 
     Args:
         workdir: run directory.
@@ -81,46 +73,29 @@ def read_trained(
         overrides: fields of the config's evaluation section to replace.
         mesh: mesh of the devices; by default sequences are spread over all of them, and parameters too as far as the
             width is divisible.
+        config: `RunConfig` for a language model, or `TaskRunConfig`.
 
     Raises:
-        InputError: there is no such checkpoint, it cannot be read, or the model's sizes are not divisible by the mesh.
+        InputError: there is no such checkpoint, it is damaged, or the model's sizes are not divisible by the mesh.
     """
-    return _read(RunConfig, workdir, step, overrides, mesh)
-
-
-def read_trained_on_task(
-    workdir: AnyPath, step: str, overrides: dict[str, Any], mesh: MeshConfig | None = None
-) -> TrainedModel[TaskRunConfig]:
-    """Read the description of a checkpoint of a model of an algorithmic task; see `read_trained`."""
-    return _read(TaskRunConfig, workdir, step, overrides, mesh)
-
-
-def _read(
-    config: type[AnyRunConfig], workdir: AnyPath, step: str, overrides: dict[str, Any], mesh: MeshConfig | None
-) -> TrainedModel[AnyRunConfig]:
-    with _reading(workdir):
-        number, saved = checkpoint.restore_config(workdir, step)
+    number, saved = checkpoint.restore_config(workdir, step)
     saved["config"]["evaluation"] |= overrides
     run = config.from_dict(saved["config"])
     if mesh is None:
         mesh = mesh_of_all_devices(run.model.width)
     else:
         run.check_model_mesh(make_mesh(mesh))
-    return TrainedModel(workdir, number, run, saved["data_digest"], mesh, step)
-
-
-def _reading(workdir: AnyPath) -> contextlib.AbstractContextManager[None]:
-    return os_errors("workdir", str(workdir), "cannot be read")
+    return TrainedModel(workdir, number, run, saved["data_digest"], mesh)
 
 
 def read_models(
-    read: Callable[[AnyPath, str, dict[str, Any], MeshConfig | None], TrainedModel[AnyRunConfig]],
+    config: type[AnyRunConfig],
     workdirs: Sequence[AnyPath],
     options: Options,
     mesh: MeshConfig | None,
     *overrides: str,
 ) -> list[TrainedModel[AnyRunConfig]]:
-    """Read the descriptions of the models to compare, whose labels must differ; `read` is one of the functions above.
+    """Read the descriptions of the models to compare, whose labels must differ.
 
     The options named by `overrides` replace the config's evaluation field of that name, where they are given.
 
@@ -129,7 +104,7 @@ def read_models(
     """
     require(bool(workdirs), "workdir", [], "must have at least one directory")
     given = {field: getattr(options, field) for field in overrides if getattr(options, field) not in (None, ())}
-    models = [read(workdir, options.step, given, mesh) for workdir in workdirs]
+    models = [read_trained(workdir, options.step, given, mesh, config) for workdir in workdirs]
     require_different_names(models, "workdir")
     return models
 
@@ -185,41 +160,8 @@ def restore(trained: TrainedModel) -> tuple[Mesh, Params]:
     """Read the parameters of a checkpoint; return the mesh, and the parameters sharded over it.
 
     Raises:
-        DeletedStepError: the checkpoint was deleted.
-        InputError: the checkpoint is damaged or cannot be read.
+        InputError: the checkpoint is damaged.
     """
-    workdir, step, mesh = trained.workdir, trained.step, make_mesh(trained.mesh)
-    with _reading(workdir):
-        try:
-            return mesh, checkpoint.restore_params(workdir, step, abstract_params(trained.run.model, mesh))
-        except InputError as error:
-            names = checkpoint.step_names(workdir)
-            if str(step) in names:
-                raise
-            message = f"step = '{step}': was deleted from {workdir} during the evaluation; its steps are {names[::-1]}"
-            raise DeletedStepError(message) from error
-
-
-def restore_current(trained: TrainedModel[AnyRunConfig]) -> tuple[TrainedModel[AnyRunConfig], Mesh, Params]:
-    """Read the parameters as `restore` does; if their step was deleted, choose the newest, or the best, step again.
-
-    A training run deletes old steps, perhaps while the programs of an evaluation are compiled. All steps of a run have
-    the same model, so the programs are also those of a later step.
-
-    Returns:
-        The description of the model, with the step that was read; the mesh; and the parameters.
-
-    Raises:
-        DeletedStepError: the checkpoint was deleted, and was chosen by its number.
-        InputError: the checkpoint is damaged or cannot be read.
-    """
-    while True:
-        try:
-            return trained, *restore(trained)
-        except DeletedStepError:
-            if trained.choice not in ("newest", "best"):
-                raise
-        with _reading(trained.workdir):
-            step, _ = checkpoint.restore_config(trained.workdir, trained.choice)
-        logger.info("%s: step %d was deleted; step %d is read instead", trained.label, trained.step, step)
-        trained = dataclasses.replace(trained, step=step)
+    mesh = make_mesh(trained.mesh)
+    abstract = abstract_params(trained.run.model, mesh)
+    return mesh, checkpoint.restore_params(trained.workdir, trained.step, abstract)

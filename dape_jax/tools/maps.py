@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, os_errors, printable, require
-from dape_jax.evaluation import report
+from dape_jax.evaluation import figures, report
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
 from dape_jax.files import read_bytes, write_atomically, write_json
 from dape_jax.model.attention import Blockwise, score
@@ -270,7 +270,7 @@ def token_names(tokenizer: Tokenizer, tokens_T: Int[np.ndarray, "T"]) -> list[st
     def name(text: str) -> str:
         text = printable(text).replace(" ", "\u00b7")
         known = "".join(c if c < "\u0500" else c.encode("unicode_escape").decode() for c in text)
-        return report.label(known) or "(end)"
+        return figures.label(known) or "(end)"
 
     return [
         name(tokenizer.decode(tokens_T[i : i + 1]).decode("utf-8", "backslashreplace")) for i in range(len(tokens_T))
