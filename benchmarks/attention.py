@@ -49,6 +49,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import listing
+from benchmarks.hlo import compile_program
 from benchmarks.measure import Call, failure, resident_bytes_of_call, seconds_in_turns
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
@@ -61,7 +62,6 @@ from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implem
 from dape_jax.model.biases import NopeConfig
 from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
-from dape_jax.planning.compile import compile_program
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform
 

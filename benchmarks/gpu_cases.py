@@ -31,6 +31,7 @@ from tqdm import tqdm
 from benchmarks import attention as one_layer
 from benchmarks import listing
 from benchmarks.gpu import GROUPS
+from benchmarks.hlo import compile_program
 from benchmarks.measure import Call, failure, seconds_in_turns, seconds_of
 from benchmarks.step import Step, read_config
 from benchmarks.table7 import RATIO_TO, TABLE
@@ -40,7 +41,6 @@ from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.scores import Mask
-from dape_jax.planning.compile import compile_program
 from dape_jax.sharding import device_platform
 
 GO, STOP, READY = "go-{group}", "stop", "ready-{group}"  # files for communication between `gpu.py` and a group

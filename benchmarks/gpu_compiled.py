@@ -38,6 +38,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.gpu_cases import MAIN, VARIANTS, Layer
+from benchmarks.hlo import compile_program
 from benchmarks.measure import failure
 from benchmarks.step import check_names
 from dape_jax import command_line
@@ -45,7 +46,6 @@ from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.hardware import MIB
-from dape_jax.planning.compile import compile_program
 from dape_jax.provenance import make_results_directory
 
 DIRECTIONS = ("forward", "backward")

@@ -37,6 +37,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.attention import choose, implementations
+from benchmarks.hlo import compile_program
 from benchmarks.measure import failure
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
@@ -47,9 +48,8 @@ from dape_jax.evaluation import figures, report
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
+from dape_jax.model.flops import model_flops
 from dape_jax.model.transformer import SIZES, model_structure
-from dape_jax.planning.compile import compile_program
-from dape_jax.planning.flops import model_flops
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer

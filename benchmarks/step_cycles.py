@@ -19,10 +19,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import tpu
+from benchmarks.hlo import compile_program
 from benchmarks.step import check_names, read_config
 from benchmarks.table7 import RATIO_TO, TABLE
 from dape_jax import command_line
@@ -34,8 +36,8 @@ from dape_jax.hardware import read_topology
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import SIZES, attention_of
-from dape_jax.planning.compile import find_libtpu, in_process, libtpu_version
-from dape_jax.planning.plan import REMATS, Request, compile_request
+from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
+from dape_jax.planning.plan import REMATS, Request
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig
 
@@ -77,22 +79,34 @@ def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
     return tpu.Request(topology, model, run.train.train_length, "backward", processor, "fused", settings)
 
 
+def compile_step(request: Request) -> dict[str, Any]:
+    """Compile a train step and return its cycles and kernels; must run in a separate process, see `in_process`."""
+    mesh, step, arguments = request.build()
+    with jax.set_mesh(mesh):
+        try:
+            program = compile_program(step, *arguments)
+        except jax.errors.JaxRuntimeError as error:
+            return {"fits": False, "reason": compile_error(error)}
+    figures = {"cycles": program.work.cycles, "kernels": program.work.kernels}
+    return {"fits": True, "peak_bytes": program.memory.peak_memory_in_bytes} | figures
+
+
 def measure(run: RunConfig, topology: str, model: str, libtpu: Path) -> dict[str, Any]:
     """Return the milliseconds of a training step of one chip, or the reason of a failure."""
     hardware, length = read_topology(topology), run.train.train_length
     attention = attention_of(run.model, length, "tpu", hardware.chip.device_kinds[0])
     found: dict[str, Any] = {"attention": type(attention).__name__.lower()}
     os.environ.pop("LIBTPU_INIT_ARGS", None)  # no listings of the step: writing them takes longer than compiling it
-    outcome = in_process(compile_request, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
+    outcome = in_process(compile_step, Request(run, hardware, MeshConfig(-1, 1, 1, 1)), libtpu)
     if not outcome["fits"]:
         return found | {"reason": outcome["reason"]}
     kernels_ms = 0.0
-    if outcome["work"]["kernels"]:
+    if outcome["kernels"]:
         layer = tpu.measure(layer_request(run, topology, model), libtpu)
         of_pass = dict(zip(("dape_forward", "dape_backward"), layer["kernels_of_passes_ms"], strict=True))
-        for name, times in outcome["work"]["kernels"]:
+        for name, times in outcome["kernels"]:
             kernels_ms += times * sum(ms for kernel, ms in of_pass.items() if kernel in name)
-    other_ms = 1e3 * outcome["work"]["cycles"] / tpu.CLOCK_HZ[hardware.chip.name]
+    other_ms = 1e3 * outcome["cycles"] / tpu.CLOCK_HZ[hardware.chip.name]
     return found | {"kernels_ms": kernels_ms, "other_ms": other_ms, "peak_bytes": outcome["peak_bytes"], "reason": None}
 
 

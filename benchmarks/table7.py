@@ -49,9 +49,9 @@ from dape_jax.evaluation import report
 from dape_jax.hardware import CHIPS, Chip
 from dape_jax.model.attention import IMPLEMENTATIONS, Blockwise, Fused
 from dape_jax.model.biases import NopeConfig
+from dape_jax.model.flops import executed_flops, pairs_computed
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import TransformerConfig, attention_of, model_structure, parameter_counts
-from dape_jax.planning.flops import executed_flops, pairs_computed
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh
 from experiments.catalogue import EXPERIMENTS, PRESETS, paper_tables

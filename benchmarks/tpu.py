@@ -44,6 +44,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks.hlo import compile_program
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import InputError, require
@@ -55,14 +56,7 @@ from dape_jax.model.attention import Auto, Dense, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
 from dape_jax.model.transformer import SIZES
-from dape_jax.planning.compile import (
-    compile_error,
-    compile_program,
-    find_libtpu,
-    in_process,
-    libtpu_version,
-    slice_devices,
-)
+from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.provenance import make_results_directory
 
 DIRECTIONS = ("forward", "backward")

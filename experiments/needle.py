@@ -39,10 +39,10 @@ from dape_jax.evaluation.perplexity import choose_windows, common_corpus
 from dape_jax.evaluation.programs import model_at, run_in_batches
 from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.evaluation.trained import TrainedModel, read_trained, require_different_names, restore
+from dape_jax.model.flops import forward_flops
 from dape_jax.model.loss import nll
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure
-from dape_jax.planning.flops import forward_flops
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path

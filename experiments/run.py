@@ -36,8 +36,8 @@ from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
 from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
+from dape_jax.model.flops import model_flops_per_token
 from dape_jax.model.transformer import GPT_NEOX, model_structure
-from dape_jax.planning.flops import model_flops_per_token
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import device_platform, make_mesh, put_batch

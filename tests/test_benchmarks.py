@@ -13,12 +13,12 @@ import pytest
 from tqdm import tqdm
 
 from benchmarks import attention, listing, measure, step, step_cycles, table7
+from benchmarks.hlo import compile_program
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
 from dape_jax.hardware import CHIPS, MIB
 from dape_jax.model.attention import Dense
-from dape_jax.planning.compile import compile_program
-from dape_jax.planning.flops import executed_flops, model_flops
+from dape_jax.model.flops import executed_flops, model_flops
 
 ROOT = Path(__file__).parents[1]
 SUFFIXES = ("csv", "json", "md", "pdf", "png", "txt")

@@ -26,9 +26,9 @@ import dape_jax
 from dape_jax import Blockwise, DapeConfig, Dense, KerpleConfig, PlainConfig, attend, dape, masked_softmax
 from dape_jax.config import read_model
 from dape_jax.model import processors
+from dape_jax.model.flops import forward_flops
 from dape_jax.model.scores import causal_runs
 from dape_jax.model.transformer import model_structure
-from dape_jax.planning.flops import forward_flops
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "library.md"

@@ -1,5 +1,6 @@
+"""FLOPs by formula equal XLA's count; plans are those of the compiler for TPUs, and of results/planning to 1 %."""
+
 import copy
-import dataclasses
 import json
 import subprocess
 import sys
@@ -18,12 +19,12 @@ from dape_jax.config import RunConfig
 from dape_jax.errors import InputError
 from dape_jax.hardware import CHIPS, TOPOLOGIES, chip_of, mfu, read_topology
 from dape_jax.kernels import tpu
+from dape_jax.model import flops
 from dape_jax.model.attention import Blockwise, Dense, Fused
-from dape_jax.model.processors import INPUTS, PROCESSORS, DapeConfig
+from dape_jax.model.processors import PROCESSORS, DapeConfig
 from dape_jax.model.scores import Mask
 from dape_jax.model.transformer import model_structure
 from dape_jax.planning import compile as compiling
-from dape_jax.planning import flops, hlo
 from dape_jax.planning import plan as planning
 from dape_jax.planning.__main__ import Settings
 from dape_jax.sharding import read_mesh
@@ -76,21 +77,14 @@ def test_computed_pairs_of_the_kernel_are_nearly_those_of_its_tiles(length, wind
     assert flops.num_pairs(length, window) <= by_formula <= computed <= (1.11 if window is None else 1.25) * by_formula
 
 
-@pytest.mark.parametrize(
-    ("inputs", "has_bias"), [(inputs, has) for inputs in INPUTS for has in (False, True) if has or inputs != "bias"]
-)
+@pytest.mark.parametrize(("inputs", "has_bias"), [("both", True), ("both", False), ("scores", True), ("bias", True)])
 def test_pair_flops_of_a_processor_are_those_of_its_kernels(inputs, has_bias):
     config = DapeConfig(kernel_width=3, channels=5, inputs=inputs)
     module = config.build(4, has_bias=has_bias, rngs=nnx.Rngs(0))
     read = 0 if module.scores_WHC is None else module.scores_WHC.size
     of_bias = 0 if module.bias_WHC is None else module.bias_WHC.size
     assert config.pair_flops(4, has_bias) == (2 * (read + module.output_WCH.size), 2 * of_bias)
-
-
-@pytest.mark.parametrize("name", PROCESSORS)
-def test_every_processor_has_pair_flops(name):
-    pair = PROCESSORS[name]().pair_flops(4, True)
-    assert min(pair) >= 0
+    assert all(min(kind().pair_flops(4, True)) >= 0 for kind in PROCESSORS.values())
 
 
 @pytest.mark.parametrize(
@@ -168,120 +162,17 @@ def test_mfu_is_the_fraction_of_the_chips_peak():
     assert mfu(1e12, jax.devices()[0].device_kind, 1) is None
 
 
-# ---- reading compiled programs
-
-PROGRAM = """HloModule jit_step, is_scheduled=true
-
-%cond (c.0: (s32[], f32[8,128])) -> pred[] {
-  %constant.1 = s32[]{:T(128)} constant(12)
-  %c.0 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%c.0), index=0
-  ROOT %lt = pred[]{:T(128)} compare(%i, %constant.1), direction=LT
-}
-
-%fused.1 (p.0: f32[2,128]) -> (f32[2,128], f32[8,128]) {
-  %p.0 = f32[2,128]{1,0:T(8,128)} parameter(0)
-  %gather.1 = f32[8,128]{1,0:T(8,128)} all-gather(%p.0), channel_id=7, replica_groups=mesh['a'=4,'b'=2] {'a'}
-  ROOT %start = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) custom-call(%gather.1), target="AsyncCollective"
-}
-
-%fused.2 (p.2: f32[2,128]) -> f32[8,128] {
-  %p.2 = f32[2,128]{1,0:T(8,128)} parameter(0)
-  ROOT %gather.2 = f32[8,128]{1,0:T(8,128)} all-gather(%p.2), channel_id=8, replica_groups=mesh['a'=4,'b'=2] {'b'}
-}
-
-%fused.3 (p.3: f32[2,128]) -> f32[8,128] {
-  %p.3 = f32[2,128]{1,0:T(8,128)} parameter(0)
-  ROOT %gather.3 = f32[8,128]{1,0:T(8,128)} all-gather(%p.3), channel_id=8, replica_groups=mesh['a'=4,'b'=2] {'b'}
-}
-
-%all-reduce-scatter (input: f32[8,128]) -> f32[2,128] {
-  %input = f32[8,128]{1,0:T(8,128)} parameter(0)
-  %sum.2 = f32[8,128]{1,0:T(8,128)} all-reduce(%input), channel_id=9, replica_groups=[2,4]<=[8], to_apply=%add
-  ROOT %slice.2 = f32[2,128]{1,0:T(8,128)} slice(%sum.2), slice={[0:2], [0:128]}
-}
-
-%body (b.0: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
-  %b.0 = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
-  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%b.0), index=1
-  %w = f32[128,128]{1,0:T(8,128)} constant({...})
-  %y = f32[8,128]{1,0:T(8,128)} convolution(%x, %w), dim_labels=bf_io->bf
-  %p = f32[2,128]{1,0:T(8,128)} fusion(%y), kind=kCustom, calls=%all-reduce-scatter
-  %g.1 = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%p), kind=kCustom, calls=%fused.1
-  %g.2 = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%p), kind=kCustom, calls=%fused.1
-  %g.4 = f32[8,128]{1,0:T(8,128)} fusion(%p), kind=kCustom, calls=%fused.2
-  ROOT %out = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%b.0, %g.2)
-}
-
-ENTRY %main (a.0: f32[8,128], a.1: f32[1,3]) -> f32[8,128] {
-  %a.0 = f32[8,128]{1,0:T(8,128)} parameter(0)
-  %a.1 = f32[1,3]{1,0:T(8,128)} parameter(1)
-  %t = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%a.0, %a.0)
-  %loop = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%t), condition=%cond, body=%body
-  %n = f32[8,128]{1,0:T(8,128)S(1)} copy(%a.0)
-  %wide = f32[5,12]{0,1:T(8,128)} negate(%a.1), metadata={op_name="jit(step)/wide"}
-  %g.3 = (f32[2,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%a.0), kind=kCustom, calls=%fused.3
-  %sum = (f32[8,128]{1,0:T(8,128)}, f32[]{:T(128)}) all-reduce(%a.0), channel_id=1, replica_groups={{0,1},{2,3}}
-  ROOT %shift = f32[8,128]{1,0:T(8,128)} collective-permute(%a.0), channel_id=2, source_target_pairs={{0,1}}
-}
-"""
-
-
-def test_collectives_count_once_per_run_of_their_loop_and_once_per_channel():
-    work = hlo.read_work(PROGRAM)
-    size = 8 * 128 * 4
-    received = {c.kind: (c.count, c.num_bytes) for c in work.collectives}
-    assert received == {
-        # Channel 7: both fusions are parts of one. Channel 8: started outside the loop, it overlaps with it.
-        "all-gather": (12 + 1, 12 * size * 3 // 4 + size // 2),
-        "reduce-scatter": (12, 12 * size * 3 // 4),
-        "all-reduce": (1, 2 * (size + 4) // 2),
-        "collective-permute": (1, size),
-    }
-    assert work.loops == (12,)
-    assert work.matmul_flops == 12 * 2 * 8 * 128 * 128
-
-
-def test_buffers_are_padded_to_tiles_and_vmem_is_not_traffic():
-    work = hlo.read_work(PROGRAM)
-    assert (16 * 128 * 4, "f32[5,12]", "jit(step)/wide") in work.largest  # dim 0 is the minor: 12 x 5 -> 16 x 128
-    without = hlo.read_work(PROGRAM.replace("T(8,128)S(1)} copy", "T(8,128)} copy"))
-    assert without.hbm_bytes - work.hbm_bytes == 8 * 128 * 4
-
-
-@pytest.mark.parametrize(("sizes", "window"), [((7, 5, 6), ""), ((8, 3, 4), "0")])
-def test_flops_of_a_convolution_exclude_padding(sizes, window):
-    """Count a padded convolution, and a matmul with a batch dim in the compiler's notation."""
-    rows, inputs, outputs = sizes
-    if not window:
-        text, dims = "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", ((2, rows, inputs), (3, inputs, outputs))
-        out, expected = (2, rows, outputs), 2 * 2 * inputs * outputs * (3 * rows - 2)
-    else:  # batch of 8 as a reversed window of 8 that overlaps at one place at a time
-        text = "window={size=8 stride=7 lhs_dilate=8}, dim_labels=b0f_0io->b0f"
-        dims, out = ((2, rows, inputs), (rows, inputs, outputs)), (2, rows, outputs)
-        expected = 2 * 2 * rows * inputs * outputs
-
-    def array(name, dims):
-        buffer = hlo.Buffer("f32", dims, 0, True)
-        return hlo.Instruction(name, "parameter", (buffer,), (), "", False)
-
-    computation = {"l": array("l", dims[0]), "r": array("r", dims[1])}
-    convolution = hlo.Instruction("c", "convolution", (hlo.Buffer("f32", out, 0, True),), ("l", "r"), text, True)
-    assert hlo.matmul_flops(convolution, computation) == expected
-
-
 # ---- plans
 
+COMPILED = {
+    "fits": True,
+    "compile_seconds": 1.0,
+    "peak_bytes": 1 << 30,
+    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "other results": 0, "program": 1 << 20},
+}
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("v5e:3x3", "one of v5e:1x1, v5e:2x2"),
-        ("v9:2x2", "with CHIP one of ['v4', 'v5e', 'v5p', 'v6e']"),
-        ("v5e", "one of v5e:1x1"),
-        ("h200:8", "with CHIP one of"),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "said"), [("v5e:3x3", "one of v5e:1x1, v5e:2x2"), ("h200:8", "with CHIP one of")])
 def test_an_unknown_topology_gets_the_list_of_known_ones(text, said):
     with pytest.raises(InputError) as error:
         read_topology(text)
@@ -289,68 +180,59 @@ def test_an_unknown_topology_gets_the_list_of_known_ones(text, said):
     assert "\n" not in str(error.value)
 
 
-def test_sizes_that_do_not_divide_are_refused_before_compiling(monkeypatch):
-    monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
+def test_bad_input_is_refused_before_compiling(monkeypatch):
     hardware = read_topology("v5e:4x4")
-    with pytest.raises(InputError, match="must multiply to 16 devices"):
-        planning.plan_run(make_run(train__batch_size=16), hardware, read_mesh("--mesh", "fsdp=4"))
-    with pytest.raises(InputError, match=r"train\.batch_size"):
-        planning.plan_run(make_run(train__batch_size=8), hardware, read_mesh("--mesh", "fsdp=16"))
-    with pytest.raises(InputError, match=r"train\.batch_size"):
-        planning.plan_run(make_run(train__batch_size=3, train__train_length=17), hardware)
-
-
-def test_without_libtpu_the_error_names_the_command(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(compiling.sys, "prefix", "/nowhere")
     with pytest.raises(InputError, match="make tpu-aot"):
         compiling.find_libtpu()
+    monkeypatch.setenv("TPU_LIBRARY_PATH", __file__)
+    for changes, mesh, field in (
+        ({"train__batch_size": 16}, "fsdp=4", "must multiply to 16 devices"),
+        ({"train__batch_size": 8}, "fsdp=16", r"train\.batch_size"),
+        ({"train__batch_size": 3, "train__train_length": 17}, None, r"train\.batch_size"),
+    ):
+        with pytest.raises(InputError, match=field):
+            planning.plan_run(make_run(**changes), hardware, None if mesh is None else read_mesh("--mesh", mesh))
+    for field, value in {"batch": 0, "eval_length": -1, "output": ""}.items():
+        with pytest.raises(InputError, match=f"--{field} = "):
+            Settings(topology="v5e:2x2", **{field: value})
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "length", "topology"),
-    [(8, 16, "v5e:2x4"), (8, 512, "v5e:8x8"), (256, 64, "v5e:8x8"), (64, 16, "v5p:2x2x2")],
+    ("batch_size", "length", "topology", "axes"),
+    [
+        (8, 16, "v5e:2x4", ["data=8", "fsdp=8", "fsdp=4,context=2", "fsdp=4,tensor=2"]),
+        (8, 512, "v5e:8x8", ["fsdp=8,context=8"]),
+        (256, 64, "v5e:8x8", ["data=64", "fsdp=64", "fsdp=32,context=2", "fsdp=32,tensor=2"]),
+    ],
 )
-def test_candidate_meshes_divide(batch_size, length, topology):
+def test_candidate_meshes_divide(batch_size, length, topology, axes):
     run = make_run(train__batch_size=batch_size, train__train_length=length, model__width=64, model__vocab_size=256)
     hardware = read_topology(topology)
     found = planning.candidates(run, hardware)
-    assert 1 <= len({mesh.asked() for mesh in found}) == len(found) <= 4
+    assert [mesh.asked() for mesh in found] == axes
     for mesh in found:
         run.check_mesh(planning.planned_mesh(mesh, hardware.num_chips))
-
-
-COMPILED = {
-    "fits": True,
-    "compile_seconds": 1.0,
-    "peak_bytes": 1 << 30,
-    "held_bytes": {"arguments": 1 << 29, "temporary": 1 << 29, "other results": 0, "program": 1 << 20},
-    "work": dataclasses.asdict(hlo.read_work(PROGRAM)),
-}
 
 
 @pytest.mark.parametrize("batch_size", [4, 8])
 def test_a_plan_follows_from_the_compiled_program(monkeypatch, batch_size):
     monkeypatch.setattr(planning, "in_process", lambda *_: copy.deepcopy(COMPILED))
     run = make_run(model__width=64, model__vocab_size=256, train__batch_size=batch_size)
-    hardware = read_topology("v5e:2x4")
     mesh = read_mesh("--mesh", "fsdp=4,tensor=2")
-    plan = planning.make_plan(planning.Request(run, hardware, mesh), Path("libtpu.so"), step_time=1.0)
+    plan = planning.make_plan(planning.Request(run, read_topology("v5e:2x4"), mesh), Path("libtpu.so"))
     _, params = model_structure(run.model)
     on_chip = plan.held_bytes["parameters"]
     total = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
     assert total / 8 < on_chip < total / 2  # some are replicated on every chip
     assert 2 * on_chip <= plan.held_bytes["moments"] < 2 * on_chip + 16  # and the optimizer's two counters
     assert on_chip + plan.held_bytes["moments"] + plan.held_bytes["batch and padding"] == 1 << 29
-    assert plan.matmul_flops == COMPILED["work"]["matmul_flops"]
-    limits = plan.roofline_seconds
-    assert limits["compute"] == plan.matmul_flops / 197e12
-    assert limits["memory"] == COMPILED["work"]["hbm_bytes"] / 819e9
-    assert plan.step_seconds == limits[plan.binds] == max(limits.values())
+    assert plan.step_seconds == plan.executed_flops / 197e12
     needed = flops.model_flops(run.model, run.train.train_length, batch_size).total
-    np.testing.assert_allclose(plan.mfu_at_step_time, needed / (8 * 197e12))
-    np.testing.assert_allclose(plan.mfu * plan.step_seconds, plan.mfu_at_step_time)
+    np.testing.assert_allclose(plan.mfu * plan.step_seconds, needed / (8 * 197e12))
+    assert plan.mfu < 1
 
 
 def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch, tmp_path):
@@ -369,40 +251,46 @@ def test_remat_increases_until_it_fits_and_the_report_has_every_try(monkeypatch,
     ]
     assert plans[-1].program == "evaluation at 16"
     assert set(plans[-1].held_bytes) & {"parameters", "moments"} == {"parameters"}
-    planning.save(tmp_path, run, hardware, plans)
-    text = (tmp_path / "plan.md").read_text()
-    assert text == planning.to_markdown(run, hardware, plans)
+    text = planning.to_markdown(run, hardware, plans)
     assert text.count("no: too large") == len(meshes)
     assert text.count("**best**") == 1
+    planning.save(tmp_path, run, hardware, plans)
     record = json.loads((tmp_path / "plan.json").read_text())
-    assert record["plans"][record["best"]]["fits"]
+    assert record["best"] == 1  # of equal plans the first, which sends least
     assert len(record["plans"]) == len(plans)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"batch": 0}, {"eval_length": -1}, {"step_time": 0.0}, {"output": ""}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_bad_flags(changes):
-    (field,) = changes
-    with pytest.raises(InputError, match=f"--{field} = "):
-        Settings(topology="v5e:2x2", **changes)
+# ---- the real compiler
+
+METHOD = "bias=kerple,processor=dape,kernel=3"
+PEAKS = {  # peak bytes of the plans in docs/planning.md: argument of configs/paper.py, slice, mesh
+    ("125m", "v5e:2x2", "fsdp=4"): 3_393_437_184,
+    ("125m,train_length=8192,batch=4", "v5e:2x2", "fsdp=4"): 1_725_787_648,
+    ("350m", "v5e:4x4", "fsdp=16"): 2_172_515_840,
+    ("6.7b,train_length=4096,batch=64", "v5e:16x16", "fsdp=64,context=4"): 3_187_077_632,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", PEAKS)
+def test_plans_of_the_documentation(case, libtpu, tmp_path):
+    argument, topology, mesh = case
+    flags = [f"--config=configs/paper.py:{argument},{METHOD}", f"--topology={topology}", f"--mesh={mesh}"]
+    command = [sys.executable, "-m", "dape_jax.planning", *flags, f"--output={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "**best**" in done.stdout
+    (plan,) = json.loads((tmp_path / "plan.json").read_text())["plans"]
+    np.testing.assert_allclose(plan["peak_bytes"], PEAKS[case], rtol=0.01)
 
 
 @pytest.mark.slow
 def test_the_command_line_refuses_bad_input_in_one_line():
     command = [sys.executable, "-m", "dape_jax.planning", "--config=configs/paper.py:125m"]
-    flags = {"--topology = 'h100:8': must be": ["--topology=h100:8"], "--topology": []}
-    flags["must multiply to 4 devices"] = ["--topology=v5e:2x2", "--mesh=fsdp=3"]
-    for message, options in flags.items():
-        done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2
-        (line,) = done.stderr.splitlines()
-        assert message in line
-
-
-# ---- the real compiler
+    done = subprocess.run([*command, "--topology=v5e:2x2", "--mesh=fsdp=3"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "must multiply to 4 devices" in done.stderr
 
 
 @pytest.mark.slow
@@ -432,17 +320,11 @@ def test_a_step_is_compiled_for_a_slice_without_having_it(libtpu):
     """Compile with accumulation, whose sums over chips are in a loop, on which the compiler has failed."""
     changes = {"model__width": 256, "model__num_heads": 4, "model__dtype": "bfloat16", "model__vocab_size": 512}
     changes |= {"train__train_length": 64, "train__batch_size": 8, "model__num_layers": 3, "model__remat": "full"}
-    run = make_run(train__accumulation_steps=2, **changes)
-    hardware = read_topology("v5e:2x2")
-    (plan,) = planning.plan_run(run, hardware, read_mesh("--mesh", "fsdp=4"))
+    hardware, mesh = read_topology("v5e:2x2"), read_mesh("--mesh", "fsdp=4")
+    (plan,) = planning.plan_run(make_run(train__accumulation_steps=2, **changes), hardware, mesh)
     assert plan.fits
-    assert plan.loops.count(6) >= 2  # layers in each part, forward and backward
-    np.testing.assert_allclose(plan.matmul_flops, plan.executed_flops, rtol=0.1)
-    assert plan.collectives
     assert plan.peak_bytes > plan.held_bytes["parameters"] + plan.held_bytes["moments"]
-    assert plan.mfu < 1
-
     too_much = {"train__batch_size": 1 << 16, "train__logits_chunk_tokens": 1 << 30}
-    (plan,) = planning.plan_run(make_run(**changes | too_much), hardware, read_mesh("--mesh", "fsdp=4"))
+    (plan,) = planning.plan_run(make_run(**changes | too_much), hardware, mesh)
     assert not plan.fits
     assert "exceeds available HBM" in plan.reason

@@ -22,9 +22,9 @@ from jaxtyping import Int
 from dape_jax.errors import InputError, is_out_of_memory
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.model.attention import Auto, Dense
+from dape_jax.model.flops import forward_flops
 from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
-from dape_jax.planning.flops import forward_flops
 from dape_jax.progress import Progress
 from dape_jax.sharding import BATCH_AXES, activation_spec, put_batch
 

@@ -1,1 +1,1 @@
-"""Ahead-of-time planning: memory, FLOPs and collectives of a run on hardware that is not available."""
+"""Ahead-of-time planning: memory and FLOPs of a run on hardware that is not available."""

@@ -21,11 +21,10 @@ class Settings:
     mesh: str | None = flag(None, "Mesh of the slice, for example fsdp=64,context=4; if not given, up to 4 are tried.")
     batch: int | None = flag(None, "Sequences in a step; train.batch_size of the config if not given.")
     eval_length: int | None = flag(None, "Also compile the evaluator at this length.")
-    step_time: float | None = flag(None, "Measured seconds per step, to report the MFU.")
-    output: str | None = flag(None, "Directory for plan.json and plan.md.")
+    output: str | None = flag(None, "Directory for plan.json.")
 
     def __post_init__(self):
-        for name in ("batch", "eval_length", "step_time"):
+        for name in ("batch", "eval_length"):
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name}", value, "must be positive")
         require(self.output != "", "--output", self.output, "must be a directory")
@@ -48,7 +47,7 @@ def main(_: list[str]) -> None:
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
     run = run_to_plan(command_line.config_of(flags.FLAGS["config"]), settings.batch)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
-    plans = plan_run(run, hardware, mesh, settings.eval_length, settings.step_time)
+    plans = plan_run(run, hardware, mesh, settings.eval_length)
     print(to_markdown(run, hardware, plans), end="")
     if settings.output:
         save(Path(settings.output), run, hardware, plans)

@@ -1,12 +1,10 @@
-"""Compile programs, for the local devices or ahead of time for a TPU slice, and read their cost.
+"""Compile ahead of time for a TPU slice that is not attached.
 
-In: a jitted function and the shapes of its arguments. Out: a `CompiledProgram`. libtpu, the compiler for TPUs, needs no
-TPU. It runs in a separate process, one at a time, so that its memory is freed and its messages can be suppressed. Next:
-`plan.py`, for complete runs; `benchmarks/`.
+libtpu, the compiler for TPUs, needs no TPU. It runs in a separate process, one at a time, so that its memory is freed
+and its messages can be suppressed. Next: `plan.py`, for complete runs; `benchmarks/`.
 """
 
 import concurrent.futures.process
-import dataclasses
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -15,63 +13,14 @@ import re
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.experimental import topologies
-from jax.stages import Compiled, Lowered, Wrapped
 
 from dape_jax.errors import InputError, is_out_of_memory, require
 from dape_jax.hardware import Slice
-from dape_jax.planning.hlo import Work, read_work
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
-    """Compiled function. All figures are for one device."""
-
-    run: Compiled
-    compile_s: float  # seconds of compilation, without tracing
-    memory: Any  # the compiler's `CompiledMemoryStats`
-    work: Work  # work of one run
-
-    @property
-    def result_bytes(self) -> int:
-        """Return the size of the results, without those that reuse the memory of donated arguments."""
-        return self.memory.output_size_in_bytes - self.memory.alias_size_in_bytes
-
-
-def compile_program(function: Callable[..., Any], *arguments: Any) -> CompiledProgram:
-    """Compile a function, jitted or not, for arguments of these shapes, dtypes and shardings.
-
-    Raises:
-        jax.errors.JaxRuntimeError: compilation fails; on TPUs, also if the program does not fit in memory.
-    """
-    lowered = (function if isinstance(function, Wrapped) else jax.jit(function)).lower(*arguments)
-    started = time.monotonic()
-    compiled = lowered.compile()
-    compile_s = time.monotonic() - started
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    return CompiledProgram(compiled, compile_s, memory, read_work(_text_of(lowered, compiled)))
-
-
-def _text_of(lowered: Lowered, compiled: Compiled) -> str:
-    """Return the text of a compiled program.
-
-    jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
-    gather. With an option, the compiler writes the same text to a directory.
-    """
-    try:
-        return compiled.as_text() or ""
-    except jax.errors.JaxRuntimeError:
-        with tempfile.TemporaryDirectory() as folder:
-            lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
-            (file,) = Path(folder).glob("*.after_codegen.txt")
-            return file.read_text()
 
 
 def slice_devices(hardware: Slice) -> list[Any]:

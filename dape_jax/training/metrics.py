@@ -33,7 +33,7 @@ from dape_jax.errors import InputError, NonFiniteError, require_package
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.files import write_atomically
 from dape_jax.hardware import mfu
-from dape_jax.planning.flops import model_flops_per_token
+from dape_jax.model.flops import model_flops_per_token
 from dape_jax.progress import Progress
 from dape_jax.storage import is_remote
 from dape_jax.training.optimizer import make_schedule

@@ -1,6 +1,6 @@
 """Count FLOPs by formula: needed by a model, and executed by the program of a training step.
 
-In: a model's config. Out: `Flops`. Next: `training/loop.py`, `plan.py`.
+In: a model's config. Out: `Flops`. Next: `training/metrics.py`, `planning/plan.py`.
 
 A multiply-add counts as 2 FLOPs, and the backward pass as twice the forward pass. Counted:
 

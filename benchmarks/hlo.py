@@ -1,26 +1,30 @@
-"""Parse the text of a compiled program: collectives, matmul FLOPs, HBM traffic and buffers of one run.
+"""Compile a function for the local devices or for a TPU slice, and read the work of one run from the program's text.
 
-In: the text of a compiled and scheduled program (`jax.stages.Compiled.as_text`). Out: `Work` of one device, since
-shapes in the text are per device. Next: `compile.py`.
+In: a jitted function and the shapes of its arguments. Out: a `CompiledProgram`, with its `Work` on one device, since
+shapes in the text are per device. Next: `attention.py`, `step.py`, `gpu_cases.py`, `tpu.py`, `step_cycles.py`.
 
-The format of XLA's text is not stable. `Compiled.cost_analysis` is a stable interface, but it reports neither
-collectives nor buffers, and counts the body of a loop once. Extrapolating it from unrolled programs of 1 and 2 layers
-is not reliable: for results/planning's 125m-T8192 (12 layers, libtpu 0.0.51) it gives 1.63e13 FLOPs and 158 GB, and the
-program has 2.31e13 and 170 GB. In unrolled layers XLA merges recomputation with the forward pass, so that remat "full"
-has no effect, and "bytes accessed" includes VMEM, and whole operands if a fusion reads only a slice.
+The format of XLA's text is not stable. `Compiled.cost_analysis` is, but it counts the body of a loop once, and its
+bytes include VMEM, and whole operands if a fusion reads only a slice. Collectives are not counted.
 
 The parser relies on names of operations and their shapes, `calls=`, `body=`, `condition=`, and the attributes of
-collectives and convolutions. The target is TPUs, where the compiler converts every matmul to a convolution. On CPU and
-GPU matmuls may be dots or library calls. A Pallas kernel for TPUs reports its own cost (`kernels.tpu.cost`); for other
-kernels, operands and results count as traffic, and FLOPs as 0.
+convolutions. On a TPU the compiler converts every matmul to a convolution; on CPU and GPU matmuls may be dots or
+library calls. A Pallas kernel for TPUs reports its own cost (`kernels.tpu.cost`); for other kernels, operands and
+results count as traffic, and FLOPs as 0.
 """
 
 import dataclasses
 import itertools
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.stages import Compiled, Lowered, Wrapped
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -43,9 +47,6 @@ class Buffer:
     dims: tuple[int, ...]
     num_bytes: int  # size, padded to the tiles of the layout
     in_hbm: bool  # False for VMEM
-
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,44 +80,68 @@ Computation = dict[str, Instruction]
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
-    """Collectives of one kind in one run of a program."""
-
-    kind: str  # one of `COLLECTIVES`
-    count: int  # number of executions
-    num_bytes: int  # bytes received by a device, in total
-
-
-@dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of one device in one run of a program."""
+    """Work of one device in one run of a program, without collectives."""
 
-    collectives: tuple[Collective, ...]  # one per kind, in order of decreasing bytes
     matmul_flops: int  # FLOPs of matmuls and convolutions
     hbm_bytes: int  # HBM traffic, each operand and result of a scheduled operation once
-    largest: tuple[tuple[int, str, str], ...]  # largest allocated buffers: (bytes, shape, operation of the model)
-    loops: tuple[int, ...]  # trip count of each loop; 0 if unknown (the body counts once)
     cycles: int  # the TPU compiler's estimate, without Pallas kernels
     kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and number of executions
     launches: int  # scheduled operations that compute or move data: on a GPU, the number of kernel launches
 
 
-def read_work(text: str, num_largest: int = 8) -> Work:
-    """Return the work of a compiled program, with its `num_largest` largest buffers."""
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """Compiled function. All figures are for one device."""
+
+    run: Compiled
+    compile_s: float  # seconds of compilation, without tracing
+    memory: Any  # the compiler's `CompiledMemoryStats`
+    work: Work  # work of one run
+
+    @property
+    def result_bytes(self) -> int:
+        """Return the size of the results, without those that reuse the memory of donated arguments."""
+        return self.memory.output_size_in_bytes - self.memory.alias_size_in_bytes
+
+
+def compile_program(function: Callable[..., Any], *arguments: Any) -> CompiledProgram:
+    """Compile a function, jitted or not, for arguments of these shapes, dtypes and shardings.
+
+    Raises:
+        jax.errors.JaxRuntimeError: compilation fails; on TPUs, also if the program does not fit in memory.
+    """
+    lowered = (function if isinstance(function, Wrapped) else jax.jit(function)).lower(*arguments)
+    started = time.monotonic()
+    compiled = lowered.compile()
+    compile_s = time.monotonic() - started
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return CompiledProgram(compiled, compile_s, memory, read_work(_text_of(lowered, compiled)))
+
+
+def _text_of(lowered: Lowered, compiled: Compiled) -> str:
+    """Return the text of a compiled program.
+
+    jaxlib 0.10 cannot read programs of libtpu 0.0.51 for v5p and v6e that use their sparse cores, for example for a
+    gather. With an option, the compiler writes the same text to a directory.
+    """
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        with tempfile.TemporaryDirectory() as folder:
+            lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            (file,) = Path(folder).glob("*.after_codegen.txt")
+            return file.read_text()
+
+
+def read_work(text: str) -> Work:
+    """Return the work of a compiled and scheduled program, given its text."""
     program, entry = read_program(text)
     hbm_bytes = flops = cycles = launches = 0
-    collectives: dict[tuple[str, ...], tuple[int, Instruction, str]] = {}  # by identity
-    buffers: dict[str, tuple[int, str]] = {}
-    loops: list[int] = []
     kernels: list[tuple[str, int]] = []
     for computation, times, is_fused, instruction in _walk(program, entry):
-        if instruction.opcode == "while":
-            loops.append(times * _trip_count(instruction, program))
         if instruction.kind in COLLECTIVES:
-            key = _identity(computation, is_fused, instruction)
-            # A collective that overlaps with a loop is also in the loop's body: it runs as often as its rarest part.
-            if key not in collectives or times < collectives[key][0]:
-                collectives[key] = times, instruction, computation
             continue
         if instruction.opcode in ("convolution", "dot") or _is_library_matmul(instruction):
             flops += times * matmul_flops(instruction, program[computation])
@@ -133,18 +158,7 @@ def read_work(text: str, num_largest: int = 8) -> Work:
             hbm_bytes += times * int(cost["bytes_accessed"])
         else:
             hbm_bytes += times * _traffic(instruction, program, program[computation])
-        for buffer in instruction.results:
-            if buffer.in_hbm:
-                buffers.setdefault(str(buffer), (buffer.num_bytes, instruction.attribute(r'op_name="([^"]*)"')))
-    counts, received = Counter(), Counter()
-    for times, instruction, computation in collectives.values():
-        kind, num_bytes = _received(instruction, computation)
-        counts[kind] += times
-        received[kind] += times * num_bytes
-        hbm_bytes += times * _hbm_bytes(instruction.results)
-    largest = sorted(((size, shape, source) for shape, (size, source) in buffers.items()), reverse=True)
-    by_kind = tuple(Collective(kind, counts[kind], size) for kind, size in received.most_common())
-    return Work(by_kind, flops, hbm_bytes, tuple(largest[:num_largest]), tuple(loops), cycles, tuple(kernels), launches)
+    return Work(flops, hbm_bytes, cycles, tuple(kernels), launches)
 
 
 # ---- text
@@ -210,50 +224,6 @@ def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
     condition = program[loop.attribute(r"condition=%([\w.\-]+)")].values()
     bounds = {int(x.text.split(")")[0]) for x in condition if x.opcode == "constant" and not x.results[0].dims}
     return bounds.pop() if len(bounds) == 1 else 0
-
-
-# ---- collectives
-
-
-def _identity(computation: str, is_fused: bool, instruction: Instruction) -> tuple[str, ...]:
-    """Return a key shared by all parts of one collective.
-
-    A collective that overlaps with other work is split over many fusions and loops, all with its channel; it counts
-    once. The channel alone is not a key: successive collectives may share one.
-    """
-    channel = instruction.attribute(r"channel_id=(\d+)")
-    if not is_fused or not channel or "reduce-scatter" in computation:
-        return computation, instruction.name
-    return channel, instruction.attribute(r'chain_id="(\d+)"'), instruction.opcode, str(instruction.results[0])
-
-
-def _received(instruction: Instruction, computation: str) -> tuple[str, int]:
-    """Return the true kind of a collective, and the bytes that a device receives with the best ring algorithm.
-
-    With n devices in a group, a gather receives (n - 1) / n of its result, and a scatter (n - 1) / n of its operand. An
-    all-reduce is a scatter followed by a gather.
-    """
-    kind, sizes = instruction.kind, [_bytes(buffer.dtype, buffer.dims) for buffer in instruction.results]
-    if instruction.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
-        sizes = [max(sizes)]  # the others are its operands
-    size, n = sum(sizes), _group_size(instruction)
-    if kind == "collective-permute":
-        return kind, size
-    if kind == "reduce-scatter":
-        return kind, size * (n - 1)
-    if kind == "all-reduce" and "reduce-scatter" in computation:
-        kind = "reduce-scatter"  # only a slice of the all-reduce is used
-    return kind, size * (n - 1) // n * (2 if kind == "all-reduce" else 1)
-
-
-def _group_size(instruction: Instruction) -> int:
-    """Return the number of devices in a collective's group, for any of the three notations."""
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", instruction.text):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
-    if size := instruction.attribute(r"replica_groups=\[\d+,(\d+)\]"):
-        return int(size)
-    return len(instruction.attribute(r"replica_groups=\{\{([0-9,]*)\}").split(","))
 
 
 # ---- FLOPs
