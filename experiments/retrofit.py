@@ -40,7 +40,7 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Corpus, DataConfig, TokenStore, load_corpus
+from dape_jax.data.store import Corpus, DataConfig, TokenStore
 from dape_jax.data.tokenizers import byte_tokenizer_json
 from dape_jax.errors import require
 from dape_jax.evaluation import report
@@ -60,6 +60,7 @@ from dape_jax.pretrained.load import import_run
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import AnyPath
 from dape_jax.training.checkpoint import step_names
+from dape_jax.training.source import load_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 

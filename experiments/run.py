@@ -30,7 +30,7 @@ from dape_jax.config import (
     read_run,
     resolved,
 )
-from dape_jax.data.store import DataConfig, follow_corpus, load_corpus
+from dape_jax.data.store import DataConfig, follow_corpus
 from dape_jax.errors import os_errors, require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
@@ -45,6 +45,7 @@ from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.source import load_corpus
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 from experiments.catalogue import (
     EXPERIMENTS,

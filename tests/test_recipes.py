@@ -9,10 +9,11 @@ import tiny
 from dape_jax.config import RunConfig, read_run, resolved
 from dape_jax.data.prepare import command
 from dape_jax.data.prepare.command import PrepareConfig
-from dape_jax.data.store import follow_corpus, load_corpus
+from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.recipes import read_config, read_module
 from dape_jax.training import checkpoint, loop
+from dape_jax.training.source import load_corpus
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "small", "paper")
