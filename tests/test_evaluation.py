@@ -543,7 +543,7 @@ def test_another_corpus_is_scored_with_the_tokenizer_of_the_run(runs, root, tmp_
 
     of_bytes, of_bpe = model_of(runs[0]), model_of(with_bpe)
     assert validation_corpus(of_bytes, str(other)).validation.sidecar.tokenizer == "bytes"
-    (prepared,) = (tmp_path / "cache").iterdir()
+    (prepared,) = (tmp_path / "cache").glob("[!.]*")
     assert validation_corpus(of_bytes, str(prepared)).validation.sidecar.tokenizer == "bytes"
     assert validation_corpus(of_bpe, str(other)).validation.sidecar.tokenizer == bpe.name != "bytes"
     with pytest.raises(InputError, match=r"was prepared with 'bytes' \(--data, for .*run\)"):
