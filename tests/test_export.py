@@ -22,7 +22,7 @@ from dape_jax.config import read_run, resolved
 from dape_jax.data.tokenizers import Bytes, save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained, restore
-from dape_jax.model.transformer import ENCODER, Params, flat_params, model_structure
+from dape_jax.model.transformer import ENCODER, Params, model_structure
 from dape_jax.pretrained import export, load
 from dape_jax.pretrained.files import INDEX_FILE
 from dape_jax.pretrained.modeling_dape import CACHE
@@ -41,14 +41,11 @@ MODELS: dict[str, dict[str, Any]] = {
     **{name: options | DAPE for name, options in tiny.ARCHITECTURES.items()},
     "t5": {"bias": {"name": "t5"}} | DAPE,
     "fire": {"bias": {"name": "fire", "threshold": 6}} | DAPE,
-    "cope": {"bias": {"name": "cope", "num_positions": 4}, "window": 6} | DAPE,
-    "transformer_xl": {"bias": {"name": "transformer_xl"}, "num_kv_heads": 1} | DAPE,
-    "alibi": {"bias": {"name": "alibi"}, "processor": {"name": "none"}},
+    "alibi": {"bias": {"name": "alibi"}, "processor": {"name": "none"}, "window": 6},
     "causal": {"processor": {"name": "dape", "kernel_width": 4, "channels": 3, "alignment": "causal"}},
-    "listing": {"processor": {"name": "dape", "kernel_width": 3, "channels": 3, "edge": "listing"}},
 }
 EXPORT, IMPORT = ("-m", "dape_jax.pretrained.export_command"), ("-m", "dape_jax.pretrained.import_command")
-FAST = {"pythia", "llama", "t5", "fire", "listing"}
+FAST = {"pythia", "llama", "t5"}
 EVERY_MODEL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in MODELS]
 
 
@@ -125,7 +122,7 @@ def test_logits_are_those_of_the_run(name, exported):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [param for param in EVERY_MODEL if param.values[0] != "listing"])
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_greedy_generation_is_that_of_the_run(name, exported):
     """Generate with transformers' cache, from prompts of different lengths padded to the left."""
     workdir, directory = exported(name)
@@ -147,8 +144,15 @@ def test_greedy_generation_is_that_of_the_run(name, exported):
 
 
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_export_and_import_give_the_same_bits(name, exported, tmp_path):
+def test_export_and_import_give_the_same_bits(name, exported, tmp_path, monkeypatch):
+    """Import a directory of several files; its tensors have more than ten layers, not in alphabetical order."""
     workdir, directory = exported(name)
+    if name == "llama":
+        workdir = make_run(tmp_path / "run", num_layers=12, **MODELS[name])
+        monkeypatch.setattr(export, "_FILE_BYTES", 30_000)
+        export.export_run(workdir, tmp_path / "several")
+        directory = tmp_path / "several"
+        assert len(list(directory.glob("*.safetensors"))) > 5
     load.import_run(directory, tmp_path / "back")
     (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
     chex.assert_trees_all_equal(params, expected)
@@ -156,7 +160,7 @@ def test_export_and_import_give_the_same_bits(name, exported, tmp_path):
         assert getattr(config, field) == getattr(expected_config, field)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
     """Norms, biases of positions and processors stay in float32, in the files and in the model of any dtype."""
     workdir, directory = exported("llama")
@@ -169,38 +173,20 @@ def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
     assert all(sum(x.nbytes for x in tensors.values()) <= 4000 for tensors in files.values() if len(tensors) > 1)
     kind = getattr(torch, dtype)
     model, converted = load_model(tmp_path / "small"), load_model(directory, dtype=kind).state_dict()
-    _, params = ours(workdir)
-    flat = {".".join(path): leaf for path, leaf in flat_params(params).items()}
+    exact = load_model(directory).state_dict()
     for name, tensor in model.state_dict().items():
-        layer, path = (int(name.split(".")[1]), name.split(".")[2:]) if name.startswith("layers.") else (None, [name])
-        whole = flat[name] if layer is None else flat[".".join(["layers", *path])][layer]
         is_small = any(part in name for part in ("norm", ".bias.", "processor"))
         assert tensor.dtype == (torch.float32 if is_small else kind)
-        assert torch.equal(tensor, torch.tensor(whole).to(tensor.dtype))
-        assert torch.equal(tensor, files[weight_map[name]][name])
-        assert torch.equal(tensor, converted[name])
+        for other in (exact[name].to(tensor.dtype), files[weight_map[name]][name], converted[name]):
+            assert torch.equal(tensor, other)
+    expected = logits(*ours(workdir), tokens())
     with torch.no_grad():
-        found = model(torch.tensor(tokens())).logits
-    np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), atol=0.2)
-    assert np.abs(found.numpy() - logits(*ours(workdir), tokens())).max() > 1e-4
-    load.import_run(tmp_path / "small", tmp_path / "back")
-    chex.assert_trees_all_close(ours(tmp_path / "back")[1], params, atol=0.01)
+        found = model(torch.tensor(tokens())).logits.numpy()
+    np.testing.assert_allclose(found, expected, atol=0.2)
+    assert np.abs(found - expected).max() > 1e-4
 
 
-def test_many_layers_in_several_files(tmp_path, monkeypatch):
-    """Use more than ten layers, whose names are not in alphabetical order."""
-    workdir = make_run(tmp_path / "run", num_layers=12)
-    monkeypatch.setattr(export, "_FILE_BYTES", 30_000)
-    export.export_run(workdir, tmp_path / "out")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 5
-    load.import_run(tmp_path / "out", tmp_path / "back")
-    chex.assert_trees_all_equal(ours(tmp_path / "back")[1], ours(workdir)[1])
-    with torch.no_grad():
-        found = load_model(tmp_path / "out")(torch.tensor(tokens())).logits.numpy()
-    np.testing.assert_allclose(found, logits(*ours(workdir), tokens()), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["llama", "fire"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("fire", marks=pytest.mark.slow)])
 def test_a_model_saved_by_pytorch_is_imported(name, exported, tmp_path):
     """Import a model that transformers has loaded, changed and saved, with its code."""
     workdir, directory = exported(name)
@@ -226,8 +212,9 @@ def test_training_in_pytorch(exported):
     for is_checkpointed in (False, True):
         model = load_model(directory).train()
         if is_checkpointed:
-            model.gradient_checkpointing = True
-        out = model(x, labels=x)
+            model.activation_checkpointing_enable()
+        out = model(x, labels=x, use_cache=True)
+        assert (CACHE in out) != is_checkpointed  # a layer that is computed again would append its keys twice
         expected = -torch.log_softmax(out.logits[:, :-1], -1).gather(-1, x[:, 1:, None]).mean()
         torch.testing.assert_close(out.loss, expected)
         out.loss.backward()
@@ -237,16 +224,6 @@ def test_training_in_pytorch(exported):
     assert all(
         gradient is not None and gradient.abs().max() > 0 for gradient in gradients[0].values() if gradient.ndim > 1
     )
-
-
-def test_a_layer_that_is_computed_again_does_not_append_to_a_cache(exported):
-    model, x = load_model(exported("llama")[1]).train(), torch.tensor(tokens())
-    expected = model(x, labels=x).loss
-    model.activation_checkpointing_enable()
-    out = model(x, labels=x, use_cache=True)
-    assert CACHE not in out
-    torch.testing.assert_close(out.loss, expected)
-    out.loss.backward()
 
 
 def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
@@ -351,12 +328,6 @@ def test_the_cache_has_both_of_its_names(exported):
             model(x, cache=cache, past_key_values=cache)
 
 
-def test_a_tuple_is_returned_on_request(exported):
-    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
-    logits, *_ = model(x, return_dict=False)
-    torch.testing.assert_close(logits, model(x).logits)
-
-
 def test_tokenizers_give_the_same_ids(exported, tmp_path):
     """Check bytes and a BPE; transformers adds no token."""
     texts = ["plain text, and more", "\x00\x7f ünïcödé 日本\n\n  x", "<|endoftext|>"]
@@ -391,18 +362,6 @@ def test_examples_load_the_directory_without_a_question(exported, tmp_path, monk
         assert found["tokenizer"].eos_token_id == 256
 
 
-def test_a_model_that_cannot_be_cached_is_refused(exported):
-    """Rows of the paper's listing change when a token is appended."""
-    model = load_model(exported("listing")[1])
-    x = torch.tensor(tokens())
-    with pytest.raises(ValueError, match="use_cache = True: must be False: edge='listing'"):
-        model(x, use_cache=True)
-    with pytest.raises(ValueError, match="attention_mask: must be all ones"):
-        model(x, attention_mask=torch.zeros_like(x))
-    model.generation_config.eos_token_id = None
-    assert model.generate(x, max_new_tokens=3, do_sample=False).shape == (2, 23)
-
-
 def test_bad_input_is_named(exported, tmp_path, monkeypatch):
     workdir, directory = exported("llama")
     with pytest.raises(InputError, match=r"output = .*: must not exist yet"):
@@ -413,17 +372,20 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
         export.export_run(workdir, tmp_path / "out", step="7")
     with pytest.raises(InputError, match=r"must be a directory written by dape-train"):
         export.export_run(tmp_path / "nowhere", tmp_path / "out")
-    post_norm = make_run(tmp_path / "post", **{**ENCODER, "causal": True})
-    with pytest.raises(InputError, match=r"model.norm_first = False: must be True"):
-        export.export_run(post_norm, tmp_path / "out")
-    monkeypatch.setitem(export.EXPORTED, "bias", ("nope",))
-    with pytest.raises(InputError, match=r"model.bias.name = .*: must be one of .*nope.*, which modeling_dape.py"):
-        export.export_run(workdir, tmp_path / "out")
-    monkeypatch.undo()
+    refused = {
+        "norm_first = False: must be one of": ENCODER | {"causal": True},
+        "bias.name = 'cope': must be one of": {"bias": {"name": "cope"}},
+        "bias.name = 'sandwich': must be one of": {"bias": {"name": "sandwich"}},
+        "processor.edge = 'listing': must be one of": {"processor": {"name": "dape", "edge": "listing"}},
+        "processor.leak = True: must be one of": {"processor": {"name": "dape", "leak": True}},
+    }
+    for number, (message, model) in enumerate(refused.items()):
+        with pytest.raises(InputError, match=f"model.{message}"):
+            export.export_run(make_run(tmp_path / f"run{number}", **model), tmp_path / "out")
     monkeypatch.setattr(export, "write_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(InputError, match=r"output = .*: cannot be written to: .*No space left"):
+    with pytest.raises(OSError, match="No space left"):
         export.export_run(workdir, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["post"]
+    assert all(path.name.startswith("run") for path in tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -440,17 +402,11 @@ def test_the_command_lines(exported, tmp_path):
     )
     assert command.returncode == 0, command.stderr
     assert f"run: {tmp_path}/run\n" in command.stdout
-    (tmp_path / "text").mkdir()
-    for number in range(150):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} is one of many numbers " * 4)
-    flags = [f"--workdir={tmp_path}/run", f"--data={tmp_path}/text", "--lengths=16,32", "--max_windows=2"]
-    command = run_command("eval.py", *flags, "--last_tokens=8", f"--output={tmp_path}/results")
-    assert command.returncode == 0, command.stderr
     bad = run_command(
-        "-m", "dape_jax.pretrained.import_command", f"--source={tmp_path}/text", f"--workdir={tmp_path}/other"
+        "-m", "dape_jax.pretrained.import_command", f"--source={tmp_path}/run", f"--workdir={tmp_path}/other"
     )
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
-    assert "config.json: cannot be read" in bad.stderr
+    assert "must have model.safetensors" in bad.stderr
 
 
 @pytest.mark.slow

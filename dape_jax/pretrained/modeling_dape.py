@@ -10,9 +10,9 @@ The operator is `attend`; a bias is a module of `BIASES`, a processor a module o
     out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, bias=Kerple(num_heads=8), processor=processor)
 
 Letters in names are dims: B batch, T query rows, S keys, H heads, G heads of keys and values (grouped queries), K head
-dim, D width, F feed-forward width, V vocabulary, C channels of DAPE, W width of its kernels, M hidden width of FIRE, P
-positions of CoPE, N buckets of T5. Parameters have the names and shapes of the package `dape_jax`, which has the same
-functions in JAX. Positions have a batch dim here, of size 1 if they are the same for all sequences.
+dim, D width, F feed-forward width, V vocabulary, C channels of DAPE, W width of its kernels, M hidden width of FIRE, N
+buckets of T5. Parameters have the names and shapes of the package `dape_jax`, which has the same functions in JAX, and
+more methods. Positions have a batch dim here, of size 1 if they are the same for all sequences.
 
 Source: Zheng et al., "DAPE V2: Process Attention Score as Feature Map for Length Extrapolation", ACL 2025; for the
 biases and rotary embeddings see each class.
@@ -45,8 +45,35 @@ ACTIVATIONS = {
 CACHE = "past_key_values"  # up to transformers 5.23
 if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}:
     CACHE = "cache"
-NORMS = ("layer_norm", "rms_norm")
-ROTARY = ("none", "rope", "pi", "ntk", "yarn", "llama3")
+# Fields of a config, with the values of a field that is missing.
+DEFAULTS: dict[str, Any] = {
+    "num_layers": 2,
+    "width": 64,
+    "num_heads": 4,
+    "num_kv_heads": None,  # num_heads
+    "head_dim": None,  # width / num_heads
+    "mlp_width": None,  # 4 width
+    "vocab_size": 257,
+    "rotary": {"name": "none"},
+    "bias": {"name": "nope"},
+    "processor": {"name": "none"},
+    "causal": True,
+    "window": None,
+    "norm_first": True,
+    "parallel_residual": False,
+    "norm": "layer_norm",
+    "norm_epsilon": 1e-5,
+    "activation": "gelu",
+    "gated_mlp": False,
+    "projection_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "scale_embedding": False,
+    "tied_embeddings": False,
+    "output_bias": False,
+    "max_position_embeddings": 512,  # the train length
+    "use_cache": True,
+}
 
 
 def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
@@ -70,65 +97,27 @@ class DapeConfig(PretrainedConfig):
         "intermediate_size": "mlp_width",
     }
 
-    def __init__(
-        self,
-        num_layers: int = 2,
-        width: int = 64,
-        num_heads: int = 4,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        mlp_width: int | None = None,
-        vocab_size: int = 257,
-        rotary: dict[str, Any] | None = None,
-        bias: dict[str, Any] | None = None,
-        processor: dict[str, Any] | None = None,
-        causal: bool = True,
-        window: int | None = None,
-        norm_first: bool = True,
-        parallel_residual: bool = False,
-        norm: str = "layer_norm",
-        norm_epsilon: float = 1e-5,
-        activation: str = "gelu",
-        gated_mlp: bool = False,
-        projection_bias: bool = True,
-        attention_output_bias: bool = True,
-        mlp_bias: bool = True,
-        scale_embedding: bool = False,
-        tied_embeddings: bool = False,
-        output_bias: bool = False,
-        max_position_embeddings: int = 512,
-        use_cache: bool = True,
-        **more: Any,
-    ):
-        self.num_layers, self.width, self.num_heads, self.vocab_size = num_layers, width, num_heads, vocab_size
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_dim = width // num_heads if head_dim is None else head_dim
-        self.mlp_width = 4 * width if mlp_width is None else mlp_width
-        self.rotary = {"name": "none"} if rotary is None else rotary
-        self.bias = {"name": "nope"} if bias is None else bias
-        self.processor = {"name": "none"} if processor is None else processor
-        self.causal, self.window = causal, window
-        self.norm_first, self.parallel_residual = norm_first, parallel_residual
-        self.norm, self.norm_epsilon = norm, norm_epsilon
-        self.activation, self.gated_mlp = activation, gated_mlp
-        self.projection_bias, self.attention_output_bias = projection_bias, attention_output_bias
-        self.mlp_bias, self.scale_embedding = mlp_bias, scale_embedding
-        self.tied_embeddings, self.output_bias = tied_embeddings, output_bias
-        self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
+    def __init__(self, **fields: Any):
+        for name, default in DEFAULTS.items():
+            setattr(self, name, fields.pop(name, default))
+        self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        self.head_dim = self.width // self.num_heads if self.head_dim is None else self.head_dim
+        self.mlp_width = 4 * self.width if self.mlp_width is None else self.mlp_width
         choices: dict[str, tuple[Any, Iterable[Any]]] = {
-            "norm": (norm, NORMS),
-            "activation": (activation, ACTIVATIONS),
-            "rotary": (self.rotary.get("name"), ROTARY),
-            "bias": (self.bias.get("name"), ["nope", *BIASES]),
-            "processor": (self.processor.get("name"), PROCESSORS),
+            "norm": (self.norm, ("layer_norm", "rms_norm")),
+            "activation": (self.activation, ACTIVATIONS),
+            "rotary": (self.rotary["name"], ("none", "rope", "pi", "ntk", "yarn", "llama3")),
+            "bias": (self.bias["name"], ["nope", *BIASES]),
+            "processor": (self.processor["name"], ("none", "dape")),
+            "causal": (self.causal, (True,)),
+            "norm_first": (self.norm_first, (True,)),
         }
         for name, (value, allowed) in choices.items():
             _require(value in list(allowed), name, value, f"must be one of {list(allowed)}")
-        for name, value in (("causal", causal), ("norm_first", norm_first)):
-            _require(value is True, name, value, "must be True in a decoder")
-        _require(num_heads % self.num_kv_heads == 0, "num_kv_heads", self.num_kv_heads, f"must divide {num_heads}")
-        more["tie_word_embeddings"] = False  # a tied model uses the table twice and has no second parameter to tie
-        super().__init__(**more)
+        divides = self.num_heads % self.num_kv_heads == 0
+        _require(divides, "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
+        fields["tie_word_embeddings"] = False  # a tied model uses the table twice and has no second parameter to tie
+        super().__init__(**fields)
 
 
 # ---- rotary embedding
@@ -190,22 +179,16 @@ def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
     return torch.cat([rotated, x_BTHK[..., size:]], dim=-1)
 
 
-# ---- position biases and contextual encodings: modules with parameters and the same arguments
+# ---- position biases: modules with parameters
 
 
-def distances(q_pos_BT: Tensor, k_pos_BS: Tensor, causal: bool = True) -> Tensor:
-    """Return max(query position - key position, 0), or the absolute difference if attention is not causal."""
-    difference_BTS = q_pos_BT[:, :, None] - k_pos_BS[:, None, :]
-    return difference_BTS.clamp(min=0) if causal else difference_BTS.abs()
+def distances(q_pos_BT: Tensor, k_pos_BS: Tensor) -> Tensor:
+    """Return max(query position - key position, 0)."""
+    return (q_pos_BT[:, :, None] - k_pos_BS[:, None, :]).clamp(min=0)
 
 
 def _per_head(x_H: Tensor) -> Tensor:
     return x_H[None, :, None, None]
-
-
-def _clamp(x: Tensor, low: float, high: float | None = None) -> Tensor:
-    """Clamp the value; the gradient is the identity's."""
-    return x + (x.clamp(low, high) - x).detach()
 
 
 def _uniform(*shape: int, fan_in: int) -> nn.Parameter:
@@ -215,33 +198,12 @@ def _uniform(*shape: int, fan_in: int) -> nn.Parameter:
 class Bias(nn.Module):
     """Base class of biases: a term that is added to the scores and is an input of DAPE."""
 
-    def forward(
-        self,
-        q_BTHK: Tensor,
-        k_BSGK: Tensor,
-        scores_BHTS: Tensor,
-        mask_BTS: Tensor,
-        q_pos_BT: Tensor,
-        k_pos_BS: Tensor,
-        causal: bool,
-    ) -> Tensor:
-        """Return the bias [B, H, T, S] in the dtype of the scores; B is 1 if it is the same for all sequences."""
+    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias [B, H, T, S]; B is 1 if it is the same for all sequences."""
         raise NotImplementedError
 
 
-class DistanceBias(Bias):
-    """Base class of biases that depend only on the distance between query and key."""
-
-    def of_distance(self, distance_BTS: Tensor) -> Tensor:
-        """Return the bias [B, H, T, S] at distances, which are at least 0 and of a floating dtype."""
-        raise NotImplementedError
-
-    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
-        """See `Bias`."""
-        return self.of_distance(distances(q_pos_BT, k_pos_BS, causal).to(scores_BHTS.dtype))
-
-
-class Alibi(DistanceBias):
+class Alibi(Bias):
     """ALiBi, -slope_h dist, for any number of heads.
 
     Source: Press et al. 2022, section 3, and their released code.
@@ -254,12 +216,13 @@ class Alibi(DistanceBias):
         between = [2.0 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * power, 2)]
         self.slopes = (slopes + between)[:num_heads]
 
-    def of_distance(self, distance_BTS: Tensor) -> Tensor:
-        """See the class."""
+    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Bias`."""
+        distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
         return -_per_head(distance_BTS.new_tensor(self.slopes)) * distance_BTS[:, None]
 
 
-class Kerple(DistanceBias):
+class Kerple(Bias):
     """Kerple's logarithmic kernel, -p_h log(1 + a_h dist), with p and a clamped to 0.01 or above.
 
     Source: Chi et al. 2022, equation 4.
@@ -270,49 +233,12 @@ class Kerple(DistanceBias):
         self.p_H = nn.Parameter(2 * torch.rand(num_heads))
         self.a_H = nn.Parameter(torch.rand(num_heads))
 
-    def of_distance(self, distance_BTS: Tensor) -> Tensor:
-        """See the class."""
-        p, a = (_per_head(_clamp(x.to(distance_BTS.dtype), 0.01)) for x in (self.p_H, self.a_H))
+    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Bias`."""
+        distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
+        # Clamp the values; the gradient is the identity's.
+        p, a = (_per_head(x + (x.clamp(0.01) - x).detach()).to(dtype) for x in (self.p_H, self.a_H))
         return -p * torch.log1p(a * distance_BTS[:, None])
-
-
-class KerplePower(Kerple):
-    """Kerple's power kernel, -a_h dist^p_h, with a clamped to 0.01 or above and p to 0.01..2.
-
-    Source: Chi et al. 2022, equation 3.
-    """
-
-    def of_distance(self, distance_BTS: Tensor) -> Tensor:
-        """See the class."""
-        a = _per_head(_clamp(self.a_H.to(distance_BTS.dtype), 0.01))
-        p = _per_head(_clamp(self.p_H.to(distance_BTS.dtype), 0.01, 2.0))
-        distance = distance_BTS[:, None]
-        # The gradient of 0^p is 0, not NaN.
-        return torch.where(distance > 0, -a * torch.where(distance > 0, distance, 1) ** p, 0)
-
-
-class Sandwich(Bias):
-    """Sandwich: sum over m of cos((i - j) 10000^(-2m/d)) / r_h, r_h = 8 (h + 1) / H.
-
-    Source: Chi et al. 2023, section 5.
-    """
-
-    def __init__(self, num_heads: int, head_dim: int = 0, position_dim: int = 128):
-        super().__init__()
-        self.num_heads, self.position_dim = num_heads, position_dim
-
-    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
-        """See `Bias`. Positions are relative to the first query, so that angles stay accurate."""
-        frequencies = [10_000.0 ** (-m / self.position_dim) for m in range(0, self.position_dim, 2)]
-        first = q_pos_BT[:, :1]
-
-        def embed(pos: Tensor) -> Tensor:
-            angle = (pos - first).to(scores_BHTS.dtype)[..., None] * scores_BHTS.new_tensor(frequencies)
-            return torch.cat([angle.sin(), angle.cos()], dim=-1)
-
-        product_BTS = embed(q_pos_BT) @ embed(k_pos_BS).mT
-        ratios = [8 * (h + 1) / self.num_heads for h in range(self.num_heads)]
-        return product_BTS[:, None] / _per_head(scores_BHTS.new_tensor(ratios))
 
 
 class T5(Bias):
@@ -330,13 +256,13 @@ class T5(Bias):
         self.first = [math.ceil(round(edge, 9)) for edge in edges]  # distances of the logarithmic buckets
         self.exact, self.scale = exact, math.sqrt(head_dim)
 
-    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Bias`."""
-        distance_BTS = distances(q_pos_BT, k_pos_BS, causal)
+        distance_BTS = distances(q_pos_BT, k_pos_BS)
         edges = torch.tensor(self.first, device=distance_BTS.device)
         large = self.exact + torch.searchsorted(edges, distance_BTS.contiguous(), right=True)
         bucket_BTS = torch.where(distance_BTS < self.exact, distance_BTS, large)
-        return self.scale * self.table_NH.to(scores_BHTS.dtype)[bucket_BTS].permute(0, 3, 1, 2)
+        return self.scale * self.table_NH.to(dtype)[bucket_BTS].permute(0, 3, 1, 2)
 
 
 class Fire(Bias):
@@ -363,97 +289,18 @@ class Fire(Bias):
         self.output_MH, self.output_bias_H = _uniform(width, num_heads, fan_in=width), _uniform(num_heads, fan_in=width)
         self.threshold, self.slope = threshold, {"relu": 0.0, "leaky_relu": SLOPE}[activation]
 
-    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
+    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Bias`."""
-        dtype = scores_BHTS.dtype
         c, threshold = self.c.to(dtype), (self.threshold_multiplier * self.threshold).to(dtype).abs()
-        last = q_pos_BT[:, :, None] if causal else torch.maximum(q_pos_BT[:, :, None], k_pos_BS[:, None, :])
-        norm = torch.maximum(last.to(dtype), threshold)
-        distance_BTS = distances(q_pos_BT, k_pos_BS, causal).to(dtype)
+        norm = torch.maximum(q_pos_BT[:, :, None].to(dtype), threshold)
+        distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
         z_BTS = torch.log1p((c * distance_BTS).abs()) / (torch.log1p((c * norm).abs()) + 1e-6)
         hidden_BTSM = z_BTS[..., None] * self.hidden_M.to(dtype) + self.hidden_bias_M.to(dtype)
         hidden_BTSM = functional.leaky_relu(hidden_BTSM, self.slope)
         return (hidden_BTSM @ self.output_MH.to(dtype) + self.output_bias_H.to(dtype)).permute(0, 3, 1, 2)
 
 
-class Cope(Bias):
-    """CoPE: a key's position is the sum of the gates from the key to the query; for causal attention only.
-
-        pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)        q_i . table[pos]
-
-    Source: Golovneva et al. 2024, equations 3 to 5.
-    """
-
-    def __init__(self, num_heads: int, head_dim: int, num_positions: int = 64):
-        super().__init__()
-        self.table_KP = nn.Parameter(torch.zeros(head_dim, num_positions))
-
-    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
-        """See `Bias`."""
-        if not causal:
-            raise ValueError("bias: CoPE counts earlier keys, for causal attention only")
-        gates_BHTS = torch.where(mask_BTS[:, None], scores_BHTS.sigmoid(), 0)
-        pos_BHTS = gates_BHTS.flip(-1).cumsum(-1).flip(-1)
-        last = self.table_KP.shape[1] - 1
-        pos_BHTS = torch.where(pos_BHTS <= last, pos_BHTS, last)
-        below, above = pos_BHTS.detach().floor(), pos_BHTS.detach().ceil()
-        weight = pos_BHTS - below
-        dtype = scores_BHTS.dtype
-        embedded_BHTP = torch.einsum("BTHK,KP->BHTP", q_BTHK.to(dtype), self.table_KP.to(dtype))
-        at_above, at_below = (embedded_BHTP.gather(-1, index.long()) for index in (above, below))
-        return weight * at_above + (1 - weight) * at_below
-
-
-class TransformerXL(Bias):
-    """Transformer-XL's relative positions.
-
-        (content_h . k_j + (q_i + position_h) . R[i - j]) / sqrt(K)        R[r] = [sin(r w), cos(r w)] relative[:, h]
-
-    Source: Dai et al. 2019, section 3.3, with the official DAPE code's order of sines and cosines.
-    """
-
-    def __init__(self, num_heads: int, head_dim: int):
-        super().__init__()
-        width = num_heads * head_dim
-        self.relative_DHK = _uniform(width, num_heads, head_dim, fan_in=width)
-        self.content_HK = nn.Parameter(0.02 * torch.randn(num_heads, head_dim))
-        self.position_HK = nn.Parameter(0.02 * torch.randn(num_heads, head_dim))
-
-    def forward(self, q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal) -> Tensor:
-        """See `Bias`."""
-        dtype, width = scores_BHTS.dtype, self.relative_DHK.shape[0]
-        frequency_m = scores_BHTS.new_tensor([10_000.0 ** (-m / width) for m in range(0, width, 2)])
-        first = q_pos_BT[:, :1]
-
-        def sin_cos(pos: Tensor) -> tuple[Tensor, Tensor]:
-            angle = (pos - first).to(dtype)[..., None] * frequency_m
-            return angle.sin(), angle.cos()
-
-        repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
-        k_BSHK = k_BSGK.repeat_interleave(repeats, dim=2).to(dtype)
-        content_BHS = torch.einsum("HK,BSHK->BHS", self.content_HK.to(dtype), k_BSHK)
-        lifted_BTHD = torch.einsum(
-            "BTHK,DHK->BTHD", q_BTHK.to(dtype) + self.position_HK.to(dtype), self.relative_DHK.to(dtype)
-        )
-        sines, cosines = lifted_BTHD.chunk(2, dim=-1)
-        (q_sin, q_cos), (k_sin, k_cos) = sin_cos(q_pos_BT), sin_cos(k_pos_BS)
-        q_sin, q_cos = q_sin[:, :, None], q_cos[:, :, None]
-        rotated_BTHD = torch.cat([cosines * q_sin - sines * q_cos, sines * q_sin + cosines * q_cos], dim=-1)
-        keys_BSD = torch.cat([k_sin, k_cos], dim=-1).expand(q_BTHK.shape[0], -1, -1)
-        position_BHTS = torch.einsum("BTHD,BSD->BHTS", rotated_BTHD, keys_BSD)
-        return (content_BHS[:, :, None] + position_BHTS) * q_BTHK.shape[-1] ** -0.5
-
-
-BIASES = {
-    "alibi": Alibi,
-    "kerple": Kerple,
-    "kerple_power": KerplePower,
-    "sandwich": Sandwich,
-    "t5": T5,
-    "fire": Fire,
-    "cope": Cope,
-    "transformer_xl": TransformerXL,
-}
+BIASES = {"alibi": Alibi, "kerple": Kerple, "t5": T5, "fire": Fire}
 SHARED_BY_LAYERS = ("t5",)
 
 
@@ -464,7 +311,7 @@ def make_bias(spec: dict[str, Any], num_heads: int, head_dim: int) -> Bias | Non
     return None if name == "nope" else BIASES[name](num_heads, head_dim, **options)
 
 
-# ---- processors
+# ---- DAPE
 
 
 def key_convolution(x_BITS: Tensor, kernel_WIO: Tensor, pad: tuple[int, int]) -> Tensor:
@@ -500,13 +347,13 @@ class Dape(nn.Module):
         kernel_width: W.
         channels: C.
         alignment: "centered" (W odd) or "causal".
-        edge: "prefix": keys after the last one count as zero scores; or "listing", as in the paper's listing.
         residual: add B outside the convolution as well.
-        leak: omit tril, so that a centered kernel reads the future.
         inputs: inputs of Conv1: "both", "scores" or "bias".
         init: "uniform"; or "identity", which initialises Conv2 to 0.
 
     Source: the paper's equations 3 to 5 and its listing in appendix L; see `dape_jax.model.processors.dape`.
+    Differs: keys after the last one count as zero scores (edge "prefix"), so that a row does not change when keys are
+    appended.
     """
 
     def __init__(
@@ -516,16 +363,13 @@ class Dape(nn.Module):
         kernel_width: int = 3,
         channels: int = 32,
         alignment: str = "centered",
-        edge: str = "prefix",
         residual: bool = True,
-        leak: bool = False,
         inputs: str = "both",
         init: str = "uniform",
     ):
         super().__init__()
         for name, value, allowed in (
             ("alignment", alignment, ("centered", "causal")),
-            ("edge", edge, ("prefix", "listing")),
             ("inputs", inputs, ("both", "scores", "bias")),
             ("init", init, ("uniform", "identity")),
         ):
@@ -544,31 +388,11 @@ class Dape(nn.Module):
         if init == "identity":
             nn.init.zeros_(self.output_WCH)
             nn.init.zeros_(self.output_bias_H)
-        self.width, self.is_causal, self.edge = kernel_width, alignment == "causal", edge
-        self.residual, self.leak, self.has_bias = residual, leak, has_bias
-
-    @property
-    def paddings(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Zero padding (left, right) of the inputs of both convolutions."""
-        if self.is_causal:
-            return (self.width - 1, 0), (self.width - 1, 0)
-        half = self.width // 2
-        return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[self.edge]
-
-    @property
-    def halo(self) -> tuple[int, int]:
-        """Number of keys before the first and after the last visible key that a row depends on."""
-        if self.is_causal:
-            return (2 if self.leak else 1) * (self.width - 1), 0
-        half = self.width // 2
-        if self.leak:
-            return 2 * half, 2 * half
-        return half, half if self.edge == "listing" else 0
-
-    @property
-    def why_not_cached(self) -> str | None:
-        """Reason why appending keys changes earlier rows, or None."""
-        return f"edge={self.edge!r}, leak={self.leak}: appended keys change earlier rows" if self.halo[1] else None
+        self.residual, self.has_bias = residual, has_bias
+        half, before = kernel_width // 2, kernel_width - 1
+        # Zero padding (left, right) of the inputs of both convolutions.
+        self.paddings = ((before, 0), (before, 0)) if alignment == "causal" else ((half, 2 * half), (half, 0))
+        self.halo = before if alignment == "causal" else half  # keys before the first visible key that a row depends on
 
     def forward(
         self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor | None = None
@@ -588,10 +412,7 @@ class Dape(nn.Module):
         hidden_BCTJ = self.hidden_bias_C.to(scores_BHTS.dtype)[None, :, None, None]
         for x_BHTS, kernel_WHC in ((scores_BHTS, self.scores_WHC), (bias_BHTS, self.bias_WHC)):
             if x_BHTS is not None and kernel_WHC is not None:
-                if not self.leak:
-                    visible = torch.where(mask_BTS[:, None], x_BHTS, 0)
-                else:
-                    visible = x_BHTS if is_key_BS is None else torch.where(is_key_BS[:, None, None], x_BHTS, 0)
+                visible = torch.where(mask_BTS[:, None], x_BHTS, 0)
                 hidden_BCTJ = hidden_BCTJ + key_convolution(visible, kernel_WHC, first_pad)
         hidden_BCTJ = functional.leaky_relu(hidden_BCTJ, SLOPE)
         if is_key_BS is not None:  # hidden features left of the first key are zero, as without padding
@@ -604,14 +425,19 @@ class Dape(nn.Module):
         return base + update_BHTS
 
 
-PROCESSORS = {"none": None, "dape": Dape}
-
-
 def make_processor(spec: dict[str, Any], num_heads: int, has_bias: bool) -> Dape | None:
-    """Return the module of {"name": .., options}, or None for "none"."""
+    """Return the module of {"name": .., options}, or None for "none".
+
+    Raises:
+        ValueError: rows would change when keys are appended.
+    """
     options = dict(spec)
-    kind = PROCESSORS[options.pop("name")]
-    return None if kind is None else kind(num_heads, has_bias, **options)
+    if options.pop("name") == "none":
+        return None
+    for name, only in (("edge", "prefix"), ("leak", False)):
+        value = options.pop(name, only)
+        _require(value == only, name, value, f"must be {only!r}: rows must not change when keys are appended")
+    return Dape(num_heads, has_bias, **options)
 
 
 # ---- attention
@@ -621,16 +447,14 @@ def attend(
     q_BTHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    q_pos_BT: Tensor | None = None,
     k_pos_BS: Tensor | None = None,
     *,
     bias: Bias | None = None,
     processor: Dape | None = None,
-    causal: bool = True,
     window: int | None = None,
     block_size: int | None = None,
 ) -> Tensor:
-    """Attend query rows to keys: softmax(processor(Q K^T / sqrt(K), bias, mask)) V.
+    """Attend query rows, the last positions of the keys: softmax(processor(Q K^T / sqrt(K), bias, causal mask)) V.
 
     Rows are processed in blocks, which are recomputed in the backward pass, so that memory grows with block_size x S.
 
@@ -638,12 +462,10 @@ def attend(
         q_BTHK: queries, already rotated if the model uses rotary embedding.
         k_BSGK: keys of G heads, a divisor of H.
         v_BSGK: values.
-        q_pos_BT: positions of the queries, [B, T], [1, T] or [T]; None for the last T positions of the keys.
-        k_pos_BS: positions of the keys, increasing by 1 or more; None for 0..S-1. Padding, on the left, has negative
+        k_pos_BS: positions of the keys, [B, S], [1, S] or [S]; None for 0..S-1. Padding, on the left, has negative
             positions.
-        bias: position bias or contextual encoding, or None.
+        bias: position bias, or None.
         processor: processor of the scores; None for scores + bias.
-        causal: a query sees no key after it.
         window: a query sees keys at a distance below this, or None for all.
         block_size: rows in a block; None for as many as `BLOCK_BYTES` allows.
 
@@ -661,28 +483,21 @@ def attend(
     may_be_padded = k_pos_BS is not None
     k_pos_BS = torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS
     k_pos_BS = k_pos_BS[None] if k_pos_BS.ndim == 1 else k_pos_BS
-    is_self_attention = q_pos_BT is None
-    _require(not is_self_attention or num_rows <= num_keys, "q_pos_BT", None, "must be given for more rows than keys")
-    q_pos_BT = k_pos_BS[:, num_keys - num_rows :] if q_pos_BT is None else q_pos_BT
-    q_pos_BT = q_pos_BT[None] if q_pos_BT.ndim == 1 else q_pos_BT
+    _require(num_rows <= num_keys, "rows of q", num_rows, f"must be at most the {num_keys} keys")
+    q_pos_BT = k_pos_BS[:, num_keys - num_rows :]
     if block_size is None:
         block_size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys))
-    options = {"bias": bias, "processor": processor, "causal": causal, "window": window, "may_be_padded": may_be_padded}
+    options = {"bias": bias, "processor": processor, "window": window, "may_be_padded": may_be_padded}
     if block_size >= num_rows:
         return _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, **options)
 
     def of_block(start: int) -> Tensor:
-        stop, keys, rows = min(start + block_size, num_rows), slice(0, num_keys), slice(start, start + block_size)
-        if causal and is_self_attention:  # the rows see no later keys
-            left, right = (0, 0) if processor is None else processor.halo
-            first, last = 0, num_keys - num_rows + stop + right
-            if window is None:  # few different sizes, so that the allocator reuses memory
-                last = -(-last * KEY_SIZES // num_keys) * num_keys // KEY_SIZES
-            else:
-                size = left + window - 1 + block_size + right
-                first = max(0, last - size)
-                last = first + size
-            keys = slice(first, min(num_keys, last))
+        rows, last = slice(start, start + block_size), num_keys - num_rows + min(start + block_size, num_rows)
+        if window is None:  # few different sizes, so that the allocator reuses memory
+            keys = slice(0, -(-last * KEY_SIZES // num_keys) * num_keys // KEY_SIZES)
+        else:
+            size = (0 if processor is None else processor.halo) + window - 1 + block_size
+            keys = slice(max(0, last - size), min(num_keys, max(last, size)))
         args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT[:, rows], k_pos_BS[:, keys]
         if not torch.is_grad_enabled():
             return _attend_rows(*args, **options)
@@ -706,7 +521,6 @@ def _attend_rows(
     *,
     bias: Bias | None,
     processor: Dape | None,
-    causal: bool,
     window: int | None,
     may_be_padded: bool,
 ) -> Tensor:
@@ -715,18 +529,14 @@ def _attend_rows(
     (batch, num_rows, heads, head_dim), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
     distance_BTS = q_pos_BT[:, :, None] - k_pos_BS[:, None, :]
     is_key_BS = k_pos_BS >= 0
-    mask_BTS = is_key_BS[:, None, :].expand(-1, num_rows, -1)
-    if causal:
-        mask_BTS = mask_BTS & (distance_BTS >= 0)
+    mask_BTS = is_key_BS[:, None, :] & (distance_BTS >= 0)
     if window is not None:
-        mask_BTS = mask_BTS & (distance_BTS.abs() < window)
+        mask_BTS = mask_BTS & (distance_BTS < window)
     with _without_autocast(q_BTHK.device.type):
         q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
         scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
         scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
-        bias_BHTS = None
-        if bias is not None:
-            bias_BHTS = bias(q_BTHK, k_BSGK, scores_BHTS, mask_BTS, q_pos_BT, k_pos_BS, causal)
+        bias_BHTS = None if bias is None else bias(q_pos_BT, k_pos_BS, dtype)
         if processor is not None:
             scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS if may_be_padded else None)
         elif bias_BHTS is not None:
@@ -883,8 +693,6 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         self.norm = Norm(config)
         self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
         self.output_bias_V = _zeros(config.output_bias, V)
-        processor = blocks[0].attention.processor
-        self.why_not_cached = None if processor is None else processor.why_not_cached
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -939,11 +747,6 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values = cache
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
-        reason = self.why_not_cached
-        if reason and (use_cache or past_key_values is not None):
-            if past_key_values is not None or labels is None:
-                raise ValueError(f"use_cache = True: must be False: {reason}")
-            use_cache = False
         is_checkpointed = self.gradient_checkpointing and self.training
         use_cache = use_cache and not is_checkpointed  # recomputing a layer would append its keys again
         if use_cache and past_key_values is None:
@@ -954,8 +757,6 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
         num_keys = num_past + input_ids.shape[1]
         k_pos_BS = None if attention_mask is None else key_positions(attention_mask, input_ids.shape[0], num_keys)
-        if reason and k_pos_BS is not None:
-            raise ValueError(f"attention_mask: must be all ones: {reason}")
         pos_BS = torch.arange(num_keys, device=input_ids.device)[None] if k_pos_BS is None else k_pos_BS
         q_pos_BT = pos_BS[:, num_past:]
         if position_ids is not None:
