@@ -19,12 +19,13 @@ from absl import flags
 from dape_jax import command_line
 from dape_jax.config import choose, read_model
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.data.store import DataConfig
 from dape_jax.files import write_json
 from dape_jax.model.transformer import GPT_NEOX, model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
+from dape_jax.training.source import load_corpus
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 
 STEPS = flags.DEFINE_integer("steps", 300, "Number of timed steps, after 20 steps of warm-up.")

@@ -38,7 +38,7 @@ from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
-from experiments.catalogue import METHODS
+from experiments.methods import METHODS
 
 DTYPES = ("float32", "bfloat16", "float16")
 WINDOW = 25

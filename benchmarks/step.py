@@ -54,7 +54,7 @@ from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh, put_batch
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
-from experiments.catalogue import METHODS, PRESETS
+from experiments.methods import METHODS, PRESETS
 from experiments.run import Run, config_of
 
 

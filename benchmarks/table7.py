@@ -54,7 +54,8 @@ from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import TransformerConfig, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform, make_mesh
-from experiments.catalogue import EXPERIMENTS, PRESETS, paper_tables
+from experiments.catalogue import EXPERIMENTS
+from experiments.methods import PRESETS, paper_tables
 
 TABLE = EXPERIMENTS["table7"]
 RATIO_TO = "dape1x3-kerple"

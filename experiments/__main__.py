@@ -4,7 +4,8 @@ from pathlib import Path
 
 from dape_jax import command_line
 from dape_jax.errors import require
-from experiments.catalogue import EXPERIMENTS, find_experiment, format_lengths
+from experiments.catalogue import EXPERIMENTS, find_experiment
+from experiments.methods import format_lengths
 from experiments.settings import Settings
 
 COMMANDS = ("list", "show", "run", "report")
@@ -39,8 +40,8 @@ def main(arguments: list[str]) -> None:
     elif command == "run":
         # Models that differ only in the seed share compiled programs, also between processes.
         jax.config.update("jax_compilation_cache_dir", str(Path(settings.workdirs, "compiled").absolute()))
-        files = run_experiment(name, settings)
-        print(f"{len(files)} runs in {files[0].parent}; compare them: python -m experiments report")
+        runs = run_experiment(name, settings)
+        print(f"{len(runs)} runs in {settings.results}/{name}; compare them: python -m experiments report")
     else:
         print(f"report: {report.write(Path(settings.results))}")
 

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.data.store import DataConfig, TokenStore, follow_corpus, load_corpus
+from dape_jax.data.store import DataConfig, TokenStore, follow_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import choose_windows
@@ -32,6 +32,7 @@ from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
+from dape_jax.training.source import load_corpus
 
 
 @dataclasses.dataclass(frozen=True)

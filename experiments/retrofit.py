@@ -15,8 +15,8 @@ between the two halves. The passage's first bytes are the cue and are not scored
 
 Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. A WORKDIR
 has one corpus and one number of steps. Results are written to OUTPUT: `retrofit.*` with perplexities after the last
-step, `steps.*` with those after fewer steps, on half of the windows, `pairs.*` with the effect of DAPE, `recall.*` with
-recall and the loss by position.
+step, `points.jsonl.zst` with the loss of every window, `steps.*` with perplexities after fewer steps, on half of the
+windows, `pairs.*` with the effect of DAPE, `recall.*` with recall and the loss by position.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Corpus, DataConfig, TokenStore, load_corpus
+from dape_jax.data.store import Corpus, DataConfig, TokenStore
 from dape_jax.data.tokenizers import byte_tokenizer_json
 from dape_jax.errors import require
 from dape_jax.evaluation import report
@@ -60,6 +60,8 @@ from dape_jax.pretrained.load import import_run
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import AnyPath
 from dape_jax.training.checkpoint import step_names
+from dape_jax.training.source import load_corpus
+from experiments.runs import write_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -402,7 +404,8 @@ def write_perplexity(study: Study, points: list[dict[str, Any]], output: AnyPath
         f"{len(study.seeds)} seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the "
         "original steps."
     )
-    content = {"points": points, "perplexity": table, "ways": WAYS}
+    content = {"perplexity": table, "ways": WAYS}
+    write_lines(Path(output, "points.jsonl.zst"), points)
     report.save("retrofit", output, content, caption, rows, lengths_figure(table))
 
 

@@ -1,12 +1,10 @@
-"""Run an experiment of the catalogue: train its models, evaluate them, write one file per run. Next: `report.py`.
+"""Run an experiment of the catalogue: train its models, evaluate them, store one line per run. Next: `runs.py`.
 
-    runs/experiments/<16 hex digits>/                       run directory of a model, named by its config and text
-    results/fig2/small-stdlib/kerple-xs-T32-seed0.json      the results of a model on a text
-    results/table6/small/kerple-even_pairs-seed0.json       the results of a model on an algorithmic task
+    runs/experiments/<16 hex digits>/     run directory of a model, named by its config and text
+    results/fig2/runs.jsonl.zst           the results of the experiment's models, see `runs.py`
 
-A file in results/ is written atomically when its run has finished. It is never rewritten, except for interrupted step
-times, which are comparable only if measured together. Experiments share models and results: figure 2 and table 4 have
-the same runs of Kerple.
+Experiments share models and results: figure 2 and table 4 have the same runs of Kerple. A stored run is never replaced,
+except for interrupted step times, which are comparable only if measured together.
 """
 
 import dataclasses
@@ -16,28 +14,22 @@ import os
 import re
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dape_jax.config import (
-    RESUMABLE_FIELDS,
-    RunConfig,
-    TaskRunConfig,
-    choose,
-    read_run,
-    resolved,
-)
-from dape_jax.data.store import DataConfig, follow_corpus, load_corpus
-from dape_jax.errors import os_errors, require
+from dape_jax.config import RunConfig, TaskRunConfig, choose, read_run, resolved
+from dape_jax.data.store import DataConfig, follow_corpus
+from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
 from dape_jax.evaluation.perplexity import evaluate
-from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
+from dape_jax.files import exclusive_lock, json_digest, read_json
 from dape_jax.model.flops import model_flops_per_token
-from dape_jax.model.transformer import GPT_NEOX, model_structure
+from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES, read_module
 from dape_jax.sharding import device_platform, make_mesh, put_batch
@@ -45,40 +37,16 @@ from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.source import load_corpus
 from dape_jax.training.step import init_state, make_train_step, shardings_of
-from experiments.catalogue import (
-    EXPERIMENTS,
-    METHODS,
-    OVERRIDES,
-    PRESETS,
-    Experiment,
-    find_experiment,
-    length_divisor,
-    lengths_from,
-    models_of,
-)
+from experiments.catalogue import find_experiment
+from experiments.methods import METHODS, OVERRIDES, PRESETS, Experiment, length_divisor, lengths_from, models_of
+from experiments.runs import add_run, identity, read_runs
 from experiments.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 TIMED_TURNS, TIMED_STEPS = 4, 5  # turns of each model, and steps in a turn
-
-# Fields of every results file, in addition to the results.
-FIELDS = {
-    **dict.fromkeys(("key", "data", "method", "metric", "commit", "device"), str),
-    **dict.fromkeys(("train_length", "seed", "num_devices", "num_cpus"), int),
-    **dict.fromkeys(("versions", "config"), dict),
-    "wall_seconds": float,
-}
-TEXT_FIELDS = {"paper_size": str, "size": str, "paper_train_length": int}
-TASK_FIELDS = {"task": str}
-
-# Config fields that do not change results: fields that may change when a run resumes, and evaluation fields that affect
-# only performance. The text and the evaluation lengths are separate parts of a run's key.
-UNIDENTIFYING_FIELDS = (
-    *(field for field in RESUMABLE_FIELDS if field != "evaluation"),
-    *(f"evaluation.{field}" for field in ("lengths", "batch_tokens", "blockwise_from", "block_size")),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +76,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the run, and the stem of its results file."""
+        """Name of the run, as in `runs.run_name`."""
         return f"{self.model}-seed{self.seed}"
 
 
@@ -219,57 +187,16 @@ def train_command(run: Run) -> str:
     return " ".join(["python train.py", f"--config=configs/{run.recipe}:{run.argument}", *flags])
 
 
-def _added_fields(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections and fields that configs of the first versions lack, with values that change nothing."""
-    model = spec["model"]
-    same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
-    fields = {name: GPT_NEOX[name] for name in same}
-    fields |= {"head_dim": model["width"] // model["num_heads"], "mlp_width": 4 * model["width"]}
-    fields |= {"attention_output_bias": model["projection_bias"]}
-    fields |= {"rotary": {} if model["rotary"]["name"] == "none" else {"fraction": 1.0}}
-    train = {"wandb": None, "profile_steps": []}
-    return {"init": {"source": None, "train_only": None}, "model": fields, "train": train}
-
-
-def _without_added(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config without the sections and fields that newer versions added and that have no effect.
-
-    Equivalent configs saved by different versions give equal results, so they can be compared.
-    """
-
-    def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in spec.items() if not (name in added and added[name] == value)}
-        return {k: strip(v, added[k]) if k in added and isinstance(v, dict) else v for k, v in kept.items()}
-
-    return strip(spec, _added_fields(spec))
-
-
-def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the part of a resolved config that determines a run's results; for step times, the complete config.
-
-    It is equal for equivalent configs of different versions of this package.
-    """
-
-    def of_section(spec: dict[str, Any], prefix: str) -> dict[str, Any]:
-        return {
-            key: of_section(value, f"{prefix}{key}.") if isinstance(value, dict) else value
-            for key, value in spec.items()
-            if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
-        }
-
-    return of_section(_without_added(config), "")
-
-
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """Run with its config, as nested dict (`spec`) and checked, the digest of its data and its results file."""
+    """Run with its config, as nested dict (`spec`) and checked, the digest of its data, and its group in `runs.py`."""
 
     run: Run
     metric: str
     spec: dict[str, Any]
     config: RunConfig | TaskRunConfig
     data_digest: str
-    file: Path
+    group: str
 
     @property
     def key(self) -> str:
@@ -282,14 +209,16 @@ class PlannedRun:
         """Digest of everything that determines the run's model."""
         return json_digest([identity(resolved(self.config), self.metric), self.data_digest])[:16]
 
-    def write(self, results: dict[str, Any], seconds: float) -> None:
-        """Write the results file."""
-        content = {"key": self.key, "data": self.data_digest}
-        for field in ("method", *(TASK_FIELDS if self.run.task else TEXT_FIELDS), "train_length", "seed"):
-            content[field] = getattr(self.run, field)
-        content |= {"metric": self.metric, "train_command": train_command(self.run)}
-        content |= {"wall_seconds": round(seconds, 1), **results}
-        _write_result(self.file, content | provenance("flax", "optax") | {"config": resolved(self.config)})
+    def content(self, results: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the run's line: what was run, the results, and their provenance."""
+        fields = ("task",) if self.run.task else ("paper_size", "size", "paper_train_length")
+        about = {field: getattr(self.run, field) for field in ("method", *fields, "train_length", "seed")}
+        return {
+            **{"key": self.key, "data": self.data_digest, **about, "metric": self.metric},
+            **{"train_command": train_command(self.run), "wall_seconds": round(seconds, 1), **results},
+            **provenance("flax", "optax"),
+            "config": resolved(self.config),
+        }
 
 
 def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
@@ -310,87 +239,69 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     }
     # The last component of the text's path is its name in results/.
     text = re.sub(r"[^\w.-]", "_", Path(os.path.expanduser(data)).name) or "text"
-    directory = Path(settings.results, name, settings.preset if experiment.tasks else f"{settings.preset}-{text}")
+    group = settings.preset if experiment.tasks else f"{settings.preset}-{text}"
     return [
-        PlannedRun(run, experiment.metric, spec, config, digests[each], directory / f"{run.name}.json")
+        PlannedRun(run, experiment.metric, spec, config, digests[each], group)
         for run, spec, config, each in zip(runs, specs, configs, unseeded, strict=True)
     ]
 
 
-def run_experiment(name: str, settings: Settings) -> list[Path]:
-    """Run the unfinished runs of an experiment and return the results files of all its runs.
+def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
+    """Run the unfinished runs of an experiment and return all its runs.
 
     Raises:
         InputError: the input is invalid; raised before any device is used.
     """
-    planned, workdirs = plan_runs(name, settings), Path(settings.workdirs)
-    make_results_directory(Path(settings.results), "--results")
-    _check_existing(planned)
-    paths = [path for other in EXPERIMENTS for path in sorted(Path(settings.results, other).glob("*/*-seed*.json"))]
-    finished = {read_result(path)["key"]: path for path in paths}
-    directory = planned[0].file.parent
-    with exclusive_lock(directory, "--results", ".lock"), exclusive_lock(workdirs, "--workdirs", ".lock"):
-        unfinished = []
+    planned, results, workdirs = plan_runs(name, settings), Path(settings.results), Path(settings.workdirs)
+    make_results_directory(results, "--results")
+    with exclusive_lock(results / name, "--results", ".lock"), exclusive_lock(workdirs, "--workdirs", ".lock"):
+        stored = read_runs(results)
+        own = stored[name].get(planned[0].group, {})
+        _check_existing(planned, own)
+        finished = {run["key"]: run for groups in stored.values() for runs in groups.values() for run in runs.values()}
         for item in planned:
-            if not item.file.exists() and item.key in finished:
-                logger.info("%s: the same run as %s", item.file.name, finished[item.key])
-                _write_result(item.file, read_result(finished[item.key]))
-            elif not item.file.exists():
-                unfinished.append(item)
+            if item.run.name not in own and item.key in finished:
+                logger.info("%s: stored already, by another experiment", item.run.name)
+                add_run(results, name, item.group, finished[item.key])
+        unfinished = [item for item in planned if item.run.name not in own and item.key not in finished]
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
         if planned[0].metric == "step_ms":
-            _run_timings(planned)
-        else:
-            for number, item in enumerate(unfinished, 1):
-                logger.info("%s: run %d of %d: %s", name, number, len(unfinished), item.run.name)
-                started = time.monotonic()
-                workdir = workdirs / item.workdir_name
-                train(item.spec, workdir)
-                item.write(evaluate_run(item, workdir), time.monotonic() - started)
-    return [item.file for item in planned]
+            for item, content in _timings(planned, {item.run.name for item in unfinished}):
+                add_run(results, name, item.group, content)
+            return planned
+        for number, item in enumerate(unfinished, 1):
+            logger.info("%s: run %d of %d: %s", name, number, len(unfinished), item.run.name)
+            started = time.monotonic()
+            workdir = workdirs / item.workdir_name
+            train(item.spec, workdir)
+            content = item.content(evaluate_run(item, workdir), time.monotonic() - started)
+            add_run(results, name, item.group, content)
+    return planned
 
 
-def _check_existing(planned: list[PlannedRun]) -> None:
-    """Raise `InputError` if the directory contains results of other data, or of these runs with another config."""
-    expected = {item.file: item.key for item in planned}
+def _check_existing(planned: list[PlannedRun], own: dict[str, dict[str, Any]]) -> None:
+    """Raise `InputError` if the stored runs are of other data, or of these runs with another config."""
+    expected = {item.run.name: item.key for item in planned}
     digests = {item.run.model: item.data_digest for item in planned}
-    for file in sorted(planned[0].file.parent.glob("*-seed*.json")):
-        found, model = read_result(file), file.name.rpartition("-seed")[0]
+    for name, found in own.items():
+        model = name.rpartition("-seed")[0]
         same_data = model not in digests or found["data"] == digests[model]
-        same_config = file not in expected or found["key"] == expected[file]
-        allowed = "is a run with another config or text; choose another --results"
-        require(same_data and same_config, str(file), found["key"], allowed)
+        same_config = name not in expected or found["key"] == expected[name]
+        allowed = "is a stored run with another config or text; choose another --results"
+        require(same_data and same_config, name, found["key"], allowed)
 
 
-def _run_timings(planned: list[PlannedRun]) -> None:
-    """Measure step times: models of one size and seed together, unless all of them are finished."""
+def _timings(planned: list[PlannedRun], unfinished: set[str]) -> Iterator[tuple[PlannedRun, dict[str, Any]]]:
+    """Yield runs with their step times: models of one size and seed together, unless all of them are finished."""
     for _, group in itertools.groupby(planned, lambda item: (item.run.seed, item.run.size)):
         together = list(group)
-        if all(item.file.exists() for item in together):
+        if unfinished.isdisjoint(item.run.name for item in together):
             continue
         started = time.monotonic()
         times = step_milliseconds([item.config for item in together if isinstance(item.config, RunConfig)])
         seconds_each = (time.monotonic() - started) / len(together)
         for item, results in zip(together, times, strict=True):
-            item.write(results, seconds_each)
-
-
-def _write_result(file: Path, content: dict[str, Any]) -> None:
-    with os_errors("--results", str(file), "cannot be written"):
-        write_json(file, content)
-
-
-def read_result(file: Path) -> dict[str, Any]:
-    """Return the content of a results file.
-
-    Raises:
-        InputError: the file cannot be read, or is not a results file.
-    """
-    content = read_json(file)
-    fields = FIELDS | (TASK_FIELDS if "task" in content else TEXT_FIELDS)
-    wrong = [field for field, kind in fields.items() if not isinstance(content.get(field), kind)]
-    require(not wrong, str(file), wrong, "must be fields of a run's results, each with its type")
-    return content
+            yield item, item.content(results, seconds_each)
 
 
 def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:

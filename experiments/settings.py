@@ -5,7 +5,7 @@ import dataclasses
 from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.storage import require_local
-from experiments.catalogue import PRESETS
+from experiments.methods import PRESETS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from dape_jax.errors import InputError
-from experiments.catalogue import PRESETS, Cell, Claim, Less, Score
+from experiments.methods import PRESETS, Cell, Claim, Less, Score
 
 Verdict = Literal["holds", "contradicted", "undecided", "not tested"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)

@@ -17,7 +17,6 @@ from flax import nnx
 from test_command_lines import run
 
 from dape_jax.config import RunConfig
-from dape_jax.data.store import load_corpus
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.evaluation import trained
@@ -26,6 +25,7 @@ from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.transformer import Block, Transformer, TransformerConfig, model_structure
 from dape_jax.tools import maps as module
 from dape_jax.tools.maps import attention_maps, layer_maps
+from dape_jax.training.source import load_corpus
 
 MODULE = ("-m", "dape_jax.tools.attention_maps")
 LENGTH = 77

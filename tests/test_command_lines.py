@@ -186,7 +186,7 @@ REFUSED: list[tuple[list[str], list[list[str]]]] = [
     ([f"{TOOLS}.generate", "--workdir=run", "--prompt_file=/nowhere"], [["--prompt_file = '/nowhere'"]]),
     ([f"{TOOLS}.attention_maps", "--workdir=run", "--length=8", "--lenght=8"], [["--lenght=8", "--length?"]]),
     (["dape_jax.planning", "--topolgy=v5e"], [["--topolgy=v5e", "mean --topology?"], ["--config"], ["--topology: "]]),
-    (["dape_jax.data.prepare", "--input=a", "--ouput=b"], [["--ouput=b", "mean --output?"], ["--output: must"]]),
+    (["dape_jax.data.prepare", "--input=a", "--ouput=b"], [["--ouput=b", "mean --output?"]]),
     # directories at places that are not supported
     (["train.py", QUICKSTART, f"--workdir={ELSEWHERE}"], [["abfs"]]),
     ([*TRAIN, QUICKSTART, f"--config.data.path={ELSEWHERE}"], [["abfs"]]),

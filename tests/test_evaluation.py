@@ -24,7 +24,7 @@ from test_command_lines import run as run_command
 from dape_jax import provenance
 from dape_jax.config import CHOICES, RunConfig
 from dape_jax.data.batches import train_batches
-from dape_jax.data.store import Sidecar, TokenStore, load_corpus
+from dape_jax.data.store import Sidecar, TokenStore
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation import figures, perplexity, programs, report, trained
@@ -45,6 +45,7 @@ from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch, read_mesh
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
+from dape_jax.training.source import load_corpus
 from dape_jax.training.step import (
     abstract_params,
     init_params,
@@ -542,7 +543,7 @@ def test_another_corpus_is_scored_with_the_tokenizer_of_the_run(runs, root, tmp_
 
     of_bytes, of_bpe = model_of(runs[0]), model_of(with_bpe)
     assert validation_corpus(of_bytes, str(other)).validation.sidecar.tokenizer == "bytes"
-    (prepared,) = (tmp_path / "cache").iterdir()
+    (prepared,) = (tmp_path / "cache").glob("[!.]*")
     assert validation_corpus(of_bytes, str(prepared)).validation.sidecar.tokenizer == "bytes"
     assert validation_corpus(of_bpe, str(other)).validation.sidecar.tokenizer == bpe.name != "bytes"
     with pytest.raises(InputError, match=r"was prepared with 'bytes' \(--data, for .*run\)"):

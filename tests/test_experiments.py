@@ -1,15 +1,14 @@
-"""Test the experiments: the catalogue agrees with the paper, no run is trained twice, verdicts match results."""
+"""Test the experiments: the catalogue agrees with the paper, no run is trained twice, the report states the results."""
 
 import dataclasses
-import errno
 import json
 import math
-import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 from matplotlib.figure import Figure
@@ -18,25 +17,17 @@ from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
 from dape_jax.evaluation.report import json_values
+from dape_jax.files import write_json
 from dape_jax.model.transformer import model_structure
-from dape_jax.recipes import read_module
 from dape_jax.tasks import CHE as TASKS
 from experiments import __main__ as experiments_main
-from experiments import catalogue, groups, report, run, verdicts
-from experiments.catalogue import (
-    EXPERIMENTS,
-    METHODS,
-    NOT_IN_PAPER,
-    PRESETS,
-    Cell,
-    Claim,
-    Experiment,
-    Less,
-    Preset,
-    Score,
-    TaskPreset,
-)
-from experiments.run import PlannedRun, Run, Settings, config_of, run_experiment, runs_of
+from experiments import methods, pack, plots, report, run, runs, summary, verdicts
+from experiments.catalogue import EXPERIMENTS
+from experiments.methods import METHODS, PRESETS, Cell, Claim, Experiment, Less, Preset, Score, TaskPreset
+from experiments.run import PlannedRun, Run, config_of, run_experiment, runs_of
+from experiments.runs import Group, Series, add_run, paper_groups, read_groups, read_lines, read_runs, write_lines
+from experiments.settings import Settings
+from experiments.verdicts import Sample
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,32 +48,34 @@ def test_methods_and_train_lengths_choose_among_the_runs():
     assert 0 < len(chosen) < len(every)
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"), [(name, preset) for name, experiment in EXPERIMENTS.items() for preset in experiment.presets]
-)
-def test_every_run_has_its_own_valid_config(name: str, preset: str):
-    runs = runs_with_one_seed(name, preset)
-    assert len({item.name for item in runs}) == len(runs) > 0
-    configs = [read_run(config_of(item)) for item in runs]
-    assert all(a != b for i, a in enumerate(configs) for b in configs[:i])
-    for item, config in zip(runs, configs, strict=True):
-        assert (config.train.train_length, config.train.seed, config.data.seed) == (item.train_length, 0, 0)
-        assert item.lengths == tuple(sorted(set(item.lengths)))
-        if item.task:
-            assert isinstance(config, TaskRunConfig)
-            assert config.data.task == item.task
-            assert min(item.lengths) <= item.train_length < max(item.lengths)  # so that both means exist
-        else:
-            assert isinstance(config, RunConfig)
-            assert config.data.path == "some/text"
-    if PRESETS[preset].length_divisor > 1:
-        for model in {json.dumps(str(config.model)): config.model for config in configs}.values():
-            model_structure(model)
+def test_every_run_has_its_own_valid_config():
+    """Models are built once, with one layer, although experiments share them."""
+    models = {}
+    for name, preset in [(name, preset) for name, each in EXPERIMENTS.items() for preset in each.presets]:
+        planned = runs_with_one_seed(name, preset)
+        assert len({item.name for item in planned}) == len(planned) > 0
+        configs = [read_run(config_of(item)) for item in planned]
+        assert len({str(config) for config in configs}) == len(configs)
+        for item, config in zip(planned, configs, strict=True):
+            assert (config.train.train_length, config.train.seed, config.data.seed) == (item.train_length, 0, 0)
+            assert item.lengths == tuple(sorted(set(item.lengths)))
+            if item.task:
+                assert isinstance(config, TaskRunConfig)
+                assert config.data.task == item.task
+                assert min(item.lengths) <= item.train_length < max(item.lengths)  # so that both means exist
+            else:
+                assert isinstance(config, RunConfig)
+                assert config.data.path == "some/text"
+            if PRESETS[preset].length_divisor > 1:
+                one_layer = dataclasses.replace(config.model, num_layers=1)
+                models[str(one_layer)] = one_layer
+    for model in models.values():
+        model_structure(model)
 
 
 def test_the_paper_preset_has_the_published_settings():
     (item,) = [item for item in runs_with_one_seed("table5", "paper") if item.method == "dape1x3-kerple"]
-    config, table8 = RunConfig.from_dict(config_of(item)), catalogue.paper_tables()["table8"]["125m"]
+    config, table8 = RunConfig.from_dict(config_of(item)), methods.paper_tables()["table8"]["125m"]
     assert table8["batch"] == "32 x 8 GPUs"
     assert config.train.batch_size == 32 * 8
     assert config.train.train_length == table8["train_length"]
@@ -98,7 +91,7 @@ def test_the_paper_preset_has_the_published_settings():
 
 def test_the_paper_preset_has_the_published_settings_of_the_tasks():
     runs = runs_with_one_seed("table6", "paper")
-    printed = catalogue.paper_tables()["table6"]
+    printed = methods.paper_tables()["table6"]
     of_paper = {(method, row["task"]) for method in printed["methods"] for row in printed["tasks"]}
     assert {(item.method, item.task) for item in runs if item.task != "binary_multiplication"} == of_paper
     assert {item.task for item in runs} == set(TASKS)
@@ -123,26 +116,22 @@ def test_steps_have_equal_numbers_of_tokens_where_the_papers_do():
         assert len(tokens) == 1
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_claims_compare_results_of_runs(name: str):
-    experiment = EXPERIMENTS[name]
-    runs = runs_with_one_seed(name, experiment.presets[-1])
-    divisor = 1 if experiment.tasks else PRESETS[experiment.presets[-1]].length_divisor
-    measured = {
-        Cell(item.method, item.paper_train_length, length * divisor, item.paper_size)
-        for item in runs
-        for length in item.lengths
-        if not (experiment.metric == "delta" and length == item.train_length)
-    }
-    scored = {(item.method, item.task) for item in runs}
-    sides = {side for claim in experiment.claims for less in claim.comparisons for side in (less.low, less.high)}
-    assert {side for side in sides if isinstance(side, Cell)} <= measured
-    assert {(m, side.task) for side in sides if isinstance(side, Score) for m in side.methods} <= scored
-    assert all(claim.comparisons for claim in experiment.claims)
-    assert all(0 < claim.at_least < len(claim.comparisons) for claim in experiment.claims if claim.at_least is not None)
-
-
-def test_every_method_is_used():
+def test_claims_compare_results_of_runs():
+    for name, experiment in EXPERIMENTS.items():
+        planned = runs_with_one_seed(name, experiment.presets[-1])
+        divisor = methods.length_divisor(experiment, experiment.presets[-1])
+        measured = {
+            Cell(item.method, item.paper_train_length, length * divisor, item.paper_size)
+            for item in planned
+            for length in item.lengths
+            if not (experiment.metric == "delta" and length == item.train_length)
+        }
+        scored = {(item.method, item.task) for item in planned}
+        sides = {side for claim in experiment.claims for less in claim.comparisons for side in (less.low, less.high)}
+        assert {side for side in sides if isinstance(side, Cell)} <= measured
+        assert {(m, side.task) for side in sides if isinstance(side, Score) for m in side.methods} <= scored
+        for claim in experiment.claims:
+            assert 0 < (claim.at_least or 1) <= len(claim.comparisons)
     assert set(METHODS) == {method for experiment in EXPERIMENTS.values() for method in experiment.methods}
 
 
@@ -150,8 +139,8 @@ def test_every_method_is_used():
 def test_the_papers_claims_hold_of_the_papers_numbers(dataset: str):
     checked = 0
     for name, experiment in EXPERIMENTS.items():
-        for group in (group for group in groups.paper_groups(name) if group.data == dataset):
-            lookup = groups.lookup_in(group)
+        for group in (group for group in paper_groups(name) if group.data == dataset):
+            lookup = runs.lookup_in(group)
             for claim in experiment.claims:
                 printed = tuple(
                     less
@@ -167,58 +156,18 @@ def test_the_papers_claims_hold_of_the_papers_numbers(dataset: str):
 
 
 def test_the_papers_claims_hold_of_the_papers_table_of_tasks():
-    (group,) = groups.paper_groups("table6")
+    (group,) = paper_groups("table6")
     counts = {}
     for claim in EXPERIMENTS["table6"].claims:
-        means = [verdicts.difference(less, groups.lookup_in(group), "accuracy").mean for less in claim.comparisons]
+        means = [verdicts.difference(less, runs.lookup_in(group), "accuracy").mean for less in claim.comparisons]
         counts[claim.text] = sum(mean < 0 for mean in means), len(means)
         assert counts[claim.text][0] >= (len(means) if claim.at_least is None else claim.at_least)
     # Where the paper counts tasks, its numbers give its count.
     assert [count for text, count in counts.items() if "of 11" in text] == [(8, 11), (6, 11)]
 
 
-def test_the_papers_numbers_are_shown_only_with_runs_of_equal_tokens_per_step():
-    """Tables 2 and 5 have more tokens per step at a train length of 512 or 1024 than figure 3."""
-    for name, trained_at in (("fig3", {128, 4096}), ("table5", {512})):
-        (group,) = [group for group in groups.paper_groups(name) if group.data == "arxiv"]
-        assert {series.train_length for series in group.series} == trained_at
-
-
-def test_an_experiment_with_one_finished_method_is_drawn_with_the_papers():
-    (paper, *others) = groups.paper_groups("fig2")
-    figure = report.plot(dataclasses.replace(paper, series=paper.series[:1]))
-    (legend,) = [axes.get_legend() for axes in figure.axes if axes.get_legend() is not None]
-    drawn = {series.method for group in (paper, *others) for series in group.series if series.train_length == 128}
-    assert {text.get_text() for text in legend.get_texts()} == drawn
-
-
-def test_each_panel_with_several_train_lengths_has_its_own_legend():
-    """Draw our lengths, which are a quarter of the paper's, so that a name is of two curves."""
-    (paper, _) = groups.paper_groups("fig3")
-    series = [dataclasses.replace(paper.series[0], train_length=length) for length in (128, 512)]
-    ours = dataclasses.replace(paper, preset="small", about={"wall_seconds": [1.0]}, series=series)
-    figure = report.plot(ours)
-    assert len(figure.axes) == 3
-    colors = []
-    for axes in figure.axes:
-        drawn = {line.get_label(): line.get_color() for line in axes.get_lines()}
-        shown = {line.get_label(): line.get_color() for line in axes.get_legend().get_lines()}
-        assert shown == drawn
-        colors.append(shown["dape1x3-kerple, trained at 128"])
-    assert colors[0] != colors[1] == colors[2]
-
-
-def test_panels_without_numbers_of_the_paper_are_left_out():
-    (paper,) = groups.paper_groups("appendixE")
-    ours = [dataclasses.replace(each, train_length=length) for each in paper.series for length in (128, 512)]
-    panels = report.plot(dataclasses.replace(paper, series=ours)).axes
-    assert len(panels) == 3
-    assert all(axes.has_data() for axes in panels)
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_claims_that_compare_fire_with_and_without_dape_name_the_confound(name: str):
-    for claim in EXPERIMENTS[name].claims:
+def test_claims_that_compare_fire_with_and_without_dape_name_the_confound():
+    for claim in (claim for experiment in EXPERIMENTS.values() for claim in experiment.claims):
         pairs = [
             [side.methods if isinstance(side, Score) else (side.method,) for side in (less.low, less.high)]
             for less in claim.comparisons
@@ -233,7 +182,7 @@ def test_claims_that_compare_fire_with_and_without_dape_name_the_confound(name: 
 
 
 def test_numbers_of_the_paper_are_those_of_its_tables():
-    curves = catalogue.paper_tables()["curves"]
+    curves = methods.paper_tables()["curves"]
 
     def value(source: str, dataset: str, method: str, length: int, metric: str = "perplexity") -> float:
         (found,) = [
@@ -256,31 +205,7 @@ def test_numbers_of_the_paper_are_those_of_its_tables():
             assert local - full == pytest.approx(delta, abs=0.011)
 
 
-# ---- recipes and keys
-
-
-def flat(spec: dict, prefix: str = "") -> set[str]:
-    """Return the dotted names of all fields and sections."""
-    names = set()
-    for name, value in spec.items():
-        names |= {prefix + name} | (flat(value, f"{prefix}{name}.") if isinstance(value, dict) else set())
-    return names
-
-
-@pytest.mark.parametrize("recipe", ["quickstart", "small", "paper", "che"])
-def test_recipes_are_read_from_any_directory(recipe: str, tmp_path: Path, monkeypatch):
-    argument = "task=even_pairs" if recipe == "che" else None
-    expected = read_module(ROOT / "configs" / f"{recipe}.py").get_config(argument).to_dict()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path or ".").resolve() != ROOT])
-    assert read_module(ROOT / "configs" / f"{recipe}.py").get_config(argument).to_dict() == expected
-    monkeypatch.chdir(ROOT)
-    assert read_module(Path("configs", f"{recipe}.py")).get_config(argument).to_dict() == expected
-
-
-def test_a_recipe_can_be_copied(tmp_path: Path):
-    (tmp_path / "mine.py").write_text((ROOT / "configs" / "small.py").read_text())
-    assert read_module(tmp_path / "mine.py").get_config("s").model.num_layers == 4
+# ---- keys
 
 
 def test_keys_depend_on_the_fields_that_change_results_and_on_no_others(tmp_path: Path):
@@ -292,7 +217,7 @@ def test_keys_depend_on_the_fields_that_change_results_and_on_no_others(tmp_path
         for field, value in changes.items():
             section, name = field.split("__")
             changed[section][name] = value
-        return PlannedRun(item, metric, {}, read_run(changed), "digest", tmp_path).key
+        return PlannedRun(item, metric, {}, read_run(changed), "digest", "group").key
 
     assert key() != key(metric="delta")
     for change in ({"train__num_steps": 7}, {"model__width": 8}, {"optimizer__learning_rate": 1.0}, {"train__seed": 9}):
@@ -309,7 +234,7 @@ def test_runs_on_an_accelerator_have_larger_blocks_and_the_same_keys(tmp_path: P
     def planned() -> list[PlannedRun]:
         specs = [config_of(item) for item in runs]
         return [
-            PlannedRun(item, "perplexity", spec, read_run(spec), "digest", tmp_path)
+            PlannedRun(item, "perplexity", spec, read_run(spec), "digest", "group")
             for item, spec in zip(runs, specs, strict=True)
         ]
 
@@ -325,31 +250,52 @@ def test_runs_on_an_accelerator_have_larger_blocks_and_the_same_keys(tmp_path: P
     )
 
 
-@pytest.mark.parametrize("name", ["fig2", "table6"])
-def test_fields_left_out_of_keys_are_fields(name: str):
-    named = flat(config_of(runs_with_one_seed(name, "small")[0]))
-    unknown = set(run.UNIDENTIFYING_FIELDS) - named
-    assert all(name == "table6" and field.startswith("data.") for field in unknown), unknown
-
-
 def test_committed_results_are_of_the_catalogues_runs():
     """Compare the keys: otherwise all runs would be trained again."""
-    checked = Counter()
-    for directory in {file.parent for file in (ROOT / "results").glob("*/*/*-seed*.json")}:
-        name, (preset, _, text) = directory.parent.name, directory.name.partition("-")
+    checked, keys = Counter(), {}
+    for name, groups in read_runs(ROOT / "results").items():
         experiment = EXPERIMENTS[name]
-        data = "" if experiment.tasks else "stdlib"
-        settings = Settings(preset, data=data, seeds=tuple(range(5)), tasks=experiment.tasks)
-        runs = {item.name: item for item in runs_of(experiment, settings)}
-        for file in directory.glob("*-seed*.json"):
-            found, spec = run.read_result(file), config_of(runs[file.stem])
-            if text not in ("", "stdlib"):  # a prepared corpus, which has its own tokenizer
-                spec["data"] |= {"path": f"data/{text}", "tokenizer": None}
-            expected = PlannedRun(runs[file.stem], experiment.metric, {}, read_run(spec), found["data"], file)
-            assert found["key"] == expected.key, file
-            checked[name] += 1
+        for group, stored in groups.items():
+            preset, _, text = group.partition("-")
+            data = "" if experiment.tasks else "stdlib"
+            settings = Settings(preset, data=data, seeds=tuple(range(5)), tasks=experiment.tasks)
+            planned = {item.name: item for item in runs_of(experiment, settings)}
+            for run_name, found in stored.items():
+                item = planned[run_name]
+                same = (item.recipe, item.argument, str(item.overrides), item.lengths, found["data"], experiment.metric)
+                if same not in keys:
+                    spec = config_of(item)
+                    if text not in ("", "stdlib"):  # a prepared corpus, which has its own tokenizer
+                        spec["data"] |= {"path": f"data/{text}", "tokenizer": None}
+                    keys[same] = PlannedRun(item, experiment.metric, {}, read_run(spec), found["data"], group).key
+                assert found["key"] == keys[same], (name, group, run_name)
+                checked[name] += 1
     assert (checked["fig2"], checked["fig5"]) == (84, 70)
     assert sum(checked.values()) == 906
+
+
+def test_a_run_is_stored_once():
+    lines = [line for name in EXPERIMENTS for line in read_lines(ROOT / "results" / name / runs.FILE)]
+    stored = [line["key"] for line in lines if "stored_in" not in line]
+    assert len(stored) == len(set(stored)) == 708
+    assert len(lines) == 906
+
+
+def test_run_files_of_earlier_versions_are_packed(tmp_path, capsys):
+    """Their numbers are compared, also when the new directory has them already."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    committed = read_runs(ROOT / "results")
+    for name in ("table4", "widths"):
+        for run_name, content in committed[name]["small-stdlib"].items():
+            (old / name / "small-stdlib").mkdir(parents=True, exist_ok=True)
+            write_json(old / name / "small-stdlib" / f"{run_name}.json", content)
+    for _ in range(2):
+        pack.main(old, new)
+        assert "62 runs, 37 of them distinct" in capsys.readouterr().out
+    changed = new / "widths" / runs.FILE
+    write_lines(changed, [line | {"wall_seconds": 0.0} for line in read_lines(changed)])
+    with pytest.raises(InputError, match="differs"):
+        pack.main(old, new)
 
 
 # ---- running
@@ -396,8 +342,8 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
     for method, bias in (("a", "kerple"), ("b", "alibi"), ("c", "nope")):
         monkeypatch.setitem(METHODS, method, bias)
     monkeypatch.setattr(run, "lengths_from", lambda length, longest: (length, 2 * length))
-    for name, methods in (("one", ("a", "b")), ("two", ("b", "c")), ("unknown", ("a", "dape1x9"))):
-        experiment = Experiment("title", "source", methods, (16,), (CLAIM,), presets=("tiny",))
+    for name, named in (("one", ("a", "b")), ("two", ("b", "c")), ("unknown", ("a", "dape1x9"))):
+        experiment = Experiment("title", "source", named, (16,), (CLAIM,), presets=("tiny",))
         monkeypatch.setitem(EXPERIMENTS, name, experiment)
     on_tasks = dataclasses.replace(
         experiment,
@@ -411,8 +357,11 @@ def small_world(tmp_path: Path, monkeypatch) -> dict[str, str]:
     return {"results": str(tmp_path / "results"), "workdirs": str(tmp_path / "workdirs")}
 
 
-def run_tiny(name: str, world: dict[str, str], seeds: tuple[int, ...] = (), tasks: tuple[str, ...] = ()) -> list[Path]:
-    return run_experiment(name, Settings("tiny", seeds=seeds, tasks=tasks, **world))
+def run_tiny(name: str, world: dict[str, str], seeds: tuple[int, ...] = (), tasks: tuple[str, ...] = ()) -> list[dict]:
+    """Return the stored runs of an experiment, in their order."""
+    planned = run_experiment(name, Settings("tiny", seeds=seeds, tasks=tasks, **world))
+    stored = read_runs(Path(world["results"]))[name][planned[0].group]
+    return [stored[item.run.name] for item in planned]
 
 
 @pytest.fixture
@@ -441,31 +390,29 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     def killed(*arguments):
         raise KeyboardInterrupt
 
+    results = Path(small_world["results"])
     with monkeypatch.context() as patch:
         patch.setattr(run, "evaluate_run", killed)
         with pytest.raises(KeyboardInterrupt):
             run_tiny("one", small_world)
     assert trained == [("kerple", 0)]
-    assert not list(Path(small_world["results"]).rglob("*.json"))
-    (first,) = [file for file in run_tiny("one", small_world, (0,)) if file.name.startswith("a-")]
-    before = first.read_bytes()
+    assert not list(results.rglob(runs.FILE))
+    first, _ = run_tiny("one", small_world, (0,))
     assert trained[1:] == [("kerple", 0), ("alibi", 0)]
-
-    files = run_tiny("one", small_world)
+    both = run_tiny("one", small_world)
     assert trained[3:] == [("kerple", 1), ("alibi", 1)]
-    assert first in files
-    assert first.read_bytes() == before
-    assert run_tiny("one", small_world) == files
+    assert both[0] == first
+    assert run_tiny("one", small_world) == both
     run_tiny("two", small_world)
     assert trained[5:] == [("nope", 0), ("nope", 1)]  # alibi is taken from the other experiment
-
-    content = json.loads(files[1].read_bytes())
+    lines = read_lines(results / "two" / runs.FILE)
+    assert [line.get("stored_in") for line in lines] == ["one", "one", None, None]
+    content = both[1]
     assert (content["method"], content["seed"], content["train_length"]) == ("b", 0, 16)
     assert [result["length"] for result in content["lengths"]] == [16, 32]
     assert {"commit", "device", "versions", "wall_seconds", "config", "data"} <= set(content)
 
-    # The report, in three forms.
-    readme = report.write(Path(small_world["results"])).read_text()
+    readme = report.write(results).read_text()
     assert (
         "| [one](#one) tiny, text | b is within ten times a | **holds** | 1 of 1 | 0 "
         "| b T16 at 32 against 10.00 x a T16 at 32 | -90.0 % [-90.0, -90.0] | 2 |  | "
@@ -473,42 +420,34 @@ def test_finished_runs_are_reused_and_a_killed_experiment_resumes(small_world, t
     assert "- two: b is within ten times a." in readme  # there are no runs of a
     assert "- fig2: DAPE1x3-Kerple is the best of all at the train length; " in readme
     paper, others = readme.split("### Questions that the paper leaves open")
-    numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == NOT_IN_PAPER]
+    numbers = [len(e.claims) for e in EXPERIMENTS.values() if e.source == methods.NOT_IN_PAPER]
     assert f"\n\n1 holds, {sum(len(e.claims) for e in EXPERIMENTS.values()) - sum(numbers) - 1} not tested.\n" in paper
     assert f"\n\n{sum(numbers)} not tested.\n" in others
     assert "| a | 16 | 16.06 ± 0.06 | 32.06 ± 0.06 |" in readme
-    described = json.loads((Path(small_world["results"]) / "report.json").read_bytes())
-    (claim,) = described["one"]["tiny-text"]["claims"]
+    described = json.loads((results / "one" / "report.json").read_bytes())["tiny-text"]
+    (claim,) = described["claims"]
     assert claim["difference"] == pytest.approx(-90)
-    assert claim["minutes"] == pytest.approx(sum(json.loads(file.read_bytes())["wall_seconds"] for file in files) / 60)
+    assert claim["minutes"] == pytest.approx(sum(each["wall_seconds"] for each in both) / 60)
     assert (claim["verdict"], claim["low"] <= claim["difference"] <= claim["high"]) == ("holds", True)
     (pair,) = claim["pairs"]
     assert (pair["pair"], pair["verdict"]) == ("b T16 against 10.00 x a T16", "holds")
     assert {pair["weakest"], claim["deciding"]} == {"b T16 at 32 against 10.00 x a T16 at 32"}
-    assert pair["difference"] == claim["difference"]
-    (series,) = [series for series in described["one"]["tiny-text"]["series"] if series["method"] == "a"]
+    (series,) = [series for series in described["series"] if series["method"] == "a"]
     assert [series["values"][seed]["32"] for seed in ("0", "1")] == [32, 32.125]
-    assert (Path(small_world["results"]) / "one" / "tiny-text.png").stat().st_size > 10_000
-    assert (Path(small_world["results"]) / "one" / "tiny-text.pdf").read_bytes().startswith(b"%PDF-")
-    header, *numbers = (Path(small_world["results"]) / "one" / "tiny-text.csv").read_text().splitlines()
-    assert header == "method,size,task,train_length,seed,length,perplexity"
-    assert sum(line.startswith("a,") and line.endswith((",32,32", ",32,32.0", ",32,32.125")) for line in numbers) == 2
+    assert (results / "one" / "figure.png").stat().st_size > 3_000
+
+    # Numbers of seeds are shown if they differ.
+    assert "| method | trained at | 16 | 32 |" in readme
+    write_lines(results / "two" / runs.FILE, lines[:-1])
+    page = report.write(results).read_text()
+    assert all(row in page for row in ("| method | trained at | seeds | 16 | 32 |", "| b | 16 | 2 |", "| c | 16 | 1 |"))
 
     # Another text of the same name is refused, also under another seed.
-    (Path(small_world["results"]).parent / "text" / "00.txt").write_text("another text " * 30)
+    (results.parent / "text" / "00.txt").write_text("another text " * 30)
     for seeds in ((), (2,)):
         with pytest.raises(InputError, match="another config or text"):
             run_tiny("one", small_world, seeds)
     assert len(trained) == 7
-
-
-def test_tables_have_the_number_of_seeds_of_each_model_if_it_differs(small_world, trained):
-    *_, last = run_tiny("two", small_world)
-    results = Path(small_world["results"])
-    assert "| method | trained at | 16 | 32 |" in report.write(results).read_text()
-    last.unlink()
-    page = report.write(results).read_text()
-    assert all(row in page for row in ("| method | trained at | seeds | 16 | 32 |", "| b | 16 | 2 |", "| c | 16 | 1 |"))
 
 
 def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatch):
@@ -531,66 +470,60 @@ def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatc
 
 def test_damaged_results_are_named(small_world, trained):
     run_tiny("one", small_world)
-    file = Path(small_world["results"]) / "one" / "tiny-text" / "a-xs-T16-seed1.json"
-    good = json.loads(file.read_bytes())
+    results = Path(small_world["results"])
+    file = results / "one" / runs.FILE
+    *others, good = read_lines(file)
     optimizer = good["config"]["optimizer"] | {"learning_rate": 1.0}
     for changes in (
-        {"seed": [1]},
-        {"versions": 3},
-        {"wall_seconds": None},
-        {"config": {}},
         {"lengths": 3},
         {"lengths": [{"length": 16}]},
         {"lengths": [{"length": 16, "perplexity": "low"}]},
         {"data": "another text"},
         {"config": good["config"] | {"optimizer": optimizer}},  # the range would not be one over seeds
     ):
-        file.write_text(json.dumps(good | changes))
-        with pytest.raises(InputError, match=r"a-xs-T16-seed1\.json") as error:
-            report.write(Path(small_world["results"]))
+        write_lines(file, [*others, good | changes])
+        with pytest.raises(InputError, match=r"one/runs\.jsonl\.zst.*b-xs-T16-seed") as error:
+            report.write(results)
         assert "\n" not in str(error.value)
-    for text in ("{", "[]", "{}"):
-        file.write_text(text)
-        with pytest.raises(InputError, match=r"a-xs-T16-seed1\.json"):
-            report.write(Path(small_world["results"]))
-        with pytest.raises(InputError, match=r"a-xs-T16-seed1\.json"):
+    reference = {"group": "tiny-text", "name": "b-xs-T16-seed1", "key": "0", "stored_in": "two"}
+    for line in ({field: good[field] for field in ("group", "name", "key")}, reference):
+        write_lines(file, [*others, line])
+        with pytest.raises(InputError, match=r"runs\.jsonl\.zst = 'b-xs-T16-seed1': is a run without"):
+            report.write(results)
+    whole = file.read_bytes()
+    for content in (b"{}", whole[: len(whole) // 2]):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"runs\.jsonl\.zst: cannot be read"):
+            report.write(results)
+        with pytest.raises(InputError, match=r"runs\.jsonl\.zst: cannot be read"):
             run_tiny("two", small_world)
-
     # A method that is no longer in the catalogue is left out.
-    file.write_text(json.dumps(good | {"method": "z"}))
-    readme = report.write(Path(small_world["results"])).read_text()
-    assert "- one: b is within ten times a." in readme
-    assert "| [one](#one)" not in readme
+    write_lines(file, [each | {"method": "z"} for each in (*others, good) if each["method"] == "b"])
+    with pytest.raises(InputError, match="finished runs"):
+        report.write(results)
+    with pytest.raises(InputError, match="finished runs"):
+        report.write(results / "nothing")
 
 
 def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
-    files = run_tiny("tasks", small_world, (0,))
+    results = Path(small_world["results"])
+    before = run_tiny("tasks", small_world, (0,))
     models = [(bias, 0, task) for task in ("even_pairs", "reverse_string") for bias in ("kerple", "alibi")]
     assert trained == models
-    assert files[1] == Path(small_world["results"]) / "tasks" / "tiny" / "b-even_pairs-seed0.json"
-    before = [file.read_bytes() for file in files]
     run_tiny("tasks", small_world)
     assert trained == models + [(bias, 1, task) for bias, _, task in models]
-    assert run_tiny("tasks", small_world, (1,), ("reverse_string", "even_pairs"))
+    assert len(run_tiny("tasks", small_world, (1,), ("reverse_string", "even_pairs"))) == 4
+    assert run_tiny("tasks", small_world, (0,)) == before
     assert len(trained) == 8
-    assert [file.read_bytes() for file in files] == before
-    content = json.loads(before[1])
-    assert {field: content[field] for field in ("method", "task", "train_length", "seed", "metric")} == {
-        "method": "b",
-        "task": "even_pairs",
-        "train_length": 4,
-        "seed": 0,
-        "metric": "accuracy",
-    }
-    assert "--config.evaluation.num_sequences=8" in content["train_command"]
-    assert content["config"]["evaluation"]["num_sequences"] == 8
-
+    about = {field: before[1][field] for field in ("method", "task", "train_length", "seed", "metric")}
+    assert list(about.values()) == ["b", "even_pairs", 4, 0, "accuracy"]
+    assert "--config.evaluation.num_sequences=8" in before[1]["train_command"]
+    assert before[1]["config"]["evaluation"]["num_sequences"] == 8
     # Another task than the preset's, without the methods that it leaves out.
-    (file, _) = run_tiny("tasks", small_world, (0,), ("bucket_sort",))
-    assert file.name == "a-bucket_sort-seed0.json"
+    run_tiny("tasks", small_world, (0,), ("bucket_sort",))
     assert trained[8:] == [("kerple", 0, "bucket_sort"), ("alibi", 0, "bucket_sort")]
 
-    readme = report.write(Path(small_world["results"])).read_text()
+    readme = report.write(results).read_text()
     verdict = "| [tasks](#tasks) tiny | b is better than a | **holds** | 1 of 1 | 0 |"
     assert f"{verdict} a on even_pairs minus b on even_pairs | -25.00 [-25.00, -25.00] |" in readme
     # Lengths 5 and 7 are beyond training, 3 and 4 within; seeds differ by 12.5.
@@ -598,122 +531,77 @@ def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     assert "| even_pairs | regular | 50 | 52.75 ± 6.25 | 77.75 ± 6.25 |" in readme
     assert "| bucket_sort | context-sensitive | 20 | 44.00 | 69.00 |" in readme
     assert "mean over 2 lengths, 5 to 7; 2 steps on lengths 1 to 4, 8 sequences of each length, seeds 0, 1" in readme
-    assert (Path(small_world["results"]) / "tasks" / "tiny.png").stat().st_size > 10_000
-    described = json.loads((Path(small_world["results"]) / "report.json").read_bytes())
-    (series,) = [
-        series
-        for series in described["tasks"]["tiny"]["series"]
-        if (series["method"], series["task"]) == ("b", "reverse_string")
-    ]
+    series = json.loads((results / "tasks" / "report.json").read_bytes())["tiny"]["series"]
+    (series,) = [each for each in series if (each["method"], each["task"]) == ("b", "reverse_string")]
     assert series["beyond"] == {"0": pytest.approx(69), "1": pytest.approx(81.5)}
     assert series["values"]["1"]["7"] == pytest.approx(80.5)
-
-    # Damaged results, and those of another config, are named.
-    file = files[0].with_name("a-even_pairs-seed1.json")
-    good = json.loads(file.read_bytes())
-    for changes in (
-        {"task": 1},
-        {"task": "even_pairs", "lengths": [{"length": 3}]},
-        {"lengths": 1},
-        {"data": "other strings"},
-        {"config": good["config"] | {"optimizer": {}}},
-    ):
-        file.write_text(json.dumps(good | changes))
-        with pytest.raises(InputError, match=r"a-even_pairs-seed1\.json") as error:
-            report.write(Path(small_world["results"]))
-        assert "\n" not in str(error.value)
-    file.write_text(json.dumps(good | {"data": "other strings"}))
-    with pytest.raises(InputError, match="another config or text"):
-        run_tiny("tasks", small_world, (0,))  # seeds 0 and 1 share a directory
-    assert len(trained) == 10
 
 
 def test_accuracy_is_measured(small_world, monkeypatch):
     tiny_tasks = dataclasses.replace(PRESETS["tiny"].on_tasks, methods=("b",))
     monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(PRESETS["tiny"], on_tasks=tiny_tasks))
-    (file,) = run_tiny("tasks", small_world, (0,), ("even_pairs",))
+    (measured,) = run_tiny("tasks", small_world, (0,), ("even_pairs",))
     (written,) = Path(small_world["workdirs"]).glob("*/accuracy.json")
     (result,) = json.loads(written.read_bytes())["runs"]
-    assert json.loads(file.read_bytes())["lengths"] == result["lengths"]
+    assert measured["lengths"] == result["lengths"]
     assert [item["length"] for item in result["lengths"]] == [3, 4, 5, 7]
     assert {item["num_sequences"] for item in result["lengths"]} == {8}
-    (group,) = report.read_groups(Path(small_world["results"]))
-    (series,) = group.series
+    ((series,),) = [group.series for group in read_groups(Path(small_world["results"]))]
     assert series.beyond == {0: pytest.approx(100 * result["score"])}  # one definition of the score
     assert series.within == {0: pytest.approx(100 * result["trained"])}
 
 
 def test_perplexity_delta_and_time_are_measured(small_world, monkeypatch):
     monkeypatch.setattr(run, "TIMED_TURNS", 2)
-    for name, metric, methods in (
-        ("plain", "perplexity", ("a",)),
-        ("delta", "delta", ("a",)),
-        ("time", "step_ms", ("a", "b")),
-    ):
-        experiment = dataclasses.replace(EXPERIMENTS["one"], methods=methods, claims=(), metric=metric)
+    for name, metric, names in (("plain", "perplexity", "a"), ("delta", "delta", "a"), ("time", "step_ms", "ab")):
+        experiment = dataclasses.replace(EXPERIMENTS["one"], methods=tuple(names), claims=(), metric=metric)
         monkeypatch.setitem(EXPERIMENTS, name, experiment)
     (plain,), (delta,), times = (run_tiny(name, small_world, (0,)) for name in ("plain", "delta", "time"))
-    assert (
-        len([path for path in Path(small_world["workdirs"]).iterdir() if path.is_dir()]) == 1
-    )  # both are of one model
-    local, full = [result["perplexity"] for result in json.loads(delta.read_bytes())["lengths"]]
-    groups = {group.experiment: group for group in report.read_groups(Path(small_world["results"]))}
-    measured = {result["length"]: result["perplexity"] for result in json.loads(plain.read_bytes())["lengths"]}
+    workdirs = [path for path in Path(small_world["workdirs"]).iterdir() if path.is_dir()]
+    assert len(workdirs) == 1  # both are of one model
+    local, full = [result["perplexity"] for result in delta["lengths"]]
+    groups = {group.experiment: group for group in read_groups(Path(small_world["results"]))}
+    measured = {result["length"]: result["perplexity"] for result in plain["lengths"]}
     assert groups["plain"].series[0].values[0] == measured
     assert measured[32] == pytest.approx(full, rel=1e-6)
     assert groups["delta"].series[0].values[0] == {32: pytest.approx(local - full, rel=1e-12)}  # equation 6
-    assert groups["time"].series[1].values[0] == {16: json.loads(times[1].read_bytes())["step_ms"]}
+    assert groups["time"].series[1].values[0] == {16: times[1]["step_ms"]}
 
     # Times of another seed are measured together, and finished ones are kept.
-    before = [file.read_bytes() for file in times]
     calls = []
     monkeypatch.setattr(run, "step_milliseconds", lambda configs: calls.append(configs) or [{"step_ms": 1.0}] * 2)
     again = run_tiny("time", small_world, (0, 1))
     assert [[config.train.seed for config in configs] for configs in calls] == [[1, 1]]
-    assert [file.read_bytes() for file in again if file in times] == before
+    assert again[:2] == times
     assert report.write(Path(small_world["results"])).exists()
+
+    # An interrupted measurement is repeated as a whole: the time that was stored is replaced.
+    file = Path(small_world["results"]) / "time" / runs.FILE
+    write_lines(file, [line for line in read_lines(file) if line["name"] != "b-xs-T16-seed0"])
+    assert [each["step_ms"] for each in run_tiny("time", small_world, (0,))] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, 1.7e308], ids=str)
 @pytest.mark.parametrize("metric", ["perplexity", "delta"])
-def test_models_that_diverged_are_in_the_report(small_world, trained, monkeypatch, metric: str, value: float):
-    """One seed, then all, of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
+def test_models_that_diverged_are_in_the_report(small_world, monkeypatch, metric: str, value: float):
+    """One seed, then both, of a method diverged: figures leave it out, tables name it, and the JSON is valid."""
     monkeypatch.setitem(EXPERIMENTS, "one", dataclasses.replace(EXPERIMENTS["one"], metric=metric))
     diverged = {"length": 32, "perplexity": value, "delta": -value}
     small = {"length": 16, "perplexity": 3.0, "delta": 1.0}
+    planned = run.plan_runs("one", Settings("tiny", **small_world))
     for seeds in ((0,), (0, 1)):
-
-        def evaluate_run(item: PlannedRun, workdir: Path, seeds: tuple = seeds) -> dict:
+        results = Path(f"{small_world['results']}-{len(seeds)}")
+        for item in planned:
             of_run = [small, diverged if item.run.method == "a" and item.run.seed in seeds else small | {"length": 32}]
-            return json_values({"lengths": of_run, "deltas": of_run})
-
-        monkeypatch.setattr(run, "evaluate_run", evaluate_run)
-        world = small_world | {"results": f"{small_world['results']}-{len(seeds)}"}
-        files = run_tiny("one", world)
-        page = report.write(Path(world["results"])).read_text()
-        read = json.loads((Path(world["results"]) / "report.json").read_text(), parse_constant=pytest.fail)
-        (group,) = read["one"].values()
+            content = item.content(json_values({"lengths": of_run, "deltas": of_run}), 1.0)
+            add_run(results, "one", item.group, content)
+        page = report.write(results).read_text()
+        (group,) = json.loads((results / "one" / "report.json").read_text(), parse_constant=pytest.fail).values()
         found = float(group["series"][0]["values"]["0"]["32"])
-        expected = value if metric == "perplexity" else -value
-        assert found == pytest.approx(expected, nan_ok=True)
+        assert found == pytest.approx(value if metric == "perplexity" else -value, nan_ok=True)
         (row,) = [line for line in page.splitlines() if line.startswith("| a | 16 |")]
         assert len(row) < 100
         assert ("nan" if math.isnan(value) else "inf" if value == math.inf or len(seeds) == 2 else "e+307") in row
-        assert all(json.loads(file.read_text(), parse_constant=pytest.fail) for file in files)
-
-
-def test_a_results_directory_that_is_full_is_named(small_world, trained, monkeypatch):
-    def fail(file: Path, content: dict) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "write_json", fail)
-        with pytest.raises(InputError, match=r"--results = .*seed0.json.*: cannot be written: .*No space left"):
-            run_tiny("one", small_world)
-    run_tiny("one", small_world)
-    monkeypatch.setattr(report, "write_json", fail)
-    with pytest.raises(InputError, match=r"--results = .*: cannot be written to: .*No space left"):
-        report.write(Path(small_world["results"]))
 
 
 @pytest.mark.parametrize(
@@ -742,17 +630,6 @@ def test_bad_input_is_named(small_world, name: str, changes: dict, words: list[s
         run_experiment(name, Settings(**small_world | changes))
     assert all(word in str(error.value) for word in words)
     assert not Path(small_world["results"]).exists()
-
-
-def test_a_report_on_nothing_or_on_something_else_is_refused(tmp_path: Path):
-    with pytest.raises(InputError, match="finished runs"):
-        report.write(tmp_path)
-    for text in ("{", "[]", "{}", '{"method": 1}'):
-        file = tmp_path / "fig2" / "small-stdlib" / "a-seed0.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        with pytest.raises(InputError, match=r"a-seed0\.json"):
-            report.write(tmp_path)
 
 
 # ---- the command line
@@ -812,28 +689,34 @@ def test_the_command_line(arguments: list[str], status: int, words: list[str]):
     assert status == 0 or len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_recipes_work_on_the_command_line_of_another_directory(tmp_path: Path):
-    config = f"--config={ROOT / 'configs' / 'small.py'}:xs,bias=fire"
-    command = [sys.executable, str(ROOT / "train.py"), config, "--config.train.num_steps=0", "--workdir=run"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert "train.num_steps = 0" in done.stderr
+# ---- figures
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_finished_experiment_is_drawn_with_a_color_for_each_curve(name):
-    experiment = EXPERIMENTS[name]
-    series = [
-        groups.Series(method, size, task, train_length, {0: {train_length: 2.0 + n, 2 * train_length: 3.0 + n}})
-        for n, (method, size, train_length, task) in enumerate(catalogue.models_of(experiment))
-    ]
-    data = "" if experiment.tasks else "stdlib"
-    figure = report.plot(groups.Group(name, "small", data, {"commit": ["0"]}, series))
-    for panel in (panel for panel in figure.axes if not panel.patches):  # no bars
-        curves = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
-        assert curves
-        assert len({line.get_color() for line in curves}) == len(curves)
+def drawn(axes) -> list:
+    return [line for line in axes.get_lines() if line.get_marker() not in ("None", None) and len(line.get_xdata())]
+
+
+def test_every_experiment_is_drawn_with_a_color_for_each_curve_and_the_papers_curves():
+    for name, experiment in EXPERIMENTS.items():
+        series = [
+            Series(method, size, task, train_length, {0: {train_length: 2.0 + n, 2 * train_length: 3.0 + n}})
+            for n, (method, size, train_length, task) in enumerate(methods.models_of(experiment))
+        ]
+        group = Group(name, "small", "" if experiment.tasks else "stdlib", {"commit": ["0"]}, series)
+        figure = plots.experiment_figure([group])
+        for panel in (panel for panel in figure.axes if not panel.patches):  # no bars
+            curves = [line for line in panel.get_lines() if not str(line.get_label()).startswith("_")]
+            assert curves
+            assert len({line.get_color() for line in curves}) == len(curves)
+    ours, other = (dataclasses.replace(paper_groups("fig2")[0], about={"x": []}, preset="small", data=d) for d in "ab")
+    figure = plots.experiment_figure([dataclasses.replace(ours, series=ours.series[:1]), other])
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles[:2] == ["small, a: xs, trained at 32", "small, b: xs, trained at 32"]
+    assert [title for title in titles if title.startswith("paper")]
+    (legend,) = [axes.get_legend() for axes in figure.axes if axes.get_legend() is not None]
+    assert {text.get_text() for text in legend.get_texts()} == {
+        line.get_label() for axes in figure.axes for line in axes.get_lines()
+    }
 
 
 def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
@@ -841,12 +724,10 @@ def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
 
     def limits(*curves: tuple[float, float]) -> tuple[float, float]:
         axes = Figure().subplots()
-        series = [
-            groups.Series(str(n), "125m", "", 512, {0: {512: low, 4096: high}}) for n, (low, high) in enumerate(curves)
-        ]
+        series = [Series(str(n), "125m", "", 512, {0: {512: low, 4096: high}}) for n, (low, high) in enumerate(curves)]
         for item in series:
-            report._draw_curve(axes, item, 1, item.method, "tab:blue")
-        report._scale_text_axes(axes, series)
+            plots._draw_curve(axes, item, 1, item.method, "tab:blue")
+        plots._scale_text_axes(axes, series)
         return axes.get_ylim()
 
     close = [(2.3, 1.9), (2.3, 2.2)]
@@ -860,16 +741,81 @@ def test_a_curve_far_above_most_others_is_cut_but_not_hidden():
     assert limits((2.3, 1.9), (2.3, 30.0), (2.3, 110.0))[1] > 110.0
 
 
-def test_a_single_published_number_is_drawn_with_its_name():
-    """Draw a marker, because a line through one point would be invisible; a curve has no name next to it."""
-    axes = Figure().subplots()
-    alone = groups.Series("cope", "125m", "", 512, {0: {1024: 20.5}})
-    curve = groups.Series("kerple", "125m", "", 512, {0: {512: 19.0, 1024: 21.0}})
-    for item in (alone, curve):
-        report._draw_curve(axes, item, 1, item.method, "tab:blue")
-    assert [(text.get_text(), tuple(text.xy)) for text in axes.texts] == [("cope", (1024, 20.5))]
-    point, line = axes.get_lines()
-    assert (point.get_marker(), point.get_linestyle(), line.get_linestyle()) == ("D", "None", "-")
-    unknown = groups.Series("cope", "125m", "", 512, {0: {1024: math.nan}})
-    report._draw_curve(axes, unknown, 1, "nothing", "tab:blue")
-    assert len(axes.texts) == 1
+# ---- gain and cost
+
+
+def series_of(method: str, nats: dict[int, float], train_length: int = 512, **fields) -> Series:
+    """Return a model with this loss at each length; documents and seeds differ, equally for all models."""
+    draw = np.random.default_rng(0)
+    samples, values = {}, {}
+    for seed in range(3):
+        noise = draw.normal(0, 0.3, 40) + 0.01 * seed
+        samples[seed] = {at: Sample(tuple(range(40)), (mean + noise)[:, None]) for at, mean in nats.items()}
+        values[seed] = {at: math.exp(mean + noise.mean()) for at, mean in nats.items()}
+    return Series(method, "125m", "", train_length, values, samples=samples, **fields)
+
+
+def group_of(experiment: str, *series: Series) -> Group:
+    return Group(experiment, "small", "stdlib", {"wall_seconds": [1.0]}, list(series))
+
+
+def test_gains_are_ratios_of_perplexities():
+    bases = {method: summary.base_of(method) for method in METHODS}
+    assert bases["dape1x3-kerple"] == bases["dape1x11-kerple"] == "kerple"
+    assert bases["dape1x3-kerple-window"] == "kerple-window"
+    assert bases["kerple"] is bases["rope"] is bases["fire-as-with-dape"] is bases["dape1x1-kerple-c64"] is None
+    lengths = (512, 4096, 8192)
+    base = series_of("kerple", dict.fromkeys(lengths, 2.0))
+    better = series_of("dape1x3-kerple", {512: 2.0 + math.log(0.9), 4096: 2.0 + math.log(0.5), 8192: 1.0})
+    fewer = dataclasses.replace(better, samples={0: better.samples[0]})
+    found = summary.gains([group_of("table5", fewer, base), group_of("fig2", better, base)])
+    assert [(each.base, each.where, each.factor, each.num_seeds) for each in found] == [
+        ("kerple", "small, stdlib, T = 128", 1, 3),
+        ("kerple", "small, stdlib, T = 128", 8, 3),
+    ]
+    assert [each.ratio for each in found] == pytest.approx([0.9, 0.5])
+    # Documents and seeds have the same noise on both sides, so the interval has no width.
+    assert all(each.low == pytest.approx(each.ratio) and each.high == pytest.approx(each.ratio) for each in found)
+    assert summary.gains([group_of("fig6", better, base), group_of("fig3", better, base)]) == []  # other settings
+    figure = plots.gain_figure([*found, dataclasses.replace(found[0], method="dape1x1-rope", where="other")])
+    points = [[(line.get_xdata()[0], line.get_ydata()[0]) for line in drawn(axes)] for axes in figure.axes]
+    assert points == [[(pytest.approx(0.9), 3), (pytest.approx(0.9), 1)], [(pytest.approx(0.5), 3)], []]
+
+
+def test_costs_are_relative_to_kerple_with_its_number_of_steps():
+    kerple = series_of("kerple", {4096: 2.0}, train_flops=100.0, num_steps=600)
+    more = series_of("kerple-840-steps", {4096: 1.9}, train_flops=140.0, num_steps=840)
+    dape = series_of("dape1x3-kerple", {4096: 1.5}, train_flops=140.0, num_steps=600)
+    trained = group_of("cost", kerple, more, dape, series_of("rope", {4096: 3.0}))
+    assert {each.method: (each.flops, each.time) for each in summary.costs([trained])} == {
+        "kerple": (1.0, None),
+        "kerple-840-steps": (1.4, None),
+        "dape1x3-kerple": (1.4, None),
+    }
+    timed = [
+        dataclasses.replace(series, values={0: {512: ms}}, samples={}, num_steps=1)
+        for series, ms in ((kerple, 10.0), (dape, 16.0))
+    ]
+    found = summary.costs([trained, group_of("times", *timed)])
+    assert [each.time for each in found] == pytest.approx([1.0, 1.4, 1.6])
+    assert found[2].perplexities == tuple(dape.over_seeds(4096))
+    assert summary.costs([trained, group_of("table7", *timed)]) == summary.costs([trained])  # times of other steps
+    assert summary.costs([group_of("cost", dape)]) == []
+    of_kerple = sum(found[0].perplexities) / 3
+    failed = summary.Cost("rope", found[0].where, (of_kerple, 9 * of_kerple), 1.0, None)
+    flops, time = plots.cost_figure([*found, failed]).axes
+    heights = [sum(each.perplexities) / 3 for each in found]
+    places = [(line.get_xdata()[0], line.get_ydata()[0], line.get_fillstyle()) for line in drawn(flops)]
+    expected = [(1.0, heights[0], "full"), (1.4, heights[1], "full"), (1.4, heights[2], "full")]
+    assert places == [*expected, (1.0, 3 * of_kerple, "none")]
+    assert [line.get_xdata()[0] for line in drawn(time)] == pytest.approx([1.0, 1.4, 1.6])
+    assert plots.cost_figure([dataclasses.replace(each, perplexities=(math.inf,)) for each in found]) is None
+
+
+def test_each_method_of_the_figure_of_costs_has_its_own_colour_and_marker():
+    comparable = [experiment for experiment in EXPERIMENTS.values() if summary._is_comparable(experiment)]
+    shown = dict.fromkeys(method for experiment in comparable for method in experiment.methods)
+    styles = plots.styles_of([method for method in shown if method not in plots.OMITTED])
+    assert len(set(styles.values())) == len(styles) > 30
+    assert styles["dape1x3-kerple"][0] == styles["kerple"][0] != styles["rope"][0]
+    assert styles["dape1x3-kerple"][1] != styles["dape1x1-kerple"][1] != styles["kerple"][1] == styles["rope"][1]

@@ -12,11 +12,12 @@ import os
 import random
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,31 +26,36 @@ import fsspec
 import numpy as np
 import pyarrow
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from test_megatron import write as write_pair
 
 from dape_jax.data import corpus
-from dape_jax.data.prepare import build, command, records
-from dape_jax.data.prepare.build import REJECTED_FILE, SPLITS
+from dape_jax.data.prepare import build, command
+from dape_jax.data.prepare.build import REJECTED_FILE, Conversion
 from dape_jax.data.prepare.command import PrepareConfig
-from dape_jax.data.prepare.records import BadRecord, Document, Selection, read_documents
-from dape_jax.data.store import Corpus, DataConfig, load_corpus, open_corpus
-from dape_jax.data.tokenizers import Bytes, read_tokenizer
+from dape_jax.data.prepare.megatron import read_documents as read_ids
+from dape_jax.data.prepare.records import Bad, Selection, read_documents, zstd
+from dape_jax.data.prepare.show import show
+from dape_jax.data.store import SPLITS, Corpus, DataConfig, open_corpus
+from dape_jax.data.tokenizers import read_tokenizer
 from dape_jax.errors import InputError
-from dape_jax.files import exclusive_lock, read_json, write_json
+from dape_jax.files import read_json, write_json
+from dape_jax.training.source import load_corpus
 
 quick = settings(max_examples=25, deadline=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_fsync() -> Iterator[None]:
-    """Disable fsync: power failures are not simulated, and waiting for the disk would take most of the time."""
+def no_fsync_and_quiet() -> Iterator[None]:
+    """Disable fsync, because power failures are not simulated, and the log, as many corpora report skipped records."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
+        logger = logging.getLogger("dape_jax")
+        level = logger.level
+        logger.setLevel(logging.ERROR)
         yield
+        logger.setLevel(level)
 
 
 SETS = ("ArXiv", "Books3")
@@ -74,7 +80,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     "gz": gzip.compress,
     "bz2": bz2.compress,
     "xz": lzma.compress,
-    "zst": zstandard.compress,
+    "zst": zstd.compress,
 }
 
 
@@ -185,22 +191,14 @@ def test_remote_files_that_cannot_be_found_are_named(tmp_path: Path, url: str, m
         command.prepare(config(url, tmp_path / "out"))
 
 
-def test_a_missing_backend_is_named(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(InputError, match=r"s3://.*Install s3fs") as refused:
-        command.prepare(config("s3://bucket/a.jsonl", tmp_path / "out"))
-    assert "\n" not in str(refused.value)
-
-
 def test_remote_ids_are_refused(tmp_path: Path):
     fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/a.bin", b"\0\1")
     with pytest.raises(InputError, match=r"copy \.bin and \.idx to a local disk"):
         command.prepare(config(f"memory://{tmp_path.name}/a.bin", tmp_path / "out"))
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "int32"])
 @pytest.mark.parametrize("has_end", [True, False])
-@pytest.mark.parametrize("named", ["pair.bin", "pair.idx", ""])
+@pytest.mark.parametrize(("named", "dtype"), [("pair.bin", "uint16"), ("pair.idx", "int32"), ("", "int64")])
 def test_ids_are_taken_as_they_are(tmp_path: Path, dtype: str, has_end: bool, named: str):
     ids = [list(text.encode()) for text in DOCUMENTS]
     (tmp_path / "in").mkdir()
@@ -271,26 +269,19 @@ def test_another_field_and_mixed_files(tmp_path: Path):
 
 # bad records
 
-DEEP = b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 BAD_LINES = {
-    b'{"text": "caf\xe9"}': "not UTF-8",
-    b'\xff\xfe{\x00"\x00': "not UTF-8",
+    b'{"text": "caf\xe9"}': "not JSON",
     b"{'text': 1}": "not JSON",
     b'{"text": "a"} {"text": "b"}': "not JSON",
     b'{"text": "a", "n": NaN}': "not JSON",
-    b'{"text": "a", "n": -Infinity}': "not JSON",
     b'{"text": "a", "n": ' + b"9" * 5000 + b"}": "not JSON",
-    b'{"text": "ab': "not JSON",
     b"\0": "not JSON",
-    DEEP: "nested too deeply",
-    b"[1]": "not an object",
-    b'"text"': "not an object",
-    b"null": "not an object",
-    b"{}": "no such field",
-    b'{"text": null}': "no such field",
-    b'{"TEXT": "a"}': "no such field",
-    b'{"text": 3}': "not a string",
-    b'{"text": ["a"]}': "not a string",
+    b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "not JSON",
+    b"[1]": "no text",
+    b"null": "no text",
+    b"{}": "no text",
+    b'{"text": null}': "no text",
+    b'{"text": 3}': "no text",
     rb'{"text": "\ud800"}': "not Unicode",
     b'{"text": "' + b"x" * 1_049_000 + b'"}': "line too long",
 }
@@ -299,11 +290,11 @@ BAD_LINES = {
 def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="dape_jax")
     lines, expected = [], []
+    name = str(tmp_path / "a\x1b[2J.jsonl")
     for i, (line, reason) in enumerate(BAD_LINES.items()):
         lines += [LINES[i], b"  \n", line + b"\n"]
-        expected.append((str(tmp_path / "a.jsonl"), 3 * i + 3, reason))
-    source = write(tmp_path / "a.jsonl", *lines)
-    prepared = command.prepare(config(source, tmp_path / "out", max_length=100))
+        expected.append((name, 3 * i + 3, reason))
+    prepared = command.prepare(config(write(Path(name), *lines), tmp_path / "out", max_length=100))
     found = rejected(tmp_path / "out")
     assert [(bad["file"], bad["line"], bad["reason"]) for bad in found] == expected
     assert all(len(bad["detail"]) <= 200 for bad in found)
@@ -311,24 +302,20 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path,
     kept = [text for text in DOCUMENTS[: len(BAD_LINES)] if len(text.encode()) <= 100]
     assert sorted(texts(prepared.corpus)) == sorted(kept)
     assert prepared.record.skipped == {"too long": len(BAD_LINES) - len(kept)}
-    shown = [message for message in caplog.messages if "a.jsonl, line" in message]
+    shown = [message for message in caplog.messages if "a\\x1b[2J.jsonl, line" in message]
     assert 1 <= len(shown) < len(found)
+    assert "\x1b" not in caplog.text
 
 
 def test_strict_stops_at_the_first(tmp_path: Path):
     write(tmp_path / "a.jsonl", *LINES)
     write(tmp_path / "b.jsonl", *LINES[:3], b"{}\n", b"[]\n")
     given = config(tmp_path / "*.jsonl", tmp_path / "out", strict=True)
-    with pytest.raises(InputError, match=r"b\.jsonl, line 4: no such field: 'text'") as caught:
+    with pytest.raises(InputError, match=r"b\.jsonl, line 4: no text: 'text' is missing") as caught:
         command.prepare(given)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(InputError):
-        load_corpus(DataConfig(str(tmp_path / "out.partial"), None, str(tmp_path / "cache"), 0.1, 0))
-    assert command.prepare(dataclasses.replace(given, strict=False)).record.rejected == {
-        "no such field": 1,
-        "not an object": 1,
-    }
+    assert command.prepare(dataclasses.replace(given, strict=False)).record.rejected == {"no text": 2}
 
 
 def reasons(source: Path, **changes) -> list[tuple[int, str]]:
@@ -343,14 +330,13 @@ def reasons(source: Path, **changes) -> list[tuple[int, str]]:
 def test_bad_rows_and_files_of_parquet(tmp_path: Path):
     invalid = pyarrow.array([b"caf\xe9", b"fine"] * 10).view(pyarrow.string())
     for name, content, expected in [
-        ("nulls", parquet_file(text=["a", None] * 2), [(2, "no such field"), (4, "no such field")]),
-        ("invalid", parquet_file(text=invalid), [(i, "not UTF-8") for i in range(1, 20, 2)]),
-        ("binary", parquet_file(text=[b"a", b"\xff"]), [(2, "not UTF-8")]),
-        ("missing", parquet_file(other=["a"]), [(0, "no such field")]),
-        ("number", parquet_file(text=[1, 2]), [(0, "not a string")]),
-        ("truncated", parquet_file(text=["a"])[:-9], [(0, "corrupt parquet")]),
-        ("empty", b"", [(0, "corrupt parquet")]),
-        ("torn", parquet_file(text=DOCUMENTS).replace(b"PAR1\x15", b"PAR1\xff"), [(0, "corrupt parquet")]),
+        ("nulls", parquet_file(text=["a", None] * 2), [(2, "no text"), (4, "no text")]),
+        ("invalid", parquet_file(text=invalid), [(i, "not Unicode") for i in range(1, 20, 2)]),
+        ("binary", parquet_file(text=[b"a", b"\xff"]), [(2, "not Unicode")]),
+        ("missing", parquet_file(other=["a"]), [(1, "no text")]),
+        ("number", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),
+        ("truncated", parquet_file(text=["a"])[:-9], [(1, "damaged file")]),
+        ("empty", b"", [(1, "damaged file")]),
     ]:
         (tmp_path / name).mkdir()
         assert reasons(write(tmp_path / name / "a.parquet", content)) == expected, name
@@ -360,45 +346,35 @@ def test_bad_rows_and_files_of_parquet(tmp_path: Path):
 def test_hostile_archives_are_bad_records(tmp_path: Path, suffix: str):
     whole = COMPRESS[suffix](random.Random(0).randbytes(100_000).hex().encode())
     for name, content, reason in [
-        (f"cut.txt.{suffix}", whole[:-50], "truncated archive"),
-        (f"garbage.txt.{suffix}", b"garbage, not compressed", "corrupt archive"),
-        (f"torn.jsonl.{suffix}", COMPRESS[suffix](b"") + b"garbage", "corrupt archive"),
+        (f"cut.txt.{suffix}", whole[:-50], "damaged file"),
+        (f"garbage.jsonl.{suffix}", b"garbage, not compressed", "damaged file"),
         (f"bomb.jsonl.{suffix}", COMPRESS[suffix](b"x" * 20_000_000), "line too long"),
     ]:
+        if (suffix, reason) == ("bz2", "damaged file") and name.startswith("garbage"):
+            continue  # an OSError without a number, like one of a file system
         (tmp_path / name).mkdir()
-        if suffix in ("bz2", "xz") and name.startswith("torn"):
-            continue  # these formats ignore what follows a complete stream
         ((_, found),) = reasons(write(tmp_path / name / name, content), max_length=300_000)
         assert found == reason, name
 
 
-def test_a_damaged_pair_is_one_bad_record(tmp_path: Path):
-    write_pair(tmp_path / "pair", [[[1, 2]]] * 9)
-    write(tmp_path / "pair.bin", b"\1")
-    assert reasons(tmp_path / "pair.bin") == [(0, "damaged .bin or .idx")]
-
-
 @quick
-@given(st.sampled_from(["gz", "zst"]), st.data())
+@given(st.sampled_from(["gz", "zst", "xz"]), st.data())
 def test_records_before_a_truncation_are_kept(compression: str, data: st.DataObject):
-    whole = members(gzip.compress if compression == "gz" else zstandard.compress)
-    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    whole = members(COMPRESS[compression])
+    cut = whole[: data.draw(st.integers(0, len(whole)) | st.just(len(whole) - 1))]
     with tempfile.TemporaryDirectory() as root:
         file = write(Path(root, f"a.jsonl.{compression}"), cut)
-        found = everything(file, plain_selection())
-    bad = [item for item in found if isinstance(item, BadRecord)]
-    kept = [item.content.decode() for item in found if isinstance(item, Document)]
+        found = everything(file)
+    bad = [(number, item) for number, item in found if isinstance(item, Bad)]
+    kept = [item.decode() for _, item in found if isinstance(item, bytes)]
     assert kept == DOCUMENTS[: len(kept)]
     # A cut between two members loses the rest silently, except for the line, or the character, that it cuts.
     assert bad == found[len(kept) :]
-    assert len(bad) <= 1
-    # One byte does not show that a member of gzip, which has a magic number of two bytes, would begin there.
-    unknown = {"corrupt archive"} if compression == "gz" and cut.endswith(b"\x1f") else set()
-    assert {item.reason for item in bad} <= {"truncated archive", "not JSON", "not UTF-8"} | unknown
-    assert all(item.line == len(kept) + 1 for item in bad)
+    assert [number for number, _ in bad] == [len(kept) + 1] * len(bad)
+    assert {item.reason for _, item in bad} <= {"damaged file", "not JSON"}
     assert bad or len(kept) in (0, len(DOCUMENTS))
     if cut == whole[:-1]:
-        assert [item.reason for item in bad] == ["truncated archive"]
+        assert [item.reason for _, item in bad] == ["damaged file"]
 
 
 # reading
@@ -408,51 +384,24 @@ def plain_selection(max_length: int = 2**24) -> Selection:
     return Selection("text", (), 1, max_length, 0.3)
 
 
-def everything(file: Path, selection: Selection) -> list:
+def everything(file: Path, selection: Selection | None = None) -> list:
     (found,) = corpus.find_files(str(file))
-    return list(read_documents(found, selection, lambda _: None))
+    return list(read_documents(found, selection or plain_selection()))
 
 
 @contextlib.contextmanager
-def sizes(module=records, **changes) -> Iterator[None]:
+def changed(module, **changes) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changes.items():
             patch.setattr(module, name, value)
         yield
 
 
-@quick
-@given(
-    st.lists(
-        st.sampled_from([*LINES[:6], b"\n", b"{}\n", b"x" * 300 + b"\n", b"y" * 90, b'{"text": "z"}']), max_size=20
-    ),
-    st.integers(1, 400),
-    st.sampled_from(["", "gz", "bz2", "xz", "zst"]),
-)
-def test_lines_do_not_depend_on_buffers(lines: list[bytes], size: int, compression: str):
-    content = b"".join(lines)
-    selection = plain_selection(60)
-    with tempfile.TemporaryDirectory() as root, sizes(_MAX_METADATA_BYTES=20):
-        plain = write(Path(root, "a.jsonl"), content)
-        whole = [dataclasses.replace(item, file="") for item in everything(plain, selection)]
-        if compression:
-            plain = write(
-                Path(root, f"a.jsonl.{compression}"),
-                members(COMPRESS[compression], content) or COMPRESS[compression](b""),
-            )
-        with sizes(_READ_BYTES=size, _ZSTD_STEP_BYTES=min(size, 7)):
-            assert [dataclasses.replace(item, file="") for item in everything(plain, selection)] == whole
-        by_line = [line for line in content.split(b"\n") if line]
-        too_long = sum(len(line) > selection.max_line for line in by_line)
-    assert len(whole) == len(by_line)
-    assert Counter(item.reason for item in whole if isinstance(item, BadRecord))["line too long"] == too_long
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is looked up in /proc")
 def test_memory_is_bounded(tmp_path: Path):
     """Test a line of 256 MB of zeros, rows that share one large value, and training on one long document."""
     with open(tmp_path / "a.jsonl.zst", "wb") as file:
-        block = zstandard.compress(bytes(2**26))
+        block = zstd.compress(bytes(2**26))
         for _ in range(4):
             file.write(block)
     shared = pyarrow.DictionaryArray.from_arrays(
@@ -468,7 +417,7 @@ def test_memory_is_bounded(tmp_path: Path):
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "before = peak()\n"
         "for file in find_files(sys.argv[1]):\n"
-        "    print(sum(1 for _ in read_documents(file, Selection('text', (), 1, 2**20, 0.1), lambda _: None)))\n"
+        "    print(sum(1 for _ in read_documents(file, Selection('text', (), 1, 2**20, 0.1))))\n"
         "train_bpe(['the rows are queries ' * 200_000], 300)\n"
         "print(peak() - before)\n"
     )
@@ -486,39 +435,37 @@ def mixed(tmp_path_factory) -> Path:
     """Write good and bad records in several kinds of files."""
     root = tmp_path_factory.mktemp("mixed")
     write(root / "a.jsonl", *(line for pair in zip(LINES, [b"{}\n", b"x\n"] * 20, strict=True) for line in pair))
-    write(root / "b.jsonl.zst", members(zstandard.compress)[:-50])
+    write(root / "b.jsonl.zst", members(zstd.compress)[:-50])
     write(root / "c.parquet", parquet_file(text=[text.upper() for text in DOCUMENTS]))
     for i in range(20):
         write(root / f"d{i}.txt", f"text {i} ".encode() * i)
     return root
 
 
-def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, mixed: Path):
-    one = command.prepare(config(mixed, tmp_path / "one"))
-    with sizes(build, _SHARD_BYTES=500):
-        two = command.prepare(config(mixed, tmp_path / "two", workers=2))
-    assert two.corpus.digest == one.corpus.digest
-    assert two.record == one.record
-    assert rejected(tmp_path / "two") == rejected(tmp_path / "one")
+@pytest.fixture(scope="module")
+def whole(mixed: Path, tmp_path_factory) -> command.Prepared:
+    """Return the corpus of an uninterrupted process."""
+    return command.prepare(config(mixed, tmp_path_factory.mktemp("whole") / "out"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    """Silence the log: hundreds of corpora would each report skipped records."""
-    logger = logging.getLogger("dape_jax")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
+def assert_same(made: command.Prepared, whole: command.Prepared) -> None:
+    assert made.corpus.digest == whole.corpus.digest
+    assert made.record == whole.record
+    directories = [each.corpus.train.directory.parent for each in (made, whole)]
+    assert rejected(directories[0]) == rejected(directories[1])
+
+
+def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, mixed: Path, whole: command.Prepared):
+    with changed(build, _SHARD_BYTES=500):
+        assert_same(command.prepare(config(mixed, tmp_path / "two", workers=2)), whole)
 
 
 @settings(max_examples=10, deadline=None)
 @given(stops=st.lists(st.integers(0, 150), min_size=1, max_size=4))
-def test_an_interrupted_build_resumes_to_the_same_result(mixed: Path, stops: list[int]):
-    with tempfile.TemporaryDirectory() as root, sizes(build, _SHARD_BYTES=900):
-        whole = command.prepare(config(mixed, f"{root}/whole"))
+def test_an_interrupted_build_resumes_to_the_same_result(mixed: Path, whole: command.Prepared, stops: list[int]):
+    with tempfile.TemporaryDirectory() as root, changed(build, _SHARD_BYTES=900):
         given = config(mixed, f"{root}/out")
-        encode, num_encoded = build._encode, 0
+        encode, num_finished = Conversion._encode, 0
         for stop in stops:
             calls = iter(range(stop))
 
@@ -527,54 +474,25 @@ def test_an_interrupted_build_resumes_to_the_same_result(mixed: Path, stops: lis
                     raise KeyboardInterrupt
                 return encode(*arguments)
 
-            with pytest.MonkeyPatch.context() as during, contextlib.suppress(KeyboardInterrupt):
-                during.setattr(build, "_encode", stopped)
+            with changed(Conversion, _encode=stopped), contextlib.suppress(KeyboardInterrupt):
                 command.prepare(given)
             num_shards = len(list(Path(root).glob("out.partial/shards/????????")))
-            assert num_shards >= num_encoded or Path(root, "out").exists(), "a finished shard was lost"
-            num_encoded = num_shards
-        again = command.prepare(given)
-        assert again.corpus.digest == whole.corpus.digest
-        assert again.record == whole.record
-        assert rejected(Path(root, "out")) == rejected(Path(root, "whole"))
-        assert {path.name for path in Path(root).iterdir()} == {"out", "whole"}
+            assert num_shards >= num_finished or Path(root, "out").exists(), "a finished shard was lost"
+            num_finished = num_shards
+        assert_same(command.prepare(given), whole)
+        assert {path.name for path in Path(root).iterdir()} == {"out", ".out.lock"}
 
 
-def interrupted(given: PrepareConfig, shards: int) -> Path:
-    """Stop a build after some shards; return the directory of the first."""
-    write_shard, calls = build.write_shard, iter(range(shards))
-
-    def stopped(*arguments):
-        if next(calls, None) is None:
-            raise KeyboardInterrupt
-        return write_shard(*arguments)
-
-    with sizes(build, write_shard=stopped), pytest.raises(KeyboardInterrupt):
-        command.prepare(given)
-    return Path(given.output + ".partial/shards/00000000")
-
-
-@pytest.mark.parametrize("name", ["train.tokens", "train.lengths", "validation.tokens", "rejected.jsonl", "shard.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_a_damaged_shard_is_one_line(tmp_path: Path, mixed: Path, name: str, damage: str):
+def test_a_damaged_shard_is_one_line(tmp_path: Path, mixed: Path, whole: command.Prepared):
     given = config(mixed, tmp_path / "out")
-    with sizes(build, _SHARD_BYTES=900):
-        file = interrupted(given, shards=2) / name
-        content = bytearray(file.read_bytes())
-        content[0] ^= 1
-        match damage:
-            case "flip":
-                write(file, content)
-            case "cut":
-                write(file, content[:-1])
-            case "delete":
-                file.unlink()
-        with pytest.raises(InputError, match=rf"shards/00000000/{name}") as refused:
-            command.prepare(given)
-        assert "\n" not in str(refused.value)
-        shutil.rmtree(file.parent)
-        whole = command.prepare(config(mixed, tmp_path / "whole"))
-        assert command.prepare(given).corpus.digest == whole.corpus.digest
+    with changed(build, _combine=None), pytest.raises(TypeError):
+        command.prepare(given)
+    file = tmp_path / "out.partial/shards/00000000/train.tokens"
+    write(file, file.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"out\.partial/shards = 'train shards': are damaged; delete them"):
+        command.prepare(given)
+    shutil.rmtree(file.parent)
+    assert_same(command.prepare(given), whole)
 
 
 def start(source: str | Path, output: Path, *more: str, **options) -> subprocess.Popen:
@@ -608,10 +526,10 @@ def test_killed_at_any_time_it_resumes_to_the_same_digest(tmp_path: Path):
     source = write_many(tmp_path)
     begun = time.monotonic()
     whole = start(source, tmp_path / "whole", "--workers=2")
-    assert whole.wait() == 0, whole.stderr.read()
+    _, errors = whole.communicate()
+    assert whole.returncode == 0, errors
     seconds = time.monotonic() - begun
-    whole.communicate()
-    draw, kills, num_shards = random.Random(1), 0, 0
+    draw, kills = random.Random(1), 0
     while kills < 5:
         running = start(source, tmp_path / "out", "--workers=2")
         time.sleep(draw.uniform(0.2, 0.9) * seconds)
@@ -624,13 +542,9 @@ def test_killed_at_any_time_it_resumes_to_the_same_digest(tmp_path: Path):
             time.sleep(0.1)
         if (tmp_path / "out").exists():
             shutil.rmtree(tmp_path / "out")
-            num_shards = 0
         kills += running.returncode == -signal.SIGKILL
         with pytest.raises(InputError):
-            load_corpus(DataConfig(str(tmp_path / "out.partial"), None, str(tmp_path / "cache"), 0.1, 0))
-        finished = len(list(tmp_path.glob("out.partial/shards/????????")))
-        assert finished >= num_shards, "a finished shard was lost"
-        num_shards = finished
+            open_corpus(tmp_path / "out.partial")
     last = start(source, tmp_path / "out", "--workers=1")
     output, errors = last.communicate()
     assert last.returncode == 0, errors
@@ -639,57 +553,35 @@ def test_killed_at_any_time_it_resumes_to_the_same_digest(tmp_path: Path):
     assert open_corpus(tmp_path / "out").digest in output
 
 
-@pytest.fixture
-def caught_sigint():
-    """Catch SIGINT: in a background job of a shell it is ignored, which child processes would inherit."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("caught_sigint")
-def test_ctrl_c_and_a_dead_worker_end_it_with_one_line(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("victim", "status", "message"), [("group", 130, "interrupted"), ("worker", 2, "error: workers = 2: a worker died")]
+)
+def test_ctrl_c_and_a_dead_worker_end_it_with_one_line(tmp_path: Path, victim: str, status: int, message: str):
     source = write_many(tmp_path)
-    for victim, status, message in [
-        ("group", 130, "interrupted"),
-        ("worker", 2, "error: workers = 2: a worker died"),
-    ]:
-        running = start(source, tmp_path / victim, "--workers=2", start_new_session=True)
-        deadline = time.monotonic() + 100
-        while not list(tmp_path.glob(f"{victim}.partial/shards/*")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        if victim == "group":
-            os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        else:
-            os.kill(max(children(running.pid)), signal.SIGKILL)
-        _, errors = running.communicate(timeout=60)
-        lines = [line for line in errors.splitlines() if "skipped:" not in line and "tokenizing" not in line]
-        assert (running.returncode, len(lines)) == (status, 1), errors
-        assert lines[0].startswith(message)
-        assert not (tmp_path / victim).exists()
-
-
-class Dying(Bytes):
-    def encode(self, text: bytes) -> np.ndarray:
-        os._exit(9)
-
-
-@pytest.mark.slow
-def test_a_dead_worker_is_one_line(tmp_path: Path):
-    files = corpus.find_files(str(write(tmp_path / "a.jsonl", *LINES)))
-    with pytest.raises(InputError, match="workers = 2: a worker died"):
-        build._write_shards(tmp_path, files, plain_selection(), Dying(), workers=2, strict=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job of a shell it is ignored
+    running = start(source, tmp_path / "out", "--workers=2", start_new_session=True)
+    signal.signal(signal.SIGINT, before)
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("out.partial/shards/????????")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if victim == "group":
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    else:
+        os.kill(max(children(running.pid)), signal.SIGKILL)
+    _, errors = running.communicate(timeout=60)
+    lines = [line for line in errors.splitlines() if "skipped:" not in line and "tokenizing" not in line]
+    assert (running.returncode, len(lines)) == (status, 1), errors
+    assert lines[0].startswith(message)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_length": 99}, "max_length: saved 16777216, now 99"),
-        ({"text_field": "other"}, "text_field: saved 'text', now 'other'"),
         ({"where": ("meta.ok=true",)}, "where: saved "),
-        ({"validation_fraction": 0.5}, "validation_fraction: saved 0.3, now 0.5"),
         ({"tokenizer": None, "train_bpe": 300}, "tokenizer: saved 'bytes', now"),
         ("add", "input./.*/new.jsonl: saved"),
         ("touch", "input./.*/a.jsonl: saved"),
@@ -737,14 +629,23 @@ def test_files_of_other_programs_are_not_changed(tmp_path: Path, name: str):
     assert (tmp_path / name / "thesis.tex").read_bytes() == b"text"
 
 
-def test_a_second_process_is_refused(tmp_path: Path):
+def test_a_second_process_waits(tmp_path: Path):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
-    with (
-        exclusive_lock(tmp_path / "out.partial", "output"),
-        pytest.raises(InputError, match=r"output = .*out\.partial': in use by another process"),
-    ):
-        command.prepare(given)
-    assert not command.prepare(given).was_complete
+    begun, made = threading.Event(), []
+
+    def slow(*arguments, build_corpus=build.build_corpus, **options):
+        begun.set()
+        time.sleep(0.3)
+        return build_corpus(*arguments, **options)
+
+    with changed(command, build_corpus=slow):
+        first = threading.Thread(target=lambda: made.append(command.prepare(given)))
+        first.start()
+        begun.wait()
+        second = command.prepare(given)
+        first.join()
+    assert [made[0].was_complete, second.was_complete] == [False, True]
+    assert second.corpus.digest == made[0].corpus.digest
 
 
 def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
@@ -752,8 +653,8 @@ def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
     whole = command.prepare(dataclasses.replace(given, output=str(tmp_path / "whole")))
     directory = tmp_path / "out.partial"
     (directory / "corpus/train").mkdir(parents=True)  # killed while the shards were combined
-    (directory / "shards/00000000.partial").mkdir(parents=True)
-    for place in (directory, directory / "corpus/train", directory / "shards/00000000.partial"):
+    (directory / "shards/.00000000.0123").mkdir(parents=True)
+    for place in (directory, directory / "corpus/train", directory / "shards/.00000000.0123"):
         write(place / ".tokenizer.json.0123.partial", b"{")
     write_json(directory / "recipe.json", read_json(tmp_path / "whole/recipe.json"))
     assert command.prepare(given).corpus.digest == whole.corpus.digest
@@ -767,49 +668,13 @@ def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
     assert names[0] == names[1]
 
 
-def test_a_kill_while_shards_are_deleted_leaves_no_damaged_shard(tmp_path: Path):
-    given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
-
-    def killed(directory: str | Path) -> None:
-        next(Path(directory).rglob("train.tokens")).unlink()
-        raise KeyboardInterrupt
-
-    with sizes(command, shutil=types.SimpleNamespace(rmtree=killed)), pytest.raises(KeyboardInterrupt):
-        command.prepare(given)
-    digest = open_corpus(tmp_path / "out").digest
-    shutil.rmtree(tmp_path / "out")
-    assert command.prepare(given).corpus.digest == digest
-    assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_input_bytes": "0"},
-        {"num_text_bytes": -5},
-        {"num_documents": None},
-        {"num_tokens": {"train": 1}},
-        {"num_tokens": {"train": 1.5, "validation": 1}},
-        {"skipped": {"filtered": "many"}},
-        {"rejected": []},
-        {"more": 0},
-    ],
-)
-def test_a_damaged_record_is_one_line(tmp_path: Path, changes: dict):
-    given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
-    command.prepare(given)
-    file = tmp_path / "out/record.json"
-    write_json(file, read_json(file) | changes)
-    with pytest.raises(InputError, match=r"record\.json: is damaged; delete"):
-        command.prepare(given)
-
-
 # tokenizers
 
 
 def test_a_trained_tokenizer_is_complete_and_not_trained_again(tmp_path: Path, monkeypatch):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out", tokenizer=None, train_bpe=300)
-    interrupted(given, shards=0)
+    with changed(command, build_corpus=None), pytest.raises(TypeError):
+        command.prepare(given)  # interrupted after the training
     monkeypatch.setattr(command, "train_bpe", None)
     made = command.prepare(given).corpus
     assert sorted(texts(made)) == sorted(DOCUMENTS)
@@ -877,7 +742,7 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"text_field": ""}, "text_field = ''"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
         ({"where": ("meta.ok=no",)}, "no documents found: 40 filtered"),
-        ({"text_field": "words"}, r"no documents found: 40 bad \(no such field\)"),
+        ({"text_field": "words"}, r"no documents found: 40 bad \(no text\)"),
         ({"min_length": 0}, "min_length = 0"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
         ({"max_length": 2**40}, "max_length = "),
@@ -906,53 +771,6 @@ def test_ids_train_no_tokenizer(tmp_path: Path):
         command.prepare(config(tmp_path / "pair.bin", tmp_path / "out", tokenizer=None, train_bpe=300))
 
 
-def test_an_input_that_expands_beyond_the_disk_is_one_line(tmp_path: Path):
-    """Limit the size of files instead of the disk, continue with more space, and compare with another corpus."""
-    lines = b"".join(b'{"text": "%s %d"}\n' % (b"scores and keys " * 60, number) for number in range(500))
-    (tmp_path / "small.jsonl.gz").write_bytes(gzip.compress(lines))
-    assert (tmp_path / "small.jsonl.gz").stat().st_size < 20_000 < 400_000 < len(lines)
-    arguments = [f"--input={tmp_path}/small.jsonl.gz", "--tokenizer=bytes", "--validation_fraction=0.3"]
-    arguments.append(f"--output={tmp_path}/out")
-    program = [sys.executable, "-m", "dape_jax.data.prepare", *arguments]
-
-    limited = ["sh", "-c", 'ulimit -f 100; exec "$@"', "sh", *program]  # 100 blocks: at most 102,400 bytes
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        2,
-        f"error: output = '{tmp_path}/out': cannot be written to: [Errno 27] File too large",
-    )
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "out").exists()
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    expected = command.prepare(config(tmp_path / "small.jsonl.gz", tmp_path / "other"))
-    assert open_corpus(tmp_path / "out").digest == expected.corpus.digest
-
-
-def test_files_and_directories_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch):
-    source = write(tmp_path / "a.jsonl", *LINES)
-    with pytest.raises(InputError, match=r"output = .*cannot be written to"):
-        command.prepare(config(source, source / "out"))
-
-    def unreadable(*_):
-        raise PermissionError(13, "Permission denied", str(source))
-
-    monkeypatch.setattr(records, "_read_lines", unreadable)
-    with pytest.raises(InputError, match=r"a\.jsonl: cannot be read: .*Permission denied"):
-        command.prepare(config(source, tmp_path / "out"))
-
-
-def test_control_characters_of_a_file_name_are_escaped(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO, logger="dape_jax")
-    source = write(tmp_path / "a\x1b[2J\n.jsonl", *LINES, b"{}\n")
-    command.prepare(config(source, tmp_path / "out"))
-    assert "\\x1b[2J\\n.jsonl, line 41: no such field" in caplog.text
-    assert "\x1b" not in caplog.text
-    assert rejected(tmp_path / "out")[0]["file"] == str(source)
-    with pytest.raises(InputError, match=r"a\\x1b\[2J\\n\.jsonl, line 41"):
-        command.prepare(config(source, tmp_path / "strict", strict=True))
-
-
 def test_the_command_line(tmp_path: Path):
     source = write(tmp_path / "a.jsonl", *LINES, b"{}\n")
     command = [sys.executable, "-m", "dape_jax.data.prepare", f"--input={source}", f"--output={tmp_path}/out"]
@@ -976,6 +794,116 @@ def test_the_command_line(tmp_path: Path):
     assert refused.returncode == 2
     assert refused.stderr.count("\n") == 1
     assert "max_length: saved 16777216, now 9" in refused.stderr
+
+
+# token ids of Megatron
+
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+PAIR = [[[5, 6, 7]], [[1], [], [2, 3], [40_000]], [], [[]], [[9, 9]], []]  # documents of sequences of tokens
+
+
+def write_pair(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> Path:
+    """Write a pair as the official code's builder does."""
+    sequences = [sequence for document in documents for sequence in document]
+    sizes = [len(sequence) for sequence in sequences]
+    starts = [sum(sizes[:i]) * np.dtype(dtype).itemsize for i in range(len(sizes))]
+    offsets = [sum(len(document) for document in documents[:i]) for i in range(len(documents) + 1)]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, CODES[dtype]) + struct.pack("<QQ", len(sizes), len(offsets))
+    index += struct.pack(f"<{len(sizes)}i", *sizes) + struct.pack(f"<{len(starts)}q", *starts)
+    index += struct.pack(f"<{len(offsets)}q", *offsets)
+    write(Path(f"{prefix}.idx"), index)
+    write(Path(f"{prefix}.bin"), *(np.array(sequence, dtype).tobytes() for sequence in sequences))
+    return prefix
+
+
+def flattened(documents: list[list[list[int]]]) -> list[list[int]]:
+    return [[token for sequence in document for token in sequence] for document in documents]
+
+
+@quick
+@given(
+    dtype=st.sampled_from(sorted(CODES)),
+    documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), max_size=6),
+)
+def test_pairs_are_read_token_for_token(tmp_path_factory, dtype: str, documents: list[list[list[int]]]):
+    prefix = write_pair(tmp_path_factory.getbasetemp() / "pair.0", documents, dtype)
+    found = list(read_ids(f"{prefix}.bin"))
+    assert [tokens.tolist() for tokens in found] == flattened(documents)
+    assert all(tokens.dtype == dtype and isinstance(tokens, np.memmap | np.ndarray) for tokens in found)
+
+
+NUM_SEQUENCES = sum(map(len, PAIR))
+SIZES, STARTS, INDEX = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
+REFUSED: dict[str, tuple[str, int, int | bytes, str]] = {
+    "other magic": ("<9s", 0, b"TNTIDX\0\0\1", r"pair\.idx: magic = b'TNTIDX"),
+    "other version": ("<Q", 9, 2, r"pair\.idx: version = 2: must be 1"),
+    "float": ("<B", 17, 6, r"pair\.idx: dtype = 6: must be one of .*'uint16'"),
+    "wider dtype": ("<B", 17, 4, r"pair\.idx: sequences"),
+    "more sequences": ("<Q", 18, NUM_SEQUENCES + 1, r"pair\.idx: size = \d+: must be \d+ bytes for 8 "),
+    "sequences without end": ("<Q", 18, 2**64 - 1, r"pair\.idx: size = \d+: .* 18446744073709551615"),
+    "no documents": ("<Q", 26, 0, r"pair\.idx: size"),
+    "negative size": ("<i", SIZES + 8, -1, r"pair\.idx: sequences"),
+    "larger last size": ("<i", STARTS - 4, 3, r"pair\.bin: size = 18: must be 20 bytes"),
+    "start elsewhere": ("<q", STARTS + 8, 7, r"pair\.idx: sequences"),
+    "index begins late": ("<q", INDEX, 1, r"pair\.idx: document index = \[1, 7\]"),
+    "index ends late": ("<q", INDEX + 8 * len(PAIR), 8, r"pair\.idx: document index = \[0, 8\]"),
+    "index decreases": ("<q", INDEX + 8, 7, r"pair\.idx: document index"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_damaged_pair_is_refused_by_file_and_field(tmp_path: Path, case: str):
+    form, at, value, words = REFUSED[case]
+    prefix = write_pair(tmp_path / "pair", PAIR)
+    assert [tokens.tolist() for tokens in read_ids(f"{prefix}.bin")] == flattened(PAIR)
+    data = bytearray(Path(f"{prefix}.idx").read_bytes())
+    struct.pack_into(form, data, at, value)
+    write(Path(f"{prefix}.idx"), data)
+    with pytest.raises(InputError, match=words) as refused:
+        list(read_ids(f"{prefix}.bin"))
+    assert "\n" not in str(refused.value)
+    assert reasons(tmp_path / "pair.bin") == [(1, "damaged file")]
+
+
+@pytest.mark.parametrize(("suffix", "size"), [(".idx", 20), (".idx", 0), (".idx", 90), (".bin", 17), (".bin", None)])
+def test_a_truncated_or_missing_half_is_refused(tmp_path: Path, suffix: str, size: int | None):
+    file = write_pair(tmp_path / "pair", PAIR).with_suffix(suffix)
+    file.unlink() if size is None else write(file, file.read_bytes()[:size])
+    with pytest.raises(InputError, match=rf"pair\{suffix}: (size = {size}: must be|cannot be read)"):
+        list(read_ids(str(tmp_path / "pair.bin")))
+
+
+# showing a corpus
+
+
+def test_show_prints_counts_lengths_and_samples(tmp_path: Path, capsys):
+    texts = ["a" * length for length in (1, 2, 3, 4, 100)] + ["\x1b[2J\u202e" * 9]
+    source = write(
+        tmp_path / "a.jsonl", *(json.dumps({"text": text}).encode() + b"\n" for text in [*texts, ""]), b"{}\n"
+    )
+    made = command.prepare(config(source, tmp_path / "out", validation_fraction=0.5)).corpus
+    show(tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert all(char.isprintable() or char == "\n" for char in printed)
+    for store in (made.train, made.validation):
+        lengths = np.diff(store.offsets) - 1
+        assert f"{len(lengths)} documents, {store.num_tokens} tokens" in printed
+        assert f"(mean {lengths.mean():,.1f}): smallest {lengths.min()}" in printed
+    for said in (r"\x1b[2J", "skipped: 1 too short", "rejected: 1 no text", f"digest {made.digest}: verified"):
+        assert said in printed
+    counts = [int(line.split()[-2]) for line in printed.splitlines() if line.endswith("#")]
+    assert sum(counts) == len(texts)
+
+
+def test_no_text_of_a_damaged_corpus_is_shown(tmp_path: Path, capsys):
+    command.prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
+    file = tmp_path / "out/train/tokens.bin"
+    write(file, bytes([file.read_bytes()[0] ^ 1]), file.read_bytes()[1:])
+    with pytest.raises(InputError, match=r"train/store\.json: digest"):
+        show(tmp_path / "out")
+    assert "tokens: " not in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"train/store\.json"):
+        show(tmp_path / "in")
 
 
 # fuzzing
@@ -1028,11 +956,11 @@ def pair(documents: list[str]) -> dict[str, bytes]:
 VALID = {
     ".jsonl": b"".join(LINES[:8]),
     ".jsonl.gz": gzip.compress(b"".join(LINES[:4])) + gzip.compress(b"".join(LINES[4:8])),
-    ".jsonl.zst": zstandard.compress(b"".join(LINES[:4])) + zstandard.compress(b"".join(LINES[4:8])),
+    ".jsonl.zst": zstd.compress(b"".join(LINES[:4])) + zstd.compress(b"".join(LINES[4:8])),
     ".parquet": parquet_file(text=DOCUMENTS[:12], meta=[r["meta"] for r in RECORDS[:12]]),
     ".txt": DOCUMENTS[5].encode(),
     ".txt.gz": gzip.compress(DOCUMENTS[5].encode()),
-    ".tex.zst": zstandard.compress(DOCUMENTS[5].encode()),
+    ".tex.zst": zstd.compress(DOCUMENTS[5].encode()),
     **pair(DOCUMENTS[:8]),
 }
 
@@ -1070,7 +998,7 @@ def check_prepare(files: dict[str, bytes], changes: dict) -> None:
             assert not output.exists()
             for half in (output, output.with_name("out.partial")):
                 with pytest.raises(InputError):
-                    load_corpus(DataConfig(str(half), None, f"{root}/cache", 0.5, 0))
+                    open_corpus(half)
             return
         for split in SPLITS:
             getattr(made, split).verify()
@@ -1092,62 +1020,3 @@ options = st.fixed_dictionaries(
 @given(malformed_files(), options)
 def test_malformed_input_ends_in_a_corpus_or_one_line(files: dict[str, bytes], changes: dict):
     check_prepare(files, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@settings(max_examples=1500, deadline=None)
-@given(malformed_files(), options)
-def test_more_malformed_input_ends_in_a_corpus_or_one_line(files: dict[str, bytes], changes: dict):
-    check_prepare(files, changes)
-
-
-@pytest.fixture(scope="module")
-def small_store(tmp_path_factory) -> dict[str, bytes]:
-    """Return the files of a complete corpus."""
-    root = tmp_path_factory.mktemp("small")
-    source = write(root / "a.jsonl", *LINES[:12])
-    command.prepare(config(source, root / "out", tokenizer=None, train_bpe=260))
-    return {
-        file.relative_to(root / "out").as_posix(): file.read_bytes()
-        for file in (root / "out").rglob("*")
-        if file.is_file()
-    }
-
-
-def check_store(files: dict[str, bytes], data: st.DataObject) -> None:
-    of_stores = sorted(name for name in files if "/" in name)
-    changed = dict(files)
-    for name in data.draw(st.lists(st.sampled_from(of_stores), min_size=1, max_size=2, unique=True)):
-        changed[name] = data.draw(st.one_of(st.just(b""), mutated(files[name]), st.binary(max_size=50)))
-        if data.draw(st.integers(0, 9)) == 0:
-            del changed[name]
-    with tempfile.TemporaryDirectory() as root:
-        for name, content in changed.items():
-            Path(root, name).parent.mkdir(exist_ok=True)
-            write(Path(root, name), content)
-        try:
-            loaded = load_corpus(DataConfig(root, None, f"{root}/cache", 0.5, 0))
-            for store in (loaded.train, loaded.validation):
-                for i in range(store.num_documents):
-                    store.tokenizer.decode(store.document(i))
-                store.verify()
-        except InputError as error:
-            assert "\n" not in str(error)  # noqa: PT017
-            return
-        whole = {name: content for name, content in changed.items() if name.endswith(("tokens.bin",))}
-        assert whole == {name: files[name] for name in whole}, "changed, and verified as whole"
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_malformed_store_is_valid_or_refused(small_store: dict[str, bytes], data: st.DataObject):
-    check_store(small_store, data)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@settings(max_examples=1000, deadline=None)
-@given(st.data())
-def test_more_malformed_stores_are_valid_or_refused(small_store: dict[str, bytes], data: st.DataObject):
-    check_store(small_store, data)

@@ -1,6 +1,7 @@
 """Recipes: values that are None follow from other fields and from the corpus."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import tiny
 from dape_jax.config import RunConfig, read_run, resolved
 from dape_jax.data.prepare import command
 from dape_jax.data.prepare.command import PrepareConfig
-from dape_jax.data.store import follow_corpus, load_corpus
+from dape_jax.data.store import follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.recipes import read_config, read_module
 from dape_jax.training import checkpoint, loop
+from dape_jax.training.source import load_corpus
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ("quickstart", "small", "paper")
@@ -106,3 +108,19 @@ def test_flags_set_fields_with_the_type_of_the_recipe(tmp_path):
     with pytest.raises(InputError) as error:
         read_config(name, [f"-config.a.{each}" for each in wrong] + ["--config.a=3"])
     assert len(error.value.messages) == len(wrong) + 1
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "small", "paper", "che"])
+def test_recipes_are_read_from_any_directory(recipe: str, tmp_path: Path, monkeypatch):
+    argument = "task=even_pairs" if recipe == "che" else None
+    expected = read_module(ROOT / "configs" / f"{recipe}.py").get_config(argument).to_dict()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path or ".").resolve() != ROOT])
+    assert read_module(ROOT / "configs" / f"{recipe}.py").get_config(argument).to_dict() == expected
+    monkeypatch.chdir(ROOT)
+    assert read_module(Path("configs", f"{recipe}.py")).get_config(argument).to_dict() == expected
+
+
+def test_a_recipe_can_be_copied(tmp_path: Path):
+    (tmp_path / "mine.py").write_text((ROOT / "configs" / "small.py").read_text())
+    assert read_module(tmp_path / "mine.py").get_config("s").model.num_layers == 4

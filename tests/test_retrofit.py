@@ -1,6 +1,5 @@
 """Study of a continued RoPE model (`experiments/retrofit.py`): its averages, and its paired differences."""
 
-import json
 import math
 from pathlib import Path
 
@@ -8,7 +7,9 @@ import numpy as np
 import pytest
 
 from dape_jax.errors import InputError
+from dape_jax.files import read_json
 from experiments import retrofit
+from experiments.runs import read_lines
 
 LENGTH = 128
 
@@ -81,10 +82,11 @@ def test_run_directories_of_ways_differ():
 def test_models_that_were_trained_again_have_the_same_losses():
     """Compare committed results with those of the named commit, which trained one way from the beginning."""
     results = Path(__file__).parents[1] / "results" / "retrofit"
-    first, again = (json.loads((results / name).read_text()) for name in ("retrofit.json", "again/retrofit.json"))
+    first, again = (read_json(directory / "retrofit.json") for directory in (results, results / "again"))
     assert first["commit"] != again["commit"]
-    points = {(each["way"], each["seed"], each["percent"]): each for each in first["points"]}
-    compared = [(each, points[each["way"], each["seed"], each["percent"]]) for each in again["points"]]
+    points = {(each["way"], each["seed"], each["percent"]): each for each in read_lines(results / "points.jsonl.zst")}
+    repeated = read_lines(results / "again" / "points.jsonl.zst")
+    compared = [(each, points[each["way"], each["seed"], each["percent"]]) for each in repeated]
     assert {each["way"] for each, _ in compared} >= {"original, rope", "ALiBi + DAPE1x3"}
     for each, other in compared:
         assert each["nll_nats"] == other["nll_nats"]

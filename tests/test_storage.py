@@ -28,7 +28,7 @@ from dape_jax.data import store
 from dape_jax.errors import InputError
 from dape_jax.evaluation import report
 from dape_jax.provenance import make_results_directory
-from dape_jax.training import checkpoint
+from dape_jax.training import checkpoint, source
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -311,21 +311,21 @@ def config_of(path: object, cache: Path) -> store.DataConfig:
 
 
 def load_digest(path: str, cache: str) -> str:
-    return store.load_corpus(config_of(path, Path(cache))).digest
+    return source.load_corpus(config_of(path, Path(cache))).digest
 
 
 def test_a_corpus_in_a_bucket_is_copied_once(bucket, tmp_path, faults):
     local = prepared(tmp_path)
     upload(local, bucket)
     faults.fail = 0.05
-    expected = store.load_corpus(config_of(local, tmp_path / "unused"))
-    found = store.load_corpus(config_of(bucket, tmp_path / "cache"))
+    expected = source.load_corpus(config_of(local, tmp_path / "unused"))
+    found = source.load_corpus(config_of(bucket, tmp_path / "cache"))
     faults.fail = 0.0
     assert found.digest == expected.digest
     np.testing.assert_array_equal(found.train.tokens, expected.train.tokens)
     assert found.train.directory.parent == tmp_path / "cache" / found.digest[:16]
     before = faults.num_requests
-    assert store.load_corpus(config_of(bucket, tmp_path / "cache")).digest == found.digest
+    assert source.load_corpus(config_of(bucket, tmp_path / "cache")).digest == found.digest
     assert faults.num_requests - before < 10  # two sidecars, and the libraries' other requests
     assert not list((tmp_path / "cache").glob(".tmp-*"))
 
@@ -351,7 +351,7 @@ def test_a_damaged_corpus_in_a_bucket_gets_no_name(bucket, tmp_path):
     tokens.write_bytes(content)
     upload(local, bucket)
     with pytest.raises(InputError, match=r"digest = .*must be the digest of the files, "):
-        store.load_corpus(config_of(bucket, tmp_path / "cache"))
+        source.load_corpus(config_of(bucket, tmp_path / "cache"))
     assert [path.name for path in (tmp_path / "cache").iterdir() if not path.name.endswith(".lock")] == []
 
 

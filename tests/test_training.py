@@ -19,12 +19,12 @@ import pytest
 import tiny
 
 from dape_jax.config import RunConfig, resolved
-from dape_jax.data.store import load_corpus
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer, make_schedule
+from dape_jax.training.source import load_corpus
 from dape_jax.training.step import (
     TrainState,
     init_params,

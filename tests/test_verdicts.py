@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
-from experiments import report, verdicts
-from experiments.catalogue import Cell, Claim, Less, Score
+from experiments import report, runs, verdicts
+from experiments.methods import Cell, Claim, Less, Score
 from experiments.verdicts import Sample, describe, difference, format_difference, holm, judge
 
 A, B = Cell("a", 16, 16), Cell("b", 16, 16)
@@ -173,7 +173,7 @@ def test_all_lengths_of_two_models_are_one_pair():
     judgement = judge(claim, lookup_of(values), "perplexity")
     assert (judgement.verdict, judgement.holding, judgement.contradicted) == ("contradicted", 1, 1)
     assert judgement.of_pairs == ("holds", "contradicted")
-    lines = report._parts([(report.Group("fig2", "small", "text", {}, []), [judgement])])
+    lines = report._parts([(runs.Group("fig2", "small", "text", {}, []), [judgement])])
     assert lines == ["- fig2 small, text, better. Holds: a T16 against b T16; contradicted: a T32 against b T32."]
     assert judge(dataclasses.replace(claim, at_least=1), lookup_of(values), "perplexity").verdict == "holds"
 
@@ -201,10 +201,10 @@ def test_a_constant_and_a_factor_are_compared_by_ratio_or_by_difference():
 
 def test_the_best_of_some_methods_is_taken_in_each_draw_and_needs_all():
     series = [
-        report.Series(method, "", "parity_check", 40, {}, beyond=beyond)
+        runs.Series(method, "", "parity_check", 40, {}, beyond=beyond)
         for method, beyond in (("rope", {0: 1.0, 1: 2.0}), ("kerple", {0: 3.0, 1: 1.0, 2: 9.0}))
     ]
-    lookup = report.lookup_in(report.Group("table6", "small", "", {}, series))
+    lookup = runs.lookup_in(runs.Group("table6", "small", "", {}, series))
 
     def best(*methods: str) -> dict[int, float]:
         found = lookup(Score(methods, "parity_check"))

@@ -11,8 +11,9 @@ from typing import Any
 
 import tokenizers
 
-from dape_jax.data.store import Corpus, DataConfig, load_corpus
+from dape_jax.data.store import Corpus, DataConfig
 from dape_jax.model.transformer import GPT_NEOX, LLAMA
+from dape_jax.training.source import load_corpus
 
 WORDS = "the attention scores of a long text are a picture whose rows are queries and whose columns are keys".split()
 

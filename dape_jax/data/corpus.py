@@ -4,11 +4,12 @@ In: `config.data.path`, or the inputs of `prepare`. Out: the files that they nam
 `prepare.records`, which reads them.
 """
 
+import contextlib
 import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,7 +20,7 @@ from dape_jax.errors import InputError
 Split = Literal["train", "validation"]
 
 STDLIB = "stdlib"
-_STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+_STDLIB_EXCLUDED = ("site-packages", "dist-packages", "__pycache__", "lib-dynload")
 _STDLIB_MIN_FILES = 100  # a complete library has more than a thousand; a zipped or stripped one fewer than ten
 
 
@@ -41,16 +42,21 @@ def find_files(path: str, field: str = "data.path") -> list[InputFile]:
     Raises:
         InputError: no file is found, this installation has no standard library source, or a package is missing.
     """
-    if path == STDLIB:
-        return _find_stdlib(field)
     path = path.removeprefix("file://")
     if is_remote(path):
         found = _find_remote(path, field)
+    elif path == STDLIB:
+        found = list(map(_stat, _find_stdlib()))
     else:
         try:
             found = list(map(_stat, sorted(_find_local(Path(os.path.expanduser(path))), key=str)))
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
             raise InputError(f"{field} = {path!r}: cannot be read: {error}") from error
+    if path == STDLIB and len(found) < _STDLIB_MIN_FILES:
+        raise InputError(
+            f"{field} = {STDLIB!r}: this Python has no standard library source to train on ({len(found)} .py files); "
+            "name your own text with --config.data.path=<directory, file or glob>"
+        )
     if not found:
         raise InputError(
             f"{field} = {path!r}: no files there; give a file, a directory or a glob that matches files, or {STDLIB!r}"
@@ -81,6 +87,18 @@ def absolute(path: str) -> str:
     return path if is_remote(path) else os.path.abspath(path)
 
 
+@contextlib.contextmanager
+def remote_errors(field: str, url: str) -> Iterator[None]:
+    """Raise `InputError` for any error in the block: file systems define their own exceptions."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # ImportError names the missing package
+        text = " ".join(str(error).split())
+        raise InputError(f"{field} = {url!r}: cannot be read: {type(error).__name__}: {text}") from error
+
+
 def _find_local(root: Path) -> list[Path]:
     if root.is_file():
         return [root]
@@ -92,7 +110,7 @@ def _find_local(root: Path) -> list[Path]:
 
 
 def _find_remote(url: str, field: str) -> list[InputFile]:
-    try:
+    with remote_errors(field, url):
         system, path = fsspec.url_to_fs(url)
         found = system.glob(path, detail=True) if glob.has_magic(path) else system.find(path, detail=True)
         return [
@@ -100,28 +118,16 @@ def _find_remote(url: str, field: str) -> list[InputFile]:
             for name, info in sorted(found.items())
             if info["type"] == "file" and not os.path.basename(name).startswith(".")
         ]
-    except Exception as error:  # file systems define their own exceptions; ImportError names the missing package
-        text = " ".join(str(error).split())
-        raise InputError(f"{field} = {url!r}: cannot be read: {type(error).__name__}: {text}") from error
 
 
-def _find_stdlib(field: str) -> list[InputFile]:
+def _find_stdlib() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    found = [
-        file
-        for file in (_walk(root, _STDLIB_EXCLUDED) if root.is_dir() else ())
-        # Debian links sitecustomize.py into /etc: a link to a file outside the tree is not part of Python.
-        if file.suffix == ".py" and file.is_file() and file.resolve().is_relative_to(root)
-    ]
-    if len(found) < _STDLIB_MIN_FILES:
-        raise InputError(
-            f"{field} = {STDLIB!r}: this Python has no standard library source to train on ({len(found)} .py files "
-            f"under {root}); name your own text with --config.data.path=<directory, file or glob>"
-        )
-    return list(map(_stat, sorted(found, key=str)))
+    files = (file for file in (_walk(root, _STDLIB_EXCLUDED) if root.is_dir() else ()) if file.suffix == ".py")
+    # Debian links sitecustomize.py into /etc: a link to a file outside the tree is not part of Python.
+    return sorted((file for file in files if file.is_file() and file.resolve().is_relative_to(root)), key=str)
 
 
-def _walk(root: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
+def _walk(root: Path, excluded: Collection[str] = ()) -> Iterator[Path]:
     """Yield every file under root, except hidden files and files in linked directories."""
 
     def stop(error: OSError) -> None:

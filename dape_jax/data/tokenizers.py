@@ -1,16 +1,15 @@
 """Bytes <-> token ids.
 
-In: a document's bytes (`corpus`). Out: an array of ids below `vocab_size`. Next: `prepare.build`, which appends
-`end_of_document` to every document and writes the ids to disk.
+In: a document's bytes. Out: an array of ids below `vocab_size`. Next: `prepare.build`, which appends `end_of_document`
+to every document and writes the ids to disk.
 
-A tokenizer is lossless, decode(encode(text)) == text, so that perplexities per byte are comparable and generated text
-looks like the training text. A lossy `tokenizer.json` is accepted only with `prepare --lossy` or for a pretrained
-model. A store or a run's workdir contains the `tokenizer.json` of its tokens; without the file, tokens are bytes.
+With a lossless tokenizer, decode(encode(text)) == text and perplexities per byte are comparable. `prepare` decodes
+every document; it accepts a tokenizer that changes some only with --lossy, and counts them. A store or a run's workdir
+contains the `tokenizer.json` of its tokens; without the file, tokens are bytes.
 """
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from jaxtyping import Integer, UInt
 
 from dape_jax.errors import InputError, require
 from dape_jax.files import write_atomically
-from dape_jax.storage import AnyPath, bucket_errors, exists, is_remote, to_path
+from dape_jax.storage import AnyPath, to_path
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,6 @@ TOKENIZER_FILE = "tokenizer.json"
 # The first of these in the file's vocabulary is the end-of-document token.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 
-_MAX_FILE_BYTES = 64 * 2**20  # the largest published files have about 30 MiB
 _MAX_TRAINED_VOCAB_SIZE = 2**20  # the trainer allocates memory for the whole vocabulary
 _PIECE_CHARS = 2**18  # encoding needs more than 100 bytes of memory per byte of text
 _TRAINING_PIECE_CHARS = 2**14  # training processes 256 pieces at a time
@@ -44,7 +42,6 @@ class Bytes:
     name = "bytes"  # recorded with the tokens: tokenizers with the same name give the same ids
     vocab_size = 257  # one more than the largest id
     end_of_document = 256  # follows the last token of a document; no text is encoded to it
-    loss = None  # message about a text that its ids do not decode to, or None for a lossless tokenizer
     decodes_tokens_alone = True  # decode(a + b) == decode(a) + decode(b)
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
@@ -78,10 +75,6 @@ class HfTokenizer:
     """
 
     def __init__(self, content: str | bytes, where: str = "the tokenizer"):
-        def check(condition: bool, field: str, allowed: str) -> None:
-            if not condition:
-                raise InputError(f"{where}: {field} must be {allowed}")
-
         try:
             parsed: Any = json.loads(content)
             self.content = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
@@ -94,20 +87,23 @@ class HfTokenizer:
         self._library.no_truncation()
         self._library.no_padding()
         model, vocab = self._library.model, self._library.get_vocab(with_added_tokens=False)
-        check(not getattr(model, "dropout", None), "model.dropout", "null: it is random")
-        is_of_words = isinstance(model, tokenizers.models.WordLevel)  # without a decoder, tokens are joined by spaces
-        check(self._library.decoder is not None or is_of_words, "decoder", "present")
-        check(len(set(vocab.values())) == len(vocab), "model.vocab", "a vocabulary without duplicate ids")
-        check(max(vocab.values(), default=0) < 2**31, "model.vocab", "a vocabulary with ids from 0 to 2**31 - 1")
         added = self._library.get_added_tokens_decoder()
-        for token in parsed["added_tokens"] if added else ():
-            # The library numbers added tokens consecutively and ignores the ids in the file.
+        is_of_words = isinstance(model, tokenizers.models.WordLevel)  # without a decoder, tokens are joined by spaces
+        ends = {token.content: id for id, token in added.items() if token.content in END_TOKENS}
+        end = min(ends, key=END_TOKENS.index, default=None)
+        for condition, field, allowed in (
+            (not getattr(model, "dropout", None), "model.dropout", "null: it is random"),
+            (self._library.decoder is not None or is_of_words, "decoder", "present"),
+            (len(set(vocab.values())) == len(vocab), "model.vocab", "a vocabulary without duplicate ids"),
+            (end is not None, "added_tokens", f"a list with an end-of-document token: {' or '.join(END_TOKENS)}"),
+            (end is None or added[ends[end]].special, f"added token {end!r}", "special: text must not end a document"),
+        ):
+            if not condition:
+                raise InputError(f"{where}: {field} must be {allowed}")
+        for token in parsed["added_tokens"]:  # the library numbers them consecutively and ignores the ids in the file
             found, name = self._library.token_to_id(token["content"]), f"added token {token['content']!r}"
             require(found == token["id"], f"{where}: {name}: id", token["id"], f"must be {found}, the library's id")
-        ends = {token.content: id for id, token in added.items() if token.content in END_TOKENS}
-        check(bool(ends), "added_tokens", f"a list with an end-of-document token: {' or '.join(END_TOKENS)}")
-        end = min(ends, key=END_TOKENS.index)
-        check(added[ends[end]].special, f"added token {end!r}", "special: text must not end a document")
+        assert end is not None
 
         self.name = f"{type(model).__name__.lower()}-{digest[:16]}"
         self.vocab_size = max([*vocab.values(), *added]) + 1
@@ -123,21 +119,12 @@ class HfTokenizer:
                 self._bytes_of[id] = bytes(byte_of[char] for char in token) if is_spelt else token.encode()
             self._bytes_of |= {id: token.content.encode() for id, token in added.items()}
             self._bytes_of[ends[end]] = b""
-        with _library_errors(f"{where}: the tokenizers library cannot use it"):
-            self._cut = "anywhere" if self.decodes_tokens_alone else self._find_cut()
-        self.loss: str | None = None
-        for probe in _probes([token.content for token in added.values()]):
-            try:
-                self.encode(probe.encode())
-            except InputError as error:
-                self.loss = str(error)
-                break
 
     def encode(self, text: bytes) -> UInt[np.ndarray, "tokens"]:
-        """Return the ids of a text; unless the tokenizer is lossy, check that they decode to the text.
+        """Return the ids of a text, without `end_of_document`.
 
         Raises:
-            InputError: the text is not UTF-8, or the tokenizer cannot encode it or loses a part of it.
+            InputError: the text is not UTF-8, the library cannot encode it, or encodes a part as end of document.
         """
         try:
             string = text.decode()
@@ -146,21 +133,12 @@ class HfTokenizer:
                 f"text = {text[error.start : error.start + 20]!r}, from byte {error.start} on: not UTF-8, which the "
                 f"tokenizer {self.name} needs; the tokenizer {Bytes.name!r} accepts any bytes"
             ) from error
-        return np.concatenate([self._encode_piece(piece) for piece in _pieces(string, _PIECE_CHARS, self._cut)])
-
-    def _encode_piece(self, piece: str) -> UInt[np.ndarray, "tokens"]:
-        with _library_errors(f"text = {piece[:20]!r}: cannot be encoded by the tokenizer {self.name}"):
-            ids = np.array(self._library.encode(piece, add_special_tokens=False).ids, np.uint32)
-        text, is_ended = piece.encode(), bool(np.any(ids == self.end_of_document))
-        if is_ended or self.loss is None:
-            back = self.decode(ids)
-            if is_ended or back != text:
-                differing = (i for i, (a, b) in enumerate(zip(text, back, strict=False)) if a != b)
-                start = next(differing, min(len(text), len(back)))
-                raise InputError(
-                    f"text = {text[start : start + 40]!r}: the tokenizer {self.name} "
-                    f"{'encodes it as end of document' if is_ended else f'decodes it as {back[start : start + 40]!r}'}"
-                )
+        with _library_errors(f"text = {string[:20]!r}: cannot be encoded by the tokenizer {self.name}"):
+            pieces = _pieces(string, _PIECE_CHARS) if self.decodes_tokens_alone else [string]
+            encoded = [self._library.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        ids = np.concatenate([np.array(piece, np.uint32) for piece in encoded])
+        if np.any(ids == self.end_of_document):
+            raise InputError(f"text = {string[:40]!r}: the tokenizer {self.name} encodes a part as end of document")
         return ids
 
     def decode(self, ids: Integer[np.ndarray, "tokens"]) -> bytes:
@@ -179,18 +157,6 @@ class HfTokenizer:
         with _library_errors(f"ids = {shown[:5]}..: cannot be decoded by the tokenizer {self.name}"):
             return self._library.decode(shown, skip_special_tokens=False).encode()
 
-    def _find_cut(self) -> str | None:
-        """Return the `cut` with which `_pieces` splits a text without changing the ids, or None if there is none."""
-
-        def ids(text: str) -> list[int]:
-            return self._library.encode(text, add_special_tokens=False).ids
-
-        text = "The 1st cut of a long text is where a word ends and 20 others begin, in all of them"
-        for cut in ("before", "at"):
-            if ids(text) == [id for piece in _pieces(text, 12, cut) for id in ids(piece)]:
-                return cut
-        return None
-
     def __reduce__(self):
         return HfTokenizer, (self.content,)
 
@@ -198,24 +164,25 @@ class HfTokenizer:
 Tokenizer = Bytes | HfTokenizer
 
 
-def read_tokenizer(spec: str, field: str = "data.tokenizer", lossy: bool = False) -> Tokenizer:
+def read_tokenizer(spec: str, field: str = "data.tokenizer") -> Tokenizer:
     """Return the tokenizer named by a config or a command line: "bytes", or the path of a `tokenizer.json`.
 
     Raises:
-        InputError: the name is invalid, the file is damaged, or it loses text and `lossy` is False. The message names
-            `field`.
+        InputError: the name is invalid, or the file is damaged. The message names `field`.
     """
     if spec == Bytes.name:
         return Bytes()
     where = f"{field} = {spec!r}"
-    local = os.path.expanduser(spec)
-    file = to_path(local, field)
-    if "\0" in spec or not (exists(file) if is_remote(file) else os.path.exists(local)):
-        raise InputError(f"{where}: must be {Bytes.name!r}, or the path of a Hugging Face {TOKENIZER_FILE} that exists")
-    tokenizer = _read(file, where)
-    if tokenizer.loss is not None and not lossy:
-        raise InputError(f"{where}: loses text, which is accepted only by `prepare --lossy`: {tokenizer.loss}")
-    return tokenizer
+    try:
+        content = to_path(os.path.expanduser(spec), field).read_bytes()
+    except InputError:
+        raise
+    except (FileNotFoundError, ValueError) as error:  # ValueError: a NUL byte
+        allowed = f"must be {Bytes.name!r}, or the path of a Hugging Face {TOKENIZER_FILE} that exists"
+        raise InputError(f"{where}: {allowed}") from error
+    except OSError as error:
+        raise InputError(f"{where}: cannot be read: {error}") from error
+    return HfTokenizer(content, where)
 
 
 def saved_tokenizer(directory: AnyPath) -> Tokenizer:
@@ -225,25 +192,25 @@ def saved_tokenizer(directory: AnyPath) -> Tokenizer:
         InputError: the file is damaged.
     """
     file = directory / TOKENIZER_FILE
-    return _read(file, str(file)) if exists(file) else Bytes()
+    try:
+        return HfTokenizer(file.read_bytes(), str(file))
+    except FileNotFoundError:
+        return Bytes()
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
     """Write a tokenizer for `saved_tokenizer`, atomically; `Bytes` needs no file.
 
     Raises:
-        InputError: the directory cannot be created or written to, or contains another tokenizer.
+        InputError: the directory contains another tokenizer.
     """
-    file = directory / TOKENIZER_FILE
-    if exists(file):
-        found = saved_tokenizer(directory).name
-        require(found == tokenizer.name, str(file), found, f"must be {tokenizer.name} or missing")
+    found = saved_tokenizer(directory)
+    if isinstance(found, HfTokenizer):
+        allowed = f"must be {tokenizer.name} or missing"
+        require(found.name == tokenizer.name, str(directory / TOKENIZER_FILE), found.name, allowed)
     elif isinstance(tokenizer, HfTokenizer):
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(file, tokenizer.content.encode() + b"\n")
-        except OSError as error:
-            raise InputError(f"{file}: cannot be written: {error}") from error
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / TOKENIZER_FILE, tokenizer.content.encode() + b"\n")
 
 
 def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -270,7 +237,6 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         (piece for document in documents for piece in _pieces(document, _TRAINING_PIECE_CHARS)), trainer
     )
     tokenizer = HfTokenizer(library.to_str())
-    assert tokenizer.loss is None
     if tokenizer.vocab_size < vocab_size:
         logger.warning("the vocabulary has only %d tokens: no pairs are left to merge", tokenizer.vocab_size)
     return tokenizer
@@ -323,49 +289,19 @@ def _library_errors(where: str) -> Iterator[None]:
         raise InputError(f"{where}: {str(error)[:200]!r}") from error  # shortened: it may quote a text or a file
 
 
-def _pieces(text: str, size: int, cut: str | None = "anywhere") -> Iterator[str]:
+def _pieces(text: str, size: int) -> Iterator[str]:
     """Yield a long text in pieces, which are encoded separately to bound the library's memory.
 
     Cuts are after a letter or a digit and before white space, where GPT-2 and similar tokenizers also split, so the
-    ids are those of the whole text. Without such a position, a piece is longer than `size` characters.
-
-        cut = "before"     "one two"  ->  "one", " two"
-        cut = "anywhere"   the same, but a piece of `size` characters without such a position is cut at its end
-        cut = "at"         "one two"  ->  "one", "two", at single spaces: for tokenizers that prepend a space to a text
-        cut = None         the text is not cut
+    ids are those of the whole text: "one two" -> "one", " two". A piece of `size` characters without such a position is
+    cut at its end.
     """
     start = 0
-    while cut is not None and len(text) - start > size:
+    while len(text) - start > size:
         end = start + size
-        nearest = itertools.chain(range(end, start, -1), () if cut == "anywhere" else range(end + 1, len(text)))
-        if cut == "at":
-            places = (i for i in nearest if text[i] == " " and text[i - 1].isalnum() and text[i + 1 : i + 2].isalnum())
-        else:
-            places = (i for i in nearest if text[i] in " \t\r\n" and text[i - 1].isalnum())
-        place = next(places, end if cut == "anywhere" else len(text))
+        places = (i for i in range(end, start, -1) if text[i] in " \t\r\n" and text[i - 1].isalnum())
+        place = next(places, end)
         yield text[start:place]
-        start = place + (cut == "at")
+        start = place
     if start < len(text) or not text:
         yield text[start:]
-
-
-def _read(file: AnyPath, where: str) -> HfTokenizer:
-    try:
-        with bucket_errors(), file.open("rb") as opened:
-            data = opened.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{where}: cannot be read: {error}") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise InputError(f"{where}: is not a {TOKENIZER_FILE}: it has more than {_MAX_FILE_BYTES} bytes")
-    return HfTokenizer(data, where)
-
-
-def _probes(added_tokens: list[str]) -> Iterator[str]:
-    """Yield texts that reveal most losses when a tokenizer is loaded; `HfTokenizer.encode` checks every document."""
-    yield "  Leading and trailing white space \r\n\t\u3000 "
-    yield "e\u0301 I don't , we 've ! \ufb01 \uff21 ##x </w> <0x0A> \u2581"
-    for token in added_tokens:
-        yield f"{token} a{token}{token}  {token} \n{token}"
-    yield "".join(map(chr, range(128)))
-    # Contains all bytes of UTF-8: at least 64 characters share a first byte.
-    yield "".join(chr(code) for code in range(128, 0x110000, 61) if not 0xD800 <= code < 0xE000)

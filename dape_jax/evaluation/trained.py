@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
-from dape_jax.data.store import Corpus, load_corpus
+from dape_jax.data.store import Corpus
 from dape_jax.data.tokenizers import TOKENIZER_FILE
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import Options
@@ -19,6 +19,7 @@ from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import AnyPath, absolute, exists
 from dape_jax.training import checkpoint
+from dape_jax.training.source import load_corpus
 from dape_jax.training.step import abstract_params
 
 AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)

@@ -78,7 +78,7 @@ def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
         file = inside(directory, TOKENIZER_FILE)
         require(file.exists(), "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
         tokenizer = str(file)
-    return read_tokenizer(tokenizer, "tokenizer", lossy=True)
+    return read_tokenizer(tokenizer, "tokenizer")
 
 
 def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:

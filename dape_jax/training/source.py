@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
-from dape_jax.data.store import Corpus, DataConfig, load_corpus
+from dape_jax.data.store import Corpus, DataConfig, find_corpus, open_corpus
 from dape_jax.data.tokenizers import Tokenizer
 from dape_jax.distributed import process_zero_first
 from dape_jax.errors import require
@@ -84,6 +84,25 @@ def load_verified(config: DataConfig, lossy: bool) -> Corpus:
     """
     corpus = load_corpus(config, lossy)
     if jax.process_index() == 0:
-        corpus.train.verify()
-        corpus.validation.verify()
+        corpus.verify()
     return corpus
+
+
+def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:
+    """Open the prepared corpus at `data.path`; prepare raw text first, into `data.cache_dir`.
+
+    Args:
+        config: config of the corpus.
+        lossy: accept a tokenizer that loses raw text, and log a warning with the number of documents that it changes.
+            For an existing model, whose tokenizer cannot be chosen.
+
+    Raises:
+        InputError: there is no text, a split has no documents, the tokenizer is missing or differs from the prepared
+            corpus's, or a store is damaged.
+    """
+    directory = find_corpus(config)
+    if directory is None:
+        from dape_jax.data.prepare.command import prepare_text  # imported here: training on a corpus needs none of it
+
+        directory = prepare_text(config, lossy)
+    return open_corpus(directory)

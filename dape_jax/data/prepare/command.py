@@ -3,28 +3,33 @@
     dape-prepare --input='pile/*.jsonl.zst' --where=meta.pile_set_name=ArXiv --output=data/arxiv --tokenizer=bytes
     dape-prepare --input='notes,papers/**/*.tex.gz' --output=data/mine --train_bpe=8192
     dape-prepare --input=books_text_document.bin --output=data/books --tokenizer=20B_tokenizer.json --lossy
+    dape-prepare --show=data/arxiv      # print counts, lengths and samples of a corpus, and check its digest
 
 In: files of text, JSON lines, parquet or token ids; see `records`. Out: a directory for `data.path`:
 
-    train/  validation/  record.json  rejected.jsonl    see `build`
-    recipe.json       options and input files
-    tokenizer.json    the tokenizer; missing for bytes
+    train/  validation/             see `store`
+    record.json  rejected.jsonl     see `build`
+    recipe.json                     options and input files
+    tokenizer.json                  the tokenizer; missing for bytes
 
-It is built in OUTPUT.partial, which is renamed to OUTPUT when it is complete. After an interruption the same command
-resumes with the unfinished input files; the result is the same. A command with other options is rejected.
+It is built in OUTPUT.partial, and renamed to OUTPUT when it is complete. After an interruption the same command resumes
+with the unfinished input files; the result is the same. A command with other options is rejected.
 """
 
 import contextlib
 import dataclasses
+import io
 import json
+import logging
 import os
 import re
 import shutil
-import tempfile
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 from absl import flags
 
 from dape_jax import command_line
@@ -33,19 +38,17 @@ from dape_jax.data import corpus
 from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
     CORPUS_DIRECTORY,
-    FORMAT_VERSION,
     RECORD_FILE,
     REJECTED_FILE,
-    SHARDS_DIRECTORY,
+    Conversion,
     NoDocumentsError,
     Record,
     build_corpus,
-    describe,
-    progress,
     read_record,
 )
-from dape_jax.data.prepare.records import BadRecord, Document, Selection, holds_ids, read_documents
-from dape_jax.data.store import Corpus, open_corpus
+from dape_jax.data.prepare.records import Selection, holds_ids, read_documents
+from dape_jax.data.prepare.show import show
+from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -56,9 +59,12 @@ from dape_jax.data.tokenizers import (
     train_bpe,
 )
 from dape_jax.errors import InputError, require
-from dape_jax.files import exclusive_lock, json_digest, read_json, sync_directory, write_json
+from dape_jax.files import json_digest, read_json, sync_directory, write_json
 
-RECIPE_FILE, LOCK_FILE = "recipe.json", "lock"
+logger = logging.getLogger(__name__)
+
+RECIPE_FILE = "recipe.json"
+MAX_LENGTH = 2**30  # maximum of max_length, and the limit for raw text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,15 +72,15 @@ class PrepareConfig:
     """Input files, output directory and the conversion between them; each field is a flag."""
 
     input: tuple[str, ...] = flag(
-        dataclasses.MISSING, "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
+        (), "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
     )
-    output: str = flag(dataclasses.MISSING, "New directory for the corpus. Train on it with --config.data.path=OUTPUT.")
+    output: str = flag("", "New directory for the corpus. Train on it with --config.data.path=OUTPUT.")
     tokenizer: str | None = flag(
         None,
         "bytes, or the path of a Hugging Face tokenizer.json; for .bin files, the tokenizer that made their ids. Give "
         "either this flag or --train_bpe.",
     )
-    lossy: bool = flag(False, "Accept a lossy tokenizer.json, and count the documents that it changes.")
+    lossy: bool = flag(False, "Accept a tokenizer that changes text, and count the documents that it changes.")
     train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size, instead of --tokenizer.")
     train_bpe_bytes: int = flag(2**30, "Train the BPE on the first training documents, up to this number of bytes.")
     text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
@@ -90,10 +96,8 @@ class PrepareConfig:
     def __post_init__(self):
         is_given = len(self.input) > 0 and all(self.input)
         require(is_given, "input", ",".join(self.input), "must be comma-separated files, directories, globs or URLs")
-        allowed = "must be a local directory; copy it to a bucket when it is complete"
-        require("://" not in self.output, "output", self.output, allowed)
-        is_name = bool(self.output.strip("/")) and "\0" not in self.output
-        require(is_name, "output", self.output, "must be a new directory")
+        allowed = "must be a new local directory; copy it to a bucket when it is complete"
+        require(bool(self.output.strip("/")) and "://" not in self.output, "output", self.output, allowed)
         chosen = (self.tokenizer, self.train_bpe)
         allowed = "give exactly one: --tokenizer=bytes, --tokenizer=PATH of a tokenizer.json, or --train_bpe=SIZE"
         require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, allowed)
@@ -105,8 +109,8 @@ class PrepareConfig:
             is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
             require(is_condition, "where", where, "must be field=value or field=value|value")
         require(self.min_length > 0, "min_length", self.min_length, "must be positive: an empty document has no text")
-        allowed = f"must be min_length = {self.min_length} to {2**30}: it bounds the memory"
-        require(self.min_length <= self.max_length <= 2**30, "max_length", self.max_length, allowed)
+        allowed = f"must be min_length = {self.min_length} to {MAX_LENGTH}: it bounds the memory"
+        require(self.min_length <= self.max_length <= MAX_LENGTH, "max_length", self.max_length, allowed)
         require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction, "must be in (0, 1)")
         require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 processes")
 
@@ -127,74 +131,74 @@ class Prepared:
 
 
 def prepare(config: PrepareConfig) -> Prepared:
-    """Build a corpus, resume building it, or open it if it is complete.
+    """Build a corpus, resume building it, or open it if it is complete. Wait for another process that is building it.
 
     With more than one worker, the calling program must be importable: guard its entry point with
     `if __name__ == "__main__":`.
 
     Raises:
-        InputError: the input is invalid, the output was made with another recipe, another process is writing it, or a
-            worker died.
+        InputError: the input is invalid, the output was made with another recipe, or a worker died.
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
     partial = output.with_name(output.name + ".partial")
-    found = (file for path in config.input for file in corpus.find_files(path, "input"))
-    files = corpus.unique_files(found, excluded=(output, partial))
-    require(len(files) > 0, "input", ",".join(config.input), "must contain files other than the output")
-    tokenizer = None
-    if config.tokenizer is not None:
-        tokenizer = read_tokenizer(config.tokenizer, "tokenizer", config.lossy)
-    elif any(holds_ids(file.path) for file in files):
-        raise InputError(f"train_bpe = {config.train_bpe}: .bin files contain ids; set --tokenizer to their tokenizer")
+    files, tokenizer = _inputs(config, output, partial)
     recipe = _recipe(config, tokenizer, files)
-    if os.path.lexists(output):
-        _check_recipe(output, recipe)
-        if (partial / RECIPE_FILE).exists() and read_json(partial / RECIPE_FILE) == recipe:
-            shutil.rmtree(partial)  # left by a process that was killed after renaming the corpus
-        return Prepared(open_corpus(output), read_record(output / RECORD_FILE), was_complete=True)
-    try:
-        with exclusive_lock(partial, "output", LOCK_FILE):
-            if (partial / RECIPE_FILE).exists():
-                _check_recipe(partial, recipe)
-            else:
-                others = sorted(path.name for path in partial.glob("[!.]*") if path.name != LOCK_FILE)
-                require(not others, str(partial), others, "must be deleted: these files are not part of a corpus")
-                write_json(partial / RECIPE_FILE, recipe)
-            if tokenizer is None and (partial / TOKENIZER_FILE).exists():
-                tokenizer = saved_tokenizer(partial)
-            elif tokenizer is None:
-                assert config.train_bpe is not None
-                tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
-            save_tokenizer(tokenizer, partial)
-            try:
-                record = build_corpus(
-                    partial,
-                    files,
-                    config.selection,
-                    tokenizer,
-                    source=",".join(config.input),
-                    fingerprint=json_digest(recipe),
-                    field="input",
-                    fraction_field="validation_fraction",
-                    workers=config.workers,
-                    strict=config.strict,
-                )
-            except NoDocumentsError:
-                shutil.rmtree(partial)  # otherwise it would refuse the corrected flags
-                raise
-            complete = partial / CORPUS_DIRECTORY
-            save_tokenizer(tokenizer, complete)
-            write_json(complete / RECIPE_FILE, recipe)
-            os.rename(complete, output)
-            sync_directory(output.parent)
-            # Rename before deleting: after a kill, a half-deleted shard must not be resumed from.
-            finished = tempfile.mkdtemp(prefix=".", dir=partial)
-            os.rename(partial / SHARDS_DIRECTORY, finished)
-            shutil.rmtree(finished)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(output.with_name(f".{output.name}.lock")):
+        if was_complete := os.path.lexists(output):
+            _check_recipe(output, recipe)
+        else:
+            _build(config, files, tokenizer, recipe, output, partial)
+        if (partial / RECIPE_FILE).exists():  # a process may also have been killed just before this
             shutil.rmtree(partial)
-    except OSError as error:  # from writing: reading raises `InputError`
-        raise InputError(f"output = {config.output!r}: cannot be written to: {error}") from error
-    return Prepared(open_corpus(output), record, was_complete=False)
+    record = read_record(output / RECORD_FILE)
+    allowed = f"{record.num_lossy:,} documents of {output} differ from their text; --lossy accepts them"
+    require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
+    return Prepared(open_corpus(output), record, was_complete)
+
+
+def prepare_text(data: DataConfig, lossy: bool) -> Path:
+    """Prepare the raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there; return it.
+
+    Changed text gets another directory. Documents may be longer than by default, and one process tokenizes.
+
+    Raises:
+        InputError: as in `prepare`; the message names `data.path`.
+    """
+    assert data.path is not None
+    allowed = f"raw text (data.path = {data.path!r}) needs 'bytes' or a tokenizer.json"
+    require(data.tokenizer is not None, "data.tokenizer", data.tokenizer, allowed)
+    try:
+        config = PrepareConfig(
+            input=(data.path,),
+            output=data.cache_dir,
+            tokenizer=data.tokenizer,
+            lossy=lossy,
+            max_length=MAX_LENGTH,
+            validation_fraction=data.validation_fraction,
+        )
+        files, tokenizer = _inputs(config)
+        output = Path(data.cache_dir, json_digest(_recipe(config, tokenizer, files))[:16])
+        prepared = prepare(dataclasses.replace(config, output=str(output)))
+    except InputError as error:
+        raise InputError(f"data.path = {data.path!r}: {error}") from error
+    output, num_lossy = prepared.corpus.train.directory.parent, prepared.record.num_lossy
+    logger.info("%s %s, from %r", "using" if prepared.was_complete else "prepared", output, data.path)
+    if num_lossy:
+        logger.warning("%d documents cannot be decoded exactly: their tokenizer is lossy", num_lossy)
+    return output
+
+
+def _inputs(config: PrepareConfig, *excluded: Path) -> tuple[list[InputFile], Tokenizer | None]:
+    """Return the input files outside `excluded` directories, and the tokenizer, or None if it has to be trained."""
+    found = (file for path in config.input for file in corpus.find_files(path, "input"))
+    files = corpus.unique_files(found, excluded)
+    require(len(files) > 0, "input", ",".join(config.input), "must contain files other than the output")
+    if config.tokenizer is not None:
+        return files, read_tokenizer(config.tokenizer, "tokenizer")
+    has_ids = any(holds_ids(file.path) for file in files)
+    require(not has_ids, "train_bpe", config.train_bpe, ".bin files contain ids; set --tokenizer to their tokenizer")
+    return files, None
 
 
 def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
@@ -211,40 +215,64 @@ def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[Inpu
 
 def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     """Raise `InputError` unless the directory was made or started with this recipe."""
-    from dape_jax.config import differences  # here, so that workers do not import optimizers
-
     file = directory / RECIPE_FILE
     require(file.is_file(), "output", str(directory), "must be a new directory, or one made by this program")
     saved = read_json(file)
-    lines = differences(saved, recipe)
-    if not lines and list(saved["input"]) != list(recipe["input"]):
-        lines = ["input: the same files were given in another order"]
-    if lines:
-        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
-        raise InputError(
-            f"{directory}: was made with another recipe: {lines[0]}{more}; choose another output or delete it"
-        )
+    if saved == recipe and list(saved["input"]) == list(recipe["input"]):
+        return
+    old, new = (each | {f"input.{path}": file for path, file in each["input"].items()} for each in (saved, recipe))
+    names = [name for name in old | new if name != "input" and old.get(name) != new.get(name)]
+    difference = (
+        f"{names[0]}: saved {old.get(names[0])!r}, now {new.get(names[0])!r}" if names else "order of the input"
+    )
+    raise InputError(f"{directory}: was made with another recipe: {difference}; choose another output or delete it")
+
+
+def _build(
+    config: PrepareConfig,
+    files: list[InputFile],
+    tokenizer: Tokenizer | None,
+    recipe: dict[str, Any],
+    output: Path,
+    partial: Path,
+) -> None:
+    """Build a corpus in `partial`, or resume, and rename it to `output`."""
+    if partial.exists() and any(partial.iterdir()):
+        _check_recipe(partial, recipe)
+    partial.mkdir(exist_ok=True)
+    write_json(partial / RECIPE_FILE, recipe)
+    if tokenizer is None and (partial / TOKENIZER_FILE).exists():
+        tokenizer = saved_tokenizer(partial)
+    elif tokenizer is None:
+        assert config.train_bpe is not None
+        tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
+        save_tokenizer(tokenizer, partial)
+    conversion = Conversion(config.selection, tokenizer, config.strict, config.lossy)
+    try:
+        source, fingerprint = ",".join(config.input), json_digest(recipe)
+        build_corpus(partial, files, conversion, source=source, fingerprint=fingerprint, workers=config.workers)
+    except NoDocumentsError:
+        shutil.rmtree(partial)  # otherwise it would refuse the corrected flags
+        raise
+    complete = partial / CORPUS_DIRECTORY
+    save_tokenizer(tokenizer, complete)
+    write_json(complete / RECIPE_FILE, recipe)
+    os.rename(complete, output)
+    sync_directory(output.parent)
 
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
     """Yield the training documents, up to `train_bpe_bytes`."""
-    selection = config.selection
     num_bytes = 0
-    with progress(sum(file.num_bytes for file in files), "reading for the tokenizer", 0) as bar:
-        for file in files:
-            for found in read_documents(file, selection, lambda _: None):
-                if isinstance(found, BadRecord) and config.strict:
-                    raise InputError(f"{describe(found)}; omit --strict to skip it")
-                if not isinstance(found, Document) or not isinstance(found.content, bytes):
-                    continue
-                is_train = corpus.split_of(found.content, config.validation_fraction) == "train"
-                if is_train and selection.skips_length(len(found.content)) is None:
+    for file in files:
+        for _, content in read_documents(file, config.selection):
+            if isinstance(content, bytes) and config.selection.skips_length(len(content)) is None:
+                if corpus.split_of(content, config.validation_fraction) == "train":
                     with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
-                        yield found.content.decode()
-                        num_bytes += len(found.content)
+                        yield content.decode()
+                        num_bytes += len(content)
                 if num_bytes >= config.train_bpe_bytes:
                     return
-            bar.update(file.num_bytes)
 
 
 FEW_DOCUMENTS = 20  # with fewer, the intervals of an evaluation are wide
@@ -274,15 +302,28 @@ def summary(prepared: Prepared) -> str:
     return "\n".join([f"{output}: {state}", *(f"  {name:13}{text}" for name, text in lines.items())])
 
 
+@dataclasses.dataclass(frozen=True)
+class ShowConfig:
+    """Flag of the other thing that this program does."""
+
+    show: str | None = flag(None, "Prepared corpus to show, instead of preparing one.")
+
+
 def define_flags() -> None:
     """Define the flags of the command line, which uses all CPUs by default."""
     command_line.define_flags(PrepareConfig)
+    command_line.define_flags(ShowConfig)
     flags.FLAGS.set_default("workers", os.cpu_count() or 1)
 
 
 def main(_: list[str]) -> None:
-    """Parse flags, prepare the corpus and print a summary."""
-    print(summary(prepare(command_line.from_flags(PrepareConfig))))
+    """Parse flags, prepare the corpus and print a summary; or show a corpus."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
+    if (shown := command_line.from_flags(ShowConfig).show) is not None:
+        show(Path(os.path.expanduser(shown)))
+    else:
+        print(summary(prepare(command_line.from_flags(PrepareConfig))))
 
 
 def command() -> None:

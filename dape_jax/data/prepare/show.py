@@ -1,0 +1,57 @@
+"""Print counts, document lengths and samples of a prepared corpus, and check its digest: `dape-prepare --show=DIR`."""
+
+from pathlib import Path
+
+import numpy as np
+
+from dape_jax.data.store import TokenStore, open_corpus
+from dape_jax.errors import printable
+from dape_jax.files import read_json
+
+QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
+_SAMPLES = 3  # documents of each store whose beginning is printed
+_SHOWN_CHARS = 200
+_BAR_CHARS = 50  # width of the longest bar
+
+
+def show(directory: Path) -> None:
+    """Print a summary of a corpus. Samples follow the check of the digest, with control characters escaped.
+
+    Raises:
+        InputError: there is no corpus, or it is damaged.
+    """
+    corpus = open_corpus(directory)
+    sidecar = corpus.train.sidecar
+    print(f"made from {sidecar.source!r}")
+    print(f"tokenizer {sidecar.tokenizer}: {sidecar.vocab_size:,} ids, each stored as {corpus.train.tokens.dtype.name}")
+    if (directory / "record.json").exists():  # counts of the records that are no documents
+        record = read_json(directory / "record.json")
+        for name in ("skipped", "rejected"):
+            found = ", ".join(f"{count:,} {printable(reason)}" for reason, count in record[name].items())
+            print(f"{name}: {found or 'nothing'}")
+    for store in (corpus.train, corpus.validation):
+        _show_store(store)
+    print(f"\ndigest {corpus.digest}: verified")
+
+
+def _show_store(store: TokenStore) -> None:
+    size = f"{store.tokens.nbytes / 1e6:,.1f} MB on disk"
+    print(f"\n{store.sidecar.split}: {store.num_documents:,} documents, {store.num_tokens:,} tokens, {size}")
+    lengths = np.diff(store.offsets) - 1
+    at = np.quantile(lengths, list(QUANTILES.values()), method="inverted_cdf")
+    quantiles = ", ".join(f"{name} {value:,}" for name, value in zip(QUANTILES, at.tolist(), strict=True))
+    print(f"  tokens per document, without its end (mean {lengths.mean():,.1f}): {quantiles}")
+    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1])  # by the number of binary digits
+    for digits in range(int(np.flatnonzero(counts)[0]), len(counts)):
+        low, high, bar = (
+            2**digits // 2,
+            max(2**digits - 1, 0),
+            "#" * -(-int(counts[digits]) * _BAR_CHARS // counts.max()),
+        )
+        span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        print(f"  {span:>27} {counts[digits]:>13,}  {bar}".rstrip())
+    store.verify()
+    for index in np.random.default_rng(0).permutation(store.num_documents)[:_SAMPLES].tolist():
+        # A character has at most 4 bytes, and a token at least one.
+        text = store.tokenizer.decode(store.document(index)[: 4 * _SHOWN_CHARS]).decode("utf-8", "replace")
+        print(f"  document {index:,}, {lengths[index]:,} tokens: {printable(text[:_SHOWN_CHARS])}")

@@ -1,0 +1,330 @@
+"""Methods, presets, and the parts of an experiment. Next: `paper.py` and `catalogue.py`, which have the experiments.
+
+An experiment trains methods x sizes x train lengths on a text, or methods x algorithmic tasks, and evaluates one
+metric. Its claims are inequalities between results. Lengths and sizes are the paper's; a preset maps them to those of a
+recipe. To add a method, add a line to `METHODS`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dape_jax.tasks import CHE
+
+KERNELS = (1, 2, 3, 5, 7, 9, 11)
+ADDITIVE = ("alibi", "kerple", "fire")
+KERPLE, DAPE = "bias=kerple", "processor=dape,kernel="
+
+# Config argument of each method, by its name in the paper's tables.
+METHODS = {
+    "nope": "bias=nope",
+    "rope": "rotary=rope",
+    "t5": "bias=t5",
+    "alibi": "bias=alibi",
+    "kerple": KERPLE,
+    "fire": "bias=fire",
+    "cope": "bias=cope",
+    "transformer-xl": "bias=transformer_xl",
+    **{f"dape1x{kernel}-rope": f"rotary=rope,{DAPE}{kernel}" for kernel in (1, 3)},
+    **{f"dape1x{n}-{bias}": f"bias={bias},{DAPE}{n}" for bias in ("nope", "alibi", "fire") for n in (1, 3)},
+    **{f"dape1x{kernel}-kerple": f"{KERPLE},{DAPE}{kernel}" for kernel in KERNELS},
+    "dape1x1-kerple-c64": f"{KERPLE},{DAPE}1,channels=64",
+    "dape1x3-kerple-c21": f"{KERPLE},{DAPE}3,channels=21",
+    "dape1x3-kerple-c10": f"{KERPLE},{DAPE}3,channels=10",
+    "fire-as-with-dape": "bias=fire,fire=dape",
+    "dape1x3-fire-as-without": f"bias=fire,fire=plain,{DAPE}3",
+}
+# Methods of experiments that are not in the paper. Config fields that a recipe's argument cannot set are in OVERRIDES.
+CHANGES = {
+    "dape1x3-kerple-causal": "with a causal kernel",
+    "dape1x3-kerple-scores": "that reads the scores alone",
+    "dape1x3-kerple-bias": "that reads the bias alone",
+    "dape1x3-kerple-no-residual": "without residual connection",
+}
+RATED = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
+RATES = {"": "", "-rate0.5": ",rate=0.5", "-rate2": ",rate=2"}
+# Kerple at about the cost of DAPE1x3-Kerple or more, at the size xs and T = 128. DAPE1x3-Kerple takes 1.40 times the
+# FLOPs of Kerple and, on a CPU, 1.5 times its time.
+COSTLIER: dict[str, dict[str, Any]] = {
+    **{f"kerple-{steps}-steps": {"train.num_steps": steps} for steps in (840, 900, 1200)},
+    "kerple-width-116": {"model.width": 116, "model.head_dim": 29, "model.mlp_width": 464},
+    "kerple-5-layers": {"model.num_layers": 5},
+}
+# Kerple for longer than DAPE1x3-Kerple's 5,000 steps take on a CPU, at the size xs and T = 64: the preset `converged`.
+LONGER: dict[str, dict[str, Any]] = {"kerple-8500-steps": {"train.num_steps": 8500}}
+# Kerple for as long as DAPE1x3-Kerple's 1,000 steps take on an H100: the preset `25m`.
+LONGER_25M: dict[str, dict[str, Any]] = {"kerple-1500-steps": {"train.num_steps": 1500}}
+PARTS: dict[str, dict[str, Any]] = {"window": {"model.window": 64}, "grouped": {"model.num_kv_heads": 2}}
+METHODS |= {f"kerple-{part}": KERPLE for part in PARTS}
+METHODS |= {method: METHODS["dape1x3-kerple"] for method in (*CHANGES, *(f"dape1x3-kerple-{part}" for part in PARTS))}
+METHODS |= {f"{method}{suffix}": METHODS[method] + rate for method in RATED for suffix, rate in RATES.items()}
+METHODS |= {method: KERPLE for method in (*COSTLIER, *LONGER, *LONGER_25M)}
+
+# Config fields of methods that a recipe's argument cannot set.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dape1x2-kerple": {"model.processor.alignment": "causal"},  # a centered kernel has an odd width
+    "dape1x3-kerple-causal": {"model.processor.alignment": "causal"},
+    "dape1x3-kerple-scores": {"model.processor.inputs": "scores"},
+    "dape1x3-kerple-bias": {"model.processor.inputs": "bias"},
+    "dape1x3-kerple-no-residual": {"model.processor.residual": False},
+    **COSTLIER,
+    **LONGER,
+    **LONGER_25M,
+    **{f"{method}-{part}": change for part, change in PARTS.items() for method in ("kerple", "dape1x3-kerple")},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskPreset:
+    """Settings for experiments on the algorithmic tasks."""
+
+    recipe: str  # file under configs/
+    tasks: tuple[str, ...]  # tasks to run if --tasks is empty
+    methods: tuple[str, ...]  # methods to run, if the experiment has them
+    num_steps: int  # training steps
+    batch: int  # sequences per step
+    lengths: tuple[int, ...]  # evaluation lengths, in symbols
+    num_sequences: int  # sequences per evaluation length
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """Settings for all experiments."""
+
+    recipe: str  # file under configs/ for models on a text
+    sizes: dict[str, str]  # from the paper's sizes to the recipe's
+    length_divisor: int  # divisor of the paper's lengths
+    batch: int | None  # sequences per step; None for the recipe's default, which keeps the tokens per step constant
+    seeds: tuple[int, ...]  # seeds to run if --seeds is empty
+    data: str  # text if --data is empty; "" if --data is required
+    on_tasks: TaskPreset
+    argument: str = ""  # appended to the recipe's
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # config fields that differ from the recipe's
+
+
+# Methods of the paper's table 6, in its order.
+TABLE6_BASELINES = ("rope", "transformer-xl", *ADDITIVE)
+TABLE6_DAPE = tuple(f"{processor}-{bias}" for processor in ("dape1x1", "dape1x3") for bias in ADDITIVE)
+
+SMALL = Preset(
+    recipe="small.py",
+    sizes={"125m": "xs", "350m": "s", "2.7b": "m", "6.7b": "l"},
+    length_divisor=4,
+    batch=None,
+    seeds=(0, 1, 2),
+    data="stdlib",
+    on_tasks=TaskPreset(
+        recipe="che.py",
+        tasks=(
+            *("even_pairs", "missing_duplicate_string", "stack_manipulation"),  # claims name these
+            *("cycle_navigation", "reverse_string", "duplicate_string"),
+        ),
+        methods=("rope", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
+        num_steps=6000,
+        batch=32,
+        # Evenly spaced over 1..40 and over 41..500, alternately odd and even.
+        lengths=(*range(1, 41, 13), *range(41, 501, 51)),
+        num_sequences=64,
+    ),
+)
+
+PRESETS = {
+    "small": SMALL,
+    # 20 million tokens, 50 for each parameter, so that models are not compared by how fast they learn.
+    "converged": dataclasses.replace(
+        SMALL,
+        seeds=(0, 1),
+        data="",
+        argument="step_tokens=4096,num_steps=5000",
+        # float32 on every device, so that models of different devices can be compared
+        overrides={"evaluation.max_windows": 256, "model.dtype": "float32"},
+    ),
+    # 25 million parameters and 131 million tokens: minutes on one GPU.
+    "25m": dataclasses.replace(
+        SMALL,
+        recipe="paper.py",
+        sizes={"125m": "25m"},
+        length_divisor=1,
+        batch=512,
+        seeds=(0,),
+        data="",
+        argument="vocab=257,num_steps=1000,accumulation=4",  # parts of a step fit into 40 GiB
+        overrides={"model.remat": "none", "model.dtype": "bfloat16", "train.eval_interval": 200},
+    ),
+    "paper": Preset(
+        recipe="paper.py",
+        sizes={size: size for size in ("125m", "350m", "2.7b", "6.7b")},
+        length_divisor=1,
+        batch=256,
+        seeds=(0,),
+        data="",
+        on_tasks=TaskPreset(
+            recipe="che.py",
+            tasks=tuple(CHE),
+            methods=TABLE6_BASELINES + TABLE6_DAPE,
+            num_steps=200_000,
+            batch=128,
+            lengths=tuple(range(1, 501)),
+            num_sequences=512,
+        ),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """Result at `length` of a method trained at `train_length`. Lengths are the paper's."""
+
+    method: str
+    train_length: int
+    length: int
+    size: str = "125m"
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Best result of several methods on a task: mean accuracy over lengths beyond training."""
+
+    methods: tuple[str, ...]
+    task: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Less:
+    """Inequality low < factor * high."""
+
+    low: Cell | Score | float
+    high: Cell | Score | float
+    factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """Claim of the paper: all of its pairs hold, or `at_least` of them; `verdicts.py` defines a pair."""
+
+    text: str
+    comparisons: tuple[Less, ...]
+    at_least: int | None = None
+    note: str = ""  # other explanations of the verdict
+
+
+NOT_IN_PAPER = "not in the paper"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One figure or table. Sizes and lengths are the paper's."""
+
+    title: str
+    source: str  # section, figure or table of the paper
+    methods: tuple[str, ...]  # keys of METHODS
+    train_lengths: tuple[int, ...]  # in tokens; for tasks a single length, in symbols
+    claims: tuple[Claim, ...]
+    sizes: tuple[str, ...] = ("125m",)  # unused for tasks, where the recipe has one size
+    tasks: tuple[str, ...] = ()  # keys of TASKS, each with its own models; empty for models on a text
+    skipped: tuple[tuple[str, int], ...] = ()  # pairs (method, train length) that the paper does not have
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # config fields that differ from the recipe's
+    # "perplexity"; "delta" (appendix A); "step_ms", milliseconds per training step; or "accuracy", for tasks
+    metric: str = "perplexity"
+    step_tokens: int | None = None  # tokens per step, if the paper uses the same number at all train lengths
+    longest: int = 8192  # longest evaluation length
+    step_batch: int | None = None  # sequences per step, for a measurement of time
+    presets: tuple[str, ...] = ("small", "converged", "paper")  # keys of PRESETS for which it is defined
+
+
+def length_divisor(experiment: Experiment, preset: str) -> int:
+    """Return the divisor of the paper's lengths in runs with a preset; 1 on tasks, which have the paper's lengths."""
+    return 1 if experiment.tasks else PRESETS[preset].length_divisor
+
+
+def lengths_from(train_length: int, longest: int = 8192) -> tuple[int, ...]:
+    """Return the paper's evaluation lengths: the train length and its doublings up to `longest`."""
+    return tuple(train_length * 2**n for n in range(20) if train_length * 2**n <= longest)
+
+
+def to_16384(train_length: int) -> tuple[int, ...]:
+    """Return the evaluation lengths of experiments on longer sequences than the paper's."""
+    return lengths_from(train_length, 16384)
+
+
+def within(train_length: int) -> tuple[int, ...]:
+    """Return the train length alone."""
+    return (train_length,)
+
+
+def beyond(train_length: int) -> tuple[int, ...]:
+    """Return the paper's evaluation lengths above the train length."""
+    return lengths_from(train_length)[1:]
+
+
+def format_lengths(lengths: tuple[int, ...]) -> str:
+    """Format increasing lengths: "1 to 40" if there are no gaps, "1, 14, 27" otherwise."""
+    first, last = lengths[0], lengths[-1]
+    return f"{first} to {last}" if len(lengths) == last - first + 1 > 2 else ", ".join(map(str, lengths))
+
+
+# ---- claims
+
+Names = str | tuple[str, ...]
+AT = (128, 512)  # train lengths of most experiments
+
+
+def names(methods: Names) -> tuple[str, ...]:
+    """Return one method or several as a tuple."""
+    return (methods,) if isinstance(methods, str) else methods
+
+
+def better(
+    low: Names,
+    others: Names,
+    train_lengths: tuple[int, ...] = AT,
+    lengths: Callable[[int], tuple[int, ...]] = lengths_from,
+    *,
+    factor: float = 1.0,
+    size: str = "125m",
+) -> tuple[Less, ...]:
+    """Return the comparisons of "each method of `low` is better than each of `others`, trained at the same length".
+
+    `lengths` maps a train length to the evaluation lengths of the comparison. Results of `others` are multiplied by
+    `factor`.
+    """
+    return tuple(
+        Less(Cell(method, train_length, length, size), Cell(other, train_length, length, size), factor)
+        for method in names(low)
+        for other in names(others)
+        for train_length in train_lengths
+        for length in lengths(train_length)
+    )
+
+
+def easier_at(longest: int, methods: Names, train_lengths: tuple[int, ...] = AT) -> tuple[Less, ...]:
+    """Return the comparisons of "each method is better at `longest` than at its train length"."""
+    return tuple(Less(Cell(name, t, longest), Cell(name, t, t)) for t in train_lengths for name in names(methods))
+
+
+def outscores(high: Names, low: Names, tasks: tuple[str, ...]) -> tuple[Less, ...]:
+    """Return the comparisons of "the best of methods `high` is better than the best of `low`", one for each task."""
+    return tuple(Less(Score(names(low), task), Score(names(high), task)) for task in tasks)
+
+
+# Method, size, train length and task of a model; the size is "" for a task, the task is "" for a text.
+Model = tuple[str, str, int, str]
+
+
+def models_of(experiment: Experiment) -> list[Model]:
+    """Return the models of an experiment. Sizes and lengths are the paper's."""
+    return [
+        (method, size, train_length, task)
+        for task in experiment.tasks or ("",)
+        for size in (("",) if experiment.tasks else experiment.sizes)
+        for train_length in experiment.train_lengths
+        for method in experiment.methods
+        if (method, train_length) not in experiment.skipped
+    ]
+
+
+def paper_tables() -> dict[str, Any]:
+    """Return the numbers printed in the paper; `curves` has one entry per method and train length."""
+    return json.loads(Path(__file__).with_name("paper_tables.json").read_text())

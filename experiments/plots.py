@@ -1,0 +1,300 @@
+"""Figures of the report: curves of an experiment, gain and cost of DAPE. In: `runs.py`, `summary.py`."""
+
+import io
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+from PIL import Image
+
+from dape_jax.evaluation.figures import band, distinct_colors, drawn, log_y_axis, mark_train_lengths, only_drawn
+from dape_jax.files import write_atomically
+from dape_jax.tasks import TASKS
+from experiments.catalogue import EXPERIMENTS
+from experiments.methods import METHODS
+from experiments.runs import Group, Series, mean_of, paper_groups
+from experiments.summary import COST_FACTOR, FACTORS, Cost, Gain, base_of
+
+UNITS = {
+    "perplexity": "perplexity",
+    "delta": "delta perplexity",
+    "step_ms": "milliseconds per training step",
+    "accuracy": "accuracy in %",
+}
+COST_LIMIT = 3  # times Kerple's perplexity: the upper end of the figure of costs
+# Methods that the figure of costs omits: changes of DAPE, and other learning rates.
+SIDE = ("variants", "rates")
+OMITTED = {method for name in SIDE for method in EXPERIMENTS[name].methods} - {
+    method for name, experiment in EXPERIMENTS.items() if name not in SIDE for method in experiment.methods
+}
+MARKERS = "os^Dv<>PX*pd+x1234hH8"
+
+
+def write_png(file: Path, figure: Figure) -> None:
+    """Write a figure with 64 colors, a third of the size. The same figure gives the same bytes."""
+    full, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(full, dpi=100, format="png")
+    Image.open(full).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    write_atomically(file, small.getvalue())
+
+
+# ---- one experiment
+
+
+def experiment_figure(groups: list[Group]) -> Figure:
+    """Draw an experiment: a row of panels for each of our groups, by task or by size and train length; then the paper.
+
+    One panel compares train lengths if the paper uses the same tokens per step at all of them.
+    """
+    experiment = EXPERIMENTS[groups[0].experiment]
+    compares = experiment.step_tokens is not None
+    papers = paper_groups(groups[0].experiment)
+    rows = [
+        (group, list(_by_panel(group.series, compares).items()))
+        for group in (*groups, *(paper for paper in papers if len(paper.lengths) > 1))
+    ]
+    if experiment.tasks:  # many panels: three in a row
+        rows = [(group, panels[i : i + 3]) for group, panels in rows for i in range(0, len(panels), 3)]
+    across = max(len(panels) for _, panels in rows)
+    figure = Figure(figsize=(5.4 * across + 1.2, 3.6 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), across, squeeze=False)
+    # Our methods first. The paper may have methods that are not finished here.
+    curves = dict.fromkeys(_curve(item, compares) for _, panels in rows for _, series in panels for item in series)
+    colors = dict(zip(curves, distinct_colors(len(curves)), strict=True))
+    for row, (group, panels) in zip(grid, rows, strict=True):
+        for axes, panel in itertools.zip_longest(row, panels):
+            if panel is None:
+                axes.remove()
+            else:
+                _draw_panel(axes, group, panel[1], experiment.metric, compares, colors)
+    if experiment.metric == "step_ms":  # bars are labelled on the axis
+        return figure
+    if compares:  # a name has our train length in our panel, and the paper's in the paper's
+        for axes in figure.axes:
+            _add_legend(axes, [axes])
+    else:
+        _add_legend(grid[0][len(rows[0][1]) - 1], figure.axes)
+    return figure
+
+
+def _by_panel(series: Sequence[Series], compares: bool) -> dict[tuple[str, str, int], list[Series]]:
+    panels: dict[tuple[str, str, int], list[Series]] = {}
+    for item in series:
+        panels.setdefault((item.task, item.size, 0 if compares else item.train_length), []).append(item)
+    return panels
+
+
+def _curve(series: Series, compares: bool) -> tuple[str, int]:
+    return series.method, series.train_length if compares else 0
+
+
+def _draw_panel(
+    axes: Axes, group: Group, series: list[Series], metric: str, compares: bool, colors: dict[tuple[str, int], Any]
+) -> None:
+    first = series[0]
+    trained = "" if compares or first.task else f", trained at {first.train_length // group.divisor}"
+    axes.set_title(f"{group.title}: {first.task or group.sizes[first.size]}{trained}", fontsize=9)
+    if metric == "step_ms":
+        axes.barh([item.method for item in series], [fmean(item.over_seeds(item.train_length)) for item in series])
+        axes.set_xlabel(UNITS[metric])
+        return
+    for item in series:
+        name = f"{item.method}, trained at {item.train_length // group.divisor}" if compares else item.method
+        _draw_curve(axes, item, group.divisor, name, colors[_curve(item, compares)])
+    (_scale_task_axes if first.task else _scale_text_axes)(axes, series)
+    axes.set_ylabel(UNITS[metric])
+    axes.grid(alpha=0.3)
+
+
+def _add_legend(axes: Axes, panels: Sequence[Axes]) -> None:
+    """Add a legend with the curves of these panels to the right of one of them."""
+    lines = {
+        str(line.get_label()): line for panel in reversed(panels) for line in panel.get_lines()
+    }  # ours, not the paper's
+    labels = dict.fromkeys(str(line.get_label()) for panel in panels for line in panel.get_lines())
+    handles = [lines[label] for label in labels if not label.startswith("_")]
+    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def _draw_curve(axes: Axes, series: Series, divisor: int, name: str, color: Any) -> None:
+    """Plot the mean over seeds and their range; a single number is a marker with its name below it."""
+    over_seeds = [series.over_seeds(length) for length in series.lengths]
+    lengths = [length // divisor for length in series.lengths]
+    width, marker = 2.2 if series.method.startswith("dape") else 1.2, "o" if len(lengths) <= 40 else None
+    means = drawn(mean_of(values) for values in over_seeds)
+    if len(lengths) == 1:
+        axes.plot(lengths, means, marker="D", markersize=6, linestyle="", label=name, color=color)
+        if math.isfinite(means[0]):
+            at = {"xytext": (0, -13), "textcoords": "offset points", "ha": "center"}
+            axes.annotate(name, (lengths[0], means[0]), **at, fontsize=7, color=color)
+        return
+    axes.plot(lengths, means, marker=marker, markersize=3, linewidth=width, label=name, color=color)
+    band(axes, lengths, [(min(values), max(values)) for values in over_seeds], color)
+
+
+def _scale_text_axes(axes: Axes, series: list[Series]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_xlabel("sequence length (tokens)")
+    curves = [only_drawn(mean_of(item.over_seeds(length)) for length in item.lengths) for item in series]
+    curves = [means for means in curves if means]
+    if not curves:
+        return
+    low, top = min(map(min, curves)), max(map(max, curves))
+    if low > 0:
+        peaks = [max(means) for means in curves]
+        usual = median(peaks)
+        if usual < 2 * min(peaks) and top > 4 * usual:
+            # Most methods are close to each other, and the few far above would make one line of them.
+            top = max(1.5 * usual, 1.1 * max(map(min, curves)))  # part of each curve is drawn
+            axes.set_ylim(0.95 * low, top)
+        if top > 4 * low:
+            log_y_axis(axes)
+    elif low < 0 and max(-low, top) > 10:
+        # Differences of both signs: linear between -1 and 1, logarithmic beyond, where one method may hide the others.
+        axes.set_yscale("symlog", linthresh=1.0)
+        axes.yaxis.set_major_formatter("{x:g}")
+
+
+def _scale_task_axes(axes: Axes, series: list[Series]) -> None:
+    chance = 100 * TASKS[series[0].task].random_accuracy
+    axes.axhline(chance, color="gray", linestyle=":", linewidth=1.5)
+    axes.annotate("chance", (0.99, chance - 1), xycoords=("axes fraction", "data"), ha="right", va="top", fontsize=8)
+    mark_train_lengths(axes, [series[0].train_length])
+    axes.set_xlim(left=0)
+    axes.set_ylim(-3, 105)
+    axes.set_xlabel("input length (symbols)")
+
+
+# ---- all experiments
+
+
+def gain_figure(found: Sequence[Gain]) -> Figure:
+    """Draw the gains: a panel for each factor, a row for each method on each text at each train length.
+
+    All ratios are inside the axes; intervals that are wider are cut at the border.
+    """
+    places = list(dict.fromkeys(each.where for each in found))
+    colors = dict(zip(places, distinct_colors(len(places)), strict=True))
+    measured = {(each.method, each.where) for each in found}
+    rows: dict[tuple[str, str], int] = {}
+    labels: dict[float, str] = {}  # by the height of the middle of a method's rows
+    borders = [0]  # one row between methods
+    for method in METHODS:
+        of_method = [(method, where) for where in places if (method, where) in measured]
+        if of_method:
+            rows |= {each: borders[-1] + 1 + i for i, each in enumerate(of_method)}
+            labels[borders[-1] + (1 + len(of_method)) / 2] = f"{method}\nagainst {base_of(method)}"
+            borders.append(borders[-1] + 1 + len(of_method))
+    figure = Figure(figsize=(11, 1.6 + 0.16 * borders[-1]), layout="constrained")
+    panels = figure.subplots(1, len(FACTORS), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, factor in zip(panels, FACTORS, strict=True):
+        axes.axvline(1.0, color="gray", linewidth=1)
+        for border in borders[1:-1]:
+            axes.axhline(border, color="gray", linewidth=0.5, alpha=0.4)
+        for each in (each for each in found if each.factor == factor and math.isfinite(each.ratio)):
+            at, color = rows[each.method, each.where], colors[each.where]
+            axes.plot([each.ratio], [at], marker="o", markersize=4, color=color)
+            if math.isfinite(each.low) and math.isfinite(each.high):
+                axes.plot([each.low, each.high], [at, at], color=color, linewidth=1.2)
+        axes.set_title(f"at {factor} x the train length" if factor > 1 else "at the train length", fontsize=10)
+        axes.grid(alpha=0.3, axis="x")
+    shown = [1.0, *(each.ratio for each in found if math.isfinite(each.ratio))]
+    low, high = min(shown) / 1.15, max(shown) * 1.15
+    panels[0].set_xscale("log")
+    panels[0].set_xlim(low, high)
+    wide = high / low > 6  # with more ticks, their labels would overlap
+    ticks = (0.1, 0.2, 0.5, 1, 2, 5) if wide else (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1, 1.2, 1.5, 2, 3)
+    panels[0].set_xticks([tick for tick in ticks if low <= tick <= high])
+    panels[0].xaxis.set_major_formatter("{x:g}")
+    panels[0].xaxis.set_minor_formatter(NullFormatter())
+    panels[0].set_yticks(list(labels), list(labels.values()), fontsize=7)
+    panels[0].set_ylim(borders[-1], 0)
+    panels[1].set_xlabel("perplexity with DAPE / perplexity without (95 % interval; below 1, DAPE is better)")
+    handles = [panels[0].plot([], [], marker="o", color=color, label=where)[0] for where, color in colors.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
+    return figure
+
+
+def cost_figure(found: Sequence[Cost]) -> Figure | None:
+    """Draw perplexity by cost: for each text and train length a panel for FLOPs and, if measured, one for time.
+
+    Perplexities above `COST_LIMIT` times Kerple's are drawn there with open markers, so that the rest can be compared.
+    Changes of DAPE (`variants`), other learning rates (`rates`) and diverged models are omitted; None without others.
+    """
+    found = [each for each in found if each.method not in OMITTED and math.isfinite(fmean(each.perplexities))]
+    if not found:
+        return None
+    points: dict[tuple[str, str], list[tuple[Cost, float]]] = {}
+    for each in found:
+        points.setdefault((each.where, "FLOPs"), []).append((each, each.flops))
+        if each.time is not None:
+            points.setdefault((each.where, "time"), []).append((each, each.time))
+    figure, panels = _panels(points, f"perplexity at {COST_FACTOR} x the train length")
+    styles = styles_of(list(dict.fromkeys(each.method for each in found)))
+    limits = {each.where: COST_LIMIT * fmean(each.perplexities) for each in found if each.method == "kerple"}
+    for (place, name), axes in panels.items():
+        limit = limits[place] if place in limits else math.inf
+        for each, cost in points[place, name]:
+            color, marker = styles[each.method]
+            mean, low, high = (min(f(each.perplexities), limit) for f in (fmean, min, max))
+            axes.plot([cost, cost], [low, high], color=color, linewidth=1)
+            filled = "full" if mean < limit else "none"
+            axes.plot([cost], [mean], marker=marker, fillstyle=filled, color=color, alpha=0.8, linestyle="")
+        log_y_axis(axes)
+        axes.set_xlabel(f"{name} of training, relative to Kerple")
+        axes.grid(alpha=0.3, which="both")
+    handles = [
+        figure.axes[0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
+        for method, (color, marker) in styles.items()
+    ]
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+    return figure
+
+
+def _panels(keys: Collection[tuple[str, str]], label: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
+    """Return a figure and its panels: one for each place and quantity, places with more quantities first.
+
+    The panels of a place are side by side and share the vertical axis, with its label on the first.
+    """
+    quantities: dict[str, list[str]] = {}
+    for place, quantity in keys:
+        quantities.setdefault(place, []).append(quantity)
+    ordered = sorted(quantities, key=lambda place: -len(quantities[place]))
+    num_columns = min(4, len(keys))
+    num_rows = math.ceil(len(keys) / num_columns)
+    figure = Figure(figsize=(2 + 3.6 * num_columns, 3.4 * num_rows), layout="constrained")
+    free = iter(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    panels: dict[tuple[str, str], Axes] = {}
+    for place in ordered:
+        of_place = {(place, quantity): next(free) for quantity in quantities[place]}
+        panels |= of_place
+        first, *others = of_place.values()
+        first.set_ylabel(label)
+        for axes in others:
+            axes.sharey(first)
+        for axes in (first, *others):
+            axes.set_title(place, fontsize=9)
+    for axes in free:
+        axes.remove()
+    return figure, panels
+
+
+def styles_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour for each method's positions, as in "kerple", and a marker for the rest of its name."""
+    names = {}
+    for method in methods:
+        rest = method.partition("-")[2] if method.startswith("dape") else method
+        positions = min((name for name in METHODS if rest == name or rest.startswith(f"{name}-")), key=len)
+        names[method] = (positions, method.replace(positions, ""))
+    colors, markers = (list(dict.fromkeys(each)) for each in zip(*names.values(), strict=True))
+    return {
+        method: (f"C{colors.index(positions) % 10}", MARKERS[markers.index(variant) % len(MARKERS)])
+        for method, (positions, variant) in names.items()
+    }
