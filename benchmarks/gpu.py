@@ -212,7 +212,8 @@ class Measurement:
     def train_command(self, attention: str) -> list[str]:
         """Return the command that trains for a few steps on the text of Python's standard library, as bytes."""
         config, flags = "configs/paper.py:125m,bias=kerple,processor=dape,kernel=3", ["--config.data.tokenizer=bytes"]
-        config += f",train_length=512,batch=32,num_steps={TRAIN_STEPS},vocab=257,attention={attention}"
+        flags += ["--config.train.batch_size=32", f"--config.train.num_steps={TRAIN_STEPS}"]
+        flags += ["--config.model.vocab_size=257", f"--config.model.attention={attention}"]
         if self.tiny:
             config, flags = "configs/quickstart.py:bias=kerple,processor=dape,kernel=3,channels=4", []
             flags += ["--config.train.batch_size=4", "--config.train.num_steps=6", "--config.model.num_layers=1"]

@@ -111,8 +111,9 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
             lengths=(length,),
             seed=0,
             recipe=PRESETS[preset].recipe,
-            argument=f"{size},{METHODS[method]},train_length={length},batch={batch}",
-            overrides={"data.path": STDLIB, "evaluation.lengths": (length,)},  # required by the recipe, not used
+            argument=f"{size},{METHODS[method]},train_length={length}",
+            # The recipe requires a text and lengths, which are not used.
+            overrides={"train.batch_size": batch, "data.path": STDLIB, "evaluation.lengths": (length,)},
             paper_size=model,
             paper_train_length=length,
             size=size,

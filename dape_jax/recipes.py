@@ -70,6 +70,11 @@ def _set(config: ConfigDict, argument: str) -> None:
     name, equals, text = argument.lstrip("-").partition("=")
     path = name.removeprefix("config.")
     *sections, field = path.split(".")
+    if path == "model.attention" and equals:  # it does not change results, so that it belongs to no recipe's method
+        from dape_jax.config import choose  # after the flags are parsed: it imports JAX
+
+        config.model.attention = ConfigDict(choose("attention", text))
+        return
     if path not in (known := list(_paths(config))):
         is_section = any(each.startswith(f"{path}.") for each in known)
         same_name = [each for each in known if each.rpartition(".")[2] == field]

@@ -44,7 +44,7 @@ CHANGES = {
     "dape1x3-kerple-no-residual": "without residual connection",
 }
 RATED = ("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple")
-RATES = {"": "", "-rate0.5": ",rate=0.5", "-rate2": ",rate=2"}
+RATES = {"": 1.0, "-rate0.5": 0.5, "-rate2": 2.0}  # factors of the learning rate, by suffix of the method
 # Kerple at about the cost of DAPE1x3-Kerple or more, at the size xs and T = 128. DAPE1x3-Kerple takes 1.40 times the
 # FLOPs of Kerple and, on a CPU, 1.5 times its time.
 COSTLIER: dict[str, dict[str, Any]] = {
@@ -59,7 +59,7 @@ LONGER_25M: dict[str, dict[str, Any]] = {"kerple-1500-steps": {"train.num_steps"
 PARTS: dict[str, dict[str, Any]] = {"window": {"model.window": 64}, "grouped": {"model.num_kv_heads": 2}}
 METHODS |= {f"kerple-{part}": KERPLE for part in PARTS}
 METHODS |= {method: METHODS["dape1x3-kerple"] for method in (*CHANGES, *(f"dape1x3-kerple-{part}" for part in PARTS))}
-METHODS |= {f"{method}{suffix}": METHODS[method] + rate for method in RATED for suffix, rate in RATES.items()}
+METHODS |= {f"{method}{suffix}": METHODS[method] for method in RATED for suffix in RATES}
 METHODS |= {method: KERPLE for method in (*COSTLIER, *LONGER, *LONGER_25M)}
 
 # Config fields of methods that a recipe's argument cannot set.
@@ -100,7 +100,7 @@ class Preset:
     seeds: tuple[int, ...]  # seeds to run if --seeds is empty
     data: str  # text if --data is empty; "" if --data is required
     on_tasks: TaskPreset
-    argument: str = ""  # appended to the recipe's
+    step_tokens: int | None = None  # tokens per step, if `batch` is None; None for the recipe's default
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)  # config fields that differ from the recipe's
 
 
@@ -137,9 +137,9 @@ PRESETS = {
         SMALL,
         seeds=(0, 1),
         data="",
-        argument="step_tokens=4096,num_steps=5000",
+        step_tokens=4096,
         # float32 on every device, so that models of different devices can be compared
-        overrides={"evaluation.max_windows": 256, "model.dtype": "float32"},
+        overrides={"train.num_steps": 5000, "evaluation.max_windows": 256, "model.dtype": "float32"},
     ),
     # 25 million parameters and 131 million tokens: minutes on one GPU.
     "25m": dataclasses.replace(
@@ -150,8 +150,9 @@ PRESETS = {
         batch=512,
         seeds=(0,),
         data="",
-        argument="vocab=257,num_steps=1000,accumulation=4",  # parts of a step fit into 40 GiB
-        overrides={"model.remat": "none", "model.dtype": "bfloat16", "train.eval_interval": 200},
+        overrides={"model.vocab_size": 257, "train.num_steps": 1000}
+        | {"train.accumulation_steps": 4}  # parts of a step fit into 40 GiB
+        | {"model.remat": "none", "model.dtype": "bfloat16", "train.eval_interval": 200},
     ),
     "paper": Preset(
         recipe="paper.py",

@@ -77,7 +77,7 @@ PASSAGE, CUE = 32, 8  # bytes
 KERPLE = "rotary=none,bias=kerple"
 DAPE = "processor=dape,channels=16"
 
-# Stages of each way to continue: percent of the original steps, argument of configs/continue.py, and flags.
+# Stages of each way to continue: percent of the original steps, argument of configs/continued.py, and flags.
 Stage = tuple[float, str, tuple[str, ...]]
 WAYS: dict[str, list[Stage]] = {
     "RoPE": [(40, "", ())],
@@ -247,7 +247,7 @@ def continue_way(study: Study, way: str, stages: list[Stage], seed: int) -> list
         interval = study.percent(1)
         if str(num_steps) not in step_names(workdir):
             arguments = ",".join(filter(None, (f"source={source}", argument)))
-            command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/continue.py:{arguments}"]
+            command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/continued.py:{arguments}"]
             settings = {
                 "data.path": study.data,
                 "data.tokenizer": "bytes",

@@ -40,7 +40,7 @@ from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 from experiments.catalogue import find_experiment
-from experiments.methods import METHODS, OVERRIDES, PRESETS, Experiment, length_divisor, lengths_from, models_of
+from experiments.methods import METHODS, OVERRIDES, PRESETS, RATES, Experiment, length_divisor, lengths_from, models_of
 from experiments.runs import add_run, identity, read_runs
 from experiments.settings import Settings
 
@@ -114,6 +114,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
             continue
         if train_length not in (settings.train_lengths or train_lengths):
             continue
+        seeds = {"train.seed": seed, "data.seed": seed}
         if task:
             if task not in (settings.tasks or on_tasks.tasks) or method not in on_tasks.methods:
                 continue
@@ -123,10 +124,11 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 lengths=on_tasks.lengths,
                 seed=seed,
                 recipe=on_tasks.recipe,
-                argument=(
-                    f"task={task},{METHODS[method]},num_steps={on_tasks.num_steps},batch={on_tasks.batch},seed={seed}"
-                ),
-                overrides=experiment.overrides | {"evaluation.num_sequences": on_tasks.num_sequences},
+                argument=f"task={task},{METHODS[method]}",
+                overrides=seeds
+                | {"train.num_steps": on_tasks.num_steps, "train.batch_size": on_tasks.batch}
+                | experiment.overrides
+                | {"evaluation.num_sequences": on_tasks.num_sequences},
                 paper_train_length=paper_length,
                 task=task,
             )
@@ -136,8 +138,12 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 batch = experiment.step_tokens // paper_length
             if experiment.step_batch is not None:
                 batch = experiment.step_batch
-            arguments = [size, METHODS[method], f"train_length={train_length}", f"seed={seed}", preset.argument]
-            argument = ",".join(filter(None, arguments))
+            if batch is None and preset.step_tokens is not None:
+                batch = preset.step_tokens // train_length
+            fields = seeds if batch is None else seeds | {"train.batch_size": batch}
+            if "-rate" in method:
+                factor = RATES[method[method.index("-rate") :]]
+                fields["optimizer.learning_rate"] = factor * read_module(RECIPES / preset.recipe).LEARNING_RATES[size]
             # If train lengths are compared, every model is evaluated from the shortest of them.
             shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
             run = Run(
@@ -146,8 +152,9 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
                 lengths=tuple(length // divisor for length in lengths_from(shortest, experiment.longest)),
                 seed=seed,
                 recipe=preset.recipe,
-                argument=argument if batch is None else f"{argument},batch={batch}",
+                argument=f"{size},{METHODS[method]},train_length={train_length}",
                 overrides={
+                    **fields,
                     **preset.overrides,
                     **experiment.overrides,
                     **(OVERRIDES[method] if method in OVERRIDES else {}),

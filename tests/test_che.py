@@ -361,7 +361,7 @@ def runs(root) -> list[Path]:
 @pytest.fixture(scope="module")
 def random(root) -> Path:
     """Return a causal run with random positions on a task with an END."""
-    loop.train(spec("task=binary_addition,rotary=rope,causal=1,positions=80"), root / "random")
+    loop.train(spec("task=binary_addition,rotary=rope,positions=80", model__causal=True), root / "random")
     return root / "random"
 
 
@@ -818,7 +818,8 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
     workdir = tmp_path / "mine"
     train = [
         "train.py",
-        "--config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3,num_steps=2",
+        "--config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3",
+        "--config.train.num_steps=2",
         "--config.model.num_layers=1",
         "--config.model.width=16",
         "--config.model.num_heads=2",

@@ -306,10 +306,10 @@ import copy, json
 from ml_collections import ConfigDict
 
 def get_config(argument):
-    size, bias, train_length, seed = argument.split(",")
+    size, bias, train_length = argument.split(",")
     spec = json.loads(SPEC)
     spec["model"]["bias"]["name"] = bias
-    spec["train"] |= {"train_length": int(train_length.split("=")[1]), "seed": int(seed.split("=")[1])}
+    spec["train"] |= {"train_length": int(train_length.split("=")[1])}
     return ConfigDict(spec)
 """
 
@@ -319,8 +319,8 @@ from pathlib import Path
 from dape_jax.recipes import read_module
 
 def get_config(argument):
-    task, bias, *settings = argument.split(",")
-    config = read_module(Path(CHE)).get_config(",".join([task, f"bias={bias}", *settings]))
+    task, bias = argument.split(",")
+    config = read_module(Path(CHE)).get_config(f"{task},bias={bias}")
     config.model.update(num_layers=1, width=16, num_heads=2)
     config.train.update(train_length=4, validation_batches=1)
     return config

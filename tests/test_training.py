@@ -334,11 +334,11 @@ def test_a_finished_run_says_how_to_train_on(root, run):
     with pytest.raises(InputError) as error:
         loop.train(small_spec(root, train__num_steps=8), run)
     assert "train.num_steps: saved 4, now 8" in str(error.value)
-    assert f"--config=configs/continue.py:source={run} --config.train.num_steps=N" in str(error.value)
+    assert f"--config=configs/continued.py:source={run} --config.train.num_steps=N" in str(error.value)
     with pytest.raises(InputError) as error:  # advice only where it helps
         loop.train(small_spec(root, train__seed=8), run)
     assert "train.seed: saved 0, now 8" in str(error.value)
-    assert "continue.py" not in str(error.value)
+    assert "continued.py" not in str(error.value)
 
 
 def test_a_missing_section_or_field_is_named(root):

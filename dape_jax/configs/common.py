@@ -1,49 +1,31 @@
-"""Sections shared by the recipes. A recipe consists of its docstring and the fields in which it differs.
-
-`configs/` is not a package, because a recipe is read by its path and may be copied to any directory, together with this
-file. Recipes load it with `read_module(Path(__file__).with_name("common.py"))`.
-"""
+"""Parts that recipes share. A recipe consists of its docstring and the fields in which it differs."""
 
 from typing import Any
 
-from ml_collections import config_dict
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from dape_jax.config import choose
 from dape_jax.errors import InputError, require
 
-METHOD_ARGUMENTS = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto"}
+METHOD = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto"}
+Fields = dict[str, Any]
 
 
-def model(**fields: Any) -> dict[str, Any]:
-    """Return the `model` section; `fields` are size, block (for example `GPT_NEOX`), method and other values."""
-    shared = dict(
-        num_kv_heads=config_dict.placeholder(int),  # None: num_heads; fewer for grouped-query attention
-        head_dim=config_dict.placeholder(int),  # None: width / num_heads
-        mlp_width=config_dict.placeholder(int),  # None: 4 x width
-        vocab_size=config_dict.placeholder(int),  # None: the corpus's
-        num_outputs=config_dict.placeholder(int),  # None: vocab_size
-        window=config_dict.placeholder(int),  # None: all keys; --config.model.window=N for sliding-window attention
+def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evaluation: Fields) -> ConfigDict:
+    """Return a complete config; fields that are not given have shared values."""
+    shared_model = dict(
+        num_kv_heads=placeholder(int),  # None: num_heads; fewer for grouped-query attention
+        head_dim=placeholder(int),  # None: width / num_heads
+        mlp_width=placeholder(int),  # None: 4 x width
+        vocab_size=placeholder(int),  # None: the corpus's
+        num_outputs=placeholder(int),  # None: vocab_size
+        window=placeholder(int),  # None: all keys; --config.model.window=N for sliding-window attention
         remat="none",
         dtype="auto",
     )
-    return shared | fields
-
-
-def text(**fields: Any) -> dict[str, Any]:
-    """Return the `data` section of a language model: bytes of the standard library's source."""
-    shared = dict(
-        path="stdlib",
-        tokenizer=config_dict.placeholder(str),  # None: the prepared corpus's, or bytes for raw text
-        cache_dir="data",
-        validation_fraction=0.05,
-        seed=0,
-    )
-    return shared | fields
-
-
-def optimizer(**fields: Any) -> dict[str, Any]:
-    """Return the `optimizer` section, without `learning_rate`: the paper's Adam and cosine schedule."""
-    shared = dict(
+    # The paper's Adam and cosine schedule.
+    shared_optimizer = dict(
         warmup_fraction=0.01,
         final_fraction=0.1,
         beta1=0.9,
@@ -52,97 +34,103 @@ def optimizer(**fields: Any) -> dict[str, Any]:
         weight_decay=0.1,
         clip_norm=1.0,
     )
-    return shared | fields
-
-
-def train(**fields: Any) -> dict[str, Any]:
-    """Return the `train` section, without lengths, steps, batch size and intervals."""
-    shared = dict(
+    shared_train = dict(
         seed=0,
         accumulation_steps=1,
         logits_chunk_tokens=2048,
-        checkpoint_interval=config_dict.placeholder(int),  # None: eval_interval
+        checkpoint_interval=placeholder(int),  # None: eval_interval
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
-        wandb=config_dict.placeholder(str),  # None: metrics are written only to TensorBoard's files
+        wandb=placeholder(str),  # None: no project in Weights & Biases
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
-    return shared | fields
+    return ConfigDict(
+        dict(
+            model=shared_model | model,
+            data=data,
+            optimizer=shared_optimizer | optimizer,
+            train=shared_train | train,
+            mesh=mesh(),
+            init=dict(source=placeholder(str), train_only=placeholder(str)),  # random parameters, all trained
+            evaluation=evaluation,
+        )
+    )
 
 
-def mesh() -> dict[str, int]:
+def mesh() -> Fields:
     """Return the `mesh` section: parameters and batch are sharded over all devices."""
     return dict(data=1, fsdp=-1, context=1, tensor=1)
 
 
-def init() -> dict[str, Any]:
-    """Return the `init` section: random parameters, all trained. `docs/training.md` describes the other values."""
-    return dict(source=config_dict.placeholder(str), train_only=config_dict.placeholder(str))
-
-
-def perplexity(**fields: Any) -> dict[str, Any]:
-    """Return the `evaluation` section of a language model, without `lengths` and `max_windows`."""
-    shared = dict(last_tokens=64, batch_tokens=8192, blockwise_from=512, block_size=32)
+def text(**fields: Any) -> Fields:
+    """Return the `data` section of a language model: bytes of the standard library's source."""
+    shared = dict(
+        path="stdlib",
+        tokenizer=placeholder(str),  # None: the prepared corpus's, or bytes for raw text
+        cache_dir="data",
+        validation_fraction=0.05,
+        seed=0,
+    )
     return shared | fields
 
 
-def parse_argument(argument: str | None, **defaults: Any) -> dict[str, Any]:
+def perplexity(**fields: Any) -> Fields:
+    """Return the `evaluation` section of a language model, without `lengths` and `max_windows`."""
+    return dict(last_tokens=64, batch_tokens=8192, blockwise_from=512, block_size=32) | fields
+
+
+def parse_argument(argument: str | None, **defaults: Any) -> Fields:
     """Parse a config file's argument, `config.py:key=value,key=value`; values have the types of their defaults.
 
     Raises:
         InputError: a key is unknown or given twice, or a value has another type.
     """
-    values, given = dict(defaults), set()
+    given: Fields = {}
     for item in filter(None, (argument or "").split(",")):
-        key, equals, text = item.partition("=")
+        key, equals, value = item.partition("=")
+        allowed = f"must be key=value with a key of {list(defaults)}; other fields are set by --config.SECTION.FIELD="
+        require(bool(equals) and key in defaults, "config argument", item, allowed)
         require(key not in given, "config argument", argument, f"must have {key} once")
-        given.add(key)
-        require(
-            bool(equals) and key in defaults,
-            "config argument",
-            item,
-            f"must be key=value with a key of {list(defaults)}",
-        )
         kind = type(defaults[key])
         try:
-            values[key] = kind(text)
+            given[key] = kind(value)
         except ValueError as error:
             raise InputError(f"config argument = {item!r}: {key} must be of type {kind.__name__}") from error
-    return values
+    return defaults | given
 
 
-def choose_method(argument: dict[str, Any], train_length: int, length_scale: float = 1.0) -> dict[str, Any]:
+def parse_size(argument: str | None, sizes: dict[str, Fields], **defaults: Any) -> tuple[str, Fields]:
+    """Parse an argument that begins with a size, `config.py:SIZE,key=value`; the first size is the default."""
+    size, _, rest = (argument or next(iter(sizes))).partition(",")
+    require(size in sizes, "config argument", size, f"must begin with a size, one of {list(sizes)}, then key=value")
+    return size, parse_argument(rest, **METHOD, **defaults)
+
+
+def choose_method(argument: Fields, train_length: int, length_scale: float = 1.0) -> Fields:
     """Return the fields of the `model` section for a method, with the paper's official settings.
 
     Args:
-        argument: values for the keys of `METHOD_ARGUMENTS`, from `parse_argument`.
+        argument: values for the keys of `METHOD`, from `parse_argument`.
         train_length: train length in tokens, for YaRN.
         length_scale: ratio of the recipe's lengths to the paper's; it scales FIRE's threshold.
 
     Raises:
         InputError: a name is unknown, or an option of DAPE or FIRE is given without it.
     """
-    is_dape = argument["processor"] == "dape"
+    is_dape, is_fire = argument["processor"] == "dape", argument["bias"] == "fire"
     for key in ("kernel", "channels"):
-        require(
-            is_dape or argument[key] == METHOD_ARGUMENTS[key],
-            "config argument",
-            f"{key}={argument[key]}",
-            "needs processor=dape",
-        )
-    rotary = choose("rotary", argument["rotary"])
-    if argument["rotary"] == "yarn":
-        rotary |= {"train_length": train_length}
-    bias = choose("bias", argument["bias"])
+        is_allowed = is_dape or argument[key] == METHOD[key]
+        require(is_allowed, "config argument", f"{key}={argument[key]}", "needs processor=dape")
+    is_allowed = argument["fire"] in (("auto", "dape", "plain") if is_fire else ("auto",))
     allowed = "must be auto, dape or plain, and only with bias=fire"
-    is_allowed = argument["fire"] in (("auto", "dape", "plain") if argument["bias"] == "fire" else ("auto",))
     require(is_allowed, "config argument", f"fire={argument['fire']}", allowed)
-    # The official configurations have thresholds of 512 and 128, and the official code halves them.
-    if argument["bias"] == "fire":
+    method = {field: choose(field, argument[field]) for field in ("rotary", "bias", "processor")}
+    if argument["rotary"] == "yarn":
+        method["rotary"] |= {"train_length": train_length}
+    if is_fire:  # the official configurations have thresholds of 512 and 128, and the official code halves them
         with_dape = is_dape if argument["fire"] == "auto" else argument["fire"] == "dape"
-        bias |= {"threshold": round(length_scale * (256 if with_dape else 64))}
-        bias |= {"activation": "leaky_relu" if with_dape else "relu"}
-    processor = choose("processor", argument["processor"])
+        method["bias"] |= {"threshold": round(length_scale * (256 if with_dape else 64))}
+        method["bias"] |= {"activation": "leaky_relu" if with_dape else "relu"}
     if is_dape:
-        processor |= {"kernel_width": argument["kernel"], "channels": argument["channels"]}
-    return {"rotary": rotary, "bias": bias, "processor": processor}
+        method["processor"] |= {"kernel_width": argument["kernel"], "channels": argument["channels"]}
+    return method

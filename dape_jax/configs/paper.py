@@ -11,9 +11,10 @@ Argument: first a size, 25m|125m|350m|2.7b|6.7b, then any of
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
     fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
-    train_length=T  batch=B  accumulation=A  num_steps=N  rate=R  vocab=V  seed=S  attention=auto|dense|blockwise|fused
+    train_length=T
 
-Other options of a method (`docs/methods.md`) are set by flags: --config.model.processor.alignment=causal.
+All other fields are set by flags: --config.train.batch_size=64, --config.model.processor.alignment=causal
+(`docs/methods.md`), --config.model.attention=fused.
 
 `python -m experiments list` lists the paper's figures and tables, `.. show fig2 --preset=paper` prints the
 command of each run of figure 2, and `.. run fig2 --preset=paper --data=DIR` executes these commands.
@@ -23,9 +24,9 @@ Hardware (paper): eight GPUs. Settings are the paper's table 8 and its official 
 perplexities (Books3, T = 512, table 5): Kerple 19.83 at 512 and 40.94 at 8192; DAPE1x3-Kerple 18.95 and 17.20. This
 project has not trained at this scale.
 
-`rate` multiplies the learning rate. The default vocab=50304 is GPT-NeoX's vocabulary, padded as in the official code.
-For a corpus prepared as bytes set vocab=257; its perplexities are per byte and not comparable with the paper's. The
-tokenizer is the prepared corpus's; --config.model.vocab_size=None selects its vocabulary size.
+The vocabulary of 50,304 tokens is GPT-NeoX's, padded as in the official code. The tokenizer is the prepared corpus's;
+--config.model.vocab_size=None selects its vocabulary size. Perplexities of a corpus prepared as bytes are per byte and
+not comparable with the paper's.
 
 Differs: bfloat16 instead of float16 (--config.model.dtype=float16 uses a dynamic loss scale); the right edge of the
 convolution is "prefix" (--config.model.processor.edge=listing follows the paper's listing); the learning rates of 2.7b
@@ -40,7 +41,6 @@ from ml_collections import ConfigDict
 
 from dape_jax.config import choose
 from dape_jax.configs import common
-from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX
 from dape_jax.model.transformer import SIZES as PAPER_SIZES
 
@@ -50,53 +50,32 @@ LEARNING_RATES = {"25m": 1e-3, "125m": 6e-4, "350m": 3e-4, "2.7b": 1.6e-4, "6.7b
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
-    size, _, rest = (argument or "125m").partition(",")
-    require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
-    choice = common.parse_argument(
-        rest,
-        **common.METHOD_ARGUMENTS,
-        train_length=512,
-        batch=256,
-        accumulation=1,
-        num_steps=50_000,
-        vocab=50_304,
-        attention="auto",
-        rate=1.0,
-        seed=0,
+    size, choice = common.parse_size(argument or "125m", SIZES, train_length=512)
+    train_length = choice["train_length"]
+    return common.make(
+        model=dict(
+            **SIZES[size],
+            **GPT_NEOX,
+            **common.choose_method(choice, train_length),
+            vocab_size=50_304,
+            attention=choose("attention", "auto"),
+            remat="full",
+        ),
+        data=common.text(path="", validation_fraction=0.01),  # no default: --config.data.path is required
+        optimizer=dict(learning_rate=LEARNING_RATES[size]),
+        train=dict(
+            train_length=train_length,
+            batch_size=256,
+            num_steps=50_000,
+            eval_interval=500,
+            validation_batches=8,
+        ),
+        evaluation=common.perplexity(
+            lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),
+            last_tokens=256,
+            max_windows=512,
+            batch_tokens=65_536,
+            blockwise_from=1024,
+            block_size=128,
+        ),
     )
-    train_length, seed = choice["train_length"], choice["seed"]
-    config = ConfigDict()
-    config.model = common.model(
-        **SIZES[size],
-        **GPT_NEOX,
-        **common.choose_method(choice, train_length),
-        vocab_size=choice["vocab"],
-        attention=choose("attention", choice["attention"]),
-        remat="full",
-    )
-    config.data = common.text(
-        path="",  # no default: --config.data.path is required
-        validation_fraction=0.01,
-        seed=seed,
-    )
-    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size] * choice["rate"])
-    config.train = common.train(
-        seed=seed,
-        train_length=train_length,
-        batch_size=choice["batch"],
-        accumulation_steps=choice["accumulation"],
-        num_steps=choice["num_steps"],
-        eval_interval=500,
-        validation_batches=8,
-    )
-    config.mesh = common.mesh()
-    config.init = common.init()
-    config.evaluation = common.perplexity(
-        lengths=tuple(2**n for n in range(7, 14) if 2**n >= train_length),
-        last_tokens=256,
-        max_windows=512,
-        batch_tokens=65_536,
-        blockwise_from=1024,
-        block_size=128,
-    )
-    return config

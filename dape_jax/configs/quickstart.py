@@ -25,27 +25,19 @@ from dape_jax.model.transformer import GPT_NEOX
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
-    choice = common.parse_argument(argument, **common.METHOD_ARGUMENTS | dict(bias="kerple", processor="dape"))
-    config = ConfigDict()
-    config.model = common.model(
-        num_layers=4,
-        width=128,
-        num_heads=4,
-        **GPT_NEOX,
-        **common.choose_method(choice, train_length=64, length_scale=0.5),
-        # Faster than dense even at a length of 64.
-        attention=choose("attention", "blockwise", block_size=32, num_buckets=2),
+    choice = common.parse_argument(argument, **common.METHOD | dict(bias="kerple", processor="dape"))
+    return common.make(
+        model=dict(
+            num_layers=4,
+            width=128,
+            num_heads=4,
+            **GPT_NEOX,
+            **common.choose_method(choice, train_length=64, length_scale=0.5),
+            # Faster than dense even at a length of 64.
+            attention=choose("attention", "blockwise", block_size=32, num_buckets=2),
+        ),
+        data=common.text(),
+        optimizer=dict(learning_rate=2e-3),
+        train=dict(train_length=64, batch_size=16, num_steps=1000, eval_interval=250, validation_batches=20),
+        evaluation=common.perplexity(lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128),
     )
-    config.data = common.text()
-    config.optimizer = common.optimizer(learning_rate=2e-3)
-    config.train = common.train(
-        train_length=64,
-        batch_size=16,
-        num_steps=1000,
-        eval_interval=250,
-        validation_batches=20,
-    )
-    config.mesh = common.mesh()
-    config.init = common.init()
-    config.evaluation = common.perplexity(lengths=(64, 128, 256, 512, 1024, 2048), max_windows=128)
-    return config

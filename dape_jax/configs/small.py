@@ -12,20 +12,18 @@ Argument: first a size, xs|s|m|l, then any of
     rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
     processor=none|dape  kernel=W  channels=C
     fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
-    train_length=T  batch=B  step_tokens=N  num_steps=N  rate=R  seed=S
+    train_length=T
 
-The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024. Unless
-`batch` is given, a step has `step_tokens` (1,024) tokens. `rate` multiplies the learning rate. The longest evaluation
-length is 2048, in the paper 8192: in both, 64 times the shortest train length. The text is the source of Python's
-standard library, the tokens are bytes. The presets `small` and `converged` of `python -m experiments` use this
-recipe.
+The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024. A step
+has 1,024 tokens. The longest evaluation length is 2048, in the paper 8192: in both, 64 times the shortest train length.
+The text is the source of Python's standard library, the tokens are bytes. The presets `small` and `converged` of
+`python -m experiments` use this recipe.
 """
 
 from ml_collections import ConfigDict
 
 from dape_jax.config import choose
 from dape_jax.configs import common
-from dape_jax.errors import require
 from dape_jax.model.transformer import GPT_NEOX
 
 SIZES = {
@@ -39,38 +37,31 @@ LEARNING_RATES = {"xs": 3e-3, "s": 2e-3, "m": 1.5e-3, "l": 1e-3}
 
 def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
-    size, _, rest = (argument or "xs").partition(",")
-    require(size in SIZES, "config argument", size, f"must begin with a size, one of {list(SIZES)}, then key=value")
-    more = dict(train_length=32, batch=0, step_tokens=1024, num_steps=600, rate=1.0, seed=0)
-    choice = common.parse_argument(rest, **common.METHOD_ARGUMENTS, **more)
-    train_length, seed = choice["train_length"], choice["seed"]
+    size, choice = common.parse_size(argument, SIZES, train_length=32)
+    train_length = choice["train_length"]
     # Experiments have one CPU core each: few rows with DAPE, so that the hidden features fit in its cache.
     block_size = 8 if choice["processor"] == "dape" else 32
-    config = ConfigDict()
-    config.model = common.model(
-        **SIZES[size],
-        **GPT_NEOX,
-        **common.choose_method(choice, train_length, length_scale=0.25),
-        attention=choose("attention", "blockwise", block_size=block_size, num_buckets=2),
+    return common.make(
+        model=dict(
+            **SIZES[size],
+            **GPT_NEOX,
+            **common.choose_method(choice, train_length, length_scale=0.25),
+            attention=choose("attention", "blockwise", block_size=block_size, num_buckets=2),
+        ),
+        data=common.text(),
+        optimizer=dict(learning_rate=LEARNING_RATES[size], warmup_fraction=0.02),
+        train=dict(
+            train_length=train_length,
+            batch_size=max(1, 1024 // max(1, train_length)),
+            num_steps=600,
+            eval_interval=300,
+            validation_batches=16,
+            max_to_keep=1,
+        ),
+        evaluation=common.perplexity(
+            lengths=tuple(2**n for n in range(5, 12) if 2**n >= train_length),
+            max_windows=128,
+            batch_tokens=2048,  # for the same reason
+            block_size=block_size,
+        ),
     )
-    config.data = common.text(seed=seed)
-    config.optimizer = common.optimizer(learning_rate=LEARNING_RATES[size] * choice["rate"], warmup_fraction=0.02)
-    config.train = common.train(
-        seed=seed,
-        train_length=train_length,
-        batch_size=choice["batch"] or max(1, choice["step_tokens"] // max(1, train_length)),
-        num_steps=choice["num_steps"],
-        eval_interval=300,
-        validation_batches=16,
-        max_to_keep=1,
-    )
-    config.mesh = common.mesh()
-    config.init = common.init()
-    lengths = tuple(2**n for n in range(5, 12) if 2**n >= train_length)
-    config.evaluation = common.perplexity(
-        lengths=lengths,
-        max_windows=128,
-        batch_tokens=2048,  # for the same reason
-        block_size=block_size,
-    )
-    return config

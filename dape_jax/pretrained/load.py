@@ -82,7 +82,7 @@ def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
 
 
 def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the config of an imported run; `configs/continue.py` reads it to continue training."""
+    """Return the config of an imported run; `configs/continued.py` reads it to continue training."""
     shared = {"window": None, "bias": {"name": "nope"}, "processor": {"name": "none"}}
     return {
         "model": shared | model | {"attention": {"name": "auto"}, "remat": "none"},

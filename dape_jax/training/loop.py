@@ -226,7 +226,7 @@ def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, 
         if any(line.startswith("train.num_steps:") for line in lines):
             advice = (
                 ". The learning-rate schedule ends at train.num_steps, so a run cannot be extended; start another run "
-                f"from its weights: --config=configs/continue.py:source={place} --config.train.num_steps=N"
+                f"from its weights: --config=configs/continued.py:source={place} --config.train.num_steps=N"
             )
         raise InputError(
             f"workdir = {place!r}: holds a run with another config; choose another directory, or use the config "

@@ -1,0 +1,57 @@
+r"""Start a run from the weights of another run: for more steps, other data or another method.
+
+    python train.py --config=configs/paper.py:125m,rotary=rope --config.data.path=data/books3 --workdir=runs/rope
+    python train.py --config=configs/continued.py:source=runs/rope,rotary=none,bias=kerple,processor=dape,kernel=3 \
+        --config.train.num_steps=5000 --workdir=runs/rope-to-dape
+    python eval.py --workdir=runs/rope,runs/rope-to-dape
+
+Argument: source=WORKDIR or source=WORKDIR@STEP (STEP is a number, newest or best), then any of
+
+    rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
+    processor=none|dape  kernel=W  channels=C  fire=auto|dape|plain (as in configs/small.py)
+
+All fields have the values of the source's config, except the method given here and the mesh, which has all devices.
+The parameters are the checkpoint's. Optimizer, schedule and position in the data start from the beginning;
+--config.data.seed gives another order of the data, and --config.init.train_only=bias,processor freezes all other
+parameters. A new DAPE starts as the identity. FIRE's threshold is scaled by train_length / 512.
+
+The recipe reads the source's config.json at each start, also to resume. The checkpoint is read only by a new run.
+
+Hardware: as for the source. A frozen parameter has neither gradient nor optimizer state, so it takes 4 bytes instead of
+16. Expect the source's validation loss before the first step if the method is unchanged, and also (up to rounding) with
+processor=dape if the source has no processor. Removing or replacing the rotary embedding or the bias raises the loss at
+first. This project has not run this recipe at the paper's scale.
+"""
+
+from ml_collections import ConfigDict, config_dict
+
+from dape_jax.config import InitConfig, config_file_dict, read_run
+from dape_jax.configs import common
+from dape_jax.errors import require
+from dape_jax.storage import to_path
+from dape_jax.training.checkpoint import read_config
+
+
+def get_config(argument: str | None = None) -> ConfigDict:
+    """Return the recipe's config for an argument; see the module's docstring."""
+    method = ("rotary", "bias", "processor")
+    choice = common.parse_argument(argument, source="", **common.METHOD | dict.fromkeys(method, ""))
+    source, given = choice["source"], [field for field in method if choice[field]]
+    require(bool(source), "config argument", argument, "must contain source=WORKDIR")
+    saved = read_config(to_path(InitConfig(source, None).source_and_step[0], "source"))
+    allowed = "must be a directory written by dape-train"
+    require(saved is not None, "config argument", f"source={source}", allowed)
+    run = read_run((saved or {})["config"])
+
+    spec = config_file_dict(run)
+    for key in ("kernel", "channels"):
+        is_allowed = "processor" in given or choice[key] == common.METHOD[key]
+        require(is_allowed, "config argument", f"{key}={choice[key]}", "needs processor=dape")
+    names = {field: choice[field] or spec["model"][field]["name"] for field in method}
+    length = run.train.train_length
+    chosen = common.choose_method(choice | names, length, length_scale=length / 512)
+    if choice["processor"] == "dape":
+        chosen["processor"] |= {"init": "identity"}
+    spec["model"] |= {field: chosen[field] for field in given}
+    init = dict(source=source, train_only=config_dict.placeholder(str))
+    return ConfigDict(spec | {"mesh": common.mesh(), "init": init})
