@@ -13,7 +13,7 @@ without bias and DAPE by `jax.nn.dot_product_attention` (cuDNN on a GPU in bfloa
 same weights and inputs, `torch eager` and `torch.compile`, the listing of the paper's appendix L (`listing.py`), and
 `plain torch`, PyTorch's `scaled_dot_product_attention`.
 
-Output: a table, JSON and a figure in OUTPUT, with the platform's name. The columns:
+Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
 
     direction     forward, or backward: forward and the gradients of q, k, v, bias and convolutions in one program
     min ms        minimum time of a call over `--repeats` samples (see `measure.py`); the JSON has all of them
@@ -45,17 +45,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import listing
 from benchmarks.hlo import compile_program
-from benchmarks.measure import Call, failure, resident_bytes_of_call, seconds_in_turns
+from benchmarks.measure import (
+    Call,
+    Row,
+    check_names,
+    check_positive,
+    failure,
+    resident_bytes_of_call,
+    seconds_in_turns,
+    table,
+    write,
+)
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import CHOICES
 from dape_jax.errors import is_out_of_memory, require
-from dape_jax.evaluation import figures, report
 from dape_jax.hardware import MIB, chip_of
 from dape_jax.kernels import KERNELS
 from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation
@@ -72,6 +80,7 @@ TOLERANCES = {"float32": (5e-3, 2e-2), "bfloat16": (3e-2, 1e-1)}
 BIASES = CHOICES["bias"]
 PLAIN = "plain jax"
 BASELINES = ("torch eager", "torch.compile", "dense", PLAIN)
+RATIOS = {"time_ratios": "min_ms", "memory_ratios": "peak_mib"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,29 +102,20 @@ class Settings:
     block_size: int | None = flag(None, "Rows in a block of `blockwise`; chosen by platform if not given.")
     num_buckets: int | None = flag(None, "Ranges of rows in `blockwise`; chosen by platform if not given.")
     repeats: int = flag(10, "Samples of the time of each implementation.")
-    output: str = flag("results/attention", "Directory of the table, the JSON and the figure.")
+    output: str = flag("results/attention", "Directory of the JSON.")
 
     def __post_init__(self):
-        for name in ("batch", "channels", "repeats", "block_size", "num_buckets"):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name}", value, "must be positive")
+        check_positive(self, "lengths", "batch", "channels", "repeats", "block_size", "num_buckets")
         width = self.kernel_width
         require(width == 0 or (width > 0 and width % 2 == 1), "--kernel_width", width, "must be odd, or 0 for no DAPE")
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
-        for name, allowed in {"models": SIZES, "directions": DIRECTIONS, "implementations": IMPLEMENTATIONS}.items():
-            value = getattr(self, name)
-            is_given = bool(value) or name == "implementations"
-            require(is_given and set(value) <= set(allowed), f"--{name}", value, f"must be some of {tuple(allowed)}")
-        for name in ("models", "directions", "implementations", "lengths"):
-            value = getattr(self, name)
-            require(len(set(value)) == len(value), f"--{name}", value, "must not contain duplicates")
-        require(self.bias in BIASES, "--bias", self.bias, f"must be one of {tuple(BIASES)}")
-        require(self.dtype in TOLERANCES, "--dtype", self.dtype, f"must be one of {tuple(TOLERANCES)}")
+        check_names("models", self.models, SIZES)
+        check_names("directions", self.directions, DIRECTIONS)
+        check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
+        check_names("bias", (self.bias,), BIASES)
+        check_names("dtype", (self.dtype,), TOLERANCES)
         require(self.vs in ("", "torch"), "--vs", self.vs, "must be torch, or empty")
-        if self.vs:
-            require(
-                self.bias in listing.BIASES, "--bias", self.bias, f"with --vs=torch, must be one of {listing.BIASES}"
-            )
+        allowed = f"with --vs=torch, must be one of {listing.BIASES}"
+        require(not self.vs or self.bias in listing.BIASES, "--bias", self.bias, allowed)
 
     @property
     def processor(self) -> DapeConfig | PlainConfig:
@@ -148,54 +148,18 @@ class Case:
         return [jax.random.normal(jax.random.key(i), shape, jnp.dtype(self.settings.dtype)) for i in range(4)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """One line of the table; see the module's docstring. None means unknown.
+FIELDS = (
+    *("model", "length", "direction", "name", "failed"),
+    *("min_ms", "median_ms", "all_ms", "peak_mib", "temporary_mib", "gflop_per_s", "roofline"),
+    *("compiled_gflop", "compiled_gbyte", "compile_s", "errors", "time_ratios", "memory_ratios"),
+)
 
-    Args:
-        model: model with these heads.
-        length: T.
-        direction: one of `DIRECTIONS`.
-        name: name of the implementation.
-        failed: reason of the failure, or None.
-        min_ms: minimum over samples.
-        median_ms: median over samples.
-        all_ms: all samples.
-        peak_mib: memory of a call.
-        temporary_mib: temporary memory, without results, by the compiler.
-        gflop_per_s: FLOPs of `layer_work` over the minimum.
-        roofline: minimum time of `layer_work` on the chip over the measured one.
-        compiled_gflop: FLOPs of the program's matmuls.
-        compiled_gbyte: the program's memory traffic.
-        compile_s: seconds of compilation.
-        errors: relative errors of out and of each gradient.
-        time_ratios: time relative to each of `BASELINES` that was timed.
-        memory_ratios: memory relative to each of them.
-    """
 
-    model: str
-    length: int
-    direction: str
-    name: str
-    failed: str | None = None
-    min_ms: float | None = None
-    median_ms: float | None = None
-    all_ms: tuple[float, ...] = ()
-    peak_mib: float | None = None
-    temporary_mib: float | None = None
-    gflop_per_s: float | None = None
-    roofline: float | None = None
-    compiled_gflop: float | None = None
-    compiled_gbyte: float | None = None
-    compile_s: float | None = None
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    time_ratios: dict[str, float] = dataclasses.field(default_factory=dict)
-    memory_ratios: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def error(self) -> float | None:
-        """Largest error."""
-        return max(self.errors.values(), default=None)
+def row_of(case: Case, name: str, **figures: Any) -> Row:
+    """Return a line of the table, see the module's docstring, with None for what is unknown."""
+    empty = {"all_ms": (), "errors": {}, "time_ratios": {}, "memory_ratios": {}}
+    labels = {"model": case.model, "length": case.length, "direction": case.direction, "name": name}
+    return dict.fromkeys(FIELDS) | empty | labels | figures
 
 
 class Layer(nnx.Module):
@@ -300,25 +264,21 @@ def errors_of(found: dict[str, np.ndarray], expected: dict[str, np.ndarray] | No
     }
 
 
-def is_right(row: Measurement, dtype: str) -> bool:
+def is_right(errors: dict[str, float], dtype: str) -> bool:
     """Return whether all errors are within the tolerance for rounding."""
-    tolerance, parameter_tolerance = TOLERANCES[dtype]
-    return all(
-        error < (parameter_tolerance if name.startswith("parameters.") else tolerance)
-        for name, error in row.errors.items()
-    )
+    of_tokens, of_parameters = TOLERANCES[dtype]
+    return all(e < (of_parameters if name.startswith("parameters.") else of_tokens) for name, e in errors.items())
 
 
-def prepare(case: Case, name: str) -> tuple[Call, Measurement]:
-    """Return the call to time, and its measurement, still without times."""
+def prepare(case: Case, name: str) -> tuple[Call, Row]:
+    """Return the call to time, and its row, still without times."""
     arrays = case.inputs()
-    row = Measurement(case.model, case.length, case.direction, name)
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
         made = listing.torch_function(name, Layer(case, "listing"), arrays, case.direction)
         call, found = made.call, listing.as_numpy(made.call.start())
         peak = resident_bytes_of_call(call) if on_cpu else listing.bytes_of_call(call)
-        row = dataclasses.replace(row, compile_s=made.compile_s)
+        figures: Row = {"compile_s": made.compile_s}
     else:
         function, params = jax_function(case, name)
         program = compile_program(function, params, *arrays)
@@ -326,108 +286,63 @@ def prepare(case: Case, name: str) -> tuple[Call, Measurement]:
         found, peak = as_numpy(call.start()), program.memory.temp_size_in_bytes + program.result_bytes
         if on_cpu:
             peak = max(peak, resident_bytes_of_call(call) or 0)
-        row = dataclasses.replace(
-            row,
-            temporary_mib=program.memory.temp_size_in_bytes / MIB,
-            compiled_gflop=program.work.matmul_flops / 1e9,
-            compiled_gbyte=program.work.hbm_bytes / 1e9,
-            compile_s=program.compile_s,
-        )
+        figures = {
+            "temporary_mib": program.memory.temp_size_in_bytes / MIB,
+            "compiled_gflop": program.work.matmul_flops / 1e9,
+            "compiled_gbyte": program.work.hbm_bytes / 1e9,
+            "compile_s": program.compile_s,
+        }
     kind = "plain" if name in (PLAIN, listing.PLAIN) else "listing" if name in listing.NAMES else "prefix"
-    errors = errors_of(found, reference(case, kind))
-    return call, dataclasses.replace(row, errors=errors, peak_mib=None if peak is None else peak / MIB)
+    figures |= {"errors": errors_of(found, reference(case, kind)), "peak_mib": None if peak is None else peak / MIB}
+    return call, row_of(case, name, **figures)
 
 
-def measure_case(case: Case, names: list[str], bar: tqdm) -> list[Measurement]:
+def measure_case(case: Case, names: list[str], bar: tqdm) -> list[Row]:
     """Measure one model, length and direction."""
     calls: dict[str, Call] = {}
-    rows: dict[str, Measurement] = {}
+    rows: dict[str, Row] = {}
     for name in names:
         bar.set_postfix_str(f"{case.model} {case.length} {case.direction} {name}")
         try:
             calls[name], rows[name] = prepare(case, name)
         except Exception as error:  # of any kind: continue with the other measurements
-            rows[name] = Measurement(case.model, case.length, case.direction, name, failed=failure(error))
-            bar.write(f"{case.model} {case.length} {case.direction} {name}: {rows[name].failed}", file=sys.stderr)
+            rows[name] = row_of(case, name, failed=failure(error))
+            bar.write(f"{case.model} {case.length} {case.direction} {name}: {rows[name]['failed']}", file=sys.stderr)
             bar.update(case.settings.repeats)
         gc.collect()
         if name in listing.NAMES:
             listing.empty_cache()
     for name, seconds in seconds_in_turns(calls, case.settings.repeats, bar).items():
-        flops, _ = layer_work(case, name)
-        least = roofline_seconds(case, name)
-        rows[name] = dataclasses.replace(
-            rows[name],
-            min_ms=1e3 * min(seconds),
-            median_ms=1e3 * float(np.median(seconds)),
-            all_ms=tuple(1e3 * each for each in seconds),
-            gflop_per_s=flops / min(seconds) / 1e9,
-            roofline=None if least is None else least / min(seconds),
-        )
-    return [with_ratios(row, rows) for row in rows.values()]
+        (flops, _), least = layer_work(case, name), roofline_seconds(case, name)
+        rows[name] |= {
+            "min_ms": 1e3 * min(seconds),
+            "median_ms": 1e3 * float(np.median(seconds)),
+            "all_ms": tuple(1e3 * each for each in seconds),
+            "gflop_per_s": flops / min(seconds) / 1e9,
+            "roofline": None if least is None else least / min(seconds),
+        }
+    for row, (ratios, field) in itertools.product(rows.values(), RATIOS.items()):
+        if row[field] is not None:
+            row[ratios] = {name: row[field] / rows[name][field] for name in BASELINES if rows.get(name, {}).get(field)}
+    return list(rows.values())
 
 
-def with_ratios(row: Measurement, rows: dict[str, Measurement]) -> Measurement:
-    """Return a measurement with its time and memory relative to the baselines."""
-
-    def ratios(field: str) -> dict[str, float]:
-        values = {name: getattr(rows[name], field) for name in BASELINES if name in rows}
-        own = getattr(row, field)
-        return {} if own is None else {name: own / value for name, value in values.items() if value}
-
-    return dataclasses.replace(row, time_ratios=ratios("min_ms"), memory_ratios=ratios("peak_mib"))
-
-
-def cells(rows: list[Measurement]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    names = [name for name in BASELINES if any(row.name == name for row in rows)]
-    header = ["model", "length", "direction", "", "min ms", *(f"/ {name.removeprefix('torch ')}" for name in names)]
-    header += ["peak MiB", "GFLOP/s", "roofline", "GFLOP", "GB", "compile s", "error"]
 
-    def number(value: float | None, digits: str = ".1f") -> str:
-        return "-" if value is None else format(value, digits)
+    def ratio(row: Row, name: str) -> str:
+        return "; ".join(f"{row[ratios][name]:.2f}" for ratios in RATIOS if name in row[ratios]) or "-"
 
-    def ratio(row: Measurement, name: str) -> str:
-        found = [ratios[name] for ratios in (row.time_ratios, row.memory_ratios) if name in ratios]
-        return "; ".join(f"{value:.2f}" for value in found) or "-"
-
-    lines = [header]
-    for row in rows:
-        line = [row.model, str(row.length), row.direction, row.name]
-        if row.failed is not None:
-            lines.append([*line, "failed", *["-"] * (len(header) - len(line) - 1)])
-            continue
-        line += [number(row.min_ms, ".2f"), *(ratio(row, name) for name in names), number(row.peak_mib)]
-        line += [number(row.gflop_per_s), number(row.roofline, ".1%"), number(row.compiled_gflop, ".2f")]
-        lines.append([*line, number(row.compiled_gbyte, ".2f"), number(row.compile_s), number(row.error, ".0e")])
-    return lines
-
-
-def plot(rows: list[Measurement], title: str) -> Figure:
-    """Plot time and memory against length, a column of panels for each model and direction."""
-    columns = list(dict.fromkeys((row.model, row.direction) for row in rows))
-    lengths = sorted({row.length for row in rows})
-    figure = Figure(figsize=(max(3.6 * len(columns), 6.4) + 1.6, 6.4), layout="constrained")
-    panels = figure.subplots(2, len(columns), sharex=True, sharey="row", squeeze=False)
-    names = list(dict.fromkeys(row.name for row in rows))
-    for column, (model, direction) in enumerate(columns):
-        for place, field in enumerate(("min_ms", "peak_mib")):
-            axes = panels[place, column]
-            for number, name in enumerate(names):
-                chosen = [r for r in rows if (r.name, r.model, r.direction) == (name, model, direction)]
-                points = sorted((r.length, getattr(r, field)) for r in chosen if getattr(r, field))
-                style = "--" if name in (PLAIN, *listing.NAMES) else "-"
-                axes.plot([x for x, _ in points], [y for _, y in points], f"o{style}", color=f"C{number}", label=name)
-            figures.lengths_axis(axes, lengths)
-            if any(getattr(row, field) for row in rows):
-                axes.set_yscale("log")
-        panels[0, column].set_title(f"{model}, {direction.replace('backward', 'forward + backward')}")
-        panels[1, column].set_xlabel("sequence length (tokens)")
-    panels[0, 0].set_ylabel("time of one layer (ms, minimum)")
-    panels[1, 0].set_ylabel("memory of one layer (MiB)")
-    panels[0, -1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    return figure
+    names = [name for name in BASELINES if any(row["name"] == name for row in rows)]
+    return table(
+        rows,
+        {"model": "model", "length": "length", "direction": "direction", "": "name"},
+        {"min ms": ("min_ms", ".2f")}
+        | {f"/ {name.removeprefix('torch ')}": (functools.partial(ratio, name=name), "") for name in names}
+        | {"peak MiB": ("peak_mib", ".1f"), "GFLOP/s": ("gflop_per_s", ".1f"), "roofline": ("roofline", ".1%")}
+        | {"GFLOP": ("compiled_gflop", ".2f"), "GB": ("compiled_gbyte", ".2f"), "compile s": ("compile_s", ".1f")}
+        | {"error": (lambda row: max(row["errors"].values(), default=None), ".0e")},
+    )
 
 
 def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -450,8 +365,7 @@ def choose(requested: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 def run(settings: Settings) -> None:
     """Measure everything and write the output."""
-    directory = Path(settings.output)
-    make_results_directory(directory)
+    make_results_directory(Path(settings.output))
     names, left_out = choose(settings.implementations)
     names.append(PLAIN)
     if settings.vs:
@@ -464,7 +378,7 @@ def run(settings: Settings) -> None:
     cases = [
         Case(settings, *each) for each in itertools.product(settings.models, settings.lengths, settings.directions)
     ]
-    rows: list[Measurement] = []
+    rows: list[Row] = []
     with tqdm(total=len(cases) * len(names) * settings.repeats, unit="call", desc="attention") as bar:
         for case in cases:
             rows += measure_case(case, names, bar)
@@ -472,18 +386,22 @@ def run(settings: Settings) -> None:
     platform, layer = device_platform(), f"DAPE 1x{settings.kernel_width}" if settings.kernel_width else "no DAPE"
     what = f"{layer}, bias {settings.bias}, batch {settings.batch}, {settings.dtype}; {jax.devices()[0].device_kind}"
     caption = f"One attention layer ({what}): time and peak memory; / NAME: both relative to NAME."
-    failed = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.failed}" for row in rows if row.failed]
+    failed = [
+        f"{row['name']} at {row['model']} {row['length']} {row['direction']}: {row['failed']}"
+        for row in rows
+        if row["failed"]
+    ]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
-    content: dict[str, Any] = {"settings": dataclasses.asdict(settings), "left_out": left_out}
-    content["rows"] = [dataclasses.asdict(row) for row in rows]
+    content: dict[str, Any] = {"left_out": left_out}
     if "torch eager" in names:
         import torch  # pyright: ignore[reportMissingImports]
 
         content["torch"] = torch.__version__
-    report.save(platform, directory, content, caption, cells(rows), plot(rows, what))
-    print(f"\nresults: {directory}")
-    if wrong := [row for row in rows if not is_right(row, settings.dtype)]:
-        lines = [f"{row.name} at {row.model} {row.length} {row.direction}: {row.errors}" for row in wrong]
+    write(platform, settings, rows, caption, cells(rows), **content)
+    if wrong := [row for row in rows if not is_right(row["errors"], settings.dtype)]:
+        lines = [
+            f"{row['name']} at {row['model']} {row['length']} {row['direction']}: {row['errors']}" for row in wrong
+        ]
         raise AssertionError("errors exceed the tolerance for rounding:\n" + "\n".join(lines))
 
 

@@ -8,8 +8,9 @@ and variants of both, cuDNN's plain attention, PyTorch); complete training steps
 kernels (Nsight Compute) and a check of their memory accesses (compute-sanitizer).
 
 Each group of cases is a process (`gpu_cases.py`) with a time limit. The groups of a phase are prepared in parallel,
-because compilation needs CPU time, and then timed one at a time. A group that crashes is restarted, without the case
-that ended it. This module does not need JAX, so that the summary is written even if JAX fails.
+because compilation needs CPU time, and then timed one at a time: a group waits for a line on its standard input. A
+group that crashes is restarted, without the case that ended it. This module does not need JAX, so that the summary is
+written even if JAX fails.
 
 `--groups` selects some of the groups, and adds them to the results that are already in the directory:
 
@@ -30,7 +31,6 @@ A time is the minimum of five samples, each the mean of queued calls (`measure.p
 """
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -70,7 +70,7 @@ PHASES = ((ALONE[:1], 0.06), (tuple(group for group in GROUPS if group not in AL
 MEMORY = dict.fromkeys(GROUPS, 0.05) | {"environment": 0.75, "steps": 0.75, "xla-forward": 0.18, "xla-backward": 0.37}
 MEMORY |= {"correct-bfloat16": 0.1, "correct-float32": 0.1}
 PREPARING_SHARE = 0.6  # part of a phase in which its groups compile
-GRACE_S = 45  # extra time for compilations in progress
+RESTART_S, MIN_RESTART_S = 60, 10  # extra time of a group that is restarted, and the least time to restart one
 TRAIN_STEPS = 150
 LOG_BYTES = 2**20  # bytes kept of the end of each log
 METRICS = (
@@ -90,13 +90,11 @@ Line = dict[str, Any]
 class Measurement:
     """Processes of one measurement, and the time left for them."""
 
-    def __init__(self, output: Path, seconds: float, tiny: bool, processes: int, groups: Sequence[str] = ()):
-        self.output, self.tiny, self.processes = output, tiny, processes
+    def __init__(self, output: Path, seconds: float, tiny: bool, groups: Sequence[str] = ()):
+        self.output, self.tiny = output, tiny
         self.groups = groups or [*GROUPS, *AFTER]
         self.total_s, self.deadline = seconds, time.monotonic() + seconds
         self.cache = Path(tempfile.mkdtemp(prefix="dape_gpu_"))
-        self.control = self.cache / "control"
-        self.control.mkdir()
         self.environment = os.environ | {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_COMPILATION_CACHE_DIR": str(self.cache / "jax"),
@@ -127,87 +125,53 @@ class Measurement:
                 command,
                 cwd=ROOT,
                 env=self.environment | environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def start_group(self, group: str) -> subprocess.Popen:
-        """Start a group of cases."""
-        (self.control / f"ready-{group}").unlink(missing_ok=True)
-        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY[group])}
-        if group.startswith("correct"):  # values do not depend on the choice among matmuls, and compiling is quicker
-            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
-        return self.start(self.group_command(group, self.output), self.output / "log.txt", **environment)
-
-    def group_command(self, group: str, output: Path) -> list[str]:
-        """Return the command of a group."""
-        command = [sys.executable, "-m", "benchmarks.gpu_cases", f"--group={group}", f"--output={output}"]
-        return [*command, f"--control={self.control}", *(["--tiny"] if self.tiny else [])]
-
     def finish(self, process: subprocess.Popen, limit_s: float) -> int | None:
-        """Return the exit status of a process, or None if it was killed, with its children, at the limit."""
+        """Let a process continue; return its exit status, or None if it and its children were killed at the limit."""
         try:
-            return process.wait(max(1.0, limit_s))
+            process.communicate(b"go\n", max(1.0, limit_s))
+            return process.returncode
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return None
 
-    def is_ready(self, group: str) -> bool:
-        """Return whether all cases of a group are prepared."""
-        return (self.control / f"ready-{group}").exists()
+    def group_command(self, group: str, prepare_s: float, output: Path) -> list[str]:
+        """Return the command of a group, which may prepare its cases for some seconds."""
+        command = [sys.executable, "-m", "benchmarks.gpu_cases", f"--group={group}", f"--output={output}"]
+        command += [f"--ready={self.cache / group}", f"--prepare_s={prepare_s:.0f}"]
+        return [*command, *(["--tiny"] if self.tiny else [])]
 
-    def prepare(self, groups: Sequence[str], until: float) -> dict[str, subprocess.Popen]:
-        """Start groups, a few at a time, and return those with cases to time."""
-        (self.control / "stop").unlink(missing_ok=True)
-        waiting, deaths = list(groups), dict.fromkeys(groups, 0)
-        running: dict[str, subprocess.Popen] = {}
-        ready: dict[str, subprocess.Popen] = {}
-        while (waiting or running) and time.monotonic() < until:
-            while waiting and len(running) < self.processes:
-                group = waiting.pop(0)
-                running[group] = self.start_group(group)
-            for group, process in list(running.items()):
-                if self.is_ready(group):
-                    ready[group] = running.pop(group)
-                    self.say(f"{group} is prepared")
-                elif process.poll() is not None:
-                    del running[group]
-                    deaths[group] += 1
-                    self.say(f"{group} died with status {process.returncode}")
-                    if deaths[group] < 4:
-                        waiting.insert(0, group)
+    def start_group(self, group: str, prepare_s: float) -> subprocess.Popen:
+        """Start a group of cases."""
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY[group])}
+        if group.startswith("correct"):  # values do not depend on the choice among matmuls, and compiling is quicker
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+        return self.start(self.group_command(group, prepare_s, self.output), self.output / "log.txt", **environment)
+
+    def measure(self, groups: Sequence[str], until: float) -> None:
+        """Prepare groups in parallel, then time them one at a time, until a time."""
+        prepare_s = PREPARING_SHARE * (until - time.monotonic())
+        processes = {group: self.start_group(group, prepare_s) for group in groups}
+        while time.monotonic() < until and any(
+            process.poll() is None and not (self.cache / group).exists() for group, process in processes.items()
+        ):
             time.sleep(0.1)
-        (self.control / "stop").touch()
-        for group in waiting:
-            self.say(f"{group} was not started: no time was left")
-        for group in running:
-            self.say(f"{group} has not prepared all cases")
-        return ready | running
-
-    def measure(self, processes: dict[str, subprocess.Popen], until: float) -> None:
-        """Time the groups one at a time, until a time."""
-        grace = time.monotonic() + GRACE_S
-        while time.monotonic() < grace and any(p.poll() is None and not self.is_ready(g) for g, p in processes.items()):
-            time.sleep(0.1)  # until compilations in progress have finished, so that nothing else runs
         for group, process in processes.items():
-            if process.poll() is None and not self.is_ready(group):
-                self.finish(process, 0)
-                self.say(f"{group} was killed while it prepared a case")
-        for group in sorted(processes, key=list(GROUPS).index):
-            seconds = min(GROUPS[group] * (8 if self.tiny else 1), until - time.monotonic())
-            limit = time.monotonic() + max(1, seconds)
-            (self.control / f"go-{group}").touch()
-            status = self.finish(processes[group], limit - time.monotonic())
+            limit_s = GROUPS[group] * (8 if self.tiny else 1)
+            status = self.finish(process, min(limit_s, until - time.monotonic()))
             for _ in range(3):
-                if status in (0, None) or limit - time.monotonic() < 10:
+                left_s = min(RESTART_S + limit_s, until - time.monotonic())
+                if status in (0, None) or left_s < MIN_RESTART_S:
                     break
-                (self.control / "stop").unlink(missing_ok=True)  # the group has to prepare its later cases
-                status = self.finish(self.start_group(group), limit - time.monotonic())
-            self.say(f"{group} is timed: {'killed at its limit' if status is None else f'status {status}'}")
+                self.say(f"{group} died with status {status}")
+                status = self.finish(self.start_group(group, left_s), left_s)
+            self.say(f"{group}: {'killed at its limit' if status is None else f'status {status}'}")
 
     def train_command(self, attention: str) -> list[str]:
         """Return the command that trains for a few steps on the text of Python's standard library, as bytes."""
@@ -244,7 +208,7 @@ class Measurement:
         folder = self.cache / tool[0]
         folder.mkdir()
         try:
-            process = self.start([*tool, *self.group_command("profiled", folder)], output)
+            process = self.start([*tool, *self.group_command("profiled", limit_s, folder)], output)
         except OSError as error:
             self.say(f"{tool[0]}: {error}")
             return
@@ -255,10 +219,7 @@ class Measurement:
         is_selection = len(self.groups) < len(GROUPS) + len(AFTER)  # then the groups share the time
         for phase, part in PHASES:
             if groups := [group for group in phase if group in self.groups]:
-                now, until = time.monotonic(), self.deadline - (0 if is_selection else 1 - part) * self.total_s
-                self.measure(self.prepare(groups, now + PREPARING_SHARE * (until - now)), until)
-        (self.control / "stop").unlink(missing_ok=True)
-        (self.control / "go-profiled").touch()
+                self.measure(groups, self.deadline - (0 if is_selection else 1 - part) * self.total_s)
         for attention in ("blockwise",) if self.tiny else ("fused", "blockwise"):
             if "train" in self.groups and self.left_s > 40:
                 self.train(attention)
@@ -408,7 +369,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="Directory of the results.")
     parser.add_argument("--groups", default="", help=f"Comma-separated groups, of {', '.join(known)}; all if empty.")
     parser.add_argument("--seconds", type=float, default=500, help="Total time in seconds; at least 120.")
-    parser.add_argument("--processes", type=int, default=8, help="Number of groups prepared at a time.")
     parser.add_argument("--tiny", action="store_true", help="Tiny sizes, on a CPU.")
     flags = parser.parse_args()
     if flags.seconds < 120:
@@ -423,7 +383,7 @@ def main() -> None:
     flags.output.mkdir(parents=True, exist_ok=True)
     output = flags.output.absolute()
     (output / "environment.txt").write_text(describe())
-    measurement = Measurement(output, flags.seconds, flags.tiny, flags.processes, groups)
+    measurement = Measurement(output, flags.seconds, flags.tiny, groups)
     try:
         measurement.run()
     finally:

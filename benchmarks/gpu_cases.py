@@ -1,13 +1,13 @@
 """Measure one group of cases on a GPU, in a process started by `gpu.py`.
 
-    python -m benchmarks.gpu_cases --output=DIR --group=fused-forward
+    python -m benchmarks.gpu_cases --output=DIR --group=fused-forward --ready=DIR/ready
 
 In: the name of a group. Out: lines of DIR/results.jsonl, each written and closed immediately, so that no line is lost
 if the process dies. Next: `gpu.py`.
 
-A group first prepares all of its cases: it compiles them and compares values. Then it waits until `gpu.py` lets it time
-them, because other groups are still preparing. A group that died in a case can be restarted: it resumes after that
-case.
+A group first prepares all of its cases: it compiles them and compares values. Then it waits for a line or the end of
+its standard input before it times them, because other groups are still preparing. A group that died in a case can be
+restarted: it resumes after that case.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import functools
 import importlib
 import itertools
 import json
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -43,7 +45,7 @@ from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
 from dape_jax.model.scores import Mask
 from dape_jax.sharding import device_platform
 
-GO, STOP, READY = "go-{group}", "stop", "ready-{group}"  # files for communication between `gpu.py` and a group
+GRACE_S = 45  # extra time for the case that is being prepared at the limit
 SAMPLES = 5
 DENSE_PAIRS = 2**25  # rows x columns x sequences: `dense` needs tens of GiB for more
 Figures = dict[str, Any]
@@ -328,7 +330,7 @@ def step_cases(plan: Plan) -> dict[str, Prepare]:
                 for _ in range(3):
                     step.take_turn(5, bar)
             result = step.result()
-            return {name: getattr(result, name) for name in ("min_ms", "median_ms", "tokens_per_s", "mfu", "loss_nats")}
+            return {name: result[name] for name in ("min_ms", "median_ms", "tokens_per_s", "mfu", "loss_nats")}
 
         return {"compile_s": step.program.compile_s, "needed_gib": step.needed_bytes / GIB}, measure
 
@@ -392,8 +394,10 @@ def cases_of(group: str, plan: Plan) -> dict[str, Prepare]:
 # ---- process
 
 
-def run_group(group: str, cases: dict[str, Prepare], output: Path, control: Path) -> None:
-    """Prepare the cases, wait for permission, time them; see the module's docstring."""
+def run_group(group: str, cases: dict[str, Prepare], output: Path, ready_file: Path, prepare_s: float) -> None:
+    """Prepare the cases, create a file, wait for permission, time the cases; see the module's docstring."""
+    until = time.monotonic() + prepare_s
+    signal.alarm(int(prepare_s) + GRACE_S)  # ends the process, even inside a compiler
     path = output / "results.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     status = {line["case"]: line["status"] for line in lines if line["group"] == group}
@@ -415,16 +419,17 @@ def run_group(group: str, cases: dict[str, Prepare], output: Path, control: Path
     ready: dict[str, tuple[Figures, Callable[[], Figures]]] = {}
     for case, prepare in cases.items():
         # A case that an earlier process of this group started but did not finish is the one that ended the process.
-        if status.get(case, "prepared") != "prepared" or (control / STOP).exists():
+        if status.get(case, "prepared") != "prepared" or time.monotonic() > until:
             continue
         if (prepared := attempt(case, "prepares", prepare)) is not None:
             figures, measure = prepared
             write(case, "prepared" if measure else "done", figures)
             if measure:
                 ready[case] = figures, measure
-    (control / READY.format(group=group)).touch()
-    while ready and not (control / GO.format(group=group)).exists():
-        time.sleep(0.05)
+    signal.alarm(0)
+    ready_file.touch()
+    if ready:
+        sys.stdin.readline()
     for case, (figures, measure) in ready.items():
         if (measured := attempt(case, "runs", measure)) is not None:
             write(case, "done", figures | measured)
@@ -435,10 +440,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="Directory of results.jsonl.")
     parser.add_argument("--group", required=True, help=f"One of {', '.join(GROUPS)}, profiled.")
-    parser.add_argument("--control", type=Path, required=True, help="Directory of the files that start the timing.")
+    parser.add_argument("--ready", type=Path, required=True, help="File to create when all cases are prepared.")
+    parser.add_argument("--prepare_s", type=float, default=300, help="Seconds after which no case is prepared.")
     parser.add_argument("--tiny", action="store_true", help="Sizes for a CPU.")
     flags = parser.parse_args()
-    run_group(flags.group, cases_of(flags.group, TINY if flags.tiny else FULL), flags.output, flags.control)
+    run_group(
+        flags.group, cases_of(flags.group, TINY if flags.tiny else FULL), flags.output, flags.ready, flags.prepare_s
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 One layer is q, k, v -> out without projections, with the heads of the 125M model, in bfloat16, by default with Kerple
 and DAPE 1x3. Needs JAX's plugin for CUDA, but no GPU: the chip is an H200, described by `TARGET`. The command writes
-OUTPUT/gpu_compiled.json, tables (.txt, .md) and a figure. Columns:
+OUTPUT/gpu_compiled.json and prints a table. Columns:
 
     launches      kernels of one run, with trip counts of loops
     temp MiB      temporary memory of the compiled program, without inputs and outputs
@@ -34,17 +34,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.gpu_cases import MAIN, VARIANTS, Layer
 from benchmarks.hlo import compile_program
-from benchmarks.measure import failure
-from benchmarks.step import check_names
+from benchmarks.measure import Row, check_names, check_positive, failure, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.hardware import MIB
 from dape_jax.provenance import make_results_directory
 
@@ -79,12 +76,10 @@ class Settings:
     batches: tuple[int, ...] = flag((1,), "Batch sizes.")
     implementations: tuple[str, ...] = flag(("fused",), f"Implementations: {', '.join(IMPLEMENTATIONS)}.")
     directions: tuple[str, ...] = flag(DIRECTIONS, f"Directions: {', '.join(DIRECTIONS)}.")
-    output: str = flag("results/gpu_compiled", "Directory of the JSON, the tables and the figure.")
+    output: str = flag("results/gpu_compiled", "Directory of the JSON.")
 
     def __post_init__(self):
-        for name in ("lengths", "batches"):
-            value = getattr(self, name)
-            require(bool(value) and min(value) > 0, f"--{name}", value, "must be positive")
+        check_positive(self, "lengths", "batches")
         check_names("implementations", self.implementations, IMPLEMENTATIONS)
         check_names("directions", self.directions, DIRECTIONS)
 
@@ -152,40 +147,27 @@ def compile_layer(name: str, length: int, batch: int, direction: str, folder: Pa
     }
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    lines = [["", "length", "batch", "direction", "launches", "temp MiB", "GB", "registers", "spills", "compile s"]]
-    for row in rows:
-        line = [row["implementation"], f"{row['length']:,}", str(row["batch"]), row["direction"]]
-        if row["failed"] is not None:
-            lines.append([*line, "failed", *[""] * 5])
-            continue
-        kernels = row["kernels"].values()
-        line += [f"{row['launches']:,}", f"{row['temporary_mib']:,.1f}", f"{row['gbyte']:.3f}"]
-        line += [" / ".join(str(kernel[figure]) for kernel in kernels) for figure in ("registers", "spilled_bytes")]
-        lines.append([*line, f"{row['compile_s']:.0f}"])
-    return lines
 
+    def of_kernels(row: Row, figure: str) -> str:
+        return " / ".join(str(kernel[figure]) for kernel in row["kernels"].values())
 
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Plot launches, memory and traffic as bars."""
-    rows = [row for row in rows if row["failed"] is None]
-    names = [f"{row['implementation']} T={row['length']} B={row['batch']} {row['direction']}" for row in rows]
-    figure = Figure(figsize=(11, 1.5 + 0.25 * len(rows)), layout="constrained")
-    labels = {"launches": "launches", "temporary_mib": "temporary memory (MiB)", "gbyte": "traffic (GB)"}
-    for axes, (field, label) in zip(figure.subplots(1, 3, sharey=True), labels.items(), strict=True):
-        axes.barh(names, [row[field] for row in rows])
-        axes.set(xscale="log", xlabel=label)
-        axes.tick_params(labelsize=8)
-    figure.axes[0].invert_yaxis()
-    figure.suptitle("one layer, compiled for an H200 without one", fontsize=10)
-    return figure
+    figures = {"launches": ("launches", ","), "temp MiB": ("temporary_mib", ",.1f"), "GB": ("gbyte", ".3f")}
+    figures |= {
+        "registers": (lambda row: of_kernels(row, "registers"), ""),
+        "spills": (lambda row: of_kernels(row, "spilled_bytes"), ""),
+        "compile s": ("compile_s", ".0f"),
+    }
+    labels = {"": "implementation", "length": "length", "batch": "batch", "direction": "direction"}
+    return table(rows, labels, figures)
 
 
 def main(_: list[str]) -> None:
     """Parse flags, compile every combination and write the report."""
     settings = from_flags(Settings)
-    directory, ptxas = make_results_directory(Path(settings.output)), find_ptxas()
+    ptxas = find_ptxas()
+    make_results_directory(Path(settings.output))
     cases = itertools.product(settings.implementations, settings.lengths, settings.batches, settings.directions)
     rows = []
     with tempfile.TemporaryDirectory() as folder, tqdm(list(cases), unit="program", desc="gpu") as bar:
@@ -198,7 +180,7 @@ def main(_: list[str]) -> None:
         if row["failed"]:
             print(f"{row['implementation']} {row['length']} {row['direction']}: {row['failed']}", file=sys.stderr)
     caption = "One layer, Kerple with DAPE 1x3 (cudnn: neither), bfloat16, compiled for an H200 without one."
-    report.save("gpu_compiled", directory, {"rows": rows}, caption, cells(rows), plot(rows))
+    write("gpu_compiled", settings, rows, caption, cells(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure time and memory of calls; shared by the benchmarks.
+"""Measure time and memory of calls, check flags, and write tables; shared by the benchmarks.
 
 In: functions. Out: seconds and bytes. Next: `attention.py`, one layer; `step.py`, a training step; `table7.py`, the
 paper's table of times; `gpu.py`, all of them on one GPU.
@@ -16,17 +16,19 @@ The memory of a call is its peak above the level before the call, without its in
 """
 
 import ctypes
+import dataclasses
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
-from dape_jax.errors import is_out_of_memory, printable
+from dape_jax.errors import is_out_of_memory, printable, require
+from dape_jax.evaluation import report
 from dape_jax.sharding import device_platform
 
 # By default JAX reserves 75 % of a GPU: too much if PyTorch also uses the GPU, too little if JAX uses it alone. JAX
@@ -105,3 +107,52 @@ def failure(error: BaseException) -> str:
     if is_out_of_memory(error):
         return "out of memory"
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+def check_names(flag: str, value: tuple[str, ...], allowed: Iterable[str]) -> None:
+    """Raise `InputError` unless a flag lists some of the allowed names, without duplicates."""
+    allowed = tuple(allowed)
+    is_valid = bool(value) and set(value) <= set(allowed) and len(set(value)) == len(value)
+    require(is_valid, f"--{flag}", value, f"must be some of {allowed}, without duplicates")
+
+
+def check_positive(settings: Any, *names: str) -> None:
+    """Raise `InputError` unless these flags, numbers or lists of different numbers, are positive or None."""
+    for name in names:
+        value = getattr(settings, name)
+        numbers = value if isinstance(value, tuple) else (1 if value is None else value,)
+        require(bool(numbers) and min(numbers) > 0, f"--{name}", value, "must be positive")
+        require(len(set(numbers)) == len(numbers), f"--{name}", value, "must not contain duplicates")
+
+
+Row = dict[str, Any]
+
+
+def table(
+    rows: list[Row], labels: dict[str, str], figures: dict[str, tuple[str | Callable[[Row], Any], str]]
+) -> list[list[str]]:
+    """Return the rows of a table, header first.
+
+    Args:
+        rows: one for each line; "failed" or "reason" is why there are no figures.
+        labels: from header to field, for the first columns.
+        figures: from header to field, or function of a row, and its format; None is shown as a dash.
+    """
+    lines = [[*labels, *figures]]
+    for row in rows:
+        line = [f"{row[field]:,}" if isinstance(row[field], int) else str(row[field]) for field in labels.values()]
+        if row.get("failed") or row.get("reason"):
+            lines.append([*line, "failed", *["-"] * (len(figures) - 1)])
+            continue
+        values = [(field(row) if callable(field) else row[field], digits) for field, digits in figures.values()]
+        lines.append([*line, *("-" if value is None else format(value, digits) for value, digits in values)])
+    return lines
+
+
+def write(stem: str, settings: Any, rows: list[Row], caption: str, cells: list[list[str]], **content: Any) -> None:
+    """Print the table, and write it and the rows to `settings.output`/STEM.json."""
+    directory = Path(settings.output)
+    report.save(
+        stem, directory, {"settings": dataclasses.asdict(settings), **content, "rows": rows}, caption, cells, None
+    )
+    print(f"\nresults: {directory}")

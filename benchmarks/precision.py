@@ -4,8 +4,8 @@
 
 The row is the last of `length` rows. Its query and the keys are drawn from a normal distribution, and the parameters
 are newly initialised. An error is the largest among the scores within 20 nats of the row's maximum: others have no
-weight in the softmax. OUTPUT has JSON, tables and a figure of three errors in nats. Errors that are not finite
-are NaN in tables and null in the JSON:
+weight in the softmax. The table and OUTPUT/precision.json have three errors in nats; those that are not finite are NaN
+in the table and null in the JSON:
 
     as written   Conv2(LeakyReLU(Conv1([A; B]))), hidden features rounded to the dtype
     dape         `processors.dape`, centred on the features of the bias B (docs/kernel.md)
@@ -23,14 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks.step import check_names
+from benchmarks.measure import Row, check_names, check_positive, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.model.attention import score
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -52,13 +50,12 @@ class Settings:
     biases: tuple[str, ...] = flag(DEFAULT_BIASES, f"Position biases: {', '.join(KNOWN_BIASES)}.")
     kernel_width: int = flag(3, "Kernel width W of DAPE, odd.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
-    output: str = flag("results/precision", "Directory of the JSON, the tables and the figure.")
+    output: str = flag("results/precision", "Directory of the JSON.")
 
     def __post_init__(self):
         check_names("biases", self.biases, KNOWN_BIASES)
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
+        check_positive(self, "lengths", "channels")
         require(self.kernel_width % 2 == 1, "--kernel_width", self.kernel_width, "must be odd")
-        require(self.channels > 0, "--channels", self.channels, "must be positive")
 
 
 @functools.cache
@@ -137,40 +134,19 @@ def measure(bias: str, dtype: str, length: int, config: DapeConfig) -> dict[str,
     return {"bias": bias, "dtype": dtype, "length": length, **known}
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    lines = [["bias", "dtype", "length", "as written", "dape", "float32"]]
-    for row in rows:
-        errors = ["NaN" if row[name] is None else f"{row[name]:.2g}" for name in ("as_written", "dape", "float32")]
-        lines.append([row["bias"], row["dtype"], f"{row['length']:,}", *errors])
-    return lines
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Plot the errors against the length, a panel for each dtype."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axes, dtype in zip(figure.subplots(1, 2, sharey=True), DTYPES, strict=True):
-        for i, bias in enumerate(dict.fromkeys(row["bias"] for row in rows)):
-            points = [row for row in rows if (row["bias"], row["dtype"]) == (bias, dtype)]
-            lengths = [row["length"] for row in points]
-            written = [np.nan if row["as_written"] is None else row["as_written"] for row in points]
-            axes.plot(lengths, written, color=f"C{i}", linestyle=":", marker="x")
-            axes.plot(lengths, [row["dape"] for row in points], color=f"C{i}", marker="o", label=bias)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("keys")
-        axes.set_title(f"{dtype}: dape (lines), as written (dotted)", fontsize=9)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("largest error of a score (nats)")
-    figure.axes[0].legend(fontsize=7)
-    return figure
+    names = {"as written": "as_written", "dape": "dape", "float32": "float32"}
+    figures = {
+        name: (lambda row, x=field: np.nan if row[x] is None else row[x], ".2g") for name, field in names.items()
+    }
+    return table(rows, {"bias": "bias", "dtype": "dtype", "length": "length"}, figures)
 
 
 def main(_: list[str]) -> None:
     """Parse flags, measure every combination and write the report."""
     settings = from_flags(Settings)
-    directory = Path(settings.output)
-    make_results_directory(directory)
+    make_results_directory(Path(settings.output))
     config = DapeConfig(settings.kernel_width, settings.channels)
     cases = list(itertools.product(settings.biases, DTYPES, settings.lengths))
     rows = [measure(*case, config) for case in tqdm(cases, unit="row", desc="precision")]
@@ -178,7 +154,7 @@ def main(_: list[str]) -> None:
         f"Largest errors in nats of the last row's scores within {NEAR_NATS:.0f} nats of its maximum, "
         f"DAPE1x{settings.kernel_width}, {settings.channels} channels, new parameters."
     )
-    report.save("precision", directory, {"rows": rows}, caption, cells(rows), plot(rows))
+    write("precision", settings, rows, caption, cells(rows))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m benchmarks.precision_training
 
 The model is `xs` of `configs/small.py` with DAPE1x3-Kerple, 512 tokens per sequence, on the standard library's source
-as bytes. All runs have the same initial parameters and batches. OUTPUT has JSON with the loss and the loss scale of
-every step, tables and a figure. The columns:
+as bytes. All runs have the same initial parameters and batches. OUTPUT/precision_training.json has the loss and the
+loss scale of every step. The columns of the table:
 
     loss          mean loss of the last `WINDOW` steps, in nats
     apart         largest difference of the mean over `WINDOW` steps from float32's, in nats
@@ -23,15 +23,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks.step import check_names, read_config
+from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.step import read_config
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import make_mesh, put_batch
@@ -54,12 +53,11 @@ class Settings:
     batch: int = flag(2, "Sequences in a step.")
     method: str = flag("dape1x3-kerple", f"Method of the model: {', '.join(METHODS)}.")
     dtypes: tuple[str, ...] = flag(DTYPES, f"Dtypes, the first for comparison: {', '.join(DTYPES)}.")
-    output: str = flag("results/precision_training", "Directory of the JSON, the tables and the figure.")
+    output: str = flag("results/precision_training", "Directory of the JSON.")
 
     def __post_init__(self):
         require(self.steps >= WINDOW, "--steps", self.steps, f"must be at least {WINDOW}")
-        for name in ("length", "batch"):
-            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "must be positive")
+        check_positive(self, "length", "batch")
         check_names("method", (self.method,), METHODS)
         check_names("dtypes", self.dtypes, DTYPES)
 
@@ -106,44 +104,21 @@ def measure(settings: Settings, cache: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    lines = [["dtype", "loss", "apart", "skipped", "loss scale"]]
-    for row in rows:
-        scale = f"{row['loss_scales'][-1]:,.0f}" if row["loss_scales"] else ""
-        lines.append([row["dtype"], f"{row['loss']:.4f}", f"{row['apart']:.4f}", str(row["skipped"]), scale])
-    return lines
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Plot the losses, their differences from the first dtype's, and the loss scale."""
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    losses, differences, scales = figure.subplots(1, 3)
-    reference = smooth(rows[0]["losses"])
-    for row in rows:
-        smoothed = smooth(row["losses"])
-        losses.plot(smoothed, label=row["dtype"])
-        differences.plot(smoothed - reference, label=row["dtype"])
-        if row["loss_scales"]:
-            scales.plot(row["loss_scales"], label=row["dtype"])
-            scales.set_yscale("log", base=2)
-    losses.set(title=f"loss (nats, mean of {WINDOW} steps)", xlabel="step")
-    differences.set(title=f"difference from {rows[0]['dtype']} (nats)", xlabel="step")
-    differences.axhspan(-BAND_NATS, BAND_NATS, color="lightgray", alpha=0.5)
-    scales.set(title="loss scale", xlabel="step")
-    losses.legend()
-    return figure
+    figures = {"loss": ("loss", ".4f"), "apart": ("apart", ".4f"), "skipped": ("skipped", "")}
+    figures |= {"loss scale": (lambda row: row["loss_scales"][-1] if row["loss_scales"] else None, ",.0f")}
+    return table(rows, {"dtype": "dtype"}, figures)
 
 
 def main(_: list[str]) -> None:
     """Train, write the report, and fail if a run differs by more than `BAND_NATS`."""
     settings = from_flags(Settings)
-    directory = make_results_directory(Path(settings.output))
+    make_results_directory(Path(settings.output))
     with tempfile.TemporaryDirectory() as cache:
         rows = measure(settings, Path(cache))
-    content = {"settings": dataclasses.asdict(settings), "band_nats": BAND_NATS, "rows": rows}
     caption = f"{settings.method}, {settings.length} tokens, {settings.steps} steps; mean loss of {WINDOW} steps, nats."
-    report.save("precision_training", directory, content, caption, cells(rows), plot(rows))
+    write("precision_training", settings, rows, caption, cells(rows), band_nats=BAND_NATS)
     if wrong := [row["dtype"] for row in rows if not row["apart"] <= BAND_NATS or not math.isfinite(row["loss"])]:
         raise AssertionError(f"further than {BAND_NATS} nats from {rows[0]['dtype']}: {wrong}")
 

@@ -8,7 +8,7 @@ The step is that of `train.py`, compiled for the recipe's config (`configs/paper
 turns. Only one model is in memory at a time, and nothing is allocated for a step that does not fit according to the
 compiler. For a step on a TPU slice that is not available: `docs/planning.md`.
 
-Output: a table, JSON and a figure in OUTPUT, with the platform's name. The columns:
+Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
 
     min ms        minimum time of a step over `--turns`; the JSON has all of them. The steps of a turn are started one
                   after another, as in `train.py`, and timed together
@@ -29,22 +29,18 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.attention import choose, implementations
 from benchmarks.hlo import compile_program
-from benchmarks.measure import failure
+from benchmarks.measure import Row, check_names, check_positive, failure, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.data.corpus import STDLIB
-from dape_jax.errors import require
-from dape_jax.evaluation import figures, report
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
@@ -70,23 +66,14 @@ class Settings:
     batch: int = flag(1, "Sequences in a step.")
     turns: int = flag(3, "Turns of each implementation; each starts with an untimed step.")
     steps: int = flag(3, "Timed steps in a turn.")
-    output: str = flag("results/step", "Directory of the table, the JSON and the figure.")
+    output: str = flag("results/step", "Directory of the JSON.")
 
     def __post_init__(self):
-        for name in ("batch", "turns", "steps"):
-            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "must be positive")
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
-        require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {tuple(PRESETS)}")
-        require(self.method in METHODS, "--method", self.method, f"must be one of {tuple(METHODS)}")
+        check_positive(self, "lengths", "batch", "turns", "steps")
+        check_names("preset", (self.preset,), PRESETS)
+        check_names("method", (self.method,), METHODS)
         check_names("models", self.models, SIZES)
         check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
-        require(len(set(self.lengths)) == len(self.lengths), "--lengths", self.lengths, "must not contain duplicates")
-
-
-def check_names(flag: str, value: tuple[str, ...], allowed: Any) -> None:
-    """Raise `InputError` unless a flag lists some of the allowed names, without duplicates."""
-    is_valid = bool(value) and set(value) <= set(allowed) and len(set(value)) == len(value)
-    require(is_valid, f"--{flag}", value, f"must be some of {tuple(allowed)}, without duplicates")
 
 
 def read_config(preset: str, model: str, method: str, length: int, batch: int, implementation: str) -> RunConfig:
@@ -124,37 +111,10 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
     return dataclasses.replace(run, model=dataclasses.replace(run.model, attention=attention))
 
 
-@dataclasses.dataclass(frozen=True)
-class StepTimes:
-    """Times and memory of a step; see the module's docstring. None means unknown.
-
-    Args:
-        failed: reason of the failure, or None.
-        min_ms: minimum over turns.
-        median_ms: median over turns.
-        all_ms: time of a step in each turn.
-        tokens_per_s: tokens per second at the minimum.
-        needed_gib: memory of a device.
-        compile_s: seconds of compilation.
-        model_gflop: FLOPs that the model needs.
-        compiled_gflop: FLOPs of the compiled program's matmuls, on one device.
-        compiled_gbyte: memory traffic of the compiled program, on one device.
-        mfu: model FLOPs utilisation.
-        loss_nats: loss of the first step.
-    """
-
-    failed: str | None = None
-    min_ms: float | None = None
-    median_ms: float | None = None
-    all_ms: tuple[float, ...] = ()
-    tokens_per_s: float | None = None
-    needed_gib: float | None = None
-    compile_s: float | None = None
-    model_gflop: float | None = None
-    compiled_gflop: float | None = None
-    compiled_gbyte: float | None = None
-    mfu: float | None = None
-    loss_nats: float | None = None
+FIELDS = (
+    *("failed", "min_ms", "median_ms", "all_ms", "tokens_per_s", "needed_gib", "compile_s"),
+    *("model_gflop", "compiled_gflop", "compiled_gbyte", "mfu", "loss_nats"),
+)
 
 
 class Step:
@@ -205,33 +165,34 @@ class Step:
             self.seconds.append((time.perf_counter() - started) / num_steps)
             bar.update(num_steps)
 
-    def result(self) -> StepTimes:
-        """Return the times and figures of all turns."""
+    def result(self) -> Row:
+        """Return the times and figures of all turns, see the module's docstring; `failed` is None."""
         run, program, least = self.run, self.program, min(self.seconds)
         flops = model_flops(run.model, run.train.train_length, run.train.batch_size).total
-        return StepTimes(
-            min_ms=1e3 * least,
-            median_ms=1e3 * statistics.median(self.seconds),
-            all_ms=tuple(1e3 * each for each in self.seconds),
-            tokens_per_s=run.train.batch_size * run.train.train_length / least,
-            needed_gib=self.needed_bytes / GIB,
-            compile_s=program.compile_s,
-            model_gflop=flops / 1e9,
-            compiled_gflop=program.work.matmul_flops / 1e9,
-            compiled_gbyte=program.work.hbm_bytes / 1e9,
-            mfu=mfu(flops / least, jax.devices()[0].device_kind, jax.device_count()),
-            loss_nats=self.loss_nats,
-        )
+        return {
+            "failed": None,
+            "min_ms": 1e3 * least,
+            "median_ms": 1e3 * statistics.median(self.seconds),
+            "all_ms": tuple(1e3 * each for each in self.seconds),
+            "tokens_per_s": run.train.batch_size * run.train.train_length / least,
+            "needed_gib": self.needed_bytes / GIB,
+            "compile_s": program.compile_s,
+            "model_gflop": flops / 1e9,
+            "compiled_gflop": program.work.matmul_flops / 1e9,
+            "compiled_gbyte": program.work.hbm_bytes / 1e9,
+            "mfu": mfu(flops / least, jax.devices()[0].device_kind, jax.device_count()),
+            "loss_nats": self.loss_nats,
+        }
 
 
-def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[str, StepTimes]:
+def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[str, Row]:
     """Time the steps of several runs in turns. A failure is reported, and the others are timed."""
     steps: dict[str, Step] = {}
-    found: dict[str, StepTimes] = {}
+    found: dict[str, Row] = {}
 
     def fails(name: str, error: Exception) -> None:
-        found[name] = StepTimes(failed=failure(error))
-        bar.write(f"{name}: {found[name].failed}", file=sys.stderr)
+        found[name] = dict.fromkeys(FIELDS) | {"failed": failure(error), "all_ms": ()}
+        bar.write(f"{name}: {found[name]['failed']}", file=sys.stderr)
 
     for name, run in runs.items():
         bar.set_postfix_str(f"compiling {name}")
@@ -251,59 +212,27 @@ def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm
     return {name: found[name] if name in found else steps[name].result() for name in runs}
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    lines = [["model", "length", "", "min ms", "/ dense", "tokens/s", "needs GiB", "GFLOP", "compiled", "GB", "MFU"]]
-    lines[0] += ["compile s", "loss"]
+    dense = {(row["model"], row["length"]): row for row in rows if row["name"] == "dense" and row["failed"] is None}
 
-    def number(value: float | None, digits: str) -> str:
-        return "-" if value is None else format(value, digits)
+    def ratios(row: Row) -> str | None:
+        base = dense.get((row["model"], row["length"]))
+        return base and "; ".join(f"{row[field] / base[field]:.2f}" for field in ("min_ms", "needed_gib"))
 
-    for row in rows:
-        line = [row["model"], str(row["length"]), row["name"]]
-        if row["failed"] is not None:
-            lines.append([*line, "failed", *["-"] * (len(lines[0]) - len(line) - 1)])
-            continue
-        same = [other for other in rows if (other["model"], other["length"]) == (row["model"], row["length"])]
-        dense = next((other for other in same if other["name"] == "dense" and other["failed"] is None), None)
-        ratios = [row[field] / dense[field] for field in ("min_ms", "needed_gib")] if dense else []
-        line += [number(row["min_ms"], ".1f"), "; ".join(f"{ratio:.2f}" for ratio in ratios) or "-"]
-        line += [number(row["tokens_per_s"], ",.0f"), number(row["needed_gib"], ".2f")]
-        line += [number(row[field], ",.1f") for field in ("model_gflop", "compiled_gflop")]
-        line += [number(row["compiled_gbyte"], ".1f"), number(row["mfu"], ".1%"), number(row["compile_s"], ".1f")]
-        lines.append([*line, number(row["loss_nats"], ".4f")])
-    return lines
-
-
-def plot(rows: list[dict[str, Any]], title: str) -> Figure:
-    """Plot time and memory against length, a column of panels for each model."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    names = list(dict.fromkeys(row["name"] for row in rows))
-    figure = Figure(figsize=(max(3.6 * len(models), 6.4), 6.0), layout="constrained")
-    panels = figure.subplots(2, len(models), sharex=True, sharey="row", squeeze=False)
-    for column, model in enumerate(models):
-        for place, field in enumerate(("min_ms", "needed_gib")):
-            for name in names:
-                chosen = [row for row in rows if (row["model"], row["name"]) == (model, name) and row[field]]
-                panels[place, column].plot(
-                    [row["length"] for row in chosen], [row[field] for row in chosen], "o-", label=name
-                )
-            figures.lengths_axis(panels[place, column], sorted({row["length"] for row in rows}))
-            if any(row[field] for row in rows):
-                panels[place, column].set_yscale("log")
-        panels[0, column].set_title(model)
-        panels[1, column].set_xlabel("train length (tokens)")
-    panels[0, 0].set_ylabel("time of a step (ms, minimum)")
-    panels[1, 0].set_ylabel("memory of a device (GiB)")
-    panels[0, -1].legend()
-    figure.suptitle(title, fontsize=10)
-    return figure
+    return table(
+        rows,
+        {"model": "model", "length": "length", "": "name"},
+        {"min ms": ("min_ms", ".1f"), "/ dense": (ratios, ""), "tokens/s": ("tokens_per_s", ",.0f")}
+        | {"needs GiB": ("needed_gib", ".2f"), "GFLOP": ("model_gflop", ",.1f")}
+        | {"compiled": ("compiled_gflop", ",.1f"), "GB": ("compiled_gbyte", ".1f"), "MFU": ("mfu", ".1%")}
+        | {"compile s": ("compile_s", ".1f"), "loss": ("loss_nats", ".4f")},
+    )
 
 
 def run(settings: Settings) -> None:
     """Measure everything and write the output."""
-    directory = Path(settings.output)
-    make_results_directory(directory)
+    make_results_directory(Path(settings.output))
     cases = list(itertools.product(settings.models, sorted(settings.lengths)))
 
     def configs(names: list[str], model: str, length: int) -> dict[str, RunConfig]:
@@ -317,21 +246,19 @@ def run(settings: Settings) -> None:
     for line in left_out:
         print(line, file=sys.stderr)
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with tqdm(total=len(cases) * len(names) * settings.turns * settings.steps, unit="step", desc="steps") as bar:
         for model, length in cases:
             found = time_steps(configs(names, model, length), settings.turns, settings.steps, bar)
             case = {"model": model, "size": PRESETS[settings.preset].sizes[model], "length": length}
-            rows += [case | {"name": name} | dataclasses.asdict(times) for name, times in found.items()]
+            rows += [case | {"name": name} | times for name, times in found.items()]
 
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     what = f"{settings.method}, preset {settings.preset}, batch {settings.batch}, {checked[0].model.dtype}; {device}"
     caption = f"A training step ({what}); / dense: time and memory relative to dense."
     failed = [f"{row['name']} at {row['model']} {row['length']}: {row['failed']}" for row in rows if row["failed"]]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
-    content = {"settings": dataclasses.asdict(settings), "left_out": left_out, "rows": rows}
-    report.save(device_platform(), directory, content, caption, cells(rows), plot(rows, what))
-    print(f"\nresults: {directory}")
+    write(device_platform(), settings, rows, caption, cells(rows), left_out=left_out)
 
 
 def main(_: list[str]) -> None:

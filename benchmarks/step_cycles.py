@@ -10,7 +10,7 @@ slice, with `--tokens` tokens in the batch of a chip, and its cycles are summed,
     other       the compiler's estimate for all other operations; collectives are not counted
 
 Attention is the choice of `auto`. A method's ratio is its cycles over those of DAPE1x3-Kerple. The paper's table 7
-measures one sequence of 512 tokens on unnamed hardware. Output: OUTPUT/step_cycles.json, tables and a figure.
+measures one sequence of 512 tokens on unnamed hardware. Output: a table, and OUTPUT/step_cycles.json.
 """
 
 import dataclasses
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import tpu
 from benchmarks.hlo import compile_program
-from benchmarks.step import check_names, read_config
+from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.step import read_config
 from benchmarks.table7 import RATIO_TO, TABLE
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
-from dape_jax.evaluation import report
 from dape_jax.hardware import read_topology
 from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import DapeConfig
@@ -54,16 +53,16 @@ class Settings:
     methods: tuple[str, ...] = flag(METHODS, f"Methods: {', '.join(METHODS)}.")
     tokens: int = flag(16_384, "Tokens in the batch of a chip.")
     remat: str = flag("full", f"Rematerialisation of layers: {', '.join(REMATS)}.")
-    output: str = flag("results/step_cycles", "Directory of the tables, the JSON and the figure.")
+    output: str = flag("results/step_cycles", "Directory of the JSON.")
 
     def __post_init__(self):
         check_names("models", self.models, SIZES)
         check_names("methods", self.methods, METHODS)
         require(RATIO_TO in self.methods, "--methods", self.methods, f"must include {RATIO_TO}")
-        require(self.remat in REMATS, "--remat", self.remat, f"must be one of {REMATS}")
+        check_names("remat", (self.remat,), REMATS)
         for topology in self.topologies:
             read_topology(topology)
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
+        check_positive(self, "lengths")
         for length in self.lengths:
             require(self.tokens % length == 0, "--tokens", self.tokens, f"must be a multiple of {length}")
 
@@ -115,47 +114,18 @@ def total_ms(row: dict[str, Any]) -> float:
     return row["kernels_ms"] + row["other_ms"]
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    lines = [["slice", "model", "length", "method", "attention", "ms", "in kernels", "ratio"]]
-    for row in rows:
-        line = [row["topology"], row["model"], f"{row['length']:,}", row["method"], row["attention"]]
-        if row["reason"] is not None:
-            lines.append([*line, "does not fit", "", ""])
-            continue
-        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        lines.append([*line, f"{total_ms(row):.1f}", f"{row['kernels_ms'] / total_ms(row):.0%}", ratio])
-    return lines
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Plot the ratios, a panel for each slice and model, a group of bars for each length."""
-    panels = list(dict.fromkeys((row["topology"], row["model"]) for row in rows))
-    figure = Figure(figsize=(max(4.2 * len(panels), 6.4), 4.2), layout="constrained")
-    lengths, methods = (list(dict.fromkeys(row[field] for row in rows)) for field in ("length", "method"))
-    for axes, panel in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
-        for i, method in enumerate(methods):
-            ratios = {
-                row["length"]: row["ratio"] or 0
-                for row in rows
-                if (row["topology"], row["model"], row["method"]) == (*panel, method)
-            }
-            places = [at + 0.8 * (i + 0.5) / len(methods) - 0.4 for at in range(len(lengths))]
-            axes.bar(places, [ratios[length] for length in lengths], 0.8 / len(methods), label=method)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_xlabel("train length (tokens)")
-        axes.set_title(" ".join(panel), fontsize=9)
-        axes.axhline(1, color="gray", linewidth=0.5)
-    figure.axes[0].set_ylabel(f"cycles relative to {RATIO_TO}")
-    figure.axes[-1].legend(fontsize=6)
-    return figure
+    labels = {"slice": "topology", "model": "model", "length": "length", "method": "method", "attention": "attention"}
+    figures = {"ms": (total_ms, ".1f"), "in kernels": (lambda row: row["kernels_ms"] / total_ms(row), ".0%")}
+    return table(rows, labels, figures | {"ratio": ("ratio", ".3f")})
 
 
 def main(_: list[str]) -> None:
     """Parse flags, compile every combination and write the report."""
     settings = from_flags(Settings)
-    libtpu, directory = find_libtpu(), Path(settings.output)
-    make_results_directory(directory)
+    libtpu = find_libtpu()
+    make_results_directory(Path(settings.output))
     rows: list[dict[str, Any]] = []
     cases = list(itertools.product(settings.topologies, settings.models, settings.lengths))
     with tqdm(total=len(cases) * len(settings.methods), unit="program", desc="steps") as bar:
@@ -175,12 +145,11 @@ def main(_: list[str]) -> None:
             for row in of_case:
                 known = row["reason"] is None and base["reason"] is None
                 rows.append(row | {"ratio": total_ms(row) / total_ms(base) if known else None})
-    content = {"rows": rows, "libtpu": libtpu_version(libtpu), "settings": dataclasses.asdict(settings)}
     caption = (
         f"A training step by the compiler's cycles, {settings.tokens:,} tokens on each chip, bfloat16, "
         f"remat={settings.remat}. Ratio: to {RATIO_TO}."
     )
-    report.save("step_cycles", directory, content, caption, cells(rows), plot(rows))
+    write("step_cycles", settings, rows, caption, cells(rows), libtpu=libtpu_version(libtpu))
 
 
 if __name__ == "__main__":

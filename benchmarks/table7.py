@@ -36,16 +36,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.attention import choose
-from benchmarks.step import check_names, read_config, time_steps
+from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.step import read_config, time_steps
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import InputError, require
-from dape_jax.evaluation import report
 from dape_jax.hardware import CHIPS, Chip
 from dape_jax.model.attention import IMPLEMENTATIONS, Blockwise, Fused
 from dape_jax.model.biases import NopeConfig
@@ -73,18 +72,15 @@ class Settings:
     implementation: str = flag("auto", f"Implementation of attention: {', '.join(IMPLEMENTATIONS)}.")
     turns: int = flag(3, "Turns of each method; each starts with an untimed step.")
     steps: int = flag(5, "Timed steps in a turn.")
-    output: str = flag("results/table7", "Directory of the table, the JSON and the figure.")
+    output: str = flag("results/table7", "Directory of the JSON.")
 
     def __post_init__(self):
-        for name in ("turns", "steps"):
-            require(getattr(self, name) > 0, f"--{name}", getattr(self, name), "must be positive")
-        require(
-            self.chip in ("", *CHIP_OF_NAME), "--chip", self.chip, f"must be one of {tuple(CHIP_OF_NAME)}, or empty"
-        )
-        require(self.preset in PRESETS, "--preset", self.preset, f"must be one of {tuple(PRESETS)}")
+        check_positive(self, "turns", "steps")
+        known = ("", *CHIP_OF_NAME)
+        require(self.chip in known, "--chip", self.chip, f"must be one of {known[1:]}, or empty")
+        check_names("preset", (self.preset,), PRESETS)
         check_names("models", self.models, TABLE.sizes)
-        allowed = tuple(IMPLEMENTATIONS)
-        require(self.implementation in allowed, "--implementation", self.implementation, f"must be one of {allowed}")
+        check_names("implementation", (self.implementation,), IMPLEMENTATIONS)
 
 
 def runs_of(settings: Settings, model: str) -> dict[str, RunConfig]:
@@ -168,44 +164,17 @@ def with_ratios(model: str, found: dict[str, dict[str, Any]]) -> list[dict[str, 
     return rows
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first, one per model and method."""
-    columns = {"min_ms": "ms", "ratio": "ratio", "paper_ms": "ms (paper)", "paper_ratio": "ratio (paper)"}
-    lines = [["model", "", "attention", *columns.values()]]
-    for row in rows:
-        digits = {field: 4 if "ratio" in field else 2 for field in columns}
-        lines.append(
-            [row["model"], row["method"], row["attention"]]
-            + ["-" if row[field] is None else f"{row[field]:.{digits[field]}f}" for field in columns]
-        )
-    return lines
-
-
-def plot(rows: list[dict[str, Any]], title: str) -> Figure:
-    """Plot the times relative to DAPE1x3-Kerple, ours and the paper's, a panel for each model."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(max(3.4 * len(models), 6.4), 4.0), layout="constrained")
-    panels = figure.subplots(1, len(models), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, model in zip(panels, models, strict=True):
-        shown = [row for row in rows if row["model"] == model]
-        places = range(len(shown))
-        axes.barh([y - 0.2 for y in places], [row["ratio"] or 0 for row in shown], 0.4, label="ours")
-        axes.barh(
-            [y + 0.2 for y in places], [row["paper_ratio"] for row in shown], 0.4, label="paper", color="lightgray"
-        )
-        axes.set_yticks(places, [row["method"] for row in shown])
-        axes.set_xlabel(f"time relative to {RATIO_TO}")
-        axes.set_title(model)
-    panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.suptitle(title, fontsize=10)
-    return figure
+    figures = {"ms": ("min_ms", ".2f"), "ratio": ("ratio", ".4f")}
+    figures |= {"ms (paper)": ("paper_ms", ".2f"), "ratio (paper)": ("paper_ratio", ".4f")}
+    shown = [row | {"failed": None} for row in rows]  # a model that does not fit still has the paper's figures
+    return table(shown, {"model": "model", "": "method", "attention": "attention"}, figures)
 
 
 def run(settings: Settings) -> None:
     """Measure or compute all times, and write the output."""
-    directory = Path(settings.output)
-    make_results_directory(directory)
+    make_results_directory(Path(settings.output))
     runs = {model: runs_of(settings, model) for model in settings.models}
     rows: list[dict[str, Any]] = []
     if settings.chip:
@@ -222,19 +191,16 @@ def run(settings: Settings) -> None:
             for model in settings.models:
                 found = time_steps(runs[model], settings.turns, settings.steps, bar)
                 attention = {"attention": settings.implementation}
-                rows += with_ratios(
-                    model, {method: attention | dataclasses.asdict(each) for method, each in found.items()}
-                )
+                rows += with_ratios(model, {method: attention | each for method, each in found.items()})
         how = f"measured on {jax.device_count()} x {jax.devices()[0].device_kind}"
     (first, *_others) = runs[settings.models[0]].values()
     sizes = "" if settings.preset == "paper" else f" (preset {settings.preset})"
     what = f"one sequence of {first.train.train_length} tokens{sizes}, attention {settings.implementation}"
     caption = f"Table 7, milliseconds of a training step, {what}; {how}. Ratio: to {RATIO_TO}."
-    content = {"settings": dataclasses.asdict(settings), "by_roofline": bool(settings.chip), "rows": rows}
+    content: Row = {"by_roofline": bool(settings.chip)}
     content |= {"chip": dataclasses.asdict(CHIP_OF_NAME[settings.chip])} if settings.chip else {}
     stem = "-".join([settings.chip or device_platform(), *([] if settings.preset == "paper" else [settings.preset])])
-    report.save(stem, directory, content, caption, cells(rows), plot(rows, f"{what}\n{how}"))
-    print(f"\nresults: {directory}")
+    write(stem, settings, rows, caption, cells(rows), **content)
 
 
 def main(_: list[str]) -> None:

@@ -3,8 +3,8 @@
     make tpu-aot
     python -m benchmarks.tpu --topologies=v5e:2x2 --lengths=2048,4096,8192,16384,32768
 
-One layer is q, k, v -> out without projections, in bfloat16, by default with Kerple and DAPE 1x3. The command writes
-OUTPUT/tpu.json, tables (tpu.txt, tpu.md) and OUTPUT/tpu.png. Columns:
+One layer is q, k, v -> out without projections, in bfloat16, by default with Kerple and DAPE 1x3. The command prints
+a table and writes OUTPUT/tpu.json. Columns:
 
     direction     forward, or backward: forward and all gradients in one program
     temp MiB      temporary memory of the compiled program, without inputs and outputs
@@ -25,7 +25,6 @@ not published by the vendor: v4 1.05, v5e 1.5, v5p 1.75, v6e 1.64. v4 and v5p ha
 one sequence takes twice the given time.
 """
 
-import collections
 import dataclasses
 import itertools
 import os
@@ -41,14 +40,13 @@ import numpy as np
 from flax import nnx
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks.hlo import compile_program
+from benchmarks.measure import Row, check_names, check_positive, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.errors import InputError, require
-from dape_jax.evaluation import report
+from dape_jax.errors import InputError
 from dape_jax.hardware import read_topology
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import convolution_sizes
@@ -107,20 +105,15 @@ class Settings:
     kernel_width: int = flag(3, "Kernel width W of DAPE.")
     channels: int = flag(32, "Hidden channels C of DAPE.")
     bias: str = flag("kerple", "Position bias.")
-    output: str = flag("results/tpu", "Directory of the JSON, the tables and the figure.")
+    output: str = flag("results/tpu", "Directory of the JSON.")
 
     def __post_init__(self):
-        choices = {
-            "models": SIZES,
-            "directions": DIRECTIONS,
-            "processors": PROCESSORS,
-            "implementations": IMPLEMENTATIONS,
-        }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            require(bool(value) and set(value) <= set(allowed), f"--{name}", value, f"must be some of {tuple(allowed)}")
-        require(self.bias in BIASES, "--bias", self.bias, f"must be one of {tuple(BIASES)}")
-        require(bool(self.lengths) and min(self.lengths) > 0, "--lengths", self.lengths, "must be positive")
+        check_names("models", self.models, SIZES)
+        check_names("directions", self.directions, DIRECTIONS)
+        check_names("processors", self.processors, PROCESSORS)
+        check_names("implementations", self.implementations, IMPLEMENTATIONS)
+        check_names("bias", (self.bias,), BIASES)
+        check_positive(self, "lengths", "batch")
         for topology in self.topologies:
             read_topology(topology)
 
@@ -328,80 +321,23 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
     }
 
 
-def cells(rows: list[dict[str, Any]]) -> list[list[str]]:
+def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    header = ["slice", "model", "length", "direction", "", "", "temp MiB", "GB", "bandwidth ms", "kernels ms"]
-    header += ["other ms", "compile s"]
-
-    def row_cells(row: dict[str, Any]) -> list[str]:
-        labels = [row["topology"], row["model"], f"{row['length']:,}", row["direction"], row["processor"]]
-        labels.append(row["implementation"])
-        if not row["fits"]:
-            return [*labels, "does not fit", "", "", "", "", ""]
-        return [
-            *labels,
-            f"{row['temporary_mib']:,.1f}",
-            f"{row['moved_gb']:.3f}",
-            f"{row['bandwidth_ms']:.2f}",
-            f"{row['kernels_ms']:.2f}" if row["kernels"] else "-",
-            f"{row['other_ms']:.2f}",
-            f"{row['compile_s']:.0f}",
-        ]
-
-    return [header, *map(row_cells, rows)]
-
-
-def plot(rows: list[dict[str, Any]]) -> Figure:
-    """Plot memory and time of the last direction: against length, or as bars if there is one length."""
-    direction = rows[-1]["direction"]
-    rows = [row for row in rows if row["fits"] and row["direction"] == direction]
-    rows.sort(key=lambda row: row["length"])
-    lines: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
-    for row in rows:
-        chip = row["topology"].partition(":")[0]
-        lines[" ".join((chip, row["model"], row["processor"], row["implementation"]))].append(row)
-    ticks = sorted({row["length"] for row in rows})
-    size = (9.5, 4) if len(ticks) > 1 else (9.5, 1.5 + 0.25 * len(lines))
-    figure = Figure(figsize=size, layout="constrained")
-    memory, times = figure.subplots(1, 2, sharey=len(ticks) == 1)
-    labels = "temporary memory (MiB)", "estimated time (ms)"
-    title = f"one layer, {'forward' if direction == 'forward' else 'forward and backward'}, compiled ahead of time"
-    if len(ticks) == 1:
-        names, (kernels_ms, other_ms) = (
-            list(lines),
-            ([row[name] for row in rows] for name in ("kernels_ms", "other_ms")),
-        )
-        memory.barh(names, [row["temporary_mib"] for row in rows])
-        times.barh(names, kernels_ms, label="kernels")
-        times.barh(names, other_ms, left=kernels_ms, label="other operations")
-        times.legend(fontsize=7)
-        memory.invert_yaxis()
-        for axes, label in zip((memory, times), labels, strict=True):
-            axes.set_xlabel(label)
-            axes.tick_params(labelsize=8)
-        figure.suptitle(f"{title}, {ticks[0]:,} tokens", fontsize=10)
-        return figure
-    for name, points in lines.items():
-        lengths = [row["length"] for row in points]
-        memory.plot(lengths, [row["temporary_mib"] for row in points], marker="o", label=name)
-        times.plot(lengths, [row["kernels_ms"] + row["other_ms"] for row in points], marker="o", label=name)
-    for axes, label in zip((memory, times), labels, strict=True):
-        axes.set_ylabel(label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ticks, [str(length) for length in ticks], rotation=30)
-        axes.set_xlabel("sequence length (tokens)")
-        axes.grid(alpha=0.3, which="both")
-        axes.legend(fontsize=7)
-    figure.suptitle(title, fontsize=10)
-    return figure
+    fields = ("topology", "model", "length", "direction", "processor", "implementation")
+    return table(
+        rows,
+        {{"topology": "slice"}.get(field, field): field for field in fields},
+        {"temp MiB": ("temporary_mib", ",.1f"), "GB": ("moved_gb", ".3f"), "bandwidth ms": ("bandwidth_ms", ".2f")}
+        | {"kernels ms": (lambda row: row["kernels_ms"] if row["kernels"] else None, ".2f")}
+        | {"other ms": ("other_ms", ".2f"), "compile s": ("compile_s", ".0f")},
+    )
 
 
 def main(_: list[str]) -> None:
     """Parse flags, compile every combination and write the report."""
     settings = from_flags(Settings)
-    libtpu, directory = find_libtpu(), Path(settings.output)
-    make_results_directory(directory)
+    libtpu = find_libtpu()
+    make_results_directory(Path(settings.output))
     requests = itertools.product(
         settings.topologies,
         settings.models,
@@ -415,9 +351,8 @@ def main(_: list[str]) -> None:
         for names in bar:
             bar.set_postfix_str(" ".join(map(str, names)))
             rows.append(measure(Request(*names, settings), libtpu))
-    content = {"rows": rows, "libtpu": libtpu_version(libtpu)}
     caption = f"One layer, bias {settings.bias}, bfloat16, compiled ahead of time; dape is 1x{settings.kernel_width}."
-    report.save("tpu", directory, content, caption, cells(rows), plot(rows))
+    write("tpu", settings, rows, caption, cells(rows), libtpu=libtpu_version(libtpu))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Run the benchmarks end to end at tiny sizes: they measure the requested cases and agree with the formulas."""
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -12,16 +13,16 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from benchmarks import attention, listing, measure, step, step_cycles, table7
+from benchmarks import attention, gpu, gpu_cases, gpu_compiled, listing, measure, step, step_cycles, table7
 from benchmarks.hlo import compile_program
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
 from dape_jax.hardware import CHIPS, MIB
+from dape_jax.kernels import gpu as kernels
 from dape_jax.model.attention import Dense
 from dape_jax.model.flops import executed_flops, model_flops
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = ("csv", "json", "md", "pdf", "png", "txt")
 CHIP = {chip.name: chip for chip in CHIPS}
 
 
@@ -31,11 +32,9 @@ def tiny(directory: Path, **changes) -> attention.Settings:
 
 
 def written(directory: Path, stem: str) -> dict:
-    assert sorted(file.name for file in directory.iterdir()) == [f"{stem}.{suffix}" for suffix in SUFFIXES]
-    return json.loads((directory / f"{stem}.json").read_text())
-
-
-# ---- one layer
+    (file,) = directory.iterdir()
+    assert file.name == f"{stem}.json"
+    return json.loads(file.read_text())
 
 
 def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_path, monkeypatch, capsys):
@@ -63,7 +62,7 @@ def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_
     assert "torch is skipped: PyTorch is not installed" in torch
     table, errors = capsys.readouterr()
     assert all(line in errors and line in table for line in (fused, torch))
-    assert len(table.splitlines()) == 2 + 1 + len(rows)
+    assert len(table.splitlines()) == 2 + 1 + len(rows) + 2
 
 
 class Wrong:
@@ -110,8 +109,9 @@ def test_torch_computes_the_same(tmp_path):
         assert row["time_ratios"]["torch eager"] > 0
 
 
-@pytest.mark.parametrize("direction", attention.DIRECTIONS)
-@pytest.mark.parametrize("name", ["dense", "blockwise", attention.PLAIN])
+@pytest.mark.parametrize(
+    ("name", "direction"), [("dense", "forward"), ("blockwise", "backward"), (attention.PLAIN, "backward")]
+)
 def test_compiled_flops_are_those_of_the_formula(name, direction):
     """Count all pairs of a query and a key, not only the causal ones, and trip counts of scans."""
     length = 64
@@ -138,32 +138,30 @@ def test_work_of_a_layer():
     assert attention.layer_work(backward, "dense") == (3 * flops, 2 * num_bytes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"lengths": ()}, "--lengths"),
-        ({"lengths": (8, 8)}, "--lengths"),
-        ({"models": ("13b",)}, "--models"),
-        ({"implementations": ("flash",)}, "--implementations"),
-        ({"kernel_width": 2}, "--kernel_width"),
-        ({"block_size": 0}, "--block_size"),
-        ({"dtype": "float16"}, "--dtype"),
-        ({"vs": "torch", "bias": "fire"}, "--bias = 'fire': with --vs=torch"),
-        ({"vs": "numpy"}, "--vs"),
-    ],
-)
-def test_bad_settings_of_attention(changes, words):
-    with pytest.raises(InputError, match=words):
-        attention.Settings(**changes)
-
-
 def test_the_kernel_is_refused_on_a_platform_without_one(tmp_path):
     with pytest.raises(InputError, match="--implementations = 'fused'"):
         attention.run(tiny(tmp_path, implementations=("dense", "fused")))
     assert not list(tmp_path.iterdir())
 
 
-# ---- time and memory of a call
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        (attention, {"lengths": ()}, "--lengths"),
+        (attention, {"lengths": (8, 8)}, "--lengths"),
+        (attention, {"models": ("13b",)}, "--models"),
+        (attention, {"kernel_width": 2}, "--kernel_width"),
+        (attention, {"block_size": 0}, "--block_size"),
+        (attention, {"vs": "torch", "bias": "fire"}, "--bias = 'fire': with --vs=torch"),
+        (step, {"models": ("125m", "125m")}, "--models"),
+        (step, {"method": "dape"}, "--method"),
+        (gpu_compiled, {"implementations": ("flash",)}, "--implementations"),
+        (table7, {"chip": "h300"}, "--chip"),
+    ],
+)
+def test_bad_settings(settings, changes, words):
+    with pytest.raises(InputError, match=words):
+        settings.Settings(**changes)
 
 
 class Device:
@@ -216,9 +214,6 @@ def test_figures_of_a_compiled_program():
     assert program.run(jnp.ones((64, 64))).shape == (64, 64)
 
 
-# ---- a step
-
-
 def tiny_step(directory: Path, **changes) -> step.Settings:
     settings = step.Settings(preset="small", lengths=(8,), batch=8, turns=2, steps=2, output=str(directory))
     return dataclasses.replace(settings, **changes)
@@ -252,18 +247,6 @@ def test_a_step_that_does_not_fit_is_not_run(tmp_path, monkeypatch):
     (row,) = written(tmp_path, "cpu")["rows"]
     assert row["failed"].startswith("out of memory")
     assert row["min_ms"] is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"models": ("125m", "125m")}, "--models"), ({"method": "dape"}, "--method"), ({"preset": "large"}, "--preset")],
-)
-def test_bad_settings_of_step(changes, words):
-    with pytest.raises(InputError, match=words):
-        step.Settings(**changes)
-
-
-# ---- table 7
 
 
 @pytest.mark.parametrize("chip", ["v5e", pytest.param("h200", marks=pytest.mark.slow)])
@@ -323,8 +306,7 @@ def test_ratios_of_cycles_and_programs_that_do_not_fit_are_shown():
     _, kerple, dape, fire = step_cycles.cells(rows)
     assert kerple[3:] == ["kerple", "fused", "4.0", "25%", "0.500"]
     assert dape[-1] == "1.000"
-    assert fire[-3:] == ["does not fit", "", ""]
-    assert step_cycles.plot(rows).axes[0].patches
+    assert fire[-3:] == ["failed", "-", "-"]
 
 
 @pytest.mark.slow
@@ -343,31 +325,243 @@ def test_cycles_of_a_training_step(libtpu):
     assert dape["other_ms"] > kerple["other_ms"] > 0
 
 
-def run_module(*arguments: str) -> subprocess.Popen:
+def run_module(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.slow
-def test_bad_flags_are_one_line(tmp_path):
-    flags = {"attention": "--lengths=long", "step": "--models=13b", "table7": "--chip=h300"}
-    started = {flag: run_module(f"benchmarks.{name}", flag, f"--output={tmp_path}") for name, flag in flags.items()}
-    for flag, process in started.items():
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 2
-        (line,) = errors.splitlines()
-        assert line.startswith(f"error: {flag.split('=')[0]} = ")
-    assert not list(tmp_path.iterdir())
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
 def test_table7_measured(tmp_path):
     flags = ["--preset=small", "--models=350m", "--turns=1", "--steps=2", f"--output={tmp_path}"]
-    process = run_module("benchmarks.table7", *flags)
-    output, errors = process.communicate(timeout=600)
-    assert process.returncode == 0, errors
+    done = run_module("benchmarks.table7", *flags)
+    assert done.returncode == 0, done.stderr
     content = written(tmp_path, "cpu-small")
     assert not content["by_roofline"]
     assert [row["failed"] for row in content["rows"]] == [None] * 7
     assert [row["ratio"] for row in content["rows"]][-1] == 1
-    assert "measured on" in output
+    assert "measured on" in done.stdout
+
+
+# ---- all measurements on one GPU
+
+
+def test_a_group_records_every_step_and_resumes_after_the_case_that_ended_it(tmp_path, monkeypatch):
+    def fails():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    def cases(prepared: list[str]) -> dict:
+        def prepare(name):
+            return lambda: prepared.append(name) or ({"compile_s": 1.0}, lambda: {"min_ms": 2.0})
+
+        return {
+            "first": prepare("first"),
+            "deadly": prepare("deadly"),
+            "large": fails,
+            "untimed": lambda: ({"right": True}, None),
+            "last": prepare("last"),
+        }
+
+    # An earlier process prepared the first case, and was killed in the second.
+    earlier = [("first", "prepares"), ("first", "prepared"), ("deadly", "prepares")]
+    text = "".join(json.dumps({"group": "g", "case": case, "status": status}) + "\n" for case, status in earlier)
+    (tmp_path / "results.jsonl").write_text(text)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    prepared: list[str] = []
+    gpu_cases.run_group("g", cases(prepared), tmp_path, tmp_path / "ready", 100)
+    assert prepared == ["first", "last"]
+    assert (tmp_path / "ready").exists()
+    results = gpu.read_results(tmp_path / "results.jsonl")
+    assert {case: line["status"] for (_, case), line in results.items()} == {
+        "first": "done",
+        "deadly": "prepares",
+        "large": "failed",
+        "untimed": "done",
+        "last": "done",
+    }
+    assert results["g", "large"]["reason"] == "out of memory"
+    assert (results["g", "last"]["compile_s"], results["g", "last"]["min_ms"]) == (1.0, 2.0)
+
+    before = (tmp_path / "results.jsonl").read_text()
+    gpu_cases.run_group("other", cases(prepared), tmp_path, tmp_path / "ready", -1)
+    assert (tmp_path / "results.jsonl").read_text() == before, "no time is left to prepare anything"
+
+
+def test_every_group_has_cases_and_variants_restore_the_constants():
+    for group in [*gpu.GROUPS, "profiled"]:
+        assert gpu_cases.cases_of(group, gpu_cases.FULL)
+        assert gpu_cases.cases_of(group, gpu_cases.TINY)
+    with pytest.raises(ValueError, match="tea"):
+        gpu_cases.cases_of("tea", gpu_cases.FULL)
+    for case in gpu_cases.FULL.steps:
+        step.read_config(gpu_cases.FULL.preset, *case)
+    default = kernels.NUM_WARPS
+    gpu_cases.VARIANTS["fused-warps-8"].set_constants()
+    assert default != kernels.NUM_WARPS == 8
+    gpu_cases.MAIN["fused"].set_constants()
+    assert default == kernels.NUM_WARPS
+
+
+def test_wrong_values_are_seen(monkeypatch):
+    monkeypatch.setattr(gpu_cases, "FUSED", Wrong())
+    plan = dataclasses.replace(gpu_cases.TINY, correct={"kerple": gpu_cases.TINY_LAYER})
+    figures, measure = gpu_cases.correctness(plan, "float32")["kerple"]()
+    assert measure is None
+    assert not figures["fused"]["right"]
+    assert 0.9 < figures["fused"]["errors"]["out"] < 1.1
+    for name in ("blockwise", "dense"):
+        assert figures[name]["right"]
+        assert figures[name]["same_bits"]
+
+
+GROUP = """
+import sys, time, pathlib
+ready, behaviour = pathlib.Path(sys.argv[1]), sys.argv[2]
+if behaviour == "dies once" and not ready.with_suffix(".died").exists():
+    ready.with_suffix(".died").touch()
+    sys.exit(9)
+ready.touch()
+assert sys.stdin.readline() == "go\\n"
+if behaviour == "hangs":
+    time.sleep(1000)
+"""
+
+
+def test_groups_that_die_are_restarted_and_those_that_hang_are_killed(tmp_path, monkeypatch, capsys):
+    behaviours = {"environment": "works", "torch": "hangs", "steps": "dies once"}
+    monkeypatch.setattr(gpu, "GROUPS", dict.fromkeys(behaviours, 2.0))
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    measurement = gpu.Measurement(tmp_path, 60, tiny=False)
+
+    def command(group, prepare_s, output):
+        return [sys.executable, str(script), str(measurement.cache / group), behaviours[group]]
+
+    monkeypatch.setattr(measurement, "group_command", command)
+    measurement.measure(list(behaviours), measurement.deadline)
+    said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+    expected = ["environment: status 0", "torch: killed at its limit", "steps died with status 9", "steps: status 0"]
+    assert said == expected
+
+
+@pytest.mark.parametrize("groups", [[], ["torch", "steps", "fused-forward"]])
+def test_groups_are_measured_in_phases(tmp_path, monkeypatch, groups):
+    measurement = gpu.Measurement(tmp_path, 1000, tiny=True, groups=groups)
+    measured, limits = [], []
+
+    def measure(groups, until):
+        measured.append(groups)
+        limits.append(until - measurement.deadline + 1000)
+
+    monkeypatch.setattr(measurement, "measure", measure)
+    monkeypatch.setattr(measurement, "train", lambda attention: measured.append([attention]))
+    measurement.run()
+    if groups:
+        assert measured == [["fused-forward", "torch"], ["steps"]]
+        assert limits == pytest.approx([1000, 1000])
+    else:
+        assert measured == [["environment"], list(gpu.GROUPS)[1:-1], ["steps"], ["blockwise"]]
+        assert limits == pytest.approx([60, 550, 800])
+        assert sum(gpu.MEMORY[group] for group in measured[1]) <= 1
+
+
+RESULTS = [
+    {"group": "environment", "case": "rates", "status": "done", "matmul_tflops": 700.0},
+    {
+        "group": "correct-float32",
+        "case": "kerple",
+        "status": "done",
+        "fused": {"right": True, "same_bits": False, "worst": "q", "errors": {"q": 2e-3, "k": 1e-3}},
+        "dense": {"right": False, "same_bits": True, "worst": "k", "errors": {"q": 1.0, "k": 2.0}},
+    },
+    {"group": "correct-float32", "case": "window", "status": "failed", "reason": "out of memory"},
+    *(
+        {"group": "fused-forward", "case": f"fused/{T}/1/forward", "status": "done", "min_ms": T / 1e3}
+        | {"temporary_mib": 12.0, "errors": {"out": 1e-3}}
+        for T in (512, 2048)
+    ),
+    {"group": "xla-forward", "case": "dense/2048/1/forward", "status": "runs"},
+    {"group": "steps", "case": "350m/dape1x3-kerple/512/1/dense", "status": "done", "min_ms": 20.0, "mfu": None},
+    {"group": "steps", "case": "350m/kerple/512/1/dense", "status": "done", "min_ms": 15.0, "mfu": 0.4},
+    {"group": "torch", "case": "torch", "status": "done", "left_out": "PyTorch is not installed"},
+    {"group": "train", "case": "fused", "status": "done", "loss_nats": 3.2},
+]
+
+
+def test_the_summary_has_figures_failures_and_what_is_missing(tmp_path):
+    path = tmp_path / "results.jsonl"
+    begun = {"group": "steps", "case": "350m/kerple/512/1/dense", "status": "prepares"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [begun, *RESULTS]))
+    results = gpu.read_results(path)
+    text = gpu.summarize(results, "DIR")
+    for words in (
+        "fused right 2.0e-03 (q), DIFFERENT BITS IN A SECOND RUN; dense WRONG 2.0e+00 (k)",
+        "out of memory",
+        "fused                  2.048 (12), error 1.0e-03",
+        "350m/kerple/512/1/dense                  min_ms 15, mfu 0.4, 0.750 of dape1x3-kerple, dense",
+        "NOT FINISHED: xla-forward dense/2048/1/forward",
+        "FAILED OR NOT RUN: torch torch: PyTorch is not installed",
+        '"matmul_tflops": 700.0',
+    ):
+        assert words in text
+    gpu.plot(results, tmp_path / "layers.png")
+    assert (tmp_path / "layers.png").stat().st_size > 1000
+    assert "NOT FINISHED: nothing" in gpu.summarize({}, "DIR")
+
+
+def test_bad_flags_of_the_measurement(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"group": "steps", "case": "a", "status": "done"}\n')
+    output = f"--output={tmp_path}"
+    for flags, words in (
+        ([], "--output"),
+        ([output], "has results of steps; choose another directory, or --groups"),
+        ([output, "--groups=train,steps"], "has results of steps"),
+        ([output, "--groups=train,tea"], "--groups = tea: must be of"),
+    ):
+        done = run_module("benchmarks.gpu", *flags)
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_everything_is_measured_on_a_cpu(tmp_path):
+    done = run_module("benchmarks.gpu", f"--output={tmp_path}", "--tiny", "--seconds=800")
+    assert done.returncode == 0, done.stderr
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert files == ["environment.txt", "layers.png", "log.txt", "results.jsonl", "summary.txt", "train.txt"]
+    results = gpu.read_results(tmp_path / "results.jsonl")
+    assert {group for group, _ in results} == {*gpu.GROUPS, "train"}
+    assert {line["status"] for line in results.values()} == {"done"}
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "NOT FINISHED: nothing" in summary
+    assert "WRONG" not in summary
+    assert "OTHER BITS" not in summary
+    fused = results["fused-backward", "fused/24/1/backward"]
+    assert fused["min_ms"] > 0
+    assert results["train", "blockwise"]["tokens_per_s"] > 0
+
+
+PTXAS = """#!/bin/sh
+echo "ptxas info    : Compiling entry function 'dape_forward_kernel__1' for 'sm_90a'" >&2
+echo "    0 bytes stack frame, $SPILLED bytes spill stores, 0 bytes spill loads" >&2
+echo "ptxas info    : Used 130 registers, used 1 barriers" >&2
+"""
+
+
+def test_registers_and_spills_are_read(tmp_path, monkeypatch):
+    ptxas = tmp_path / "ptxas"
+    ptxas.write_text(PTXAS)
+    ptxas.chmod(0o755)
+    monkeypatch.setenv("SPILLED", "48")
+    (tmp_path / "a.ptx").write_text(".target sm_90a\n.visible .entry dape_forward_kernel__1()")
+    (tmp_path / "b.ptx").write_text(".target sm_90a\n.visible .entry gemm()")
+    assert gpu_compiled.read_kernels(tmp_path, str(ptxas)) == {"forward": {"registers": 130, "spilled_bytes": 48}}
+    assert not (tmp_path / "a.ptx").exists(), "the next program's kernels have the same names"
+
+    row = {"implementation": "fused", "length": 512, "batch": 1, "direction": "forward"}
+    figures = {"launches": 36, "temporary_mib": 12.4, "gbyte": 0.057, "compile_s": 2.0, "failed": None}
+    kernel = {"forward": {"registers": 130, "spilled_bytes": 48}, "scores": {"registers": 9, "spilled_bytes": 0}}
+    rows = [row | figures | {"kernels": kernel}, row | {"failed": "out of memory"}]
+    _, fused, failed = gpu_compiled.cells(rows)
+    assert fused[4:9] == ["36", "12.4", "0.057", "130 / 9", "48 / 0"]
+    assert failed[4] == "failed"

@@ -57,8 +57,7 @@ def test_the_formula_as_written_loses_what_dape_keeps():
     assert found[0]["as_written"] > 50 * found[0]["dape"]
     _, alibi, power = precision.cells(found)
     assert alibi[:3] == ["alibi", "bfloat16", "2,048"]
-    assert power[3] == "NaN"
-    assert len(precision.plot(found).axes[0].lines) == 4
+    assert power[3] == "nan"
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,7 +175,6 @@ def test_training_in_16_bits_is_compared_with_float32(tmp_path, monkeypatch):
     assert half["loss_scales"] == [2.0**16] * 25
     assert exact["losses"][0] > exact["losses"][-1] > 1
     assert precision_training.cells(rows)[2][-1] == "65,536"
-    assert len(precision_training.plot(rows).axes) == 3
 
     monkeypatch.setattr(precision_training, "from_flags", lambda _: settings)
     monkeypatch.setattr(precision_training, "measure", lambda *_: rows)
