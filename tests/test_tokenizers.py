@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dape_jax.data import tokenizers
-from dape_jax.data.prepare.command import PrepareConfig, prepare, summary
+from dape_jax.data.prepare.command import PrepareConfig, prepare
+from dape_jax.data.prepare.show import show
 from dape_jax.data.store import DataConfig
 from dape_jax.data.tokenizers import (
     END_TOKENS,
@@ -528,7 +529,7 @@ def test_a_text_that_a_tokenizer_changes_needs_lossy(tmp_path, case):
     assert prepared.record.num_lossy in (6, 12)
 
 
-def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path):
+def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path, capsys):
     spec = write(tmp_path, FORMS["trained"] | LOSSY["NFC"])
     documents = [f"document {i} " + ("e\u0301" if i % 3 == 0 else "é") for i in range(12)]
     lines = [json.dumps({"text": document}) for document in documents]
@@ -536,7 +537,8 @@ def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path):
     fields = {"input": (str(tmp_path / "a.jsonl"),), "validation_fraction": 0.5}
     prepared = prepare(PrepareConfig(**fields, output=str(tmp_path / "out"), tokenizer=spec, lossy=True))
     assert prepared.record.num_lossy == 4
-    assert "4 documents cannot be decoded exactly from their tokens" in summary(prepared)
+    show(tmp_path / "out")
+    assert "documents that cannot be decoded exactly from their tokens: 4\n" in capsys.readouterr().out
     stores = (prepared.corpus.train, prepared.corpus.validation)
     found = [store.tokenizer.decode(store.document(i)).decode() for store in stores for i in range(store.num_documents)]
     assert sorted(found) == sorted(unicodedata.normalize("NFC", document) for document in documents)

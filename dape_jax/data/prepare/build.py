@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -38,17 +37,14 @@ from dape_jax.data.corpus import InputFile, Split, split_of
 from dape_jax.data.prepare.records import Bad, Content, Selection, Skipped, read_documents
 from dape_jax.data.store import FORMAT_VERSION, OFFSETS_FILE, SIDECAR_FILE, SPLITS, TOKENS_FILE, Sidecar, token_dtype
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
-from dape_jax.errors import InputError, printable, require
+from dape_jax.errors import InputError, require
 from dape_jax.files import read_json, sync_directory, write_json
 from dape_jax.progress import Progress
-
-logger = logging.getLogger(__name__)
 
 RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
 CORPUS_DIRECTORY, SHARDS_DIRECTORY = "corpus", "shards"
 
 MAX_LISTED = 100_000  # maximum bad records of a shard in rejected.jsonl; the rest are only counted
-_SHOWN = 5  # bad records that are also logged
 _SHARD_BYTES = 2**22  # maximum bytes of input of small files that share a shard
 _BLOCK_BYTES = 2**22
 
@@ -88,21 +84,17 @@ def read_record(*files: Path) -> Record:
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """Everything that the content of a shard depends on, except its input files.
-
-    `strict` stops at the first bad record, and `lossy` accepts documents that their ids do not decode to.
-    """
+    """Everything that the content of a shard depends on, except its input files."""
 
     selection: Selection
     tokenizer: Tokenizer
-    strict: bool
-    lossy: bool
+    lossy: bool  # accept documents that their ids do not decode to
 
     def write_shard(self, files: list[InputFile], shard: Path) -> Path:
         """Write the documents of input files, in order, to a directory that appears when it is complete; return it.
 
         Raises:
-            InputError: a file cannot be read, ids are outside the vocabulary, or a record is refused.
+            InputError: a file cannot be read, ids are outside the vocabulary, or a document needs `lossy`.
         """
         partial = shard.with_name(f".{shard.name}.{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
@@ -118,12 +110,10 @@ class Conversion:
                     if isinstance(found, str):
                         record.skipped[found] += 1
                     elif isinstance(found, Bad):
-                        bad = {"file": file.path, "line": number} | dataclasses.asdict(found)
-                        bad["detail"] = " ".join(found.detail.split())[:200]
-                        if self.strict:
-                            raise InputError(f"{describe(bad)}; omit --strict to skip it")
                         record.rejected[found.reason] += 1
                         if record.rejected.total() <= MAX_LISTED:
+                            detail = " ".join(found.detail.split())[:200]
+                            bad = {"file": file.path, "line": number, "reason": found.reason, "detail": detail}
                             out[REJECTED_FILE].write(json.dumps(bad).encode() + b"\n")
                     else:
                         split, ids = found
@@ -194,19 +184,13 @@ def build_corpus(
     for killed in (work / SHARDS_DIRECTORY).glob(".*"):
         shutil.rmtree(killed)
     missing = {shard: unit for shard, unit in shards.items() if not shard.exists()}
-    num_bytes, num_shown = sum(file.num_bytes for file in files), 0
-    done = num_bytes - sum(file.num_bytes for unit in missing.values() for file in unit)
+    num_bytes = sum(file.num_bytes for unit in missing.values() for file in unit)
     written = _write_in_pool(conversion, missing, workers) if workers > 1 else _write_here(conversion, missing)
-    bar = Progress(total=num_bytes, initial=done, desc="tokenizing", unit="B", unit_scale=True, leave=False)
+    bar = Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False)
     with bar, contextlib.closing(written):
         for shard in written:
             bar.update(sum(file.num_bytes for file in missing[shard]))
-            with open(shard / REJECTED_FILE) as rejected:
-                for line in rejected.readlines(_BLOCK_BYTES)[: _SHOWN - num_shown]:
-                    logger.warning("skipped: %s", describe(json.loads(line)))
-                    num_shown += 1
     record = read_record(*(shard / RECORD_FILE for shard in shards))
-    require(not (conversion.strict and record.rejected), "strict", True, f"bad records: {dict(record.rejected)}")
     if not (num_documents := record.num_documents.total()):
         counts = record.skipped | {f"bad ({reason})": count for reason, count in record.rejected.items()}
         found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "no records"
@@ -322,8 +306,3 @@ def _blocks(shards: list[Path], name: str) -> Iterator[bytes]:
         with open(shard / name, "rb") as file:
             while block := file.read(_BLOCK_BYTES):
                 yield block
-
-
-def describe(bad: dict[str, Any]) -> str:
-    """Return a bad record as one line."""
-    return printable(f"{bad['file']}, line {bad['line']}: {bad['reason']}: {bad['detail']}")

@@ -39,7 +39,6 @@ from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
     CORPUS_DIRECTORY,
     RECORD_FILE,
-    REJECTED_FILE,
     Conversion,
     NoDocumentsError,
     Record,
@@ -91,7 +90,6 @@ class PrepareConfig:
     max_length: int = flag(2**24, "Maximum length of a document, in the same units. It bounds the memory.")
     validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
     workers: int = flag(1, "Number of processes that tokenize, each one shard at a time; 1 starts no other process.")
-    strict: bool = flag(False, "Stop at the first bad record instead of skipping it.")
 
     def __post_init__(self):
         is_given = len(self.input) > 0 and all(self.input)
@@ -127,7 +125,6 @@ class Prepared:
 
     corpus: Corpus
     record: Record
-    was_complete: bool  # whether an earlier run completed the corpus
 
 
 def prepare(config: PrepareConfig) -> Prepared:
@@ -145,8 +142,9 @@ def prepare(config: PrepareConfig) -> Prepared:
     recipe = _recipe(config, tokenizer, files)
     output.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(output.with_name(f".{output.name}.lock")):
-        if was_complete := os.path.lexists(output):
+        if os.path.lexists(output):
             _check_recipe(output, recipe)
+            logger.info("%s is already complete, made with the same recipe", output)
         else:
             _build(config, files, tokenizer, recipe, output, partial)
         if (partial / RECIPE_FILE).exists():  # a process may also have been killed just before this
@@ -154,7 +152,7 @@ def prepare(config: PrepareConfig) -> Prepared:
     record = read_record(output / RECORD_FILE)
     allowed = f"{record.num_lossy:,} documents of {output} differ from their text; --lossy accepts them"
     require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
-    return Prepared(open_corpus(output), record, was_complete)
+    return Prepared(open_corpus(output), record)
 
 
 def prepare_text(data: DataConfig, lossy: bool) -> Path:
@@ -182,11 +180,11 @@ def prepare_text(data: DataConfig, lossy: bool) -> Path:
         prepared = prepare(dataclasses.replace(config, output=str(output)))
     except InputError as error:
         raise InputError(f"data.path = {data.path!r}: {error}") from error
-    output, num_lossy = prepared.corpus.train.directory.parent, prepared.record.num_lossy
-    logger.info("%s %s, from %r", "using" if prepared.was_complete else "prepared", output, data.path)
-    if num_lossy:
-        logger.warning("%d documents cannot be decoded exactly: their tokenizer is lossy", num_lossy)
-    return output
+    directory = prepared.corpus.train.directory.parent
+    logger.info("text of %r, prepared in %s", data.path, directory)
+    if prepared.record.num_lossy:
+        logger.warning("%d documents cannot be decoded exactly from their tokens", prepared.record.num_lossy)
+    return directory
 
 
 def _inputs(config: PrepareConfig, *excluded: Path) -> tuple[list[InputFile], Tokenizer | None]:
@@ -247,7 +245,7 @@ def _build(
         assert config.train_bpe is not None
         tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
         save_tokenizer(tokenizer, partial)
-    conversion = Conversion(config.selection, tokenizer, config.strict, config.lossy)
+    conversion = Conversion(config.selection, tokenizer, config.lossy)
     try:
         source, fingerprint = ",".join(config.input), json_digest(recipe)
         build_corpus(partial, files, conversion, source=source, fingerprint=fingerprint, workers=config.workers)
@@ -275,36 +273,9 @@ def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[s
                     return
 
 
-FEW_DOCUMENTS = 20  # with fewer, the intervals of an evaluation are wide
-
-
-def summary(prepared: Prepared) -> str:
-    """Return the counts of a corpus and its digest as text."""
-    record, made = prepared.record, prepared.corpus
-    output = made.train.directory.parent
-
-    def counts(values: dict[str, int]) -> str:
-        return ", ".join(f"{count:,} {name}" for name, count in values.items()) or "none"
-
-    lines = {
-        "documents": counts(record.num_documents),
-        "tokens": f"{counts(record.num_tokens)}; tokenizer {made.train.sidecar.tokenizer}",
-        "text": f"{record.num_text_bytes / 1e6:,.1f} MB, from {record.num_input_bytes / 1e6:,.1f} MB of input",
-        "skipped": counts(record.skipped),
-        "bad records": counts(record.rejected) + (f": see {output / REJECTED_FILE}" if record.rejected else ""),
-    }
-    if record.num_documents["validation"] < FEW_DOCUMENTS:
-        lines["documents"] += " (few to evaluate on: a larger --validation_fraction holds out more)"
-    if record.num_lossy:
-        lines["lossy"] = f"{record.num_lossy:,} documents cannot be decoded exactly from their tokens"
-    lines["digest"] = made.digest
-    state = "already complete, made with the same recipe" if prepared.was_complete else "corpus"
-    return "\n".join([f"{output}: {state}", *(f"  {name:13}{text}" for name, text in lines.items())])
-
-
 @dataclasses.dataclass(frozen=True)
 class ShowConfig:
-    """Flag of the other thing that this program does."""
+    """Flag to show a corpus that is there already."""
 
     show: str | None = flag(None, "Prepared corpus to show, instead of preparing one.")
 
@@ -317,13 +288,12 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Parse flags, prepare the corpus and print a summary; or show a corpus."""
+    """Parse flags, prepare the corpus and show it; or show another one."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
-    if (shown := command_line.from_flags(ShowConfig).show) is not None:
-        show(Path(os.path.expanduser(shown)))
-    else:
-        print(summary(prepare(command_line.from_flags(PrepareConfig))))
+    if (shown := command_line.from_flags(ShowConfig).show) is None:
+        shown = prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
+    show(Path(os.path.expanduser(shown)))
 
 
 def command() -> None:

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 
+from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, read_record
 from dape_jax.data.store import TokenStore, open_corpus
 from dape_jax.errors import printable
-from dape_jax.files import read_json
 
 QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 0.75, "95 %": 0.95, "largest": 1.0}
+FEW_DOCUMENTS = 20  # with fewer, the intervals of an evaluation are wide
 _SAMPLES = 3  # documents of each store whose beginning is printed
 _SHOWN_CHARS = 200
 _BAR_CHARS = 50  # width of the longest bar
@@ -21,14 +22,18 @@ def show(directory: Path) -> None:
         InputError: there is no corpus, or it is damaged.
     """
     corpus = open_corpus(directory)
-    sidecar = corpus.train.sidecar
-    print(f"made from {sidecar.source!r}")
+    sidecar, record = corpus.train.sidecar, read_record(directory / RECORD_FILE)
+
+    def counts(of: dict[str, int]) -> str:
+        return ", ".join(f"{count:,} {printable(reason)}" for reason, count in of.items()) or "none"
+
+    print(f"{directory}: made from {sidecar.source!r}, {record.num_input_bytes / 1e6:,.1f} MB of input")
     print(f"tokenizer {sidecar.tokenizer}: {sidecar.vocab_size:,} ids, each stored as {corpus.train.tokens.dtype.name}")
-    if (directory / "record.json").exists():  # counts of the records that are no documents
-        record = read_json(directory / "record.json")
-        for name in ("skipped", "rejected"):
-            found = ", ".join(f"{count:,} {printable(reason)}" for reason, count in record[name].items())
-            print(f"{name}: {found or 'nothing'}")
+    print(f"skipped: {counts(record.skipped)}")
+    print(f"bad: {counts(record.rejected)}" + (f"; see {directory / REJECTED_FILE}" if record.rejected else ""))
+    print(f"documents that cannot be decoded exactly from their tokens: {record.num_lossy:,}")
+    if corpus.validation.num_documents < FEW_DOCUMENTS:
+        print("few documents to evaluate on: a larger --validation_fraction holds out more")
     for store in (corpus.train, corpus.validation):
         _show_store(store)
     print(f"\ndigest {corpus.digest}: verified")
