@@ -1,6 +1,7 @@
 """Check the data pipeline: no document is lost or in both splits, nothing is read twice, the order resumes."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -19,7 +20,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dape_jax.data import corpus
-from dape_jax.data.batches import Windows, train_batches, validation_batches
+from dape_jax.data.batches import PackedDocuments, Windows, train_batches, validation_batches
 from dape_jax.data.store import (
     OFFSETS_FILE,
     SIDECAR_FILE,
@@ -36,6 +37,7 @@ from dape_jax.training.source import load_corpus
 
 quick = settings(max_examples=15, deadline=None)
 
+PACKED = ("inputs", "targets", "segment_ids", "positions", "weights")
 DOCUMENTS = [f"document {i}: ".encode() + bytes(range(1, 256)) * (i % 3) + b"\n" for i in range(40)]
 
 
@@ -586,3 +588,90 @@ def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], bat
 def test_wrong_validation_sizes_name_field_and_value(changes: dict, message: str):
     with pytest.raises(InputError, match=message):
         validation_batches(memory_store(100), **({"length": 10, "batch_size": 4, "num_batches": 3} | changes))
+
+
+# batches: packed documents
+
+
+def store_of(sizes: list[int]) -> TokenStore:
+    """Return a store of documents with these numbers of tokens, ends included; token i is i."""
+    store = memory_store(sum(sizes))
+    return dataclasses.replace(store, offsets=np.cumsum([0, *sizes]).astype("<i8"))
+
+
+document_sizes = st.lists(st.integers(1, 40), min_size=1, max_size=40).filter(lambda sizes: max(sizes) > 1)
+
+
+@quick
+@given(document_sizes, st.integers(1, 24))
+def test_packed_rows_hold_every_target_once_and_no_document_is_mixed(sizes: list[int], length: int):
+    store = store_of(sizes)
+    rows = PackedDocuments(store, length)
+    document_of = np.repeat(np.arange(len(sizes)), sizes)
+    seen, num_rests = [], 0
+    for row in (rows[i] for i in range(len(rows))):
+        assert {(name, values.shape) for name, values in row.items()} == {(name, (length,)) for name in PACKED}
+        is_padding = row["segment_ids"] == 0
+        np.testing.assert_array_equal(row["weights"], ~is_padding)
+        assert not is_padding[0]
+        np.testing.assert_array_equal(np.sort(is_padding), is_padding)  # padding is last
+        starts = np.flatnonzero(np.diff(row["segment_ids"], prepend=-1))
+        for start, stop in itertools.pairwise([*starts, length]):
+            np.testing.assert_array_equal(row["positions"][start:stop], np.arange(stop - start))
+            if is_padding[start]:
+                continue
+            inputs, targets = row["inputs"][start:stop], row["targets"][start:stop]
+            np.testing.assert_array_equal(inputs, inputs[0] + np.arange(stop - start))
+            np.testing.assert_array_equal(targets, inputs + 1)
+            assert len(set(document_of[inputs]) | set(document_of[targets])) == 1
+            seen += targets.tolist()
+            num_rests += stop - start < length
+    firsts = {0, *np.cumsum(sizes)[:-1].tolist()}
+    assert sorted(seen) == [token for token in range(sum(sizes)) if token not in firsts]
+    fewest = -(-len(seen) // length)
+    assert fewest <= len(rows) <= fewest + num_rests // 2 + 1
+    for outside in (-1, len(rows)):
+        with pytest.raises(IndexError):
+            rows[outside]
+
+
+def test_packing_wastes_little():
+    sizes = np.random.default_rng(0).geometric(1 / 100, 3000).tolist()
+    rows = PackedDocuments(store_of([size + 1 for size in sizes]), 128)
+    assert sum(sizes) / (len(rows) * 128) > 0.98
+
+
+@quick
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 12), st.integers(0, 2**32 - 1))
+def test_packed_batches_resume_and_are_sharded_like_windows(num_shards: int, before: int, seed: int):
+    store, steps, batch = store_of([2, 5, 9, 30, 4, 11, 7, 3, 8, 6] * 9), 3, 4
+
+    def batches(shard: int, num_shards: int, steps: int, state: dict | None = None) -> tuple[list[dict], dict]:
+        sizes = {"train_length": 8, "global_batch_size": batch, "seed": seed, "packing": "documents"}
+        iterator = train_batches(store, **sizes, shard_index=shard, num_shards=num_shards)
+        if state is not None:
+            iterator.set_state(json.loads(json.dumps(state)))
+        found = [next(iterator) for _ in range(steps)]
+        state = iterator.get_state()
+        iterator.close()
+        return found, state
+
+    whole, _ = batches(0, 1, before + steps)
+    _, state = batches(0, 1, before)
+    shards = [batches(shard, num_shards, steps, state) for shard in range(num_shards)]
+    for step in range(steps):
+        together = np.concatenate([found[step]["inputs"] for found, _ in shards])
+        assert sorted(map(tuple, together)) == sorted(map(tuple, whole[before + step]["inputs"]))
+    epoch = PackedDocuments(store, 8)
+    of_epoch, _ = batches(0, 1, len(epoch))
+    found = Counter(tuple(row) for each in of_epoch for row in each["inputs"])
+    assert found == {tuple(epoch[i]["inputs"]): batch for i in range(len(epoch))}
+
+
+def test_packed_validation_batches_are_full_and_in_order():
+    store = store_of([5, 9, 30, 4, 11] * 9)
+    batches = validation_batches(store, length=8, batch_size=3, num_batches=2, packing="documents")
+    shapes = [{name: values.shape for name, values in each.items()} for each in batches]
+    assert shapes == [dict.fromkeys(PACKED, (3, 8))] * 2
+    rows = PackedDocuments(store, 8)
+    np.testing.assert_array_equal(batches[0]["targets"][0], rows[0]["targets"])

@@ -1,21 +1,22 @@
-"""Token store -> batches of windows, through Grain.
+"""Token store -> batches of windows or of packed documents, through Grain.
 
-In: a `TokenStore`. Out: {"inputs": int32[B, T], "targets": int32[B, T]} in host memory, only this process's rows.
+In: a `TokenStore`. Out: {"inputs": int32[B, T], "targets": int32[B, T], ..} in host memory, only this process's rows.
 Next: `dape_jax.training`, which places them on the devices, and `dape_jax.evaluation`.
 """
 
 import dataclasses
+import functools
 
 import grain
 import numpy as np
 from grain.experimental import ElasticIterator
-from jaxtyping import Int32
+from jaxtyping import Int64, Num
 
 from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 
-Window = dict[str, Int32[np.ndarray, "T"]]
-Batch = dict[str, Int32[np.ndarray, "B T"]]
+Window = dict[str, Num[np.ndarray, "T"]]
+Batch = dict[str, Num[np.ndarray, "B T"]]
 
 # Grain's defaults, 16 threads and 500 prefetched batches, can use gigabytes and are slower on a memory map.
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -52,10 +53,99 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
+    """Token store as rows of T positions with whole documents that do not see each other.
+
+    Besides inputs and targets, a row has the `segment_ids` of its documents (from 1; 0 for padding), `positions` that
+    restart in each, and the loss `weights` (0 for padding). The last target of a document is its end_of_document (#).
+    With T = 8, a row of "abcde" and "xy":
+
+        inputs       a b c d e x y .
+        targets      b c d e # y # .
+        segment_ids  1 1 1 1 1 2 2 0
+        positions    0 1 2 3 4 0 1 0
+        weights      1 1 1 1 1 1 1 0
+
+    A document of more than T tokens is cut into pieces of T and a rest, which count as documents. Every token but the
+    first of each document is a target exactly once. Rests are packed longest first, each into the row with the least
+    space that suffices (best fit decreasing). Which documents share a row depends only on the store and T.
+    """
+
+    store: TokenStore
+    length: int
+
+    @functools.cached_property
+    def _rows(self) -> tuple[Int64[np.ndarray, "pieces"], Int64[np.ndarray, "pieces"], Int64[np.ndarray, "bounds"]]:
+        """Start and length of every piece, ordered by row, and the first piece of every row, with one more bound."""
+        starts, sizes = self.store.offsets[:-1], np.diff(self.store.offsets) - 1
+        whole, rests = sizes // self.length, sizes % self.length
+        document = np.repeat(np.arange(len(sizes)), whole)
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(whole) - whole, whole)
+        has_rest = rests > 0
+        starts = np.concatenate([starts[document] + nth * self.length, (starts + whole * self.length)[has_rest]])
+        sizes = np.concatenate([np.full(len(document), self.length), rests[has_rest]])
+        rows = np.concatenate([np.arange(len(document)), len(document) + _best_fit(rests[has_rest], self.length)])
+        order = np.argsort(rows, kind="stable")
+        return starts[order], sizes[order], np.append(np.flatnonzero(np.diff(rows[order], prepend=-1)), len(order))
+
+    def __len__(self) -> int:
+        return len(self._rows[2]) - 1
+
+    def __getitem__(self, index: int) -> Window:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        starts, sizes, bounds = self._rows
+        row = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segment_ids", "positions")}
+        row["weights"] = np.zeros(self.length, np.float32)
+        begin = 0
+        for segment, piece in enumerate(range(bounds[index], bounds[index + 1]), 1):
+            tokens = self.store.tokens[starts[piece] : starts[piece] + sizes[piece] + 1]
+            place = slice(begin, begin + int(sizes[piece]))
+            row["inputs"][place], row["targets"][place] = tokens[:-1], tokens[1:]
+            row["segment_ids"][place], row["weights"][place] = segment, 1
+            row["positions"][place] = np.arange(sizes[piece])
+            begin = place.stop
+        row["positions"][begin:] = np.arange(self.length - begin)
+        return row
+
+
+def _best_fit(sizes: Int64[np.ndarray, "pieces"], room: int) -> Int64[np.ndarray, "pieces"]:
+    """Return the row of every piece; pieces of a row have at most `room` in total."""
+    rows, num_rows = np.zeros(len(sizes), np.int64), 0
+    rows_with: dict[int, list[int]] = {}  # space -> rows with this much
+    spaces = 0  # bit i is set if there is a row with space i
+    for piece in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[piece])
+        if fitting := spaces >> size:
+            space = size + (fitting & -fitting).bit_length() - 1
+            row = rows_with[space].pop()
+            spaces ^= 0 if rows_with[space] else 1 << space
+        else:
+            space, row, num_rows = room, num_rows, num_rows + 1
+        rows[piece] = row
+        if space > size:
+            rows_with.setdefault(space - size, []).append(row)
+            spaces |= 1 << (space - size)
+    return rows
+
+
+PACKINGS = {"stream": Windows, "documents": PackedDocuments}
+
+
 def train_batches(
-    store: TokenStore, *, train_length: int, global_batch_size: int, seed: int, shard_index: int, num_shards: int
+    store: TokenStore,
+    *,
+    train_length: int,
+    global_batch_size: int,
+    seed: int,
+    shard_index: int,
+    num_shards: int,
+    packing: str = "stream",
 ) -> grain.DatasetIterator[Batch]:
-    """Return endless shuffled batches: every window once per epoch, in a new order in each epoch.
+    """Return endless shuffled batches: every window or row once per epoch, in a new order in each epoch.
+
+    `packing` is "stream" for `Windows`, as in the paper, or "documents" for `PackedDocuments`.
 
     The iterator's complete state, `get_state()` -> {"global_next_index": N}, is the number of windows that all
     processes together have read. It is the same on all processes, and `set_state` resumes exactly, also with another
@@ -67,7 +157,7 @@ def train_batches(
     Raises:
         InputError: a size is invalid, or the store is shorter than one window.
     """
-    windows = _windows(store, train_length)
+    windows = _windows(store, train_length, packing)
     require(0 <= seed < 2**32, "data.seed", seed, "must be 0 to 2**32 - 1")
     require(num_shards > 0, "num_shards", num_shards, "must be at least 1")
     require(0 <= shard_index < num_shards, "shard_index", shard_index, f"must be 0 to {num_shards - 1}")
@@ -84,7 +174,9 @@ def train_batches(
     return iter(ElasticIterator(dataset, global_batch_size, shard, read_options=_READ_OPTIONS))
 
 
-def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_batches: int) -> list[Batch]:
+def validation_batches(
+    store: TokenStore, *, length: int, batch_size: int, num_batches: int, packing: str = "stream"
+) -> list[Batch]:
     """Return full batches of windows evenly spaced over the store, in order; the same batches in every run.
 
     T = `length` may be longer than in training. There are `num_batches`, or fewer if the store is too small.
@@ -92,7 +184,7 @@ def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_b
     Raises:
         InputError: a size is invalid, or the store is shorter than one batch.
     """
-    windows = _windows(store, length)
+    windows = _windows(store, length, packing)
     require(num_batches > 0, "num_batches", num_batches, "must be at least 1")
     require(
         0 < batch_size <= len(windows),
@@ -103,17 +195,13 @@ def validation_batches(store: TokenStore, *, length: int, batch_size: int, num_b
     num_windows = min(num_batches, len(windows) // batch_size) * batch_size
     spread = np.arange(num_windows) * len(windows) // num_windows
     batches = [[windows[index] for index in indices] for indices in spread.reshape(-1, batch_size).tolist()]
-    return [{name: np.stack([row[name] for row in rows]) for name in ("inputs", "targets")} for rows in batches]
+    return [{name: np.stack([row[name] for row in rows]) for name in rows[0]} for rows in batches]
 
 
-def _windows(store: TokenStore, length: int) -> Windows:
+def _windows(store: TokenStore, length: int, packing: str) -> Windows | PackedDocuments:
     field = "train.train_length"
     require(length > 0, field, length, "must be at least 1")
-    windows = Windows(store, length)
-    require(
-        len(windows) > 0,
-        field,
-        length,
-        f"must be at most {store.num_tokens - 1}: {store.directory} has {store.num_tokens} tokens",
-    )
+    windows = PACKINGS[packing](store, length)
+    allowed = f"must be at most {store.num_tokens - 1}: {store.directory} has {store.num_tokens} tokens"
+    require(len(windows) > 0, field, length, allowed)
     return windows
