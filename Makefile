@@ -90,3 +90,8 @@ lint: install-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m pyright
+
+# `make tables CHECK=--check` fails if a page is not up to date, and changes nothing.
+CHECK = -r
+tables: install-dev
+	$(PY) -m cogapp -P -p 'from experiments.tables import *' $(CHECK) README.md docs/*.md

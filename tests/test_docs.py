@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from urllib.parse import unquote, urlsplit
 
+import cogapp
 import pytest
 
 import dape_jax
 from dape_jax.tools.maps import attention_maps
+from experiments import tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -60,6 +63,35 @@ def test_every_raw_file_that_the_pages_name_exists():
     for page in PAGES:
         for name in re.findall(r"`(results/[\w./-]+)`", page.read_text()):
             assert (ROOT / name).exists() or name == "results/gpu/", (page.name, name)
+
+
+def test_tables_are_up_to_date(capsys):
+    """Change a page's block, not its output, and run `make tables`."""
+    pages = [str(page) for page in PAGES if page.parent.name != "results"]
+    arguments = ["cog", "-P", "-p", "from experiments.tables import *", "--check", "--diff"]
+    assert cogapp.Cog().main([*arguments, *pages]) == 0, capsys.readouterr().out
+    assert sum(page.read_text().count("[[[cog print(") for page in PAGES) > 40
+
+
+def test_recipes_expect_the_committed_results():
+    def perplexities(experiment: str, *lengths: int) -> list[str]:
+        methods = ("dape1x3-kerple", "kerple")
+        found = [tables.seeds_of(experiment, name, 32, at, "small-stdlib") for name in methods for at in lengths]
+        assert {len(seeds) for seeds in found} == {5}
+        return [f"{fmean(seeds):.2f}" for seeds in found]
+
+    demo = [tables.select(tables.read("quickstart/lengths.json")["runs"], name=name)["lengths"] for name in tables.PAIR]
+    of_demo = [f"{tables.select(of, length=at)['perplexity']:.2f}" for of in demo for at in (64, 2048)]
+    runs = tables.read("che/accuracy.json")["runs"]
+    on_pairs = [tables.select(runs, task="even_pairs", name=name) for name in tables.PAIR]
+    of_pairs = [f"{100 * run[field]:.2f}" for run in on_pairs for field in ("trained", "score")]
+    two_each = "Kerple {} and {}; DAPE1x3-Kerple {} and {}."
+    for recipe, expected in (
+        ("quickstart", two_each.format(*of_demo)),
+        ("small", "{} and {}; with processor=none {} and {}.".format(*perplexities("fig2", 32, 2048))),
+        ("che", two_each.format(*of_pairs)),
+    ):
+        assert expected in " ".join((ROOT / "dape_jax" / "configs" / f"{recipe}.py").read_text().split())
 
 
 def test_api_page_has_every_public_name():
