@@ -36,7 +36,6 @@ def run(
     main: Callable[[list[str]], None],
     interrupted: str = "interrupted",
     positional: tuple[str, ...] = (),
-    on_bad_flags: Callable[[list[str], InputError], None] = lambda arguments, error: None,
 ) -> None:
     """Parse flags, call `main`, and turn expected exceptions into one line on standard error and an exit status.
 
@@ -55,8 +54,6 @@ def run(
         main: function that is called with the program's name and its positional arguments.
         interrupted: message after Ctrl-C.
         positional: names of the positional arguments, for messages. Further arguments are refused.
-        on_bad_flags: function that is called with the command line and the error of a flag or the config file, before
-            the error is printed.
     """
 
     def quietly(arguments: list[str]) -> None:
@@ -74,9 +71,6 @@ def run(
     def parse(arguments: list[str]) -> list[str]:
         try:
             return _parse(arguments)
-        except InputError as error:
-            on_bad_flags(arguments, error)
-            raise
         except SystemExit:  # absl has printed the help, and exits with 1
             sys.exit(0)
 

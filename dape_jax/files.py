@@ -1,21 +1,19 @@
 """Files that survive interruptions: atomic writes, JSON with digests, exclusive locks."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import logging
 import os
-import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dape_jax.errors import InputError, require
-from dape_jax.storage import AnyPath, bucket_errors, is_remote
+import filelock
+from etils import epath
 
-logger = logging.getLogger(__name__)
+from dape_jax.errors import InputError, require
+from dape_jax.storage import AnyPath, is_remote
 
 
 def write_atomically(file: AnyPath, content: bytes) -> None:
@@ -25,8 +23,7 @@ def write_atomically(file: AnyPath, content: bytes) -> None:
         OSError: the directory is missing, not writable or full; the old content is kept.
     """
     if is_remote(file):  # objects are replaced atomically
-        with bucket_errors():
-            file.write_bytes(content)
+        file.write_bytes(content)
         return
     partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -61,8 +58,7 @@ def read_bytes(file: AnyPath) -> bytes:
     Raises:
         OSError: the file cannot be read.
     """
-    with bucket_errors():
-        return file.read_bytes()
+    return file.read_bytes()
 
 
 def read_json(file: AnyPath) -> dict[str, Any]:
@@ -97,62 +93,32 @@ def json_digest(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def exclusive_lock(directory: Path, field: str, lock_file: str = "lock") -> Iterator[None]:
-    """Hold an exclusive lock on `directory`, creating it if missing, until the block ends or the process dies.
+def exclusive_lock(directory: epath.PathLike, field: str, lock_file: str = "lock") -> Iterator[None]:
+    """Hold an exclusive lock on a local directory, creating it if missing, until the block ends or the process dies.
 
     Args:
         directory: directory to lock.
         field: name of the flag or argument with the directory, for messages.
-        lock_file: name of the file in the directory that is locked. The file is not deleted; its content identifies
-            the process that holds the lock. A symbolic link is rejected: another user could have chosen its target.
+        lock_file: name of the file in the directory that is locked. The file is not deleted.
 
     Raises:
         InputError: another process holds the lock, or the directory cannot be written to.
     """
+    lock = filelock.FileLock(os.path.join(directory, lock_file), timeout=0)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        epath.Path(directory).mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout as error:
+        advice = "in use by another process; wait for it, stop it or choose another directory"
+        raise InputError(f"{field} = {str(directory)!r}: {advice}") from error
     except OSError as error:
         raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
     try:
-        _lock(descriptor, directory, field, lock_file)
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
 
 
-@contextlib.contextmanager
-def waiting_lock(file: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, creating it if missing, after waiting for the current holders on this machine.
-
-    Raises:
-        OSError: the file cannot be created. (On a file system without locks, this does not wait.)
-    """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, directory: Path, field: str, lock_file: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The previous holder may have renamed the directory, and this file with it, since it was opened.
-        is_current = os.path.samestat(os.fstat(descriptor), os.lstat(directory / lock_file))
-    except (BlockingIOError, FileNotFoundError):
-        is_current = False
-    except OSError as error:
-        logger.warning("%s: the file system has no locks (%s); two runs in it are not detected", directory, error)
-        return
-    if not is_current:
-        holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
-        raise InputError(
-            f"{field} = {str(directory)!r}: in use by another process{holder and f' ({holder})'}; wait for it, stop it "
-            "or choose another directory"
-        )
-    with contextlib.suppress(OSError):  # the content is only for the message above; other writes report a full disk
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+def waiting_lock(file: epath.PathLike) -> filelock.BaseFileLock:
+    """Return a context that holds an exclusive lock on a file, after waiting for the current holders."""
+    return filelock.FileLock(file)

@@ -4,7 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import uuid
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 
 from dape_jax.errors import os_errors, require
-from dape_jax.storage import AnyPath, bucket_errors, is_remote
+from dape_jax.storage import AnyPath, is_remote
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # versions must be equal on all processes
@@ -74,14 +73,10 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
         field: name of the flag or argument with the directory, for messages.
 
     Raises:
-        InputError: the directory cannot be created or is not writable; or it is in results/, the source has uncommitted
+        InputError: the directory cannot be created; or it is in results/, the source has uncommitted
             changes, and the environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
     """
     if is_remote(directory):
-        with os_errors(field, str(directory), "cannot be written to"), bucket_errors():
-            probe = directory / f".{uuid.uuid4().hex}"
-            probe.write_bytes(b"")
-            probe.unlink(missing_ok=True)  # missing if the answer to its deletion was lost and the deletion repeated
         return directory
     if directory.absolute().is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
         allowed = f"commit the changes, choose a directory outside results/, or set {ALLOW_DIRTY}=1"
@@ -89,7 +84,6 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
         require(clean, field, str(directory), f"the source has uncommitted changes; {allowed}")
     with os_errors(field, str(directory), "cannot be written to"):
         directory.mkdir(parents=True, exist_ok=True)
-    require(os.access(directory, os.W_OK), field, str(directory), "cannot be written to")
     return directory
 
 

@@ -642,47 +642,9 @@ def sampling() -> str:
     )
 
 
-def robustness() -> str:
-    """Return the counts of the programs that try to break a run."""
-    kills = [read(f"survival/{name}.json")["kills"] for name in ("kill_test", "kill_test_2_processes", "kill_test_gs")]
-    corrupt, disk = read("survival/corrupt.json"), read("survival/full_disk.json")["outcomes"]
-    found = corrupt["outcomes"]
-    rows = [
-        (
-            "`scripts/kill_test.py`",
-            "kills a run at random moments, also one of several processes, and in a bucket",
-            f"the bits of an undisturbed run after {kills[0]} local kills, {kills[1]} of one of two processes, "
-            f"{kills[2]} in each kind of bucket",
-        ),
-        (
-            "`scripts/corrupt.py`",
-            "corrupts files of a run directory in twelve ways, then trains and evaluates",
-            f"{len(corrupt['cases'])} cases: the results of the undamaged run in {found['equal']}, those of an older "
-            f"checkpoint with a warning in {found['older']}, one line of error in {found['one line']}",
-        ),
-        (
-            "`scripts/full_disk.py`",
-            "gives the disk less space than a run needs, at 50 sizes, then enough",
-            f"one line of error and a resumed run with the same bits at {disk['refused']} sizes; enough space at "
-            f"{disk['equal']}",
-        ),
-    ]
-    return table(["program", "action", "result"], rows)
-
-
 def dispatch() -> str:
     """Return a sentence on the host's work for a step."""
     return f"The host's work for a step of 12 layers takes {read('dispatch/dispatch.json')['median_ms']['sum']:.1f} ms."
-
-
-def kills() -> str:
-    """Return a sentence on the signals of the test of local kills."""
-    found = read("survival/kill_test.json")
-    counts = " and ".join(f"{number} by {name}" for name, number in found["signals"].items())
-    return (
-        f"`python scripts/kill_test.py` killed a tiny run {found['kills']} times at random moments, {counts}. It ended "
-        "with the same\nbits as an uninterrupted run (`results/survival/kill_test.json`)."
-    )
 
 
 def import_memory() -> str:

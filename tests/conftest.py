@@ -3,10 +3,12 @@
 import atexit
 import fcntl
 import gc
+import logging
 import os
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +167,23 @@ def libtpu(monkeypatch: pytest.MonkeyPatch) -> Path:
         return find_libtpu()
     except InputError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def google_storage() -> Iterator[None]:
+    """Serve gs://bucket/ from this machine's memory."""
+    server_of = pytest.importorskip("gcp_storage_emulator.server").create_server
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # logs every request
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = server_of("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server.start()
+    url = f"http://127.0.0.1:{port}"
+    environment = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
+    environment["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # would ask Google for the kind of the bucket
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield
+    server.stop()

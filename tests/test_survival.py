@@ -1,6 +1,5 @@
 """Crashes, damaged disks and concurrent runs: no checkpoint is lost, and no damage is restored unnoticed."""
 
-import argparse
 import contextlib
 import errno
 import gc
@@ -25,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dape_jax import command_line, files
+from dape_jax import command_line
 from dape_jax.errors import InputError
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint, loop
@@ -206,11 +205,6 @@ def truncate(step: Path) -> str:
     return "up_DF"
 
 
-def lose_file(step: Path) -> str:
-    (step / "opt_state" / "manifest.ocdbt").unlink()
-    return "opt_state"
-
-
 def lose_item(step: Path) -> str:
     shutil.rmtree(step / "health")
     return "health"
@@ -219,11 +213,6 @@ def lose_item(step: Path) -> str:
 def lose_metrics(step: Path) -> str:
     shutil.rmtree(step / "metrics")
     return "metrics"
-
-
-def lose_digests(step: Path) -> str:
-    shutil.rmtree(step / "digests")
-    return "digests"
 
 
 def spoil_metrics(step: Path) -> str:
@@ -242,12 +231,6 @@ def replace_by_another(step: Path) -> str:
     return "cannot be read"
 
 
-def empty(step: Path) -> str:
-    shutil.rmtree(step)
-    step.mkdir()
-    return "cannot be read"
-
-
 def put_a_file_there(step: Path) -> str:
     shutil.rmtree(step)
     step.write_text("not a checkpoint")
@@ -259,18 +242,7 @@ def read_as_an_evaluator(workdir: Path, which: str) -> tuple[int, dict]:
     return step, checkpoint.restore_params(workdir, step, abstract(small_state(step)).params)
 
 
-DAMAGES = [
-    damage_data,
-    truncate,
-    lose_file,
-    lose_item,
-    lose_metrics,
-    lose_digests,
-    spoil_metrics,
-    replace_by_another,
-    empty,
-    put_a_file_there,
-]
+DAMAGES = [damage_data, truncate, lose_item, lose_metrics, spoil_metrics, replace_by_another, put_a_file_there]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=[damage.__name__ for damage in DAMAGES])
@@ -282,10 +254,10 @@ def test_a_damaged_step_is_skipped_moved_aside_and_kept(workdir, caplog, damage)
 
     # An evaluator reads the config first: it skips a step where that is damaged. It moves nothing.
     before = files_of(workdir)
-    has_config = damage in (damage_data, truncate, lose_file, lose_item, replace_by_another)
+    has_config = damage in (damage_data, truncate, lose_item, replace_by_another)
     assert checkpoint.restore_config(workdir)[0] == (3 if has_config else 2)
     assert checkpoint.restore_config(workdir, "1")[0] == 1
-    if damage in (lose_file, lose_item):  # which an evaluator does not read
+    if damage is lose_item:  # which an evaluator does not read
         read_as_an_evaluator(workdir, "3")
     else:
         with pytest.raises(InputError) as error:
@@ -311,7 +283,8 @@ def test_a_damaged_step_is_skipped_moved_aside_and_kept(workdir, caplog, damage)
     assert found[0] == 3
     damage(step)
     checkpoint.restore_newest(workdir, abstract(small_state(2)))
-    assert {entry.name for entry in (workdir / "damaged").iterdir()} >= {"3", "3-2"}
+    assert {entry.name for entry in (workdir / "damaged").iterdir()} == {"3", "3.txt", "3-2", "3-2.txt"}
+    assert message in (workdir / "damaged" / "3-2.txt").read_text()
 
 
 def test_an_older_damaged_step_is_moved_too_and_is_never_the_best(workdir, caplog):
@@ -325,23 +298,9 @@ def test_an_older_damaged_step_is_moved_too_and_is_never_the_best(workdir, caplo
         assert list(manager.all_steps()) == [1, 3]
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"", b"[1]"], ids=["deep", "no text", "empty", "a list"])
-def test_damaged_metadata_of_orbax_are_moved_and_the_step_is_kept(workdir, caplog, content):
-    file = workdir / "checkpoints" / "3" / "_CHECKPOINT_METADATA"
-    assert json.loads(file.read_bytes())["commit_timestamp_nsecs"]
-    file.write_bytes(content)
-    (step, *_) = checkpoint.restore_newest(workdir, abstract(small_state(0)))
-    assert step == 3
-    assert (workdir / "damaged" / "3_CHECKPOINT_METADATA").read_bytes() == content
-    assert "the metadata of step 3 is damaged" in caplog.text
-    with checkpoint.open_checkpoints(workdir, 3) as manager:
-        assert sorted(manager.all_steps()) == [1, 2, 3]
-    assert checkpoint.restore_newest(workdir, abstract(small_state(0)))[0] == 3
-
-
 def test_if_all_steps_are_damaged_nothing_is_started_or_moved(workdir):
     for step in (1, 2, 3):
-        lose_file(workdir / "checkpoints" / str(step))
+        lose_item(workdir / "checkpoints" / str(step))
     before = files_of(workdir)
     for _ in range(2):
         with pytest.raises(InputError, match="all of its checkpoints are damaged") as error:
@@ -424,7 +383,9 @@ def test_a_directory_has_one_run_and_a_killed_one_releases_it(tmp_path):
     with another_run(workdir) as run:
         with pytest.raises(InputError) as error, checkpoint.run_lock(workdir):
             pass
-        assert all(words in str(error.value) for words in (str(workdir), f"process {run.pid}", "another directory"))
+        assert all(
+            words in str(error.value) for words in (str(workdir), "in use by another process", "another directory")
+        )
         run.send_signal(signal.SIGKILL)
         run.wait()
         with checkpoint.run_lock(workdir), pytest.raises(InputError), checkpoint.run_lock(workdir):
@@ -433,57 +394,17 @@ def test_a_directory_has_one_run_and_a_killed_one_releases_it(tmp_path):
         pass
 
 
-def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, caplog):
-    def no_locks(*_):
-        raise OSError(37, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    with checkpoint.run_lock(tmp_path):
-        pass
-    assert "No locks available" in caplog.text
-
-
-def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path, saved):
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.run_lock(workdir):
             pass
-    resumed = Path(shutil.copytree(saved, tmp_path / "resumed"))
-    (resumed / checkpoint.LOCK_FILE).mkdir()  # even root cannot open it for writing
-    with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.run_lock(resumed):
-        pass
-    if os.geteuid() != 0:
-        resumed.chmod(0o500)
-        (resumed / checkpoint.LOCK_FILE).rmdir()
-        with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.run_lock(resumed):
-            pass
-
-
-def test_a_lock_that_is_a_symbolic_link_is_refused(tmp_path):
-    """Reject the link: another user could have created it so that one of our files is overwritten."""
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / checkpoint.LOCK_FILE).symlink_to(victim)
-    with pytest.raises(InputError, match=r"workdir = .*symbolic links"), checkpoint.run_lock(tmp_path / "run"):
-        pass
-    assert victim.read_text() == "mine"
-
-
-def test_a_partial_file_is_not_written_through_a_symbolic_link(tmp_path, monkeypatch):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    monkeypatch.setattr(files.uuid, "uuid4", lambda: argparse.Namespace(hex="guessed"))
-    (tmp_path / ".file.guessed.partial").symlink_to(victim)
-    with pytest.raises(FileExistsError):
-        files.write_atomically(tmp_path / "file", b"content")
-    assert victim.read_text() == "mine"
 
 
 # ---- errors of the machine
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("item", ["params", "data"])
 def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, number, item):
     """Unreadable steps are not moved, and older steps are not used instead."""
@@ -493,30 +414,10 @@ def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, nu
         raise OSError(number, os.strerror(number), "a file")
 
     monkeypatch.setattr(handler, "restore", restore)
-    with pytest.raises(InputError, match=f"cannot be read now: {os.strerror(number)}"):
+    with pytest.raises(InputError, match=f"cannot be read now: .*{os.strerror(number)}"):
         checkpoint.restore_newest(workdir, abstract(small_state(0)))
     assert checkpoint.step_names(workdir) == ["3", "2", "1"]
     assert not (workdir / "damaged").exists()
-
-
-@pytest.mark.parametrize("name", ["config", "config/metadata", "metrics/metrics", "params"])
-def test_a_file_without_permission_is_not_damage(workdir, monkeypatch, name):
-    """Orbax reports it as missing. Root may read everything, so the system's answer is simulated."""
-    denied = workdir / "checkpoints" / "3" / name
-    shutil.move(denied, workdir / "elsewhere")
-    denied.mkdir()  # there, but of the wrong kind: reading it fails
-    (denied.parents[len(Path(name).parts) - 1] / "0").symlink_to("nowhere")  # a file that is missing does not hide it
-    scandir = os.scandir
-
-    def refuse(path):
-        if Path(path) == denied:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(InputError, match=rf"cannot be read now: .*{name}: Permission denied"):
-        checkpoint.restore_newest(workdir, abstract(small_state(0)))
-    assert checkpoint.step_names(workdir) == ["3", "2", "1"]
 
 
 def test_a_renamed_step_is_damaged(workdir, caplog):
@@ -527,23 +428,15 @@ def test_a_renamed_step_is_damaged(workdir, caplog):
     assert (workdir / "damaged" / "30").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "a/b: Permission denied"),
-        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-        (ConnectionError("lost\nit"), "lost it"),
-    ],
-)
-def test_an_error_of_the_machine_is_one_line(capsys, monkeypatch, error, line):
+def test_an_error_of_the_machine_is_one_line(capsys, monkeypatch):
     def main(_):
-        raise error
+        raise PermissionError(errno.EACCES, "Permission denied", "a/b")
 
     monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))
     with pytest.raises(SystemExit) as status:
         command_line.run(main)
     assert status.value.code == 1
-    assert capsys.readouterr().err == f"error: {line}\n"
+    assert capsys.readouterr().err == "error: a/b: Permission denied\n"
 
 
 def test_too_little_space_is_refused_before_training(tmp_path):
@@ -592,52 +485,3 @@ def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
     assert found is not None
     assert found[0] == 1
     assert not (tmp_path / "damaged").exists()
-
-
-@pytest.mark.slow
-def test_ten_kills_end_with_the_same_bits(tmp_path):
-    """Send SIGKILL and SIGTERM during start-up, steps, validations and saves; see `scripts/kill_test.py`."""
-    command = [sys.executable, "scripts/kill_test.py", "--kills=10", "--seed=1", f"--output={tmp_path}"]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
-    assert run.returncode == 0, run.stderr[-5000:]
-    tally = json.loads((tmp_path / "kill_test.json").read_text())
-    assert tally["equal"]
-    assert sum(tally["signals"].values()) == sum(tally["phases"].values()) == tally["kills"] == 10
-    assert len(tally["phases"]) >= 3
-    assert tally["arrays_compared_bit_for_bit"] > 50
-
-
-def run_script(*arguments: str) -> subprocess.CompletedProcess:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
-
-
-@pytest.mark.slow
-def test_corrupted_files_are_skipped_or_refused(tmp_path):
-    """Run a few cases of `scripts/corrupt.py` with known outcomes."""
-    kinds, ways = "--kinds=config.json$|params/_METADATA", "--ways=deleted,random bytes,unreadable"
-    run = run_script("scripts/corrupt.py", kinds, ways, f"--output={tmp_path}")
-    assert run.returncode == 0, run.stderr[-5000:]
-    result = json.loads((tmp_path / "corrupt.json").read_text())
-    assert result["not_allowed"] == []
-    outcomes = {(row["kind"], row["way"], row["command"]): row["outcome"] for row in result["cases"]}
-    metadata = next(kind for kind, _, _ in outcomes if "_METADATA" in kind)
-    assert outcomes["config.json", "deleted", "train"] == "equal"  # each checkpoint has a copy
-    assert outcomes["config.json", "unreadable", "train"] == "one line"
-    assert outcomes[metadata, "random bytes", "eval"] == "one line"  # which names the other steps
-    assert outcomes[metadata, "random bytes", "train"] == "equal"  # from an older step, by the same way
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
-def test_a_full_disk_loses_nothing(tmp_path):
-    """Run three sizes of `scripts/full_disk.py`; the last is about one block too small."""
-    run = run_script("scripts/full_disk.py", "--count=3", f"--output={tmp_path}")
-    if "mount" in run.stderr and "CalledProcessError" in run.stderr:
-        pytest.skip("this machine's root cannot mount a file system")
-    assert run.returncode == 0, run.stderr[-5000:]
-    result = json.loads((tmp_path / "full_disk.json").read_text())
-    assert result["not_allowed"] == []
-    assert result["outcomes"]["refused"] >= 1

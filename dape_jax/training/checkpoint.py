@@ -18,60 +18,31 @@ import operator
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dape_jax.config import without_removed
-from dape_jax.distributed import first_fault, process_zero_only, require_same
-from dape_jax.errors import InputError, describe, require
-from dape_jax.files import (
-    exclusive_lock,
-    json_digest,
-    parse_json,
-    read_bytes,
-    read_json,
-    write_atomically,
-    write_json,
-)
+from dape_jax.distributed import first_fault, process_zero_only
+from dape_jax.errors import InputError, require
+from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import Params
-from dape_jax.storage import (
-    AnyPath,
-    absolute,
-    bucket_errors,
-    exists,
-    is_of_network,
-    is_remote,
-    lease,
-    list_directory,
-    move_directory,
-)
+from dape_jax.storage import Marker, is_remote, names_in
 from dape_jax.training.step import TrainState
 
-CONFIG_FILE = "config.json"
-LOCK_FILE = "run.lock"
-_DELETED = "deleted"  # directory next to the steps, for steps that are being deleted; not in a bucket, see `_Manager`
-_METADATA = "_CHECKPOINT_METADATA"  # written by Orbax to each step
+CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
+_DELETED = "deleted"  # directory next to the steps, for steps that are being deleted; not in a bucket
 _COMPLETE = "commit_success.txt"  # Orbax writes it last to a step in a bucket, where nothing can be renamed
-# Errors caused by the machine, its network or file permissions: they do not mean that a checkpoint is damaged.
-_ENVIRONMENT_ERRORS = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ESTALE,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ETIMEDOUT,
-)
+# Errors of the machine, its network or permissions: they do not mean that a checkpoint is damaged.
+_NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 logger = logging.getLogger(__name__)
 
@@ -96,110 +67,99 @@ class DamagedError(Exception):
 
 
 @contextlib.contextmanager
-def run_lock(workdir: AnyPath) -> Iterator[None]:
-    """Hold an exclusive lock on `workdir`, creating it if missing. Process 0 holds it for all processes.
+def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
+    """Keep other runs out of `workdir`, creating it if missing, until the block ends. Process 0 does it for all.
 
-    In a bucket it is a lease; see `storage.lease`.
+    Yields a function to call between steps: in a bucket it renews the run's marker.
 
     Raises:
-        InputError: another run holds the lock, or the directory cannot be written to.
+        InputError: another run uses the directory, or it cannot be written to.
     """
-    held = lease(workdir, "workdir", LOCK_FILE) if is_remote(workdir) else exclusive_lock(workdir, "workdir", LOCK_FILE)
+    workdir, refresh = epath.Path(workdir), []
     with contextlib.ExitStack() as stack:
-        process_zero_only(lambda: stack.enter_context(held))
-        yield
+
+        def enter() -> None:
+            if is_remote(_directory(workdir)):
+                refresh.append(stack.enter_context(Marker(workdir / LOCK_FILE, "workdir")).refresh)
+            else:
+                stack.enter_context(exclusive_lock(workdir, "workdir", LOCK_FILE))
+
+        process_zero_only(enter)
+        yield refresh[0] if refresh else lambda: None
 
 
-def write_config(workdir: AnyPath, config: dict[str, Any]) -> None:
-    """Write the run's config, atomically.
-
-    Raises:
-        InputError: the directory cannot be written to.
-    """
-    try:
-        write_json(workdir / CONFIG_FILE, config)
-    except OSError as error:
-        raise InputError(f"workdir = {str(workdir)!r}: cannot be written to: {error}") from error
+def write_config(workdir: epath.PathLike, config: dict[str, Any]) -> None:
+    """Write the run's config, atomically."""
+    write_json(epath.Path(workdir) / CONFIG_FILE, config)
 
 
-def read_config(workdir: AnyPath) -> dict[str, Any] | None:
+def read_config(workdir: epath.PathLike) -> dict[str, Any] | None:
     """Return the config that a run wrote to its directory, or None if there is no run.
 
     Each checkpoint has a copy. If the file is missing or damaged, the copy in the newest intact checkpoint is returned.
 
     Raises:
         InputError: there is a run, but neither the file nor any checkpoint is intact.
-        OSError: the file exists but cannot be read.
     """
     try:
         return read_config_file(workdir)
     except InputError as error:
-        if not step_names(workdir):
-            raise
-        logger.warning("%s; the copy in the newest checkpoint is used", error)
-    except (FileNotFoundError, NotADirectoryError):
-        if not step_names(workdir):
+        if step_names(workdir):
+            logger.warning("%s; the copy in the newest checkpoint is used", error)
+            step, record = restore_config(workdir)
+            return _checked(record, workdir, f"the config of step {step}")
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
-        logger.warning("%s is missing; the copy in the newest checkpoint is used", workdir / CONFIG_FILE)
-    step, record = restore_config(workdir)
-    _require_record(record, workdir, f"the config of step {step}")
-    return record
+        raise
 
 
-def read_config_file(workdir: AnyPath) -> dict[str, Any]:
-    """Return the content of the config's file.
+def read_config_file(workdir: epath.PathLike) -> dict[str, Any]:
+    """Return the content of the config's file; raise `InputError` if it is missing or damaged."""
+    file = epath.Path(workdir) / CONFIG_FILE
+    return _checked(read_json(file), workdir, str(file))
 
-    Raises:
-        InputError: the file is damaged, or was not written by a run.
-        OSError: the file is missing, or cannot be read.
-    """
-    file = workdir / CONFIG_FILE
-    read_bytes(file)  # raises OSError, which `read_json` would report as a damaged file
-    record = read_json(file)
-    _require_record(record, workdir, str(file))
+
+def _checked(record: dict[str, Any], workdir: epath.PathLike, source: str) -> dict[str, Any]:
+    is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
+    require(is_record, "workdir", str(workdir), f"{source} was not written by dape-train")
     return record | {"config": without_removed(record["config"])}
 
 
-def _require_record(record: dict[str, Any], workdir: AnyPath, source: str) -> None:
-    is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
-    require(is_record, "workdir", str(workdir), f"{source} was not written by dape-train")
-
-
-def require_space(workdir: AnyPath, state: TrainState | Params) -> None:
+def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
     """Raise `InputError` unless the file system has space for a checkpoint of this state, which may be abstract.
 
-    Files of unfinished saves and deletions count as free: they are removed before the next save. A bucket always has
-    space.
+    Call it after `open_checkpoints`, which removes unfinished saves. A bucket always has space.
     """
 
     def check() -> None:
-        if is_remote(workdir):
-            return
-        steps = workdir / "checkpoints"
-        entries = [steps / name for name in list_directory(steps)]
-        removed = [file for entry in entries if not entry.name.isdecimal() for file in entry.rglob("*")]
-        free = shutil.disk_usage(workdir).free + sum(file.stat().st_size for file in removed if file.is_file())
-        num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        num_bytes, free = (
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
+            shutil.disk_usage(workdir).free,
+        )
         message = f"a checkpoint takes {num_bytes / 1e6:,.1f} MB, but the file system has {free / 1e6:,.1f} MB free"
         require(free >= num_bytes, "workdir", str(workdir), message)
 
-    process_zero_only(check)
+    if not is_remote(workdir):
+        process_zero_only(check)
 
 
-def _directory(workdir: AnyPath) -> AnyPath:
-    return absolute(workdir) / "checkpoints"
+def _directory(workdir: epath.PathLike) -> epath.Path:
+    path = epath.Path(workdir)
+    allowed = "must be local or gs://bucket/path: Orbax writes no checkpoints to s3"
+    require(not str(path).startswith("s3://"), "workdir", str(path), allowed)
+    return (path if is_remote(path) else path.absolute()) / "checkpoints"
 
 
-def step_names(workdir: AnyPath) -> list[str]:
+def step_names(workdir: epath.PathLike) -> list[str]:
     """Return the names of the saved steps, newest first, without unfinished saves.
 
     An unfinished save has another name, or in a bucket lacks the file `_COMPLETE`.
     """
     directory = _directory(workdir)
-    found = [name for name in list_directory(directory) if name.isdecimal()]
+    found = [name for name in names_in(directory) if name.isdecimal()]
     if is_remote(directory):
-        found = [name for name in found if exists(directory / name / _COMPLETE)]
-    return sorted(found, key=lambda name: (int(name), name), reverse=True)
+        found = [name for name in found if _COMPLETE in names_in(directory / name)]
+    return sorted(found, key=int, reverse=True)
 
 
 # ---- digests
@@ -251,69 +211,33 @@ def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager with one-line errors for failed saves, and with atomic deletion.
+    """Orbax's manager with one-line errors for failed saves.
 
-    A reader never sees a step that is partly deleted: a local step is first renamed, and a step in a bucket first loses
-    the file `_COMPLETE`.
+    A reader never sees a local step that is partly deleted: Orbax renames it into `deleted/`, which is emptied before
+    the next save.
     """
 
-    def __init__(self, workdir: AnyPath, max_to_keep: int):
-        """Open the checkpoints of a run, creating their directory if missing.
+    def __init__(self, workdir: epath.PathLike, max_to_keep: int):
+        """Open the checkpoints of a run, creating their directory if missing; remove what a killed run has left.
 
         Orbax's `best_fn` with `max_to_keep` would delete every step newer than the best, so a preservation policy keeps
         the newest steps and the best. `best_fn` is set as well: without it Orbax does not write the metrics, and a
         resumed run could not find the best step.
         """
-        self.workdir = workdir
-        self.saving: int | None = None
-        validation_nats = operator.itemgetter("validation_nats")
-        best = preservation_policy.BestN(
-            get_metric_fn=validation_nats, reverse=True, n=1, keep_checkpoints_without_metrics=False
-        )
+        self.workdir, self.saving = workdir, 0
+        nats = operator.itemgetter("validation_nats")
+        best = preservation_policy.BestN(get_metric_fn=nats, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+        policy = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(max_to_keep), best])
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy.AnyPreservationPolicy(
-                [preservation_policy.LatestN(max_to_keep), best]
-            ),
-            best_fn=validation_nats,
+            preservation_policy=policy,
+            best_fn=nats,
             best_mode="min",
             cleanup_tmp_directories=True,
             todelete_subdir=None if is_remote(workdir) else _DELETED,
-            temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath if is_remote(workdir) else None,
         )
         items = ("params", "opt_state", "health", "data", "config", "digests")
         super().__init__(_directory(workdir), item_names=items, options=options)
-        self._delete()  # steps whose deletion was interrupted by a kill
-
-    def _delete(self) -> None:
-        if jax.process_index() == 0 and not is_remote(self.workdir):
-            shutil.rmtree(_directory(self.workdir) / _DELETED, ignore_errors=True)
-
-    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
-        """Finish a save and delete the steps that are no longer kept; Orbax calls this in its background thread."""
-        directory = _directory(self.workdir)
-        if not is_remote(directory):
-            super()._finalize(step, steps_to_remove)
-            self._delete()
-            return
-        super()._finalize(step, [])
-        for removed in steps_to_remove if jax.process_index() == 0 else []:
-            try:
-                with bucket_errors():
-                    (directory / str(removed) / _COMPLETE).unlink(missing_ok=True)
-                    (directory / str(removed)).rmtree()
-            except OSError as error:  # the rest is deleted when the run is resumed
-                logger.warning("%s/%d: cannot be deleted: %s", directory, removed, describe(error))
-
-    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Start a save, after the previous one has finished.
-
-        Raises:
-            InputError: this step or the previous one cannot be written.
-        """
         self.wait_until_finished()
-        self.saving = step
-        with self._one_line_errors():
-            return super().save(step, *args, **kwargs)
 
     def reached_preemption(self, step: int) -> bool:
         """Return False: `distributed.PreemptionGuard` queries jax, once for each step.
@@ -323,14 +247,19 @@ class _Manager(ocp.CheckpointManager):
         """
         return False
 
-    def wait_until_finished(self) -> None:
-        """Wait until the background save has finished.
+    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
+        """Start a save, after the previous one has finished; raise `InputError` if either cannot be written."""
+        self.wait_until_finished()
+        self.saving = step
+        with self._one_line_errors():
+            return super().save(step, *args, **kwargs)
 
-        Raises:
-            InputError: the step cannot be written.
-        """
+    def wait_until_finished(self) -> None:
+        """Wait until the background save has finished; raise `InputError` if it cannot be written."""
         with self._one_line_errors():
             super().wait_until_finished()
+        if jax.process_index() == 0 and not is_remote(self.workdir):
+            shutil.rmtree(_directory(self.workdir) / _DELETED, ignore_errors=True)
 
     @contextlib.contextmanager
     def _one_line_errors(self) -> Iterator[None]:
@@ -338,12 +267,11 @@ class _Manager(ocp.CheckpointManager):
             yield
         except Exception as error:  # TensorStore, which writes the arrays, raises ValueError
             number = _error_number(error)
-            if isinstance(error, InputError) or not (number or isinstance(error, OSError) or is_of_network(error)):
+            if number is None:
                 raise
-            reason = os.strerror(number) if number else " ".join(str(error).split())[:300]
             raise InputError(
-                f"workdir = {str(self.workdir)!r}: the checkpoint of step {self.saving} cannot be written: {reason}; "
-                "earlier checkpoints are intact, and the same command resumes from the newest"
+                f"workdir = {str(self.workdir)!r}: the checkpoint of step {self.saving} cannot be written: "
+                f"{os.strerror(number)}; earlier checkpoints are intact, and the same command resumes from the newest"
             ) from error
 
 
@@ -353,9 +281,20 @@ def _error_number(error: BaseException) -> int | None:
     return int(code[1]) if code else getattr(error, "errno", None)
 
 
-def open_checkpoints(workdir: AnyPath, max_to_keep: int) -> ocp.CheckpointManager:
+def open_checkpoints(workdir: epath.PathLike, max_to_keep: int) -> ocp.CheckpointManager:
     """Return the manager of a run's checkpoints. The caller closes it, which waits for the background save."""
     return _Manager(workdir, max_to_keep)
+
+
+def _save(
+    manager: ocp.CheckpointManager, step: int, arrays: dict[str, Any], jsons: dict[str, Any], nats: float | None
+) -> None:
+    metrics = None if nats is None else {"validation_nats": nats}
+    checked = {"step": step} | jsons | ({} if metrics is None else {"metrics": metrics})
+    digests = leaf_digests(arrays) | {name: json_digest(value) for name, value in checked.items()}
+    items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
+    items |= {name: ocp.args.JsonSave(value) for name, value in (jsons | {"digests": digests}).items()}
+    manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
 
 def save(
@@ -374,40 +313,19 @@ def save(
     Raises:
         InputError: this step or the previous one cannot be written.
     """
-    arrays = state._asdict()
-    metrics = None if validation_nats is None else {"validation_nats": validation_nats}
-    jsons = {"data": data_state, "config": config}
-    checked = {"step": step} | jsons | ({} if metrics is None else {"metrics": metrics})
-    digests = leaf_digests(arrays) | {name: json_digest(value) for name, value in checked.items()}
-    manager.save(
-        step,
-        args=ocp.args.Composite(
-            **{name: ocp.args.StandardSave(tree) for name, tree in arrays.items()},
-            **{name: ocp.args.JsonSave(value) for name, value in jsons.items()},
-            digests=ocp.args.JsonSave(digests),
-        ),
-        metrics=metrics,
-    )
+    _save(manager, step, state._asdict(), {"data": data_state, "config": config}, validation_nats)
 
 
-def save_params(workdir: AnyPath, params: Params, config: dict[str, Any]) -> None:
-    """Save parameters that were not trained in `workdir` as step 0, and wait until they are written.
-
-    Raises:
-        InputError: they cannot be written.
-    """
-    checked = {"step": 0, "config": config}
-    digests = leaf_digests({"params": params}) | {name: json_digest(value) for name, value in checked.items()}
-    items = {"config": ocp.args.JsonSave(config), "digests": ocp.args.JsonSave(digests)}
+def save_params(workdir: epath.PathLike, params: Params, config: dict[str, Any]) -> None:
+    """Save parameters that were not trained in `workdir` as step 0, and wait until they are written."""
     with open_checkpoints(workdir, 1) as manager:
-        manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params), **items))
-        manager.wait_until_finished()
+        _save(manager, 0, {"params": params}, {"config": config}, None)
 
 
 # ---- restoring
 
 
-def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+def restore_newest(workdir: epath.PathLike, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Read the newest intact step, and move the damaged ones to `damaged/`.
 
     Call it before `open_checkpoints`. Of steps older than the newest intact one, only the JSON items are read.
@@ -417,16 +335,15 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
         saved.
 
     Raises:
-        InputError: steps exist and none is intact, or the processes see different steps.
+        InputError: steps exist and none is intact.
     """
     arrays = {name: ocp.args.StandardRestore(tree) for name, tree in abstract._asdict().items()}
     jsons = {name: ocp.args.JsonRestore() for name in ("data", "config")}
     faults: dict[str, str] = {}
     found = None
-    names = step_names(workdir)
-    field = f"steps in workdir = {str(workdir)!r}"
-    require_same(field, str(names), "; is the workdir on a file system that all processes share?")
-    for name in names:
+    for name in step_names(workdir):
+        if found and is_remote(_directory(workdir)):  # an older step may be half deleted, which Orbax finishes
+            break
         try:
             restored = _read(workdir, name, **jsons, **({} if found else arrays))
         except DamagedError as error:
@@ -434,51 +351,29 @@ def restore_newest(workdir: AnyPath, abstract: TrainState) -> tuple[int, TrainSt
         else:
             found = found or (int(name), TrainState(*(restored[item] for item in arrays)), restored["data"])
     if faults and found is None:
-        raise InputError(
-            f"workdir = {str(workdir)!r}: all of its checkpoints are damaged; none was moved. "
-            + "; ".join(f"step {name}: {fault}" for name, fault in faults.items())
-        )
-
-    def move_damaged() -> None:
-        for name, fault in faults.items():
-            with bucket_errors():
-                target = _free_name(workdir, name)
-                move_directory(_directory(workdir) / name, target)
-            logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
-        for name in names:
-            if name not in faults:
-                _move_unreadable_metadata(workdir, name)
-
-    process_zero_only(move_damaged)
+        raise _all_damaged(workdir, faults)
+    process_zero_only(lambda: _move(workdir, faults))
     return found
 
 
-def _free_name(workdir: AnyPath, name: str) -> AnyPath:
-    """Return an unused path in `damaged/`: `name`, or `name` with a number."""
-    damaged = workdir / "damaged"
-    damaged.mkdir(exist_ok=True)  # does nothing in a bucket
-    free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return damaged / next(each for each in free if each not in list_directory(damaged))
+def _all_damaged(workdir: epath.PathLike, faults: dict[str, str]) -> InputError:
+    each = "; ".join(f"step {name}: {fault}" for name, fault in faults.items())
+    return InputError(f"workdir = {str(workdir)!r}: all of its checkpoints are damaged. {each}")
 
 
-def _move_unreadable_metadata(workdir: AnyPath, name: str) -> None:
-    """Move Orbax's metadata of a step to `damaged/` if it is not JSON.
-
-    The metadata contains only times. Orbax works without it, but fails on JSON that is nested too deeply.
-    """
-    file = _directory(workdir) / name / _METADATA
-    with contextlib.suppress(OSError), bucket_errors():  # Orbax also works if the file cannot be read
-        content = read_bytes(file)
-        try:
-            parse_json(str(file), content)
-        except InputError as error:
-            target = _free_name(workdir, f"{name}{_METADATA}")
-            write_atomically(target, content)
-            file.unlink(missing_ok=True)
-            logger.warning("the metadata of step %s is damaged and moved to %s: %s", name, target, error)
+def _move(workdir: epath.PathLike, faults: dict[str, str]) -> None:
+    """Move damaged steps to unused names in `damaged/`, each beside a file with the reason."""
+    damaged = epath.Path(workdir) / "damaged"
+    for name, fault in faults.items():
+        damaged.mkdir(exist_ok=True)
+        free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        target = damaged / next(each for each in free if each not in names_in(damaged))
+        target.with_suffix(".txt").write_text(f"{fault}\n")  # also creates the directory in a bucket
+        (_directory(workdir) / name).rename(target)
+        logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
 
 
-def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[str, Any]]:
+def restore_config(workdir: epath.PathLike, which: str = "newest") -> tuple[int, dict[str, Any]]:
     """Return a step's number and the config saved with it, from which evaluation rebuilds the model.
 
     `which` is "newest", "best" (the lowest validation loss) or a step's number. "newest" and "best" skip steps whose
@@ -487,26 +382,25 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
     Raises:
         InputError: there is no such checkpoint, or it is damaged.
     """
-    is_run = exists(_directory(workdir)) or exists(workdir / CONFIG_FILE)
-    require(is_run, "workdir", str(workdir), "must be a directory written by dape-train")
     steps = step_names(workdir)
-    require(bool(steps), "workdir", str(workdir), "has no checkpoint yet")
+    require(bool(steps), "workdir", str(workdir), "must be a directory written by dape-train, with a checkpoint")
     allowed = ["newest", "best", *reversed(steps)]
     require(which in allowed, "step", which, f"must be one of {allowed} in {workdir}")
     intact: dict[str, dict[str, Any]] = {}
+    faults: dict[str, str] = {}
     for name in steps if which in ("newest", "best") else [which]:
         try:
             intact[name] = _read(workdir, name, config=ocp.args.JsonRestore())
         except DamagedError as error:
             if name == which:
                 raise InputError(f"step = {which!r}: {error}") from error
+            faults[name] = str(error)
             logger.warning("step %s is damaged and skipped: %s", name, error)
         else:
             if which != "best":
                 break
-    if not intact and step_names(workdir) != steps:  # a training run has deleted these steps since they were listed
-        return restore_config(workdir, which)
-    require(bool(intact), "workdir", str(workdir), "all of its checkpoints are damaged")
+    if not intact:
+        raise _all_damaged(workdir, faults)
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}
     name = min(nats, key=nats.__getitem__) if which == "best" and nats else next(iter(intact))
     record = intact[name]["config"]
@@ -515,12 +409,8 @@ def restore_config(workdir: AnyPath, which: str = "newest") -> tuple[int, dict[s
     return int(name), record
 
 
-def restore_params(workdir: AnyPath, step: int, abstract: Params) -> Params:
-    """Read only the parameters of a step, with the shardings of `abstract`.
-
-    Raises:
-        InputError: the step is damaged, or cannot be read now.
-    """
+def restore_params(workdir: epath.PathLike, step: int, abstract: Params) -> Params:
+    """Read only the parameters of a step, with the shardings of `abstract`; raise `InputError` if it is damaged."""
     try:
         return _read(workdir, str(step), params=ocp.args.StandardRestore(abstract))["params"]
     except DamagedError as error:
@@ -528,26 +418,7 @@ def restore_params(workdir: AnyPath, step: int, abstract: Params) -> Params:
         raise InputError(f"step = '{step}': {error}" + (f"; other steps are {others}" if others else "")) from error
 
 
-def _why_unreadable(step: AnyPath) -> str:
-    """Open all files of a step; describe the first error if it is one of `_ENVIRONMENT_ERRORS`, otherwise return "".
-
-    A step in a bucket is not checked: there, Orbax's errors distinguish unreadable from missing files.
-    """
-    if is_remote(step):
-        return ""
-
-    errors: list[OSError] = []
-    for directory, _, names in os.walk(step, onerror=errors.append):
-        for name in names:
-            try:
-                Path(directory, name).open("rb").close()
-            except OSError as error:
-                errors.append(error)
-    found = [error for error in errors if error.errno in _ENVIRONMENT_ERRORS]
-    return f"{step}: cannot be read now: {describe(found[0])}" if found else ""
-
-
-def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
+def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
     """Return items of a step, and its metrics if it has any, after comparing them with the step's digests.
 
     With arrays in `items`, all processes must call this, and an error of one process is raised on all. Without arrays,
@@ -560,7 +431,7 @@ def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
     step = _directory(workdir) / name
     is_together = any(isinstance(args, ocp.args.StandardRestore) for args in items.values())
     agreed = first_fault if is_together else str
-    restored, fault, unreadable = {}, "", ""
+    restored, digests, fault, unreadable = {}, {}, "", ""
     process = jax.process_index()
     try:
         # Each process reads on its own, without Orbax's barriers: the others would wait there for a failed process.
@@ -570,37 +441,32 @@ def _read(workdir: AnyPath, name: str, **items: Any) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
             args = ocp.args.Composite(**items, digests=ocp.args.JsonRestore())
             restored = dict(reader.restore(step, args=args).items())
-        if exists(step / "metrics" / "metrics"):  # written by Orbax's manager, which reads it on opening
+        if "metrics" in names_in(step):  # written by Orbax's manager, which reads it on opening
             restored["metrics"] = read_json(step / "metrics" / "metrics")
-        require(isinstance(restored["digests"], dict), f"{step}/digests", restored["digests"], "must be a JSON object")
+        digests = dict(restored.pop("digests"))
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # does not mean that the step is damaged
-    except InputError as error:
-        fault = str(error)
     except Exception as error:  # Orbax and TensorStore raise many types; the root cause is the most specific error
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__) is not None:
-            chain.append(cause)
-        if (number := _error_number(chain[-1])) in _ENVIRONMENT_ERRORS:
-            unreadable = f"{step}: cannot be read now: {os.strerror(number)}"
-        elif any(map(is_of_network, chain)) and not any(isinstance(each, FileNotFoundError) for each in chain):
-            unreadable = f"{step}: cannot be read now: {' '.join(str(chain[-1]).split())[:300]}"
-        else:
-            fault = f"{step}: cannot be read: {' '.join(str(chain[-1]).split())[:300]}"
-    if fault and not unreadable:  # Orbax reports a file without read permission as missing
-        unreadable = _why_unreadable(step)
+        cause: BaseException = error
+        while cause.__cause__ is not None and not isinstance(cause, InputError):
+            cause = cause.__cause__
+        reason = " ".join(str(cause).split())[:300]
+        if _error_number(cause) in _NOT_DAMAGE or is_remote(step):  # a bucket's errors do not tell damage from network
+            unreadable = f"{step}: cannot be read now: {reason}; nothing was moved"
+        fault = f"{step}: cannot be read: {reason}"
     if unreadable := agreed(unreadable):
         raise InputError(unreadable)
     if fault := agreed(fault):
         raise DamagedError(fault)
-    known = (*items, "metrics")
-    is_other = restored["digests"].get("step") not in (None, json_digest(int(name)))  # None: saved by an older version
-    saved = {path: digest for path, digest in restored.pop("digests").items() if path.split("/")[0] in known}
+    saved = {path: digest for path, digest in digests.items() if path.split("/")[0] in (*items, "metrics")}
     arrays = {item: restored[item] for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)}
     found = {item: json_digest(value) for item, value in restored.items() if item not in arrays} | leaf_digests(arrays)
-    if wrong := sorted(path for path in saved.keys() | found.keys() if saved.get(path) != found.get(path)):
+    wrong = sorted(path for path in saved.keys() | found.keys() if saved.get(path) != found.get(path))
+    if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         fault = f"{step}: {', '.join(wrong[:3])}{more}: differs from what was saved"
-    if fault := agreed(f"{step}: was saved as another step" if is_other else fault):
+    if digests.get("step") not in (None, json_digest(int(name))):  # None: saved by an older version
+        fault = f"{step}: was saved as another step"
+    if fault := agreed(fault):
         raise DamagedError(fault)
     return restored

@@ -1,7 +1,6 @@
 """Training loop. In: a config and a run directory. Out: checkpoints. Next: `evaluation/perplexity.py`."""
 
 import contextlib
-import json
 import logging
 import shlex
 import sys
@@ -13,17 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
-from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same, texts_of_all
+from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same
 from dape_jax.errors import InputError, StoppedError, require
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
+from dape_jax.provenance import package_versions
 from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.storage import AnyPath, is_remote
+from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
 from dape_jax.training.metrics import MetricLogger, require_wandb
@@ -42,7 +43,7 @@ from dape_jax.training.weights import open_weights
 logger = logging.getLogger(__name__)
 
 
-def train(spec: dict[str, Any], workdir: AnyPath) -> None:
+def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
 
     `workdir` contains:
@@ -62,6 +63,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         StoppedError: SIGTERM; the state is saved.
     """
     # ---- check the config
+    workdir = epath.Path(workdir)
     run = read_run(follow_corpus(spec))
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
@@ -73,8 +75,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     require(
         not (run.train.profile_steps and is_remote(workdir)), "train.profile_steps", run.train.profile_steps, allowed
     )
-    require_same("workdir", repr(str(workdir)))
-    require_same_config(config)
+    require_same(workdir=str(workdir), config=config, versions=package_versions())
     saved = checkpoint.read_config(workdir)
     if saved is not None:
         allowed = "holds an imported model, which is not trained in place; name it in init.source of another run"
@@ -86,7 +87,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
 
     # ---- data
     source = open_source(run, mesh)
-    require_same("digest of the data", source.digest[:12])
+    require_same(data_digest=source.digest, saved_steps=checkpoint.step_names(workdir))
     record = {"config": config, "data_digest": source.digest}
     weights = None
     if run.init.source is not None and not checkpoint.step_names(workdir):
@@ -117,7 +118,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
     if train_only:
         logger.info("only parameters of these kinds are trained: %s", ", ".join(train_only))
 
-    with jax.set_mesh(mesh), checkpoint.run_lock(workdir):
+    with jax.set_mesh(mesh), checkpoint.run_lock(workdir) as refresh_lock:
         # ---- start or resume
         process_zero_only(lambda: write_or_compare(workdir, record, source.tokenizer))
         if resumed := checkpoint.restore_newest(workdir, planned):
@@ -131,17 +132,17 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
         if start == run.train.num_steps:
             log_end(workdir, start)
             return
-        preemption = PreemptionGuard()
-        if preemption.should_stop(start):
-            raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command resumes")
-        checkpoint.require_space(workdir, planned)
 
         # ---- steps
         with (
+            PreemptionGuard() as preemption,
             checkpoint.open_checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(workdir, run, start) as metric_logger,
             contextlib.ExitStack() as trace,
         ):
+            if preemption.should_stop(start):
+                raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command resumes")
+            checkpoint.require_space(workdir, planned)
             traced = run.train.profile_steps if jax.process_index() == 0 else ()
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
@@ -154,6 +155,7 @@ def train(spec: dict[str, Any], workdir: AnyPath) -> None:
                     trace.close()
                 metric_logger.log(step, metrics, num_tokens(batch) * run.train.batch_size)
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
+                refresh_lock()
                 validation_nats = None
                 if last or step % run.train.eval_interval == 0:
                     metric_logger.flush()
@@ -178,7 +180,7 @@ def compiling(name: str) -> Iterator[None]:
     logger.info("compiled %s in %.1f s", name, time.monotonic() - started_at)
 
 
-def log_end(workdir: AnyPath, num_steps: int) -> None:
+def log_end(workdir: epath.Path, num_steps: int) -> None:
     """Log the directory of a finished run and the command that evaluates it."""
     directory = shlex.quote(str(workdir))
     logger.info("training of %s is complete: step %d of %d", directory, num_steps, num_steps)
@@ -186,7 +188,7 @@ def log_end(workdir: AnyPath, num_steps: int) -> None:
     logger.info("evaluate it: %s --workdir=%s", program, directory)
 
 
-def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+def write_or_compare(workdir: epath.Path, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
     """Write the run's config and tokenizer to `workdir`, or compare the config with the saved one.
 
     A missing or damaged config is written again. So is the config of a run without a checkpoint, which starts again.
@@ -211,15 +213,7 @@ def write_or_compare(workdir: AnyPath, record: dict[str, Any], tokenizer: Tokeni
             checkpoint.write_config(workdir, saved)
 
 
-def require_same_config(config: dict[str, Any]) -> None:
-    """Raise `InputError` on all processes unless all have the same config; it names the differences from process 0."""
-    first, *others = map(json.loads, texts_of_all(json.dumps(config)))
-    for process, other in enumerate(others, 1):
-        if lines := differences(first, other, names=("process 0 has", f"process {process} has")):
-            raise InputError("config: must be the same on all processes. " + "; ".join(lines))
-
-
-def refuse_other_config(workdir: AnyPath, saved: dict[str, Any], new: dict[str, Any]) -> None:
+def refuse_other_config(workdir: epath.Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
     if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
         place, advice = str(workdir), ""

@@ -81,7 +81,7 @@ def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) ->
         step, saved = checkpoint.restore_config(workdir, which)
         source = read_run(saved["config"])
         names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, tokenizer)]
-    require_same("init.source", f"step {step} of {directory}")
+    require_same(init_source=f"step {step} of {directory}")
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
     logger.info("parameters of %s, step %d: %d arrays are used", workdir, step, len(taken))
