@@ -622,7 +622,7 @@ def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
         ([tmp_path / "nothing"], "must be a directory written by dape-train"),
         ([runs[0], runs[0]], "must have different names"),
         ([], "must have at least one directory"),
-        ([empty], "has no checkpoint yet"),
+        ([empty], "with a checkpoint"),
     ):
         with pytest.raises(InputError, match=words):
             evaluate(workdirs, output=tmp_path / "out", lengths=(16,))
