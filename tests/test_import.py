@@ -132,86 +132,42 @@ def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
 
 @pytest.mark.hf
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_logits_are_those_of_transformers(name, runs):
-    config, params = ours(runs(name))
-    with torch.no_grad():
-        expected = theirs(name)(torch.tensor(tokens())).logits.numpy()
-    assert expected.std() > 0.5
-    np.testing.assert_allclose(logits(config, params, tokens()), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_in_float64(name, runs, monkeypatch):
-    """Transformers computes norms, softmax and angles in float32, and is patched to compute them in float64.
-
-    The angles are ours: those of transformers are float32, and are compared in the test above.
-    """
-    model, (config, params) = theirs(name), ours(runs(name))
-    num_rotated = config.rotary.num_rotated(config.head_dim)
-    frequencies = torch.tensor(config.rotary.frequencies(num_rotated))
-    scale = config.rotary.scale
-
-    def angles(self, x, position_ids, *args, **kwargs):
-        half = position_ids[..., None].double() * frequencies
-        both = torch.cat([half, half], dim=-1)
-        return both.cos() * scale, both.sin() * scale
-
-    def norm(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    softmax = torch.nn.functional.softmax
-    monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim=dim))
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            monkeypatch.setattr(type(module), "forward", angles)
-        if type(module).__name__.endswith("RMSNorm"):
-            monkeypatch.setattr(type(module), "forward", norm)
-    try:
-        with torch.no_grad():
-            expected = model.double()(torch.tensor(tokens())).logits.numpy()
-    finally:
-        model.float()
-    params = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
-    with jax.enable_x64(True):
-        found = logits(dataclasses.replace(config, dtype="float64"), params, tokens())
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.hf
-@pytest.mark.parametrize("name", EVERY_MODEL)
-def test_loss_and_gradients_are_those_of_transformers(name, runs, directories):
-    """Compare the gradients of all parameters; a tensor's gradient is converted like the tensor."""
-    model, (config, params) = theirs(name), ours(runs(name))
-    x = tokens()
+def test_the_model_is_that_of_transformers(name, runs, directories):
+    """Compare logits, loss, and the gradients of all parameters; a tensor's gradient is converted like the tensor."""
+    model, (config, params), x = theirs(name), ours(runs(name)), tokens()
     model.zero_grad()
-    expected_loss = model(torch.tensor(x), labels=torch.tensor(x)).loss
-    expected_loss.backward()
+    expected = model(torch.tensor(x), labels=torch.tensor(x))
+    expected.loss.backward()
     gradients = {key: parameter.grad.numpy() for key, parameter in model.named_parameters()}
     if MODELS[name][0] == "gpt_neox" and not config.tied_embeddings:  # files have the name of older versions
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     graphdef, _ = model_structure(config)
 
     def loss(params):
-        log_probs = jax.nn.log_softmax(nnx.merge(graphdef, params)(jnp.asarray(x[:, :-1], jnp.int32)))
-        return -jnp.take_along_axis(log_probs, x[:, 1:, None], axis=-1).mean()
+        logits = nnx.merge(graphdef, params)(jnp.asarray(x, jnp.int32))
+        log_probs = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.take_along_axis(log_probs, x[:, 1:, None], axis=-1).mean(), logits
 
-    found_loss, found = jax.jit(jax.value_and_grad(loss))(params)
-    np.testing.assert_allclose(found_loss, expected_loss.item(), rtol=1e-5)
+    (found_loss, logits), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    expected_logits = expected.logits.detach().numpy()
+    assert expected_logits.std() > 0.5
+    np.testing.assert_allclose(logits, expected_logits, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found_loss, expected.loss.item(), rtol=1e-5)
     tensors = family_of(open_source(directories(name)).config).tensors
     flat = {"/".join(path): np.asarray(leaf) for path, leaf in flat_params(found).items()}
     assert flat.keys() == tensors.keys()
     for path, tensor in tensors.items():
         layers = range(config.num_layers) if path.startswith("layers/") else (0,)
-        expected = [tensor.convert(gradients[tensor.name.format(layer=layer)]) for layer in layers]
-        expected = np.stack(expected) if path.startswith("layers/") else expected[0]
-        np.testing.assert_allclose(flat[path], expected, rtol=1e-4, atol=1e-4, err_msg=path)
+        gradient = [tensor.convert(gradients[tensor.name.format(layer=layer)]) for layer in layers]
+        gradient = np.stack(gradient) if path.startswith("layers/") else gradient[0]
+        np.testing.assert_allclose(flat[path], gradient, rtol=1e-4, atol=1e-4, err_msg=path)
     assert max(np.abs(leaf).max() for leaf in flat.values()) > 0.05
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("name", EVERY_MODEL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("llama3", "mistral"))) for name in MODELS]
+)
 def test_greedy_generation_is_that_of_transformers(name, runs):
     trained = read_trained(runs(name), "newest", {})
     mesh, params = restore(trained)
@@ -229,30 +185,20 @@ def test_greedy_generation_is_that_of_transformers(name, runs):
 
 def test_dape_from_the_identity_changes_no_bit(runs):
     config, params = ours(runs("llama3"))
-    with_dape = read_run_with(runs("llama3"), processor=choose("processor", "dape", channels=4, init="identity"))
-    _, abstract = model_structure(with_dape)
-    flat = flat_params(params)
+    spec = checkpoint.read_config(runs("llama3"))["config"]
+    spec["model"]["processor"] = dict(choose("processor", "dape", channels=4, init="identity"))
+    with_dape, flat = read_run(spec).model, flat_params(params)
 
-    def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        names = tuple(key.key for key in path)
-        if names in flat:
-            return flat[names]
-        return np.zeros(leaf.shape, leaf.dtype) if "output" in names[-1] else np.full(leaf.shape, 0.3, leaf.dtype)
+    def logits_with(output: float) -> np.ndarray:
+        def value(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+            names = tuple(key.key for key in path)
+            return flat.get(names, np.full(leaf.shape, output if "output" in names[-1] else 0.3, leaf.dtype))
 
-    extended = jax.tree_util.tree_map_with_path(value, abstract)
-    assert len(flat_params(extended)) > len(flat)
+        return logits(with_dape, jax.tree_util.tree_map_with_path(value, model_structure(with_dape)[1]), tokens())
+
     expected = logits(config, params, tokens())
-    np.testing.assert_array_equal(logits(with_dape, extended, tokens()), expected)
-    changed = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf + 0.3 if "output_WCH" in path[-1].key else leaf, extended
-    )
-    assert np.abs(logits(with_dape, changed, tokens()) - expected).max() > 1e-2
-
-
-def read_run_with(workdir: Path, **model: Any) -> TransformerConfig:
-    spec = checkpoint.read_config(workdir)["config"]
-    spec["model"] |= {name: dict(value) for name, value in model.items()}
-    return read_run(spec).model
+    np.testing.assert_array_equal(logits_with(0.0), expected)
+    assert np.abs(logits_with(0.3) - expected).max() > 1e-2
 
 
 # ---- a run like any other
@@ -300,34 +246,21 @@ def test_an_imported_run_has_no_text(runs, text, tmp_path):
         loop.train(spec | {"data": spec["data"] | {"path": None}}, tmp_path / "run")
 
 
-KILLED_WHILE_SAVING = """
-import os, sys
-from pathlib import Path
-from dape_jax.pretrained.load import import_run
-from dape_jax.training import checkpoint
-
-checkpoint._Manager.wait_until_finished = lambda manager: os._exit(9)
-import_run(Path(sys.argv[1]), Path(sys.argv[2]), tokenizer="bytes")
-"""
-
-
-def test_an_import_that_was_killed_can_be_repeated(runs, directories, tmp_path):
-    command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(directories("pythia")), str(tmp_path / "run")]
-    assert subprocess.run(command, check=False).returncode == 9
-    assert (tmp_path / "run" / "checkpoints").exists()
+def test_an_import_that_was_killed_can_be_repeated(runs, directories, tmp_path, monkeypatch):
+    """What was written before is replaced; a complete run is not."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save_params", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            import_run(directories("pythia"), tmp_path / "run", tokenizer="bytes")
+    assert (tmp_path / "run").exists()
     assert checkpoint.read_config(tmp_path / "run") is None
     import_run(directories("pythia"), tmp_path / "run", tokenizer="bytes")
-    assert checkpoint.step_names(tmp_path / "run") == ["0"]
     (config, params), (expected_config, expected) = ours(tmp_path / "run"), ours(runs("pythia"))
     assert config == expected_config
     chex.assert_trees_all_equal(params, expected)
-
-
-def test_a_run_is_not_overwritten(runs, directories):
-    before = sorted(file for file in runs("pythia").rglob("*"))
     with pytest.raises(InputError, match=r"workdir = .*: must not contain a run"):
-        import_run(directories("llama3"), runs("pythia"), tokenizer="bytes")
-    assert sorted(file for file in runs("pythia").rglob("*")) == before
+        import_run(directories("llama3"), tmp_path / "run", tokenizer="bytes")
+    assert ours(tmp_path / "run")[0] == expected_config
 
 
 @pytest.mark.slow
@@ -371,24 +304,6 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     assert shown == printable(expected + "\n", keep="\n\t")
 
 
-@pytest.mark.slow
-def test_log_likelihoods_of_the_harness_are_those_of_transformers(runs):
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-
-    from dape_jax.tools.lm_eval import DapeLM
-
-    model = DapeLM(runs("llama3"), max_length=48)
-    context, continuation = "a text of words", " and what comes after it"
-    request = Instance("loglikelihood", {}, (context, continuation), 0)
-    ((found, _),) = model.loglikelihood([request], disable_tqdm=True)
-    ids = torch.tensor([list((context + continuation).encode())])
-    with torch.no_grad():
-        log_probs = theirs("llama3")(ids).logits.log_softmax(-1)[0, :-1]
-    expected = log_probs[torch.arange(ids.shape[1] - 1), ids[0, 1:]][len(context) - 1 :].sum()
-    assert found == pytest.approx(expected.item(), abs=1e-4)
-
-
 @pytest.mark.parametrize("mesh", ["fsdp", pytest.param("mix", marks=pytest.mark.slow)])
 def test_parameters_are_put_where_the_mesh_says(mesh, directories, tmp_path, runs):
     """Shards on eight devices are bitwise equal to one device."""
@@ -404,7 +319,7 @@ def test_parameters_are_put_where_the_mesh_says(mesh, directories, tmp_path, run
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_sixteen_bits_and_shards_are_read_exactly(dtype, tmp_path):
     model = type(theirs("llama3"))(theirs("llama3").config).to(dtype)
     model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
@@ -461,23 +376,14 @@ def test_fields_that_a_config_lacks_have_the_values_of_transformers(kind):
         assert found.tensors.keys() == expected.tensors.keys()
 
 
-PART_WINDOW = {"layer_types": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types = .*: must be full_attention"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types = .*: must be full_attention for all layers, or sl"),
-        ({"layer_types": ["full_attention"] * 2}, "layer_types = "),
-        ({"layer_types": [[[]]] * 3}, "layer_types = "),
-        (PART_WINDOW, "max_window_layers = 1: must be 0"),
-    ],
-)
-def test_windows_in_some_layers_are_refused(changes, message, directories):
+def test_windows_in_some_layers_are_refused(directories):
     config = json.loads((directories("qwen2") / "config.json").read_text())
-    with pytest.raises(InputError, match=message):
-        family_of(config | changes)
+    part = {"layer_types": None, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    with pytest.raises(InputError, match="max_window_layers = 1: must be 0"):
+        family_of(config | part)
+    for types in (["full_attention"] * 2 + ["sliding_attention"], ["sliding_attention"] * 3, ["full_attention"] * 2):
+        with pytest.raises(InputError, match=r"layer_types = .*: must be full_attention for all layers, or sliding"):
+            family_of(config | {"layer_types": types})
 
 
 def test_every_family_is_tested():
@@ -486,28 +392,49 @@ def test_every_family_is_tested():
     assert {MODELS[name][0] for name in FAST} == set(FAMILIES) - others
 
 
-MEASURE = """
-import json, runpy, sys
+PEAK = """
+import resource, sys
+from dape_jax.data.tokenizers import Bytes
 from pathlib import Path
-config, directory = json.loads(sys.argv[1]), Path(sys.argv[2])
-print(json.dumps(runpy.run_path("scripts/import_memory.py")["measure"](config, "BF16", directory)))
+from dape_jax.pretrained.families import family_of
+from dape_jax.pretrained.files import open_source
+from dape_jax.pretrained.load import read_params, run_spec
+from dape_jax.config import read_model
+from dape_jax.sharding import MeshConfig, make_mesh
+
+source = open_source(Path(sys.argv[1]))
+family, mesh = family_of(source.config), make_mesh(MeshConfig(1, 8, 1, 1))
+model = read_model(run_spec(family.model | {"dtype": "float32"}, 64, "", Bytes())["model"])
+begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+params = read_params(source, family.tensors, model, mesh)
+print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin))
 """
 
 
 @pytest.mark.slow
 def test_the_memory_of_an_import_is_that_of_one_tensor(tmp_path):
-    """Measure memory beyond the parameters, on simulated devices, and 0.3 GB of compiler and allocator."""
+    """Measure memory beyond the parameters, on simulated devices, and 0.3 GB of compiler and allocator.
+
+    The checkpoint is a sparse file of zeros in 16 bits.
+    """
     config = {"model_type": "gpt_neox", "hidden_size": 512, "num_hidden_layers": 64, "num_attention_heads": 8}
     config |= {"intermediate_size": 2048, "vocab_size": 50304}
-    command = [sys.executable, "-c", MEASURE, json.dumps(config), str(tmp_path)]
-    root = Path(__file__).parent.parent
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["parameter_bytes"] > 8 * found["largest_tensor_bytes"]  # so that a second copy would be too large
-    allowed = found["largest_tensor_bytes"] + 300 * 2**20
-    assert found["parameter_bytes"] > 2 * allowed
-    assert 0 < found["peak_read_bytes"] - found["parameter_bytes"] < allowed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors, head, end = family_of(config).tensors, {}, 0
+    for path, tensor in tensors.items():
+        for layer in range(64 if path.startswith("layers/") else 1):
+            if (name := tensor.name.format(layer=layer)) not in head:
+                size = 2 * math.prod(tensor.shape)
+                head[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": [end, end + size]}
+                end += size
+    write(tmp_path / "model.safetensors", head, b"")
+    os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size + end)
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "8"}
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    of_parameters, largest = 2 * end, 4 * max(math.prod(tensor.shape) for tensor in tensors.values())
+    assert of_parameters > 2 * (largest + 300 * 2**20)  # so that a second copy would be too large
+    assert 0 < int(done.stdout.splitlines()[-1]) - of_parameters < largest + 300 * 2**20
 
 
 # ---- damaged and hostile input
@@ -523,9 +450,8 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown field": ({"qk_norm": True}, "qk_norm = True: is not supported"),
     "wrong type": ({"hidden_size": "16"}, "hidden_size = '16': must be of type int"),
     "boolean size": ({"hidden_size": True}, "hidden_size = True: must be of type int"),
-    "missing size": ({"hidden_size": None}, "hidden_size = None: must be of type int"),
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers = -1: must be positive"),
-    "huge": ({"num_hidden_layers": 10**12}, "model.num_layers = 1000000000000: must be at most"),
+    "huge": ({"num_hidden_layers": 10**12}, "model.num_layers = 1000000000000: must be"),
     "heads": ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide num_attention_heads = 4"),
     "other size": ({"intermediate_size": 25}, r"gate_proj.weight: shape = \[24, 32\]: must be \[25, 32\]"),
     "activation": ({"hidden_act": "mish"}, "hidden_act = 'mish': must be one of"),
@@ -534,21 +460,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "infinite": ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor = inf"),
     "yarn": ({"rope_parameters": YARN | {"mscale": 2.0}}, "mscale = 2.0: is not supported"),
     "yarn's scale": ({"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor = 2.0: must be"),
-    "yarn's slow angles": ({"rope_parameters": YARN | {"beta_slow": 1e-320}}, "model.rotary.beta_slow = 1e-320: must"),
-    "yarn's fast angles": ({"rope_parameters": YARN | {"beta_fast": 1e299}}, r"model.rotary.beta_fast = 1e\+299: must"),
     "more layers": ({"num_hidden_layers": 4}, r"model.layers.3.self_attn.q_proj.weight: is missing"),
     "fewer layers": ({"num_hidden_layers": 2}, r"model.layers.2.\S+ = 'tensor': is not supported"),
     "vocabulary": ({"vocab_size": 100}, "vocab_size = 100: must be at least the tokenizer's 257"),
-    "most layers": ({"num_hidden_layers": 10_000}, r"model.layers.3.\S+: is missing"),
-    "much wider": ({"hidden_size": 2**20}, r"shape = \[260, 32\]: must be \[260, 1048576\]"),
     "huge float": ({"rms_norm_eps": 10**400}, r"rms_norm_eps = 10+\.\.: must be finite"),
-    "NaN": ({"rms_norm_eps": math.nan}, "config.json: "),
-    "field of two lines": ({"a\nb": 1}, r"a\\nb = 1: is not supported"),
     "long field": ({"a" * 10_000: "b" * 10_000}, r"a\.\. = 'b+\.\.: is not supported"),
-    "nested field": (
-        {"a": functools.reduce(lambda inner, _: [inner], range(400), [])},
-        r"a = \[\[.*: is not",
-    ),
     "both forms of scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be missing if there is rope_"),
     "part of a head": (
         {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}},
@@ -570,195 +486,107 @@ def test_configs_that_are_refused(case, directories, tmp_path):
     refused(directory, tmp_path, message)
 
 
-def refused(directory: Path, tmp_path: Path, message: str, tokenizer: str | None = "bytes") -> None:
+def refused(directory: Path, tmp_path: Path, message: str, **options: Any) -> None:
     """Assert that an import ends with one short line, and without a run directory."""
     with pytest.raises(InputError, match=message) as error:
-        import_run(directory, tmp_path / "run", tokenizer=tokenizer)
+        import_run(directory, tmp_path / "run", **{"tokenizer": "bytes"} | options)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 1000
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def header(file: Path) -> tuple[dict[str, Any], bytes]:
-    content = file.read_bytes()
-    (size,) = struct.unpack("<Q", content[:8])
-    return json.loads(content[8 : 8 + size]), content[8 + size :]
+NAME, WEIGHTS = "model.layers.1.mlp.up_proj.weight", "model.safetensors"
+Damage = Callable[[Path], object]
 
 
-def write(file: Path, head: Any, body: bytes) -> None:
-    encoded = head if isinstance(head, bytes) else json.dumps(head).encode()
-    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + body)
+def change_header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Return a damage that changes the header of the weights."""
 
-
-def change_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
     def damage(directory: Path) -> None:
-        head, body = header(directory / "model.safetensors")
+        content = (directory / WEIGHTS).read_bytes()
+        stop = 8 + struct.unpack("<Q", content[:8])[0]
+        head = json.loads(content[8:stop])
         change(head)
-        write(directory / "model.safetensors", head, body)
+        write(directory / WEIGHTS, head, content[stop:])
 
     return damage
 
 
-NAME = "model.layers.1.mlp.up_proj.weight"
+def write(file: Path, head: dict[str, Any], body: bytes) -> None:
+    encoded = json.dumps(head).encode()
+    file.write_bytes(struct.pack("<Q", len(encoded)) + encoded + body)
 
 
-def overlap(head: dict[str, Any]) -> None:
-    names = [name for name in head if name != "__metadata__"]
-    head[names[1]] = head[names[0]]
+def change_tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Damage:
+    """Return a damage that changes the tensors, in a valid file."""
+
+    def damage(directory: Path) -> None:
+        tensors = safetensors.numpy.load_file(directory / WEIGHTS)
+        change(tensors)
+        safetensors.numpy.save_file(tensors, directory / WEIGHTS)
+
+    return damage
 
 
-def with_nan(directory: Path) -> None:
-    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
-    tensors[NAME][3, 2] = np.nan
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+def index(weight_map: Any) -> Damage:
+    """Return a damage that adds an index."""
+    return lambda directory: (directory / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def without(directory: Path) -> None:
-    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
-    del tensors[NAME]
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+def linked_elsewhere(name: str) -> Damage:
+    """Return a damage that replaces a file by a link to a file outside the directory."""
 
-
-def in_another_dtype(directory: Path) -> None:
-    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
-    tensors[NAME] = tensors[NAME].astype(np.int8)
-    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
-
-
-def another_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Return a damage that replaces a file."""
-
-    def replace(directory: Path) -> None:
+    def damage(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
-        make(directory / name)
+        (directory / name).symlink_to("/etc/hostname")
 
-    return replace
-
-
-def twice_in_the_header(directory: Path) -> None:
-    head, body = header(directory / "model.safetensors")
-    again = json.dumps({NAME: head[NAME] | {"data_offsets": [0, 24 * 32 * 4]}})
-    write(directory / "model.safetensors", (json.dumps(head)[:-1] + "," + again[1:]).encode(), body)
-
-
-def shard_linked_elsewhere(directory: Path) -> None:
-    index(lambda names: dict.fromkeys(names, "model-1.safetensors"))(directory)
-    (directory / "model.safetensors").rename(directory.parent / "outside.safetensors")
-    (directory / "model-1.safetensors").symlink_to(directory.parent / "outside.safetensors")
-
-
-def resized(size: int) -> Callable[[Path], object]:
-    return lambda directory: os.truncate(directory / "model.safetensors", size)
-
-
-def index(weight_map: Any) -> Callable[[Path], object]:
-    def write_index(directory: Path) -> None:
-        names = [name for name in header(directory / "model.safetensors")[0] if name != "__metadata__"]
-        chosen = weight_map(names) if callable(weight_map) else weight_map
-        (directory / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": chosen}))
-
-    return write_index
-
-
-def linked_elsewhere(directory: Path) -> None:
-    outside = directory.parent / "outside.safetensors"
-    (directory / "model.safetensors").rename(outside)
-    (directory / "model.safetensors").symlink_to(outside)
+    return damage
 
 
 def pickled_only(directory: Path) -> None:
     torch.save({"x": torch.zeros(1)}, directory / "pytorch_model.bin")
-    (directory / "model.safetensors").unlink()
+    (directory / WEIGHTS).unlink()
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "empty file": (resized(0), "model.safetensors: cannot be read"),
-    "cut in its header": (resized(100), "model.safetensors: cannot be read"),
-    "cut in a tensor": (resized(20_000), "model.safetensors: cannot be read"),
-    "overlapping tensors": (change_header(overlap), "model.safetensors: cannot be read"),
+def pipe(directory: Path) -> None:
+    (directory / WEIGHTS).unlink()
+    os.mkfifo(directory / WEIGHTS)
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "empty file": (lambda directory: os.truncate(directory / WEIGHTS, 0), f"{WEIGHTS}: cannot be read"),
+    "cut in a tensor": (lambda directory: os.truncate(directory / WEIGHTS, 20_000), f"{WEIGHTS}: cannot be read"),
     "offsets beyond the end": (
         change_header(lambda head: head[NAME].update(data_offsets=[0, 10**15])),
-        "model.safetensors: cannot be read",
+        f"{WEIGHTS}: cannot be read",
     ),
-    "negative shape": (change_header(lambda head: head[NAME].update(shape=[-24, -32])), "cannot be read"),
-    "other shape": (
-        change_header(lambda head: head[NAME].update(shape=[32, 24])),
-        r"shape = \[32, 24\]: must be",
+    "other shape": (change_header(lambda head: head[NAME].update(shape=[32, 24])), r"shape = \[32, 24\]: must be"),
+    "integers": (
+        change_tensors(lambda tensors: tensors.update({NAME: np.ones((24, 32), "i1")})),
+        "up_proj.weight: dtype = 'I8': must be one of",
     ),
-    "unknown dtype": (change_header(lambda head: head[NAME].update(dtype="Q7")), "model.safetensors: cannot be read"),
-    "header that is too large": (
-        lambda directory: (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}"),
-        "model.safetensors: cannot be read",
+    "NaN": (
+        change_tensors(lambda tensors: tensors[NAME].put(7, np.nan)),
+        "up_proj.weight = 'NaN or infinity': must be finite",
     ),
-    "header that is nested": (
-        lambda directory: write(directory / "model.safetensors", b'{"a":' * 50_000, b""),
-        "model.safetensors: cannot be read",
-    ),
-    "integers": (in_another_dtype, "up_proj.weight: dtype = 'I8': must be one of"),
-    "NaN": (with_nan, "up_proj.weight = 'NaN or infinity': must be finite"),
-    "missing tensor": (without, "up_proj.weight: is missing"),
+    "missing tensor": (change_tensors(lambda tensors: tensors.pop(NAME)), "up_proj.weight: is missing"),
     "additional tensor": (
-        lambda directory: safetensors.numpy.save_file(
-            safetensors.numpy.load_file(directory / "model.safetensors") | {"more": np.zeros(1, "f4")},
-            directory / "model.safetensors",
-        ),
+        change_tensors(lambda tensors: tensors.update(more=np.zeros(1, "f4"))),
         "more = 'tensor': is not supported",
     ),
-    "no weights": (lambda directory: (directory / "model.safetensors").unlink(), "must have model.safetensors, or"),
+    "no weights": (lambda directory: (directory / WEIGHTS).unlink(), "must have model.safetensors, or"),
     "pickled weights": (pickled_only, "pytorch_model.bin may run code"),
-    "a link to elsewhere": (linked_elsewhere, "must not be a link to a file outside"),
-    "index of nothing": (index({}), "weight_map = 'dict': must be a JSON object"),
-    "index that is a list": (index([1]), "weight_map = 'list': must be a JSON object"),
-    "index to a parent": (
-        index({NAME: "../x.safetensors"}),
-        "must be the name of a .safetensors file",
-    ),
+    "a link to elsewhere": (linked_elsewhere(WEIGHTS), "must not be a link to a file outside"),
+    "a tokenizer linked to elsewhere": (linked_elsewhere("tokenizer.json"), "must not be a link to a file outside"),
+    "a pipe for weights": (pipe, "must be a regular file"),
+    "index of nothing": (index({}), "weight_map: must be a JSON object"),
+    "index to a parent": (index({NAME: "../x.safetensors"}), "must be the name of a .safetensors file"),
     "index to a root": (index({NAME: "/etc/x.safetensors"}), "must be the name of a .safetensors file"),
-    "index to no weights": (index({NAME: "config.json"}), "config.json': must be the name of a .safetensors file"),
     "index to a number": (index({NAME: 3}), "= 3: must be the name of a .safetensors file"),
     "index to a missing shard": (index({NAME: "b.safetensors"}), "b.safetensors: cannot be read"),
-    "index that lacks a tensor": (
-        index(lambda names: dict.fromkeys(names[1:], "model.safetensors")),
-        "must be listed in model.safetensors.index.json",
-    ),
-    "index with another tensor": (
-        index(lambda names: dict.fromkeys([*names, "more"], "model.safetensors")),
-        "more = 'model.safetensors': has no such tensor",
-    ),
+    "index with another tensor": (index({"more": WEIGHTS}), "more = 'model.safetensors': has no such tensor"),
+    "index that lacks tensors": (index({NAME: WEIGHTS}), "model.embed_tokens.weight: is missing"),
     "config that is a list": (lambda directory: (directory / "config.json").write_text("[1]"), "must be a JSON object"),
-    "config that is nested": (
-        lambda directory: (directory / "config.json").write_text('{"a":' * 100_000),
-        "config.json: cannot be read as JSON",
-    ),
-    "config that is large": (
-        lambda directory: (directory / "config.json").write_text(json.dumps({"a": "b" * 2**20})),
-        "config.json: size = 'more than 1048576 bytes': must be at most 1048576",
-    ),
-    "two shards with one tensor": (
-        lambda directory: (
-            shutil.copy(directory / "model.safetensors", directory / "b.safetensors"),
-            index(lambda names: dict.fromkeys(names, "model.safetensors") | {names[0]: "b.safetensors"})(directory),
-        ),
-        "must be listed in model.safetensors.index.json with this file",
-    ),
-    "a tensor twice in the header": (twice_in_the_header, "model.safetensors: cannot be read"),
-    "a shard linked to elsewhere": (shard_linked_elsewhere, "must not be a link to a file outside"),
-    "links in a circle": (
-        another_file("config.json", lambda file: file.symlink_to(file)),
-        "config.json: cannot be read|must not be a link|Symlink loop",
-    ),
-    "a pipe for weights": (another_file("model.safetensors", os.mkfifo), "must be a regular file"),
-    "a pipe for a config": (another_file("config.json", os.mkfifo), "must be a regular file"),
-    "a pipe for a tokenizer": (another_file("tokenizer.json", os.mkfifo), "must be a regular file"),
-    "a directory for weights": (another_file("model.safetensors", Path.mkdir), "must be a regular file"),
-    "a tokenizer linked to elsewhere": (
-        another_file("tokenizer.json", lambda file: file.symlink_to("/etc/hostname")),
-        "tokenizer.json = '/etc/hostname': must not be a link to a file outside",
-    ),
-    "index with a NUL": (index({NAME: "a\0.safetensors"}), "cannot be read: embedded null"),
-    "index with half a character": (index({NAME: "\ud800.safetensors"}), "cannot be read: "),
-    "index with a long name": (index({NAME: "a" * 100_000 + ".safetensors"}), r"a\.\.: cannot be read: .*too long"),
-    "index with a name of two lines": (index({"a\nb" * 1000: 3}), r"a\\nb.*\.\. = 3: must be the name"),
     "no config": (lambda directory: (directory / "config.json").unlink(), "config.json: cannot be read"),
 }
 
@@ -768,7 +596,7 @@ def test_damaged_checkpoints_are_refused_in_one_line(case, directories, tmp_path
     damage, message = DAMAGES[case]
     directory = copied(directories("llama3"), tmp_path)
     damage(directory)
-    refused(directory, tmp_path, message, None if "tokenizer" in case else "bytes")
+    refused(directory, tmp_path, message, tokenizer=None if "tokenizer" in case else "bytes")
 
 
 def test_the_cache_of_the_hub_is_followed_but_no_further(directories, tmp_path, runs):
@@ -787,15 +615,12 @@ def test_the_cache_of_the_hub_is_followed_but_no_further(directories, tmp_path, 
     ("options", "message"),
     [
         ({"tokenizer": None}, "source = .*: has no tokenizer.json; give --tokenizer"),
-        ({"tokenizer": "no.json"}, "tokenizer = 'no.json': must be"),
-        ({"train_length": 0}, "train_length = 0: must be 1 to 64"),
         ({"train_length": 65}, "train_length = 65: must be 1 to 64"),
         ({"dtype": "int8"}, "model.dtype = 'int8': must be one of"),
         ({"mesh": MeshConfig(1, 1, 1, 8)}, "model.num_heads = 4: must be a multiple of mesh.tensor = 8"),
+        ({"directory": Path("nowhere")}, "source = 'nowhere': must be a directory"),
     ],
 )
 def test_bad_options_are_named(options, message, directories, tmp_path):
-    with pytest.raises(InputError, match=message):
-        import_run(directories("llama3"), tmp_path / "run", **{"tokenizer": "bytes"} | options)
-    with pytest.raises(InputError, match=r"source = .*: must be a directory"):
-        import_run(tmp_path / "nowhere", tmp_path / "run")
+    options = {"directory": directories("llama3")} | options
+    refused(options.pop("directory"), tmp_path, message, **options)

@@ -43,8 +43,7 @@ ACTIVATIONS = {
     "swish": "silu",
 }
 
-
-SCALINGS = ("default", "linear", "llama3", "yarn")  # scalings of rotary embeddings
+SCALINGS = {"default": "rope", "linear": "pi", "llama3": "llama3", "yarn": "yarn"}  # our rotary embeddings
 _LARGEST_FLOAT = 1e300
 
 # Fields of the `model` section for training and computation in JAX; exported configs do not have them.
@@ -60,12 +59,7 @@ class Fields:
     def check(self, condition: bool, name: str, allowed: str) -> None:
         """Raise `InputError` for a field unless the condition holds. Long values are shortened in the message."""
         if not condition:
-            value = self.config[name] if name in self.config else None
-            try:
-                shown = repr(value)
-            except RecursionError:
-                shown = f"a nested {type(value).__name__}"
-            raise InputError(f"{self.where}: {short(name)} = {short(shown)}: {allowed}")
+            raise InputError(f"{self.where}: {short(name)} = {short(repr(self.config.get(name)))}: {allowed}")
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Return a field, or the default if it is missing or null. Without a default the field is required.
@@ -166,51 +160,87 @@ def _activation(fields: Fields, default: str) -> str:
 def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: float | None = None) -> dict[str, Any]:
     """Return our `rotary` section for `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
 
-    `base` and `fraction` are the defaults of the family. If `fraction` is None, its models rotate all dims.
+    `base` and `fraction` are the defaults of the family. If `fraction` is None, its models rotate all dims. The options
+    of YaRN must be those of the paper, which determines the attention's scale.
     """
     base = fields.take("rope_theta", float, base)
     old, new = fields.optional("rope_scaling", dict), fields.optional("rope_parameters", dict)
     fields.check(old is None or new is None, "rope_scaling", "must be missing if there is rope_parameters")
     where = f"{CONFIG_FILE}: {'rope_scaling' if new is None else 'rope_parameters'}"
     scaling = Fields((old or {}) if new is None else new, where)
-    base = scaling.take("rope_theta", float, base)
-    given = scaling.take("partial_rotary_factor", float, 1.0 if fraction is None else fraction)
-    scaling.check(fraction is not None or given == 1, "partial_rotary_factor", "must be 1 in this family")
+    shared = {
+        "base": scaling.take("rope_theta", float, base),
+        "fraction": scaling.take("partial_rotary_factor", float, 1.0 if fraction is None else fraction),
+    }
+    is_family = fraction is not None or shared["fraction"] == 1
+    scaling.check(is_family, "partial_rotary_factor", "must be 1 in this family")
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
-    name = "rope_type" if "rope_type" in scaling.config else "type"
-    scaling.check(kind in SCALINGS, name, f"must be one of {list(SCALINGS)}")
-    shared = {"base": base, "fraction": given}
-    if kind == "default":
-        rotary = dict(name="rope", **shared)
-    elif kind == "linear":
-        rotary = dict(name="pi", factor=scaling.take("factor", float), **shared)
-    elif kind == "llama3":
-        names = {"low_frequency_factor": "low_freq_factor", "high_frequency_factor": "high_freq_factor"}
-        factors = {ours: scaling.take(theirs, float) for ours, theirs in names.items()}
-        factors |= {"factor": scaling.take("factor", float)}
-        length = scaling.take("original_max_position_embeddings", int)
-        rotary = dict(name="llama3", train_length=length, **factors, **shared)
-    else:
-        rotary = _yarn(scaling, max_length, shared)
+    allowed = f"must be one of {list(SCALINGS)}"
+    scaling.check(kind in SCALINGS, "rope_type" if "rope_type" in scaling.config else "type", allowed)
+    rotary = {"name": SCALINGS[kind], **shared}
+    if kind != "default":
+        rotary["factor"] = factor = scaling.take("factor", float)
+    if kind == "llama3":
+        rotary["train_length"] = scaling.take("original_max_position_embeddings", int)
+        rotary["low_frequency_factor"] = scaling.take("low_freq_factor", float)
+        rotary["high_frequency_factor"] = scaling.take("high_freq_factor", float)
+    elif kind == "yarn":
+        scaling.check(factor >= 1, "factor", "must be 1 or more")
+        papers = 0.1 * math.log(factor) + 1
+        is_papers = math.isclose(scaling.take("attention_factor", float, papers), papers, rel_tol=1e-6)
+        scaling.check(is_papers, "attention_factor", "must be 0.1 log(factor) + 1, or missing")
+        scaling.check(scaling.take("truncate", bool, True), "truncate", "must be true, or missing")
+        rotary["train_length"] = scaling.take("original_max_position_embeddings", int, max_length)
+        rotary["beta_fast"] = scaling.take("beta_fast", float, 32.0)
+        rotary["beta_slow"] = scaling.take("beta_slow", float, 1.0)
     scaling.refuse_others()
     return rotary
 
 
-def _yarn(scaling: Fields, max_length: int, shared: dict[str, float]) -> dict[str, Any]:
-    """Return our `yarn` section, if the options are those of the paper, which determines the attention's scale."""
-    factor = scaling.take("factor", float)
-    scaling.check(factor >= 1, "factor", "must be 1 or more")
-    scale = scaling.take("attention_factor", float, 0.1 * math.log(factor) + 1)
-    is_papers = math.isclose(scale, 0.1 * math.log(factor) + 1, rel_tol=1e-6)
-    scaling.check(is_papers, "attention_factor", "must be 0.1 log(factor) + 1, or missing")
-    scaling.check(scaling.take("truncate", bool, True), "truncate", "must be true, or missing")
-    length = scaling.take("original_max_position_embeddings", int, max_length)
-    fast, slow = scaling.take("beta_fast", float, 32.0), scaling.take("beta_slow", float, 1.0)
-    return dict(name="yarn", factor=factor, train_length=length, beta_fast=fast, beta_slow=slow, **shared)
+class Tensors(dict[str, Tensor]):
+    """Tensors by the path of our parameter. The letters at the end of a path name its dims.
 
+    Args:
+        sizes: size of each letter.
+    """
 
-def _transposed(x: np.ndarray) -> np.ndarray:
-    return x.T
+    def __init__(self, **sizes: int):
+        super().__init__()
+        self.sizes = sizes
+
+    def _dims(self, letters: str) -> tuple[int, ...]:
+        return tuple(self.sizes[letter] for letter in letters)
+
+    def linear(
+        self, ours: str, theirs: str, *, bias: bool = False, inputs: int = 1, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        """Add the weight [outputs, inputs] of a linear map, which we transpose and split into heads, and its bias.
+
+        Args:
+            ours: path of our weight.
+            theirs: name in the checkpoint.
+            bias: whether there is a bias.
+            inputs: number of letters that are inputs, from the first.
+            part: index and number of parts, for a map that contains several of ours in each head.
+        """
+        name, letters = ours.rsplit("_", 1)
+        outputs, (index, count) = self._dims(letters[inputs:]), part
+        num_rows, num_columns = math.prod(outputs), math.prod(self._dims(letters[:inputs]))
+
+        def of_part(x: np.ndarray) -> np.ndarray:
+            return x.reshape(outputs[0], count, -1, *x.shape[1:])[:, index].reshape(num_rows, *x.shape[1:])
+
+        shape = (count * num_rows, num_columns)
+        self[ours] = Tensor(f"{theirs}.weight", shape, lambda x: of_part(x).T.reshape(self._dims(letters)))
+        if bias:
+            bias_name = f"{name}_bias_{letters[inputs:]}"
+            self[bias_name] = Tensor(f"{theirs}.bias", shape[:1], lambda x: of_part(x).reshape(outputs))
+
+    def norm(self, ours: str, theirs: str, *, bias: bool = False) -> None:
+        """Add the scale of a norm, and its bias."""
+        self[f"{ours}/scale"] = Tensor(f"{theirs}.weight", self._dims("D"))
+        if bias:
+            self[f"{ours}/bias"] = Tensor(f"{theirs}.bias", self._dims("D"))
 
 
 def _gpt_neox(fields: Fields) -> Family:
@@ -218,62 +248,38 @@ def _gpt_neox(fields: Fields) -> Family:
     sizes = _sizes(fields)
     D, H, F, V = (sizes[name] for name in ("width", "num_heads", "mlp_width", "vocab_size"))
     fields.check(D % H == 0, "num_attention_heads", f"must divide hidden_size = {D}")
-    K, has_bias = D // H, fields.take("attention_bias", bool, True)
+    has_bias = fields.take("attention_bias", bool, True)
     max_length = fields.take("max_position_embeddings", int, 2048)
     # Old names of rope_theta and partial_rotary_factor.
     old_base, fraction = fields.take("rotary_emb_base", float, 10_000.0), fields.take("rotary_pct", float, 0.25)
     base = fields.take("rope_theta", float, old_base)
     is_one = base == old_base or "rotary_emb_base" not in fields.config
     fields.check(is_one, "rotary_emb_base", f"must be rope_theta = {base}, or missing")
-    model = (
-        GPT_NEOX
-        | sizes
-        | {
-            "num_kv_heads": H,
-            "head_dim": K,
-            "parallel_residual": fields.take("use_parallel_residual", bool, True),
-            "norm_epsilon": fields.take("layer_norm_eps", float, 1e-5),
-            "activation": _activation(fields, "gelu"),
-            "projection_bias": has_bias,
-            "attention_output_bias": has_bias,
-            "rotary": _rotary(fields, max_length, base, fraction),
-        }
-    )
-    layer, attention = "gpt_neox.layers.{layer}.", "layers/attention/"
-
-    def fused(part: int) -> Tensor:
-        return Tensor(
-            f"{layer}attention.query_key_value.weight",
-            (3 * D, D),
-            lambda x: x.reshape(H, 3, K, D)[:, part].transpose(2, 0, 1),
-        )
-
-    def fused_bias(part: int) -> Tensor:
-        return Tensor(f"{layer}attention.query_key_value.bias", (3 * D,), lambda x: x.reshape(H, 3, K)[:, part])
-
-    tensors = {
-        "embedding_VD": Tensor("gpt_neox.embed_in.weight", (V, D)),
-        f"{attention}query_DHK": fused(0),
-        f"{attention}key_DGK": fused(1),
-        f"{attention}value_DGK": fused(2),
-        f"{attention}output_HKD": Tensor(f"{layer}attention.dense.weight", (D, D), lambda x: x.T.reshape(H, K, D)),
-        "layers/mlp/up_DF": Tensor(f"{layer}mlp.dense_h_to_4h.weight", (F, D), _transposed),
-        "layers/mlp/up_bias_F": Tensor(f"{layer}mlp.dense_h_to_4h.bias", (F,)),
-        "layers/mlp/down_FD": Tensor(f"{layer}mlp.dense_4h_to_h.weight", (D, F), _transposed),
-        "layers/mlp/down_bias_D": Tensor(f"{layer}mlp.dense_4h_to_h.bias", (D,)),
+    model = {
+        **GPT_NEOX,
+        **sizes,
+        "num_kv_heads": H,
+        "head_dim": D // H,
+        "parallel_residual": fields.take("use_parallel_residual", bool, True),
+        "norm_epsilon": fields.take("layer_norm_eps", float, 1e-5),
+        "activation": _activation(fields, "gelu"),
+        "projection_bias": has_bias,
+        "attention_output_bias": has_bias,
+        "rotary": _rotary(fields, max_length, base, fraction),
     }
-    if has_bias:
-        tensors |= {
-            f"{attention}query_bias_HK": fused_bias(0),
-            f"{attention}key_bias_GK": fused_bias(1),
-            f"{attention}value_bias_GK": fused_bias(2),
-            f"{attention}output_bias_D": Tensor(f"{layer}attention.dense.bias", (D,)),
-        }
-    norms = {"layers/attention_norm": f"{layer}input_layernorm", "layers/mlp_norm": f"{layer}post_attention_layernorm"}
-    for ours, theirs in (norms | {"norm": "gpt_neox.final_layer_norm"}).items():
-        tensors |= {f"{ours}/scale": Tensor(f"{theirs}.weight", (D,)), f"{ours}/bias": Tensor(f"{theirs}.bias", (D,))}
+    tensors, layer = Tensors(D=D, H=H, G=H, K=D // H, F=F, V=V), "gpt_neox.layers.{layer}."
+    tensors["embedding_VD"] = Tensor("gpt_neox.embed_in.weight", (V, D))
+    for index, name in enumerate(("query_DHK", "key_DGK", "value_DGK")):
+        fused = f"{layer}attention.query_key_value"
+        tensors.linear(f"layers/attention/{name}", fused, bias=has_bias, part=(index, 3))
+    tensors.linear("layers/attention/output_HKD", f"{layer}attention.dense", bias=has_bias, inputs=2)
+    tensors.linear("layers/mlp/up_DF", f"{layer}mlp.dense_h_to_4h", bias=True)
+    tensors.linear("layers/mlp/down_FD", f"{layer}mlp.dense_4h_to_h", bias=True)
+    tensors.norm("layers/attention_norm", f"{layer}input_layernorm", bias=True)
+    tensors.norm("layers/mlp_norm", f"{layer}post_attention_layernorm", bias=True)
+    tensors.norm("norm", "gpt_neox.final_layer_norm", bias=True)
     if not sizes["tied_embeddings"]:
-        tensors["unembedding_DV"] = Tensor("embed_out.weight", (V, D), _transposed)
+        tensors.linear("unembedding_DV", "embed_out")
     return Family(model, max_length, tensors)
 
 
@@ -325,48 +331,30 @@ def _llama_like(
         K = D // H
     fields.check(G > 0 and H % G == 0, "num_key_value_heads", f"must divide num_attention_heads = {H}")
     max_length = fields.take("max_position_embeddings", int, max_length)
-    model = (
-        LLAMA
-        | sizes
-        | biases
-        | {
-            "num_kv_heads": G,
-            "head_dim": K,
-            "norm_epsilon": fields.take("rms_norm_eps", float, 1e-6),
-            "activation": _activation(fields, "silu"),
-            "window": window,
-            "rotary": _rotary(fields, max_length),
-        }
-    )
-    layer, attention = "model.layers.{layer}.", "layers/attention/"
-
-    def projected(name: str, heads: int) -> Tensor:
-        return Tensor(f"{layer}self_attn.{name}.weight", (heads * K, D), lambda x: x.T.reshape(D, heads, K))
-
-    tensors = {
-        "embedding_VD": Tensor("model.embed_tokens.weight", (V, D)),
-        f"{attention}query_DHK": projected("q_proj", H),
-        f"{attention}key_DGK": projected("k_proj", G),
-        f"{attention}value_DGK": projected("v_proj", G),
-        f"{attention}output_HKD": Tensor(f"{layer}self_attn.o_proj.weight", (D, H * K), lambda x: x.T.reshape(H, K, D)),
-        "layers/mlp/gate_DF": Tensor(f"{layer}mlp.gate_proj.weight", (F, D), _transposed),
-        "layers/mlp/up_DF": Tensor(f"{layer}mlp.up_proj.weight", (F, D), _transposed),
-        "layers/mlp/down_FD": Tensor(f"{layer}mlp.down_proj.weight", (D, F), _transposed),
-        "layers/attention_norm/scale": Tensor(f"{layer}input_layernorm.weight", (D,)),
-        "layers/mlp_norm/scale": Tensor(f"{layer}post_attention_layernorm.weight", (D,)),
-        "norm/scale": Tensor("model.norm.weight", (D,)),
+    model = {
+        **LLAMA,
+        **sizes,
+        **biases,
+        "num_kv_heads": G,
+        "head_dim": K,
+        "norm_epsilon": fields.take("rms_norm_eps", float, 1e-6),
+        "activation": _activation(fields, "silu"),
+        "window": window,
+        "rotary": _rotary(fields, max_length),
     }
-    if model["projection_bias"]:
-        for ours, theirs, heads in (("query_bias_HK", "q", H), ("key_bias_GK", "k", G), ("value_bias_GK", "v", G)):
-            name = f"{layer}self_attn.{theirs}_proj.bias"
-            tensors[attention + ours] = Tensor(name, (heads * K,), lambda x, heads=heads: x.reshape(heads, K))
-    if model["attention_output_bias"]:
-        tensors[f"{attention}output_bias_D"] = Tensor(f"{layer}self_attn.o_proj.bias", (D,))
-    if model["mlp_bias"]:
-        for ours, theirs, size in (("gate_bias_F", "gate", F), ("up_bias_F", "up", F), ("down_bias_D", "down", D)):
-            tensors[f"layers/mlp/{ours}"] = Tensor(f"{layer}mlp.{theirs}_proj.bias", (size,))
+    tensors, layer = Tensors(D=D, H=H, G=G, K=K, F=F, V=V), "model.layers.{layer}."
+    tensors["embedding_VD"] = Tensor("model.embed_tokens.weight", (V, D))
+    for ours, theirs in (("query_DHK", "q_proj"), ("key_DGK", "k_proj"), ("value_DGK", "v_proj")):
+        tensors.linear(f"layers/attention/{ours}", f"{layer}self_attn.{theirs}", bias=model["projection_bias"])
+    has_bias = model["attention_output_bias"]
+    tensors.linear("layers/attention/output_HKD", f"{layer}self_attn.o_proj", bias=has_bias, inputs=2)
+    for ours, theirs in (("gate_DF", "gate_proj"), ("up_DF", "up_proj"), ("down_FD", "down_proj")):
+        tensors.linear(f"layers/mlp/{ours}", f"{layer}mlp.{theirs}", bias=model["mlp_bias"])
+    tensors.norm("layers/attention_norm", f"{layer}input_layernorm")
+    tensors.norm("layers/mlp_norm", f"{layer}post_attention_layernorm")
+    tensors.norm("norm", "model.norm")
     if not sizes["tied_embeddings"]:
-        tensors["unembedding_DV"] = Tensor("lm_head.weight", (V, D), _transposed)
+        tensors.linear("unembedding_DV", "lm_head")
     return Family(model, max_length, tensors)
 
 

@@ -786,12 +786,8 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             logits_BTV = logits_BTV + self.output_bias_V.to(logits_BTV.dtype)
         loss = None
         if labels is not None:
-            targets = labels[:, 1:].flatten().to(logits_BTV.device)
-            logits = logits_BTV[:, :-1].flatten(0, 1)
-            if num_items_in_batch is None:
-                loss = functional.cross_entropy(logits, targets)
-            else:
-                loss = functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+            size, items = self.config.vocab_size, num_items_in_batch
+            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, num_items_in_batch=items)
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits_BTV,
