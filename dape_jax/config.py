@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
 from jax.sharding import Mesh
-from ml_collections import config_dict
 
 from dape_jax.data.store import DataConfig
 from dape_jax.errors import InputError, check_all, did_you_mean, positive, require
@@ -43,7 +42,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 # Fields of older versions that have no effect any more. They are dropped when a saved config is read.
 REMOVED_FIELDS: tuple[str, ...] = ()
 
-# Marks a field that may change on resume: it affects only performance, storage, evaluation or the handling of bad
+# Metadata of a field that may change on resume: it affects only performance, storage, evaluation or the handling of bad
 # steps. The trained model changes at most by rounding, and dropout's masks by `mesh.context` and the accumulation.
 RESUMABLE = {"resumable": True}
 
@@ -55,23 +54,17 @@ class TrainConfig:
     seed: int  # of the parameters and of dropout
     train_length: int  # T, in tokens; for a task, the longest input in symbols
     batch_size: int  # sequences per step, over all devices and accumulation parts
-    # parts of a batch whose gradients are computed one after the other
-    accumulation_steps: int = dataclasses.field(metadata=RESUMABLE)
-    # tokens per device whose logits are in memory at a time
-    logits_chunk_tokens: int = dataclasses.field(metadata=RESUMABLE)
+    accumulation_steps: int = dataclasses.field(metadata=RESUMABLE)  # parts of a batch, computed one after the other
+    logits_chunk_tokens: int = dataclasses.field(metadata=RESUMABLE)  # tokens per device whose logits are in memory
     num_steps: int
     eval_interval: int  # steps between validations; the last step is always validated
     validation_batches: int  # batches per validation
-    # steps between checkpoints, a multiple of `eval_interval`; None: `eval_interval`. The last step is always saved
+    # steps between checkpoints, a multiple of `eval_interval`, which None means; the last step is always saved
     checkpoint_interval: int = dataclasses.field(default=FOLLOWS, metadata=RESUMABLE, kw_only=True)
-    # newest checkpoints to keep; the one with the lowest validation loss is kept as well
-    max_to_keep: int = dataclasses.field(metadata=RESUMABLE)
-    # consecutive non-finite steps to skip before aborting
-    max_bad_steps: int = dataclasses.field(metadata=RESUMABLE)
-    # project in Weights & Biases that also receives the metrics, or None
-    wandb: str | None = dataclasses.field(metadata=RESUMABLE)
-    # first and last step of a trace in the workdir's profile/; (): no trace
-    profile_steps: tuple[int, ...] = dataclasses.field(metadata=RESUMABLE)
+    max_to_keep: int = dataclasses.field(metadata=RESUMABLE)  # newest checkpoints to keep; the best one is kept as well
+    max_bad_steps: int = dataclasses.field(metadata=RESUMABLE)  # consecutive non-finite steps to skip before aborting
+    wandb: str | None = dataclasses.field(metadata=RESUMABLE)  # project in Weights & Biases, or None
+    profile_steps: tuple[int, ...] = dataclasses.field(metadata=RESUMABLE)  # first and last step of a trace, or ()
 
     def __post_init__(self):
         if self.checkpoint_interval is None:
@@ -233,24 +226,7 @@ def choose(field: str, name: str, **options: Any) -> dict[str, Any]:
         InputError: the name or an option is unknown, or an option is out of range.
     """
     require(name in CHOICES[field], f"model.{field}.name", name, f"must be one of {sorted(CHOICES[field])}")
-    return {"name": name} | section_of(_structure(CHOICES[field][name], options, f"model.{field}"))
-
-
-def section_of(section: Any) -> dict[str, Any]:
-    """Return the fields of a config dataclass, with None as a typed placeholder, which flags can set."""
-    kinds = typing.get_type_hints(type(section))
-    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
-    return {
-        name: config_dict.placeholder(typing.get_args(kinds[name])[0]) if value is None else value
-        for name, value in values.items()
-    }
-
-
-def config_file_dict(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
-    """Return a run's config in the form of a config file, in which a flag can set every field."""
-    spec = {field.name: section_of(getattr(run, field.name)) for field in dataclasses.fields(run)}
-    saved = resolved(run)["model"]
-    return spec | {"model": spec["model"] | {field: choose(field, **saved[field]) for field in CHOICES}}
+    return {"name": name} | dataclasses.asdict(_structure(CHOICES[field][name], options, f"model.{field}"))
 
 
 def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
@@ -298,8 +274,16 @@ def differences(
 _converter = cattrs.Converter(forbid_extra_keys=True)
 
 
-def _value(value: Any, kind: type) -> Any:
-    """Return a number, text or bool of exactly this type. An integer may become a float; a bool is not an integer."""
+def _value(value: Any, kind: Any) -> Any:
+    """Return a number, text or bool of exactly this type, or a tuple of a list of them, because JSON has no tuples.
+
+    An integer may become a float. A bool is not an integer.
+    """
+    if typing.get_origin(kind) is tuple:
+        member = typing.get_args(kind)[0]
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"must be a list of values of type {member.__name__}")
+        return tuple(_value(each, member) for each in value)
     is_right = isinstance(value, (int, float) if kind is float else kind)
     if not is_right or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"must be of type {kind.__name__}")
@@ -308,22 +292,12 @@ def _value(value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _tuple(value: Any, kind: Any) -> tuple[Any, ...]:
-    """Return a tuple of a list, because JSON has no tuples."""
-    member = typing.get_args(kind)[0]
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"must be a list of values of type {member.__name__}")
-    return tuple(_value(each, member) for each in value)
-
-
 def _choice(field: str, value: Any, _: Any) -> Any:
     """Return the config dataclass described by `{"name": NAME, **options}`."""
-    if not isinstance(value, dict):
-        raise ValueError("must be a dict with a name and options")
-    options = dict(value)
-    name, table = options.pop("name", None), CHOICES[field]
-    nearest = did_you_mean(str(name), table)
-    is_known = isinstance(name, str) and name in table
+    options, table = dict(value) if isinstance(value, dict) else {}, CHOICES[field]
+    require("name" in options, f"model.{field}", value, "must be a dict with a name and options")
+    name = options.pop("name")
+    is_known, nearest = isinstance(name, str) and name in table, did_you_mean(str(name), table)
     require(is_known, f"model.{field}.name", name, f"must be one of {sorted(table)}{nearest}")
     return _converter.structure(options, table[name])
 
@@ -346,7 +320,7 @@ def _section(cls: type) -> Callable[[Any, Any], Any]:
 
 for primitive in (int, float, str, bool):
     _converter.register_structure_hook(primitive, _value)
-_converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is tuple, _tuple)
+_converter.register_structure_hook_func(lambda kind: typing.get_origin(kind) is tuple, _value)
 _converter.register_structure_hook_factory(dataclasses.is_dataclass, _section)
 
 

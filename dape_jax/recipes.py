@@ -96,9 +96,14 @@ def _set(config: ConfigDict, argument: str) -> None:
 def _parse(kind: type, text: str) -> Any:
     if kind is bool:
         return _BOOLS[text.lower()]
-    if kind is tuple:
+    if kind in (tuple, list):
         value = ast.literal_eval(text)
-        return tuple(value) if isinstance(value, tuple | list) else (value,)
+        return kind(value) if isinstance(value, tuple | list) else kind([value])
+    if kind is type(None):  # a field without a value has no type yet: `read_run` checks it
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            return text
     return kind(text)
 
 

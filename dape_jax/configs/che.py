@@ -25,7 +25,7 @@ mean over lengths 41 to 500): Kerple 52.50 and 51.51; DAPE1x3-Kerple 100.00 and 
 200,000 steps.
 """
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from dape_jax.config import choose
 from dape_jax.configs import common
@@ -63,7 +63,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
             attention=choose("attention", "dense"),
             dtype="float32",
         ),
-        data=data | ({} if choice["positions"] else dict(max_position=config_dict.placeholder(int))),
+        data=data,
         optimizer=dict(
             learning_rate=1e-3,
             warmup_fraction=0.0,

@@ -3,7 +3,6 @@
 from typing import Any
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from dape_jax.config import choose
 from dape_jax.errors import InputError, require
@@ -15,12 +14,12 @@ Fields = dict[str, Any]
 def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evaluation: Fields) -> ConfigDict:
     """Return a complete config; fields that are not given have shared values."""
     shared_model = dict(
-        num_kv_heads=placeholder(int),  # None: num_heads; fewer for grouped-query attention
-        head_dim=placeholder(int),  # None: width / num_heads
-        mlp_width=placeholder(int),  # None: 4 x width
-        vocab_size=placeholder(int),  # None: the corpus's
-        num_outputs=placeholder(int),  # None: vocab_size
-        window=placeholder(int),  # None: all keys; --config.model.window=N for sliding-window attention
+        num_kv_heads=None,  # None: num_heads; fewer for grouped-query attention
+        head_dim=None,  # None: width / num_heads
+        mlp_width=None,  # None: 4 x width
+        vocab_size=None,  # None: the corpus's
+        num_outputs=None,  # None: vocab_size
+        window=None,  # None: all keys; --config.model.window=N for sliding-window attention
         remat="none",
         dtype="auto",
     )
@@ -38,10 +37,10 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         seed=0,
         accumulation_steps=1,
         logits_chunk_tokens=2048,
-        checkpoint_interval=placeholder(int),  # None: eval_interval
+        checkpoint_interval=None,  # None: eval_interval
         max_to_keep=2,
         max_bad_steps=0,  # abort at the first non-finite step
-        wandb=placeholder(str),  # None: no project in Weights & Biases
+        wandb=None,  # None: no project in Weights & Biases
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
     return ConfigDict(
@@ -51,7 +50,7 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
             optimizer=shared_optimizer | optimizer,
             train=shared_train | train,
             mesh=mesh(),
-            init=dict(source=placeholder(str), train_only=placeholder(str)),  # random parameters, all trained
+            init=dict(source=None, train_only=None),  # random parameters, all trained
             evaluation=evaluation,
         )
     )
@@ -66,7 +65,7 @@ def text(**fields: Any) -> Fields:
     """Return the `data` section of a language model: bytes of the standard library's source."""
     shared = dict(
         path="stdlib",
-        tokenizer=placeholder(str),  # None: the prepared corpus's, or bytes for raw text
+        tokenizer=None,  # None: the prepared corpus's, or bytes for raw text
         cache_dir="data",
         validation_fraction=0.05,
         seed=0,

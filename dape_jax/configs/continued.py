@@ -23,9 +23,9 @@ processor=dape if the source has no processor. Removing or replacing the rotary 
 first. This project has not run this recipe at the paper's scale.
 """
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
-from dape_jax.config import InitConfig, config_file_dict, read_run
+from dape_jax.config import InitConfig, read_run, resolved
 from dape_jax.configs import common
 from dape_jax.errors import require
 from dape_jax.storage import to_path
@@ -43,7 +43,7 @@ def get_config(argument: str | None = None) -> ConfigDict:
     require(saved is not None, "config argument", f"source={source}", allowed)
     run = read_run((saved or {})["config"])
 
-    spec = config_file_dict(run)
+    spec = resolved(run)
     for key in ("kernel", "channels"):
         is_allowed = "processor" in given or choice[key] == common.METHOD[key]
         require(is_allowed, "config argument", f"{key}={choice[key]}", "needs processor=dape")
@@ -53,5 +53,4 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if choice["processor"] == "dape":
         chosen["processor"] |= {"init": "identity"}
     spec["model"] |= {field: chosen[field] for field in given}
-    init = dict(source=source, train_only=config_dict.placeholder(str))
-    return ConfigDict(spec | {"mesh": common.mesh(), "init": init})
+    return ConfigDict(spec | {"mesh": common.mesh(), "init": {"source": source, "train_only": None}})
