@@ -1,7 +1,6 @@
 """Command lines: flags from dataclasses, quiet libraries, one-line errors for bad input."""
 
 import dataclasses
-import functools
 import logging
 import os
 import re
@@ -15,16 +14,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 from dape_jax import recipes
-from dape_jax.errors import (
-    InputError,
-    NonFiniteError,
-    StoppedError,
-    check_all,
-    describe,
-    did_you_mean,
-    printable,
-    require,
-)
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, check_all, did_you_mean, printable, require
 from dape_jax.storage import bucket_errors
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
@@ -40,7 +30,7 @@ def run(
     """Parse flags, call `main`, and turn expected exceptions into one line on standard error and an exit status.
 
         InputError (also for bad flags)   2, with one line for each message
-        OverflowError                     2, for a size that does not fit into a device's integers
+        OverflowError                     2, a size of the config that does not fit into a device's integers
         NonFiniteError                    1
         OSError                           1, for example for an unreadable file or a full disk
         StoppedError                      143
@@ -79,28 +69,20 @@ def run(
     sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     try:
         app.run(quietly, flags_parser=parse)
-    except InputError as error:
-        for message in error.messages:
-            print(f"error: {printable(message)}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of the output has exited, as in `| head`; without dup2 the final flush fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
-    except OverflowError as error:
-        print(f"error: a number of the config is too large: {error}", file=sys.stderr)
-        sys.exit(2)
-    except NonFiniteError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
-    except OSError as error:
-        print(f"error: {printable(describe(error))}", file=sys.stderr)
-        sys.exit(1)
+    except (InputError, OverflowError, NonFiniteError, OSError) as error:
+        lines = error.messages if isinstance(error, InputError) else [str(error)]
+        for line in lines:
+            print(f"error: {printable(line)}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, InputError | OverflowError) else 1)
 
 
 class _PlainFormatter(logging.Formatter):
@@ -131,37 +113,36 @@ def _parse(arguments: list[str]) -> list[str]:
     unknown = [each for each in arguments[1:] if each not in of_config and not _is_known(each)]
     wrong = {*of_config, *unknown}
 
+    def parse() -> list[str]:
+        try:
+            return flags.FLAGS([each for each in arguments if each not in wrong])
+        except flags.Error as error:
+            missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
+            lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
+            raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
+
+    def refuse_unknown() -> None:
+        nearest = [did_you_mean(_name(each), flags.FLAGS, "--") or "; see --help" for each in unknown]
+        if unknown:
+            raise InputError(*(f"{each}: no such flag{advice}" for each, advice in zip(unknown, nearest, strict=True)))
+
     def read_config() -> None:
         if "config" in flags.FLAGS and (config := flags.FLAGS["config"]).value is not None:
             config.value = recipes.read_config(config.value, of_config)
 
-    remaining, *_ = check_all(
-        lambda: _parse_flags([each for each in arguments if each not in wrong]),
-        *(functools.partial(_refuse, each) for each in unknown),
-        read_config,
-    )
+    remaining, *_ = check_all(parse, refuse_unknown, read_config)
     return remaining
 
 
-def _parse_flags(arguments: list[str]) -> list[str]:
-    try:
-        return flags.FLAGS(arguments)
-    except flags.Error as error:
-        missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
-        lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
-        raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
+def _name(argument: str) -> str:
+    return argument.lstrip("-").partition("=")[0]
 
 
 def _is_known(argument: str) -> bool:
     """Return whether an argument is a defined flag, or no flag: -1 is a value."""
-    name = argument.lstrip("-").partition("=")[0]
+    name = _name(argument)
     is_flag = argument.startswith("-") and name and not name[0].isdigit()
     return not is_flag or name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
-
-
-def _refuse(argument: str) -> None:
-    nearest = did_you_mean(argument.lstrip("-").partition("=")[0], flags.FLAGS, "--")
-    raise InputError(f"{argument}: no such flag{nearest or '; see --help'}")
 
 
 def config_of(flag: flags.Flag) -> dict[str, Any]:
@@ -188,15 +169,15 @@ def define_flags(settings: type) -> None:
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
     hints = typing.get_type_hints(settings)
     for field in (field for field in dataclasses.fields(settings) if field.name in settings.__annotations__):
-        text, default = field.metadata["help"], field.default
-        is_required = default is dataclasses.MISSING
+        kind, is_required = hints[field.name], field.default is dataclasses.MISSING
+        default: Any = None if is_required else field.default
         if field.metadata["repeated"]:
-            flags.DEFINE_multi_string(field.name, None if is_required else default, text)
-        elif typing.get_origin(hints[field.name]) is tuple:
-            flags.DEFINE_list(field.name, None if is_required else list(map(str, default)), text)  # type: ignore[arg-type]
+            define = flags.DEFINE_multi_string
+        elif typing.get_origin(kind) is tuple:
+            define, default = flags.DEFINE_list, None if is_required else list(map(str, default))
         else:
-            (kind,) = set(typing.get_args(hints[field.name]) or (hints[field.name],)) - {type(None)}
-            kinds[kind](field.name, None if is_required else default, text)
+            define = kinds[next(member for member in (*typing.get_args(kind), kind) if member in kinds)]
+        define(field.name, default, field.metadata["help"])
         if is_required:
             flags.mark_flag_as_required(field.name)
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[field.name])  # --help lists these
@@ -231,12 +212,12 @@ def read_numbers(field: str, items: Sequence[str]) -> tuple[int, ...]:
     numbers: list[int] = []
     for item in items:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9})(?:/([1-9]\d{0,8}))?)?", item, re.ASCII)
-        message = "must be comma-separated integers, or ranges first-last or first-last/step"
-        require(match is not None, field, list(items), message)
-        assert match is not None
-        first, last, step = (int(number or 0) for number in match.groups())
-        require(match[2] is None or first <= last, field, list(items), f"{item} is an empty range")
-        is_short = (last - first) // (step or 1) < MAX_NUMBERS
+        if match is None:
+            message = "must be comma-separated integers, or ranges first-last or first-last/step"
+            raise InputError(f"{field} = {list(items)!r}: {message}")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        require(first <= last, field, list(items), f"{item} is an empty range")
+        is_short = (last - first) // step < MAX_NUMBERS
         require(is_short, field, list(items), f"{item} is a range of more than {MAX_NUMBERS:,} integers")
-        numbers.extend(range(first, max(first, last) + 1, step or 1))
+        numbers.extend(range(first, last + 1, step))
     return tuple(numbers)
