@@ -8,7 +8,7 @@ if it needs more, and every token that is not predictable is "other". Measured f
 of the last tokens of held-out windows in each class, in nats per token, and its decrease from the first model to the
 others. The windows are those of `eval.py`.
 
-Writes copying.json, .csv, .md, .txt, and copying.png and .pdf with the decrease in each class.
+Writes copying.json.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int
-from matplotlib.figure import Figure
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
@@ -105,34 +104,6 @@ def classify(
     return found
 
 
-def draw(results: list[dict[str, Any]]) -> Figure:
-    """Draw the decrease in loss from the first model to the others: a panel for each length, bars for each class."""
-    others = results[1:]
-    lengths = sorted({each["length"] for result in results for each in result["lengths"]})
-    figure = Figure(figsize=(3.4 * len(lengths) + 1, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
-    width = 0.8 / len(others)
-    for axes, length in zip(panels, lengths, strict=True):
-        shares = {each["class"]: each["share"] for each in others[0]["lengths"] if each["length"] == length}
-        for number, result in enumerate(others):
-            records = [each for each in result["lengths"] if each["length"] == length]
-            places = [list(shares).index(each["class"]) + width * (number - (len(others) - 1) / 2) for each in records]
-            heights = [each["decrease_nats"] for each in records]
-            errors = None
-            if all(each["low"] is not None for each in records):
-                errors = np.array(
-                    [[each["decrease_nats"] - each["low"], each["high"] - each["decrease_nats"]] for each in records]
-                ).T
-            axes.bar(places, heights, width, yerr=errors, capsize=3, label=result["name"])
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.set_xticks(range(len(shares)), [f"{name}\n({share:.1%})" for name, share in shares.items()])
-        axes.set(title=f"length {length:,}", xlabel="tokens (share)")
-        axes.grid(axis="y", alpha=0.3)
-    panels[0].set_ylabel(f"decrease in loss from {results[0]['name']}\n(nats per token)")
-    panels[-1].legend(fontsize=8)
-    return figure
-
-
 def main(_: list[str]) -> None:
     """Measure all models, print the table, write the files."""
     settings = from_flags(Settings)
@@ -175,8 +146,7 @@ def main(_: list[str]) -> None:
         "intervals over documents."
     )
     content = {"data": corpus.digest, "match": settings.match, "num_windows": len(windows), "runs": results}
-    paths = report.save("copying", directory, content, caption, rows, draw(results))
-    print(f"\nfigure: {paths.figure}")
+    report.save("copying", directory, content, caption, rows, None)
 
 
 if __name__ == "__main__":

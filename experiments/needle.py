@@ -12,7 +12,7 @@ without the needle (with more text instead), and the share of windows in which e
 probable one, given the tokens before it. A model with DAPE is measured twice: as trained, and with DAPE's update set to
 zero, which leaves its weights with the plain bias.
 
-Writes needle.json, .csv, .md, .txt, and needle.png and .pdf with a heat map of the decrease in loss for each model.
+Writes needle.json.
 """
 
 import dataclasses
@@ -27,7 +27,6 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float64, Int
-from matplotlib.figure import Figure
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
@@ -188,32 +187,6 @@ def decrease(documents: np.ndarray, gains: Float64[np.ndarray, "windows"]) -> di
     return {"decrease_nats": float(gains.mean()), "low": low, "high": high}
 
 
-def draw(results: list[dict[str, Any]]) -> Figure:
-    """Draw a heat map for each model: decrease in loss by length and depth, and the share of exact answers."""
-    figure = Figure(figsize=(4.2 * len(results) + 1, 4), layout="constrained")
-    panels = figure.subplots(1, len(results), squeeze=False, sharey=True)[0]
-    largest = max(abs(each["decrease_nats"]) for result in results for each in result["lengths"]) or 1.0
-    image = None
-    for axes, result in zip(panels, results, strict=True):
-        lengths = sorted({each["length"] for each in result["lengths"]})
-        depths = sorted({each["depth"] for each in result["lengths"]})
-        cells = {(each["depth"], each["length"]): each for each in result["lengths"]}
-        grid = [[cells[depth, length]["decrease_nats"] for length in lengths] for depth in depths]
-        image = axes.imshow(grid, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto")
-        for (depth, length), each in cells.items():
-            at = (lengths.index(length), depths.index(depth))
-            color = "white" if abs(each["decrease_nats"]) > 0.6 * largest else "black"  # readable on dark cells
-            shown = f"{each['decrease_nats']:.2f}\n{each['exact']:.0%}"
-            axes.text(*at, shown, ha="center", va="center", fontsize=8, color=color)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(depths)), [f"{depth:.2f}" for depth in depths])
-        axes.set(title=result["name"], xlabel="length (tokens)")
-    panels[0].set_ylabel("depth of the needle")
-    assert image is not None
-    figure.colorbar(image, ax=panels, label="decrease in loss with the needle (nats per token)")
-    return figure
-
-
 def main(_: list[str]) -> None:
     """Measure all models, print the table, write the files."""
     settings = from_flags(Settings)
@@ -249,8 +222,7 @@ def main(_: list[str]) -> None:
         "documents."
     )
     content = {"data": corpus.digest, "digits": DIGITS, "num_windows": len(texts), "runs": results}
-    paths = report.save("needle", directory, content, caption, rows, draw(results))
-    print(f"\nfigure: {paths.figure}")
+    report.save("needle", directory, content, caption, rows, None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Measured for each N of `--lengths`: the share of tokens whose last `--match` tok
 the share of tokens that are predictable. The tokens are the last `--scored` of held-out windows, chosen as `eval.py`
 does.
 
-Writes repetition.json, .csv, .md, .txt, and repetition.png and .pdf with the predictable share by length.
+Writes repetition.json.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-from matplotlib.figure import Figure
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
@@ -107,25 +106,6 @@ def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
     return {"name": name, **counts, "lengths": records}
 
 
-def draw(results: list[dict[str, Any]]) -> Figure:
-    """Draw the predictable share by length of the context, one line for each text."""
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-    axes = figure.subplots()
-    lengths = [each["length"] for each in results[0]["lengths"]]
-    for result in results:
-        records = result["lengths"]
-        (line,) = axes.plot(lengths, [100 * each["predicted"] for each in records], "o-", label=result["name"])
-        if all(each["low"] is not None for each in records):
-            low, high = ([100 * each[end] for each in records] for end in ("low", "high"))
-            axes.fill_between(lengths, low, high, alpha=0.2, color=line.get_color())
-    axes.set(xscale="log", xlabel="context (tokens)", ylabel="predictable by copying (%)", ylim=(0, None))
-    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
-
-
 def main(_: list[str]) -> None:
     """Measure all texts, print the table, write the files."""
     settings = from_flags(Settings)
@@ -149,8 +129,7 @@ def main(_: list[str]) -> None:
         "bootstrap intervals over documents."
     )
     content = {"match": settings.match, "scored": settings.scored, "runs": results}
-    paths = report.save("repetition", directory, content, caption, rows, draw(results))
-    print(f"\nfigure: {paths.figure}")
+    report.save("repetition", directory, content, caption, rows, None)
 
 
 if __name__ == "__main__":

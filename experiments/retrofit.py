@@ -14,9 +14,9 @@ the sequences the first bytes are replaced by the same passage. Recall is the di
 between the two halves. The passage's first bytes are the cue and are not scored.
 
 Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. A WORKDIR
-has one corpus and one number of steps. Results are written to OUTPUT: `retrofit.*` with perplexities after the last
-step, `points.jsonl.zst` with the loss of every window, `steps.*` with perplexities after fewer steps, on half of the
-windows, `pairs.*` with the effect of DAPE, `recall.*` with recall and the loss by position.
+has one corpus and one number of steps. OUTPUT has `points.jsonl.zst` with the loss of every window, `retrofit.png`, and
+`retrofit.json` with perplexities after the last step and, on half of the windows, after fewer, with the effect of DAPE,
+recall, and the position where the loss breaks.
 """
 
 import dataclasses
@@ -32,9 +32,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 from tqdm import tqdm
 
 from dape_jax import command_line
@@ -58,7 +57,6 @@ from dape_jax.files import read_json, write_json
 from dape_jax.model.transformer import Params
 from dape_jax.pretrained.load import import_run
 from dape_jax.provenance import make_results_directory
-from dape_jax.storage import AnyPath
 from dape_jax.training.checkpoint import step_names
 from dape_jax.training.source import load_corpus
 from experiments.runs import write_lines
@@ -101,7 +99,7 @@ WAYS: dict[str, list[Stage]] = {
     ],
 }
 # Lines of the original with each rotary embedding at evaluation; positions and steps have the first two.
-ORIGINALS = {"rope": ":", "yarn": "--", "ntk": "-.", "pi": (0, (1, 4))}
+ORIGINALS = {"rope": ":", "yarn": "--", "ntk": "-.", "pi": ":"}
 DRAWN_ORIGINALS = ("original, rope", "original, yarn")
 # Pairs of ways to compare, which differ in DAPE, a bias or the start.
 PAIRS = (
@@ -174,10 +172,16 @@ def main(_: list[str]) -> None:
         points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in ORIGINALS]
     for seed, (way, stages) in itertools.product(study.seeds, ways.items()):
         points += continue_way(study, way, stages, seed)
-    write_perplexity(study, points, output)
-    write_steps(study, points, output)
-    write_pairs(points, output)
-    write_recall(points, output)
+    write_lines(Path(output, "points.jsonl.zst"), points)
+    content = summarise(points)
+    rows = [["continued as", *map(str, LENGTHS)]]
+    rows += [[way, *(f"{value:.2f}" for value in of_way.values())] for way, of_way in content["perplexity"].items()]
+    caption = (
+        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, mean of "
+        f"{len(study.seeds)} seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the "
+        "original steps."
+    )
+    report.save("retrofit", output, content, caption, rows, steps_figure(content["steps"]))
 
 
 def keep_settings(study: Study) -> None:
@@ -388,116 +392,63 @@ def in_percent(difference_nats: float) -> float:
     return 100 * math.expm1(difference_nats)
 
 
-def cell(value: dict[str, Any]) -> str:
-    """Return a change as a cell of a table."""
-    return f"{value['percent']:+.1f} % [{value['low']:+.1f}, {value['high']:+.1f}]"
-
-
-def write_perplexity(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
-    """Write the perplexities before and after the continuation at all lengths, as means over seeds."""
-    last = {way: seeds for (way, percent), seeds in by_seed(points).items() if percent in (0, max(PERCENTS))}
-    table = {way: perplexities(seeds, LENGTHS, WINDOWS) for way, seeds in last.items()}
-    rows = [["continued as", *map(str, LENGTHS)]]
-    rows += [[way, *(f"{perplexity[length]:.2f}" for length in LENGTHS)] for way, perplexity in table.items()]
-    caption = (
-        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, mean of "
-        f"{len(study.seeds)} seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the "
-        "original steps."
-    )
-    content = {"perplexity": table, "ways": WAYS}
-    write_lines(Path(output, "points.jsonl.zst"), points)
-    report.save("retrofit", output, content, caption, rows, lengths_figure(table))
-
-
-def write_steps(study: Study, points: list[dict[str, Any]], output: AnyPath) -> None:
-    """Write the perplexities by steps of continuation, as means over seeds."""
-    table = {
-        key: perplexities(seeds, QUICK_LENGTHS, QUICK_WINDOWS)
-        for key, seeds in by_seed(points).items()
-        if key[0] in WAYS or key[0] in DRAWN_ORIGINALS
-    }
-    rows = [["continued as", "bytes", *(f"{percent} %" for percent in PERCENTS)]]
-    for way, length in itertools.product(dict.fromkeys(way for way, _ in table if way in WAYS), QUICK_LENGTHS):
-        cells = [f"{table[way, percent][length]:.2f}" if (way, percent) in table else "" for percent in PERCENTS]
-        rows.append([way, f"{length:,}", *cells])
-    caption = (
-        f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by steps of continuation, in per cent of the original "
-        f"{study.steps:,}, {QUICK_WINDOWS} windows, mean of {len(study.seeds)} seeds."
-    )
-    summary = [{"way": way, "percent": percent, "perplexity": each} for (way, percent), each in table.items()]
-    report.save("steps", output, {"steps": summary}, caption, rows, steps_figure(table))
-
-
-def write_pairs(points: list[dict[str, Any]], output: AnyPath) -> None:
-    """Write the paired differences of `PAIRS` at all lengths, after the last step."""
+def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the points say: perplexities, their paired changes, recall, and where the loss breaks."""
     table, last = by_seed(points), max(PERCENTS)
-    rows = [["after the last step", "against", *map(str, LENGTHS)]]
-    pairs = []
-    for way, base in PAIRS:
-        if (way, last) in table and (base, last) in table:
-            changes = {length: change(table[way, last], table[base, last], length) for length in LENGTHS}
-            pairs.append({"way": way, "against": base, "changes": changes})
-            rows.append([way, base, *(cell(changes[length]) for length in LENGTHS)])
-    caption = (
-        f"Change of the perplexity of the last {TRAIN_LENGTH} bytes by length, on the same windows; 95 % bootstrap "
-        "intervals over documents, not over seeds."
-    )
-    report.save("pairs", output, {"pairs": pairs}, caption, rows, None)
-
-
-def write_recall(points: list[dict[str, Any]], output: AnyPath) -> None:
-    """Write the gain from an earlier copy of a passage, and the position at which the loss breaks."""
-    rows = [["continued as", *(f"recall at {length}" for length in RECALL_LENGTHS), "breaks at", "last octave"]]
-    table = {key: seeds for key, seeds in by_seed(points).items() if key[1] in (0, max(PERCENTS))}
-    results = []
-    for (way, percent), seeds in table.items():
-        gains = {
-            length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()]
-            for length in RECALL_LENGTHS
+    recalled = [
+        {
+            "way": way,
+            "percent": percent,
+            "seeds": list(seeds),
+            "recall_nats": {
+                length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()]
+                for length in RECALL_LENGTHS
+            },
+            "breaks_at": [point["positions"]["breaks_at"] for point in seeds.values()],
+            "last_octave_nats": [point["positions"]["last_octave_nats"] for point in seeds.values()],
         }
-        breaks = [point["positions"]["breaks_at"] for point in seeds.values()]
-        last_octave = [point["positions"]["last_octave_nats"] for point in seeds.values()]
-        values = {"recall_nats": gains, "breaks_at": breaks, "last_octave_nats": last_octave}
-        results.append({"way": way, "percent": percent, "seeds": list(seeds), **values})
-        cells = [f"{np.mean(of_seeds):.2f}" for of_seeds in gains.values()]
-        places = ", ".join("no" if each is None else f"{each:,}" for each in breaks)
-        rows.append([way, *cells, places, f"{np.mean(last_octave):.2f}"])
-    caption = (
-        f"Recall: decrease in loss, in nats per byte, of the last {PASSAGE - CUE} bytes if the same "
-        f"{PASSAGE} bytes were also at the start of the sequence ({WINDOWS} passages). Position at which the loss "
-        f"breaks in windows of {max(LENGTHS):,}, for each seed, and the mean loss of the last half in nats."
-    )
-    report.save("recall", output, {"recall": results}, caption, rows, positions_figure(table))
+        for (way, percent), seeds in table.items()
+        if percent in (0, last)
+    ]
+    return {
+        "ways": WAYS,
+        "perplexity": {
+            way: perplexities(seeds, LENGTHS, WINDOWS)
+            for (way, percent), seeds in table.items()
+            if percent in (0, last)
+        },
+        "steps": [
+            {"way": way, "percent": percent, "perplexity": perplexities(seeds, QUICK_LENGTHS, QUICK_WINDOWS)}
+            for (way, percent), seeds in table.items()
+            if way in WAYS or way in DRAWN_ORIGINALS
+        ],
+        "pairs": [
+            {
+                "way": way,
+                "against": base,
+                "changes": {length: change(table[way, last], table[base, last], length) for length in LENGTHS},
+            }
+            for way, base in PAIRS
+            if (way, last) in table and (base, last) in table
+        ],
+        "recall": recalled,
+    }
 
 
 def style(way: str) -> dict[str, Any]:
     """Return the color, marker and line of a way: colors for positions, markers for the processor; originals black."""
     if way not in WAYS:
         return {"color": "black", "linestyle": ORIGINALS[way.removeprefix("original, ")]}
-    positions, _, rest = way.partition(" + ") if not way.startswith("RoPE + Kerple") else ("RoPE + Kerple", "", way)
-    color = {"RoPE": "tab:gray", "RoPE + Kerple": "tab:purple", "Kerple": "tab:blue", "ALiBi": "tab:orange"}[positions]
-    marker = "^" if "1x3" in rest else "s" if "1x1" in rest else "o"
-    line = "--" if "only these" in rest else ":" if "faded" in rest else "-"
+    colors = {"RoPE + Kerple": "tab:purple", "RoPE": "tab:gray", "Kerple": "tab:blue", "ALiBi": "tab:orange"}
+    color = next(color for positions, color in colors.items() if way.startswith(positions))
+    marker = "^" if "1x3" in way else "s" if "1x1" in way else "o"
+    line = "--" if "only these" in way else ":" if "faded" in way else "-"
     return {"color": color, "marker": marker, "linestyle": line, "markersize": 4}
 
 
-def lengths_figure(table: dict[str, dict[int, float]]) -> Figure:
-    """Plot the perplexity by length, before and after the continuation."""
-    drawing = Figure(figsize=(8, 6), layout="constrained")
-    axes = drawing.subplots()
-    for way, perplexity in table.items():
-        axes.plot(list(perplexity), list(perplexity.values()), label=way, **style(way))
-    axes.set(xlabel="sequence length, bytes", ylabel=f"perplexity of the last {TRAIN_LENGTH} bytes")
-    axes.set(xscale="log", yscale="log")
-    axes.set_xticks(LENGTHS, list(map(str, LENGTHS)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    plain_ticks(axes)
-    drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
-    return drawing
-
-
-def steps_figure(table: dict[Key, dict[int, float]]) -> Figure:
+def steps_figure(steps: list[dict[str, Any]]) -> Figure:
     """Plot perplexity against steps of continued training, at 1, 8 and 32 times the train length."""
+    table = {(each["way"], each["percent"]): each["perplexity"] for each in steps}
     drawing = Figure(figsize=(13, 5), layout="constrained")
     panels = drawing.subplots(1, len(QUICK_LENGTHS))
     for axes, length in zip(panels, QUICK_LENGTHS, strict=True):
@@ -509,35 +460,12 @@ def steps_figure(table: dict[Key, dict[int, float]]) -> Figure:
                 axes.axhline(curve[0], label=way, color="black", linewidth=1, linestyle=style(way)["linestyle"])
         axes.set(title=f"{length:,} bytes ({length // TRAIN_LENGTH} T)", yscale="log")
         axes.set_xlabel("steps, % of the original")
-        plain_ticks(axes)
+        for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            axis(StrMethodFormatter("{x:g}"))  # plain numbers on a logarithmic axis
     panels[0].set_ylabel(f"perplexity of the last {TRAIN_LENGTH} bytes")
     handles, labels = panels[0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
     return drawing
-
-
-def positions_figure(table: dict[Key, dict[int, dict[str, Any]]]) -> Figure:
-    """Plot the smoothed loss by position, as the mean over seeds."""
-    drawing = Figure(figsize=(8, 6), layout="constrained")
-    axes = drawing.subplots()
-    for (way, percent), seeds in table.items():
-        if percent == 0 and way not in DRAWN_ORIGINALS:
-            continue
-        bins = [point["positions"]["bins"] for point in seeds.values()]
-        curve = np.mean([[each["smoothed_nats"] for each in of_seed] for of_seed in bins], axis=0)
-        axes.plot([each["last"] for each in bins[0]], curve, label=way, **style(way) | {"markevery": 16})
-    axes.axvline(TRAIN_LENGTH, color="black", linewidth=0.5)
-    axes.set(xlabel="position", ylabel="loss, nats per byte", xscale="log", xlim=(8, max(LENGTHS)))
-    axes.set_xticks((8, 32, *LENGTHS), list(map(str, (8, 32, *LENGTHS))))
-    axes.xaxis.set_minor_locator(NullLocator())
-    drawing.legend(loc="outside lower center", ncols=3, fontsize=8)
-    return drawing
-
-
-def plain_ticks(axes: Axes) -> None:
-    """Label a logarithmic axis of losses or perplexities with plain numbers."""
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:g}"))
 
 
 if __name__ == "__main__":

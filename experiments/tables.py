@@ -671,7 +671,7 @@ def continued() -> str:
 def continued_pairs() -> str:
     """Return the paired differences of ways to continue, in per cent of perplexity."""
     rows = []
-    for pair in read("retrofit/pairs.json")["pairs"]:
+    for pair in read("retrofit/retrofit.json")["pairs"]:
         changes = [pair["changes"][str(length)] for length in (128, 1024, 4096)]
         shown = [f"{each['percent']:+.1f} % [{each['low']:+.1f}, {each['high']:+.1f}]" for each in changes]
         rows.append([pair["way"], pair["against"], *shown])
@@ -680,7 +680,7 @@ def continued_pairs() -> str:
 
 def continued_steps() -> str:
     """Return perplexity by the number of steps of continuation."""
-    steps = {(each["way"], each["percent"]): each["perplexity"] for each in read("retrofit/steps.json")["steps"]}
+    steps = {(each["way"], each["percent"]): each["perplexity"] for each in read("retrofit/retrofit.json")["steps"]}
     percents = (2, 5, 10, 20, 40)
     rows = [
         [way, f"{length:,}", *(f"{steps[way, percent][str(length)]:.2f}" for percent in percents)]
@@ -693,8 +693,8 @@ def continued_steps() -> str:
 def continued_recall() -> str:
     """Return the recall of a passage at the beginning of the sequence, and where the loss breaks."""
     rows = []
-    for each in read("retrofit/recall.json")["recall"]:
+    for each in read("retrofit/retrofit.json")["recall"]:
         gains = [f"{fmean(of_seeds):.2f}" for of_seeds in each["recall_nats"].values()]
         rows.append([each["way"], *gains, ", ".join(f"{at:,}" if at else "no" for at in each["breaks_at"])])
-    lengths = read("retrofit/recall.json")["recall"][0]["recall_nats"]
+    lengths = read("retrofit/retrofit.json")["recall"][0]["recall_nats"]
     return table(["continued as", *(f"recall at {int(at):,}, nats" for at in lengths), "breaks at"], rows)
