@@ -50,29 +50,9 @@ ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
 
 # Texts with special tokens, cut characters, runs of spaces, and characters that normalisation would change.
-texts = st.lists(
-    st.one_of(
-        st.text(),
-        st.sampled_from(
-            [
-                *END_TOKENS,
-                "<|padding|>",
-                "<|im_end|>",
-                " ",
-                "\n",
-                "\r\n",
-                "e\u0301",
-                "\u212b",
-                "\u0000",
-                "don't",
-                "▁",
-                "Ġ",
-            ]
-        ),
-        st.integers(1, 60).map(lambda n: " " * n),
-    ),
-    max_size=8,
-).map("".join)
+SPECIAL = (*END_TOKENS, "<|padding|>", "<|im_end|>", "\r\n", "e\u0301", "\u212b", "\u0000", "don't", "▁", "Ġ")
+pieces = st.one_of(st.text(), st.sampled_from(SPECIAL), st.integers(1, 60).map(lambda n: " " * n))
+texts = st.lists(pieces, max_size=8).map("".join)
 
 
 def gpt2() -> dict[str, Any]:
@@ -192,10 +172,6 @@ def test_ids_are_those_of_the_library(form, tokenizer, text):
     """Without special tokens in the text, ids equal upstream's."""
     upstream = library.Tokenizer.from_str(json.dumps(FORMS[form]))
     assert tokenizer.encode(text.encode()).tolist() == upstream.encode(text, add_special_tokens=False).ids
-
-
-def test_a_run_of_spaces_that_the_file_adds_is_one_token(tokenizer, form):
-    assert (tokenizer.encode(b"a" + b" " * 24 + b"b").size == 3) == (form == "neox")
 
 
 def test_special_tokens_are_where_the_file_has_them(form, tokenizer):
@@ -325,19 +301,6 @@ def test_a_continuation_keeps_the_space_before_it(tmp_path):
     assert [half.feed(ids[1:4]), half.feed(ids[:0], last=True)] == ["", " \ufffd\ufffd"]
 
 
-def test_other_models_are_saved_and_named(other, tmp_path):
-    save_tokenizer(other, tmp_path)
-    for again in (saved_tokenizer(tmp_path), pickle.loads(pickle.dumps(other))):
-        assert (again.name, again.vocab_size, again.end_of_document) == (
-            other.name,
-            other.vocab_size,
-            other.end_of_document,
-        )
-    DataConfig("text", other.name, "cache", 0.5, 0)
-    with pytest.raises(InputError, match=r"data\.tokenizer = .*: must be None"):
-        DataConfig("text", f"other-{other.name.partition('-')[2]}", "cache", 0.5, 0)
-
-
 def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):
     """Raw text of an existing model is accepted with a warning."""
     file = write(tmp_path, json.loads(sentencepiece_bpe().to_str()))
@@ -377,30 +340,17 @@ def test_training_gives_the_size_that_was_asked_for(vocab_size):
     assert {tokenizer.decode(np.array([id])) for id in range(1, 257)} == {bytes([byte]) for byte in range(256)}
 
 
-def test_texts_with_too_little_to_merge_give_a_warning(caplog):
+def test_texts_with_too_little_to_merge_give_a_warning(caplog, capfd):
     tokenizer = train_bpe(["abc"], 1000)
     assert tokenizer.vocab_size == 259  # the bytes, the end, ab and abc
     assert "259" in caplog.text
+    assert capfd.readouterr().out == ""
 
 
-def test_training_prints_nothing(capfd):
-    train_bpe(TEXTS, 300)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("vocab_size", [-1, 0, 256, 2**20 + 1, 10**15])
+@pytest.mark.parametrize("vocab_size", [-1, 256, 2**20 + 1])
 def test_a_vocabulary_too_small_for_the_bytes_or_too_large_is_refused(vocab_size):
     with pytest.raises(InputError, match=rf"train_bpe = {vocab_size}: must be 257 .* to 1048576"):
         train_bpe(TEXTS, vocab_size)
-
-
-def test_an_error_of_the_texts_is_passed_on():
-    def broken():
-        yield "text"
-        raise InputError("a bad record")
-
-    with pytest.raises(InputError, match="a bad record"):
-        train_bpe(broken(), 300)
 
 
 # names and files
@@ -427,26 +377,22 @@ def test_the_file_is_stored_as_it_is(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
+@pytest.mark.parametrize("kind", [*FORMS, "bytes", "sentencepiece_bpe", "unigram", "wordpiece", "word_level"])
+def test_a_saved_or_pickled_tokenizer_is_the_same(kind, tmp_path):
+    content = FORMS.get(kind) or (kind != "bytes" and json.loads(globals()[kind]().to_str()))
+    tokenizer = read_tokenizer(write(tmp_path, content) if content else "bytes")
     directory = tmp_path / "not" / "there yet"
     save_tokenizer(tokenizer, directory)
-    assert [file.name for file in directory.iterdir()] == [TOKENIZER_FILE]
-    before = (directory / TOKENIZER_FILE).read_bytes()
-    found = saved_tokenizer(directory)
-    assert (found.name, found.vocab_size, found.end_of_document) == (
-        tokenizer.name,
-        tokenizer.vocab_size,
-        tokenizer.end_of_document,
-    )
-    save_tokenizer(found, directory)
-    assert (directory / TOKENIZER_FILE).read_bytes() == before
-    assert library.Tokenizer.from_file(str(directory / TOKENIZER_FILE)).get_vocab_size() > 256
-
-
-def test_bytes_leave_no_file(tmp_path):
-    save_tokenizer(read_tokenizer("bytes"), tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert type(saved_tokenizer(tmp_path)) is Bytes
+    assert [file.name for file in directory.glob("*")] == ([TOKENIZER_FILE] if content else [])
+    text = "".join(TEXTS).encode()
+    for again in (saved_tokenizer(directory), pickle.loads(pickle.dumps(tokenizer))):
+        assert again.decode(again.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+        for field in ("name", "vocab_size", "end_of_document"):
+            assert getattr(again, field) == getattr(tokenizer, field)
+        save_tokenizer(again, directory)
+    DataConfig("text", tokenizer.name, "cache", 0.5, 0)
+    with pytest.raises(InputError, match=r"data\.tokenizer = .*: must be None"):
+        DataConfig("text", f"other-{tokenizer.name.partition('-')[2]}", "cache", 0.5, 0)
 
 
 def test_another_tokenizer_is_not_overwritten(tmp_path):
@@ -456,15 +402,6 @@ def test_another_tokenizer_is_not_overwritten(tmp_path):
         with pytest.raises(InputError, match=rf"{first.name}.*must be {other.name} or missing"):
             save_tokenizer(other, tmp_path)
     assert saved_tokenizer(tmp_path).name == first.name
-
-
-def test_a_tokenizer_pickles_as_its_content(tokenizer):
-    pickled = pickle.dumps(tokenizer)
-    assert len(pickled) < len(tokenizer.content.encode()) + 200
-    again = pickle.loads(pickled)
-    text = "".join(TEXTS).encode()
-    assert again.name == tokenizer.name
-    assert again.decode(again.encode(text)) == text
 
 
 # in a run
@@ -514,7 +451,7 @@ LOSSY = {
 
 
 @pytest.mark.parametrize("case", LOSSY)
-def test_a_text_that_a_tokenizer_changes_needs_lossy(tmp_path, case):
+def test_a_text_that_a_tokenizer_changes_needs_lossy_and_is_counted(tmp_path, case, capsys):
     spec = write(tmp_path, FORMS["trained"] | LOSSY[case])
     tokenizer, upstream = read_tokenizer(spec), library.Tokenizer.from_file(spec)
     text = "The Scores e\u0301"
@@ -527,21 +464,12 @@ def test_a_text_that_a_tokenizer_changes_needs_lossy(tmp_path, case):
     prepared = prepare(PrepareConfig(**fields, tokenizer=spec, lossy=True))
     assert prepared.record.num_documents.total() == 12
     assert prepared.record.num_lossy in (6, 12)
-
-
-def test_documents_that_a_lossy_tokenizer_changes_are_counted(tmp_path, capsys):
-    spec = write(tmp_path, FORMS["trained"] | LOSSY["NFC"])
-    documents = [f"document {i} " + ("e\u0301" if i % 3 == 0 else "é") for i in range(12)]
-    lines = [json.dumps({"text": document}) for document in documents]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    fields = {"input": (str(tmp_path / "a.jsonl"),), "validation_fraction": 0.5}
-    prepared = prepare(PrepareConfig(**fields, output=str(tmp_path / "out"), tokenizer=spec, lossy=True))
-    assert prepared.record.num_lossy == 4
     show(tmp_path / "out")
-    assert "documents that cannot be decoded exactly from their tokens: 4\n" in capsys.readouterr().out
-    stores = (prepared.corpus.train, prepared.corpus.validation)
-    found = [store.tokenizer.decode(store.document(i)).decode() for store in stores for i in range(store.num_documents)]
-    assert sorted(found) == sorted(unicodedata.normalize("NFC", document) for document in documents)
+    assert f"cannot be decoded exactly from their tokens: {prepared.record.num_lossy}\n" in capsys.readouterr().out
+    if case == "NFC":
+        stores = (prepared.corpus.train, prepared.corpus.validation)
+        found = {store.tokenizer.decode(store.document(0)).decode().split()[2] for store in stores}
+        assert found == {unicodedata.normalize("NFC", "e\u0301")}
 
 
 def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
@@ -555,28 +483,17 @@ def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
 REFUSED = {
     "no model": (changed("model", to=None), "the tokenizers library rejects it"),
     "WordPiece": (changed("model", "type", to="WordPiece"), "the tokenizers library rejects it"),
-    "end elsewhere": (changed("model", to=WORD_LEVEL), r"id = 0: must be 2, the library's id"),
     "no decoder": (changed("decoder", to=None), "decoder must be present"),
     "dropout": (changed("model", "dropout", to=0.1), "model.dropout must be null"),
-    "vocabulary of words": (changed("model", "vocab", to=["a"]), "the tokenizers library rejects it"),
-    "id is text": (changed("model", "vocab", "a", to="1"), "the tokenizers library rejects it"),
-    "id is true": (changed("model", "vocab", "a", to=True), "the tokenizers library rejects it"),
     "id is negative": (changed("model", "vocab", "a", to=-1), "the tokenizers library rejects it"),
     "id is taken": (changed("model", "vocab", "a", to=70), "model.vocab must be a vocabulary without duplicate ids"),
-    "merges": (changed("model", "merges", to={}), "library rejects it"),
-    "merge of one": (changed("model", "merges", 0, to=["a"]), "library rejects it"),
-    "merge of unknown": (changed("model", "merges", 0, to=["a", "no token"]), "library rejects it"),
     "merge into unknown": (changed("model", "merges", 0, to=["ÿ", "ÿ"]), "library rejects it"),
     "no added tokens": (changed("added_tokens", to=[]), r"added_tokens must be a list with an end-of-document token"),
-    "added token": (changed("added_tokens", 0, to="<|endoftext|>"), "the tokenizers library rejects it"),
-    "added id is text": (changed("added_tokens", 0, "id", to="0"), "library rejects it"),
     "end is not special": (changed("added_tokens", 0, "special", to=False), "must be special"),
     "added id": (changed("added_tokens", 0, "id", to=7), r"added token '<\|endoftext\|>': id = 7"),
-    "unknown part": (changed("pre_tokenizer", to={"type": "Nothing"}), "the tokenizers library rejects it"),
     "half a character": (changed("normalizer", to="\ud800"), "is not a tokenizer.json"),
 }
 
@@ -591,15 +508,11 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, case):
         read_tokenizer(spec)
     assert str(refused.value).startswith(f"data.tokenizer = {spec!r}: ")
     assert len(str(refused.value).splitlines()) == 1
-    Path(spec).rename(tmp_path / TOKENIZER_FILE)
-    with pytest.raises(InputError, match=words) as refused:
-        saved_tokenizer(tmp_path)
-    assert str(tmp_path / TOKENIZER_FILE) in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"[]", b"null", b"7", b"{", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}', b"9" * 10_000, b'{"model": NaN}'],
+    [b"", b"[]", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}', b"9" * 10_000],
 )
 def test_other_files_are_refused(tmp_path, data):
     file = tmp_path / "tokenizer.json"
@@ -630,58 +543,3 @@ def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
         tokenizer.encode(b"a" * 40 + b"!")
     capfd.readouterr()  # the library's message about the panic
     assert tokenizer.decode(tokenizer.encode(b"another text")) == b"another text"
-
-
-json_values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-2, 400), st.sampled_from(["", "a", "ByteLevel", "NFC", "BPE"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["type", "id"]), inner)),
-    max_leaves=4,
-)
-
-
-def places(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Return the paths of all values; of a long list or dict only the first ones."""
-    items = node.items() if type(node) is dict else enumerate(node) if type(node) is list else ()
-    return [path, *(place for key, part in [*items][:12] for place in places(part, (*path, key)))]
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), value=json_values, delete=st.booleans())
-def test_a_damaged_file_is_valid_or_refused(tmp_path_factory, data, value, delete):
-    content = copy.deepcopy(FORMS[data.draw(st.sampled_from(sorted(FORMS)))])
-    *outer, last = data.draw(st.sampled_from(places(content)[1:]))
-    place: Any = content
-    for key in outer:
-        place = place[key]
-    if delete:
-        del place[last]
-    else:
-        place[last] = value
-    check_whole_or_refused(json.dumps(content).encode(), tmp_path_factory)
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), junk=st.binary(max_size=4))
-def test_a_truncated_file_is_valid_or_refused(tmp_path_factory, data, junk):
-    written = json.dumps(FORMS["gpt2"]).encode()
-    begin = data.draw(st.integers(0, len(written)))
-    end = data.draw(st.integers(begin, min(len(written), begin + 4)) | st.just(len(written)))
-    check_whole_or_refused(written[:begin] + junk + written[end:], tmp_path_factory)
-
-
-def check_whole_or_refused(written: bytes, tmp_path_factory) -> None:
-    file = tmp_path_factory.getbasetemp() / "damaged.json"
-    file.write_bytes(written)
-    try:
-        tokenizer = read_tokenizer(str(file))
-    except InputError as error:
-        refused = str(error)
-        assert refused.splitlines() == [refused]
-        return
-    try:
-        ids = tokenizer.encode("".join(TEXTS).encode() + b"<|endoftext|>")
-    except InputError as error:
-        assert "\n" not in str(error)  # noqa: PT017
-        return
-    tokenizer.decode(ids)
-    assert tokenizer.end_of_document not in ids
