@@ -37,7 +37,7 @@ from dape_jax.training.source import load_corpus
 
 quick = settings(max_examples=15, deadline=None)
 
-PACKED = ("inputs", "targets", "segment_ids", "positions", "weights")
+PACKED = ("inputs", "targets", "segment_ids", "weights")
 DOCUMENTS = [f"document {i}: ".encode() + bytes(range(1, 256)) * (i % 3) + b"\n" for i in range(40)]
 
 
@@ -158,16 +158,10 @@ def test_split_does_not_depend_on_names_places_order_and_copies(tmp_path: Path):
     assert set(Counter(texts(other.train) + texts(other.validation)).values()) == {2}
 
 
-@quick
-@given(st.binary(), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-def test_a_larger_fraction_only_moves_documents_into_validation(document: bytes, a: float, b: float):
-    if corpus.split_of(document, min(a, b)) == "validation":
-        assert corpus.split_of(document, max(a, b)) == "validation"
-
-
 def test_the_validation_fraction_is_held_out():
-    validation = sum(corpus.split_of(f"{i}".encode(), 0.2) == "validation" for i in range(10_000))
-    assert abs(validation - 2000) < 5 * 40  # five standard deviations
+    held_out = [{i for i in range(10_000) if corpus.split_of(f"{i}".encode(), x) == "validation"} for x in (0.1, 0.2)]
+    assert abs(len(held_out[1]) - 2000) < 5 * 40  # five standard deviations
+    assert held_out[0] < held_out[1]  # a larger fraction only moves documents into validation
 
 
 # raw text: prepared once
@@ -314,7 +308,6 @@ def test_a_flipped_byte_is_detected(pristine: Path, data: st.DataObject):
     ("change", "message"),
     [
         (None, r"fields = \[\]: must be "),
-        ({"more": 1}, "fields = "),
         ({"format_version": 1}, "format_version = 1: must be 2"),
         ({"vocab_size": 10**30}, "vocab_size = 1000"),
         ({"num_documents": 7}, "num_documents = 7: must be "),
@@ -372,7 +365,6 @@ def test_exchanged_splits_and_other_lengths_are_refused(pristine: Path, tmp_path
         ({"validation_fraction": 0.0}, "data.validation_fraction = 0.0"),
         ({"validation_fraction": float("nan")}, "data.validation_fraction = nan"),
         ({"seed": -1}, "data.seed = -1"),
-        ({"seed": 2**32}, "data.seed = 4294967296"),
     ],
 )
 def test_a_wrong_config_names_field_and_value(changes: dict, field: str):
@@ -497,17 +489,6 @@ def test_resume_is_exact_at_any_step(size: tuple[int, int], batch: int, before: 
     assert first + second == whole
 
 
-def test_an_iterator_in_use_can_be_set_back():
-    store = memory_store(50)
-    iterator = train_batches(store, train_length=4, global_batch_size=4, seed=3, shard_index=0, num_shards=1)
-    next(iterator)
-    state = iterator.get_state()
-    once = [next(iterator)["inputs"] for _ in range(5)]
-    iterator.set_state(state)
-    np.testing.assert_array_equal([next(iterator)["inputs"] for _ in range(5)], once)
-    iterator.close()
-
-
 @quick
 @given(larger_sizes, st.sampled_from([2, 4]), st.integers(1, 3), st.integers(0, 12))
 def test_shards_share_the_global_batch(size: tuple[int, int], num_shards: int, rows: int, before: int):
@@ -536,11 +517,8 @@ def test_another_batch_size_resumes_where_the_last_one_stopped(size: tuple[int, 
     ("changes", "message"),
     [
         ({"train_length": 100}, "train_length = 100: must be at most 99: memory has 100 tokens"),
-        ({"train_length": 0}, "train_length = 0"),
-        ({"global_batch_size": 0}, "train.batch_size = 0"),
         ({"global_batch_size": 6, "num_shards": 4}, "train.batch_size = 6: must be a positive multiple of .* 4"),
         ({"num_shards": 0}, "num_shards = 0"),
-        ({"shard_index": 1}, "shard_index = 1"),
         ({"seed": -1}, "data.seed = -1"),
     ],
 )
@@ -579,9 +557,7 @@ def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], bat
     ("changes", "message"),
     [
         ({"length": 100}, "length = 100: must be at most 99"),
-        ({"length": 0}, "length = 0"),
         ({"batch_size": 10}, "batch_size = 10: must be 1 to 9, the number of windows of length 10 in memory"),
-        ({"batch_size": 0}, "batch_size = 0"),
         ({"num_batches": 0}, "num_batches = 0"),
     ],
 )
@@ -617,7 +593,6 @@ def test_packed_rows_hold_every_target_once_and_no_document_is_mixed(sizes: list
         np.testing.assert_array_equal(np.sort(is_padding), is_padding)  # padding is last
         starts = np.flatnonzero(np.diff(row["segment_ids"], prepend=-1))
         for start, stop in itertools.pairwise([*starts, length]):
-            np.testing.assert_array_equal(row["positions"][start:stop], np.arange(stop - start))
             if is_padding[start]:
                 continue
             inputs, targets = row["inputs"][start:stop], row["targets"][start:stop]

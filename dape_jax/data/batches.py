@@ -57,14 +57,13 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
 class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
     """Token store as rows of T positions with whole documents that do not see each other.
 
-    Besides inputs and targets, a row has the `segment_ids` of its documents (from 1; 0 for padding), `positions` that
-    restart in each, and the loss `weights` (0 for padding). The last target of a document is its end_of_document (#).
-    With T = 8, a row of "abcde" and "xy":
+    Besides inputs and targets, a row has the `segment_ids` of its documents (from 1; 0 for padding), with which the
+    model restarts positions at each, and the loss `weights` (0 for padding). The last target of a document is its
+    end_of_document (#). With T = 8, a row of "abcde" and "xy":
 
         inputs       a b c d e x y .
         targets      b c d e # y # .
         segment_ids  1 1 1 1 1 2 2 0
-        positions    0 1 2 3 4 0 1 0
         weights      1 1 1 1 1 1 1 0
 
     A document of more than T tokens is cut into pieces of T and a rest, which count as documents. Every token but the
@@ -96,7 +95,7 @@ class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         starts, sizes, bounds = self._rows
-        row = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segment_ids", "positions")}
+        row = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segment_ids")}
         row["weights"] = np.zeros(self.length, np.float32)
         begin = 0
         for segment, piece in enumerate(range(bounds[index], bounds[index + 1]), 1):
@@ -104,9 +103,7 @@ class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
             place = slice(begin, begin + int(sizes[piece]))
             row["inputs"][place], row["targets"][place] = tokens[:-1], tokens[1:]
             row["segment_ids"][place], row["weights"][place] = segment, 1
-            row["positions"][place] = np.arange(sizes[piece])
             begin = place.stop
-        row["positions"][begin:] = np.arange(self.length - begin)
         return row
 
 
