@@ -249,16 +249,7 @@ def wordpiece() -> library.Tokenizer:
     return made
 
 
-def word_level() -> library.Tokenizer:
-    """Return a file with complete words and without a decoder."""
-    made = library.Tokenizer(library.models.WordLevel(unk_token="[UNK]"))
-    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    options = {"special_tokens": ["[UNK]", "<eos>"], "show_progress": False}
-    made.train_from_iterator(TEXTS, library.trainers.WordLevelTrainer(vocab_size=200, **options))
-    return made
-
-
-@pytest.fixture(scope="module", params=[sentencepiece_bpe, unigram, wordpiece, word_level])
+@pytest.fixture(scope="module", params=[sentencepiece_bpe, unigram, wordpiece])
 def upstream(request) -> library.Tokenizer:
     return request.param()
 
@@ -377,7 +368,7 @@ def test_the_file_is_stored_as_it_is(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("kind", [*FORMS, "bytes", "sentencepiece_bpe", "unigram", "wordpiece", "word_level"])
+@pytest.mark.parametrize("kind", [*FORMS, "bytes", "sentencepiece_bpe", "unigram", "wordpiece"])
 def test_a_saved_or_pickled_tokenizer_is_the_same(kind, tmp_path):
     content = FORMS.get(kind) or (kind != "bytes" and json.loads(globals()[kind]().to_str()))
     tokenizer = read_tokenizer(write(tmp_path, content) if content else "bytes")

@@ -15,15 +15,17 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
+from etils import epath
 from jaxtyping import Integer, UInt
 
 from dape_jax.errors import InputError, require
 from dape_jax.files import write_atomically
-from dape_jax.storage import AnyPath, to_path
+from dape_jax.storage import to_path
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +187,7 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer") -> Tokenizer:
     return HfTokenizer(content, where)
 
 
-def saved_tokenizer(directory: AnyPath) -> Tokenizer:
+def saved_tokenizer(directory: Path | epath.Path) -> Tokenizer:
     """Return the tokenizer of a store or a run: the tokenizer.json in its directory, or `Bytes` if there is none.
 
     Raises:
@@ -198,7 +200,7 @@ def saved_tokenizer(directory: AnyPath) -> Tokenizer:
         return Bytes()
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: AnyPath) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: Path | epath.Path) -> None:
     """Write a tokenizer for `saved_tokenizer`, atomically; `Bytes` needs no file.
 
     Raises:
