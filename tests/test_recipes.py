@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from dape_jax.config import RunConfig, read_run, resolved
+from dape_jax.config import RunConfig
 from dape_jax.data.prepare import command
 from dape_jax.data.prepare.command import PrepareConfig
 from dape_jax.data.store import follow_corpus
@@ -17,7 +17,6 @@ from dape_jax.training import checkpoint, loop
 from dape_jax.training.source import load_corpus
 
 ROOT = Path(__file__).parents[1]
-RECIPES = ("quickstart", "small", "paper")
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +37,20 @@ def spec_of(recipe: str, **data: str | None) -> dict:
     return spec
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_tokenizer_and_vocabulary_follow_the_corpus(root, recipe, tmp_path):
-    def run_of(path: Path, tokenizer: str | None = None) -> RunConfig:
-        spec = spec_of(recipe, path=str(path), tokenizer=tokenizer, cache_dir=str(tmp_path))
-        return RunConfig.from_dict(follow_corpus(spec))
+def test_tokenizer_and_vocabulary_follow_the_corpus(root, tmp_path):
+    def run_of(recipe: str, path: str, tokenizer: str | None = None) -> RunConfig:
+        spec = spec_of(recipe, path=str(root / path), tokenizer=tokenizer, cache_dir=str(tmp_path))
+        assert spec["train"]["checkpoint_interval"] is None
+        run = RunConfig.from_dict(follow_corpus(spec))
+        assert run.train.checkpoint_interval == run.train.eval_interval
+        return run
 
-    prepared, raw = run_of(root / "bpe"), run_of(root / "text")
-    assert (prepared.model.vocab_size, prepared.model.num_outputs, prepared.data.tokenizer) == (300, 300, None)
+    for recipe in ("quickstart", "small", "paper"):
+        prepared, raw = run_of(recipe, "bpe"), run_of(recipe, "text")
+        assert (prepared.model.vocab_size, prepared.model.num_outputs, prepared.data.tokenizer) == (300, 300, None)
+        assert (raw.model.vocab_size, raw.data.tokenizer) == (257, "bytes")
     assert load_corpus(prepared.data).train.sidecar.vocab_size == 300
-    assert (raw.model.vocab_size, raw.data.tokenizer) == (257, "bytes")
-    given = str(root / "bpe" / "tokenizer.json")
-    assert run_of(root / "text", given).model.vocab_size == 300
+    assert run_of("small", "text", str(root / "bpe" / "tokenizer.json")).model.vocab_size == 300
 
 
 def test_values_that_are_given_are_kept(root):
@@ -73,16 +74,6 @@ def test_a_run_records_what_followed_and_resumes(root, tmp_path):
     assert saved["train"]["checkpoint_interval"] == 2
     spec["train"]["num_steps"] = 2
     loop.train(spec, tmp_path / "run")  # the same config
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_checkpoint_interval_follows_the_validation_interval(recipe):
-    spec = spec_of(recipe, path="stdlib")
-    assert spec["train"]["checkpoint_interval"] is None
-    spec["train"]["eval_interval"] = 7
-    assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 7
-    spec["train"]["checkpoint_interval"] = 21
-    assert resolved(read_run(follow_corpus(spec)))["train"]["checkpoint_interval"] == 21
 
 
 def test_flags_set_fields_with_the_type_of_the_recipe(tmp_path):

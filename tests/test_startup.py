@@ -1,14 +1,10 @@
 """Test the CPU time that a program takes to answer, and the packages that it imports for that."""
 
-import os
 import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from test_command_lines import run
 
-ROOT = Path(__file__).parents[1]
 # Takes twice as long under load as alone: other tests run on the same cores, and share their caches.
 MARGIN = 2.0
 JAX = {"jax", "flax"}
@@ -32,24 +28,20 @@ finally:
 @pytest.mark.parametrize(
     ("command", "allowed", "seconds"),
     [
-        (["train.py", "--help"], set(), 0.5),
-        (["train.py", "--workdir=never", "--config=configs/quickstart.py", "--config.train.nosuch=1"], JAX, 2.0),
-        (["eval.py", "--nosuch=1"], set(), 0.5),
-        (["dape_jax.data.prepare", "--nosuch=1"], set(), 0.5),
-        (["dape_jax.planning", "--nosuch=1"], set(), 0.5),
-        (["dape_jax.pretrained.export_command", "--nosuch=1"], set(), 0.5),
-        (["dape_jax.pretrained.import_command", "--nosuch=1"], set(), 0.5),
-        (["dape_jax.tools.attention_maps", "--nosuch=1"], set(), 0.5),
-        (["dape_jax.tools.generate", "--nosuch=1"], set(), 0.5),
+        ("train.py --help", set(), 0.5),
+        ("train.py --workdir=never --config=configs/quickstart.py --config.train.nosuch=1", JAX, 2.0),
+        ("eval.py --nosuch=1", set(), 0.5),
+        ("dape_jax.data.prepare --nosuch=1", set(), 0.5),
+        ("dape_jax.planning --nosuch=1", set(), 0.5),
+        ("dape_jax.pretrained.export_command --nosuch=1", set(), 0.5),
+        ("dape_jax.pretrained.import_command --nosuch=1", set(), 0.5),
+        ("dape_jax.tools.attention_maps --nosuch=1", set(), 0.5),
+        ("dape_jax.tools.generate --nosuch=1", set(), 0.5),
     ],
 )
 def test_help_and_a_wrong_flag_need_no_large_package(command, allowed, seconds):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    arguments = [sys.executable, "-c", PROGRAM, *command]
-    done = subprocess.run(
-        arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run("-c", PROGRAM, *command.split())
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     imported = set(done.stdout.splitlines()[-1].split())
     assert "absl" in imported, done.stderr
@@ -59,8 +51,6 @@ def test_help_and_a_wrong_flag_need_no_large_package(command, allowed, seconds):
 
 
 def test_importing_the_training_loop():
-    code = "import sys, dape_jax.training.loop; print(*sys.modules)"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run("-c", "import sys, dape_jax.training.loop; print(*sys.modules)")
     assert not (LARGE - {"orbax"}) & set(done.stdout.split())
     assert done.stderr == ""
