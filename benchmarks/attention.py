@@ -66,9 +66,9 @@ from dape_jax.config import CHOICES
 from dape_jax.errors import is_out_of_memory, require
 from dape_jax.hardware import MIB, chip_of
 from dape_jax.kernels import KERNELS
-from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation
+from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Dense, Fused, Implementation, attend
 from dape_jax.model.biases import NopeConfig
-from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import device_platform
@@ -191,9 +191,9 @@ def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[
             plain = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if use_cudnn else "xla")
             return plain(q_BTHK, k_BSHK, v_BSHK, is_causal=True)
         layer = nnx.merge(graphdef, params)
-        pos_T = jnp.arange(q_BTHK.shape[1])
         implementation = implementations(case.settings.block_size, case.settings.num_buckets)[name]
-        return implementation(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, ScoreMod(layer.bias, layer.processor))
+        options = {"bias": layer.bias, "processor": layer.processor, "implementation": implementation}
+        return attend(q_BTHK, k_BSHK, v_BSHK, **options)
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, cotangent_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)

@@ -39,10 +39,9 @@ from benchmarks.step import Step, read_config
 from benchmarks.table7 import RATIO_TO, TABLE
 from dape_jax.hardware import GIB, MIB
 from dape_jax.kernels import gpu
-from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation
+from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation, attend
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, PlainConfig, ScoreMod
-from dape_jax.model.scores import Mask
+from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.sharding import device_platform
 
 GRACE_S = 45  # extra time for the case that is being prepared at the limit
@@ -86,8 +85,8 @@ class Layer:
 
         def forward(params: Any, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
             bias, processor = nnx.merge(graphdef, params)
-            pos_T, mask = jnp.arange(self.length), Mask(window=self.window)
-            return implementation(q_BTHK, k_BTGK, v_BTGK, pos_T, pos_T, ScoreMod(bias, processor), mask)
+            options = {"bias": bias, "processor": processor, "window": self.window, "implementation": implementation}
+            return attend(q_BTHK, k_BTGK, v_BTGK, **options)
 
         def backward(params: Any, *arrays: jax.Array) -> dict[str, Any]:
             out_BTHK, pullback = jax.vjp(forward, params, *arrays[:3])

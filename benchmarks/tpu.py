@@ -26,6 +26,7 @@ one sequence takes twice the given time.
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -50,9 +51,9 @@ from dape_jax.errors import InputError
 from dape_jax.hardware import read_topology
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import convolution_sizes
-from dape_jax.model.attention import Auto, Dense, Fused
+from dape_jax.model.attention import Auto, attend
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, Plain, PlainConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig, Plain, PlainConfig
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.provenance import make_results_directory
@@ -62,9 +63,9 @@ PROCESSORS = ("dape", "plain")
 SPLASH_BLOCK = 512  # rows and keys of a grid step
 
 
-def splash(q_BTHK, k_BSHK, v_BSHK, q_pos_T, k_pos_S, score_mod):
+def splash(q_BTHK, k_BSHK, v_BSHK, bias, processor):
     """Compute causal attention with JAX's splash attention."""
-    if score_mod.bias is not None or not isinstance(score_mod.processor, Plain):
+    if bias is not None or not isinstance(processor, Plain):
         raise InputError("--implementations: splash has neither bias nor processor")
     length, heads = q_BTHK.shape[1:3]
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
@@ -77,9 +78,9 @@ def splash(q_BTHK, k_BSHK, v_BSHK, q_pos_T, k_pos_S, score_mod):
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "fused": Fused(),
-    "blockwise": Auto().blockwise("tpu"),
-    "naive": Dense(),
+    "fused": functools.partial(attend, implementation="fused"),
+    "blockwise": functools.partial(attend, implementation=Auto().blockwise("tpu")),
+    "naive": functools.partial(attend, implementation="dense"),
     "splash": splash,
 }
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
@@ -147,9 +148,7 @@ def compile_layer(request: Request) -> dict[str, Any]:
 
     def forward(params, q_BTHK, k_BSHK, v_BSHK):
         bias, processor = nnx.merge(graphdef, params)
-        pos_T = jnp.arange(request.length)
-        implementation = IMPLEMENTATIONS[request.implementation]
-        return implementation(q_BTHK, k_BSHK, v_BSHK, pos_T, pos_T, ScoreMod(bias, processor))
+        return IMPLEMENTATIONS[request.implementation](q_BTHK, k_BSHK, v_BSHK, bias=bias, processor=processor)
 
     def backward(params, q_BTHK, k_BSHK, v_BSHK, dout_BTHK):
         out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)

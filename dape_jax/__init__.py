@@ -30,81 +30,15 @@ from dape_jax.version import __version__ as __version__
 if TYPE_CHECKING:
     from dape_jax.library import *
 
-__all__ = [  # noqa: RUF022
-    # Attention over any block of query rows.
-    "attend",
-    "Dense",
-    "Blockwise",
-    "Fused",
-    "Auto",
-    "ScoreMod",
-    "Mask",
-    "score",
-    "Scores",
-    "masked_softmax",
-    # Pure functions of arrays.
-    "dape",
-    "key_convolution",
-    "distances",
-    "alibi",
-    "alibi_slopes",
-    "kerple",
-    "kerple_power",
-    "sandwich",
-    "t5",
-    "cope",
-    # NNX modules that hold the parameters of these functions.
-    "Dape",
-    "Plain",
-    "Alibi",
-    "Kerple",
-    "KerplePower",
-    "Sandwich",
-    "T5",
-    "Fire",
-    "Cope",
-    "TransformerXL",
-    # Frozen configs that build the modules.
-    "DapeConfig",
-    "PlainConfig",
-    "NopeConfig",
-    "AlibiConfig",
-    "KerpleConfig",
-    "KerplePowerConfig",
-    "SandwichConfig",
-    "T5Config",
-    "FireConfig",
-    "CopeConfig",
-    "TransformerXLConfig",
-    # Rotary embedding.
-    "NoRotary",
-    "Rope",
-    "PositionInterpolation",
-    "NtkAware",
-    "Yarn",
-    "Llama3Rope",
-    # Registries: names in config files -> configs and implementations.
-    "BIASES",
-    "CONTEXTUAL",
-    "PROCESSORS",
-    "ROTARY",
-    "IMPLEMENTATIONS",
-    # Base classes and protocols for new biases, processors and implementations.
-    "Bias",
-    "BiasConfig",
-    "ContextualBias",
-    "Processor",
-    "ProcessorConfig",
-    "DistanceBias",
-    "Implementation",
-    # The paper's model.
-    "TransformerConfig",
-    "Transformer",
-    "Cache",
-    "make_cache",
-    # Exception for invalid input.
-    "InputError",
-]
+__all__ = ["Auto", "Blockwise", "Dense", "Fused", "attend", "masked_softmax", "score"]
+__all__ += ["dape", "distances", "kerple"]  # functions of arrays
+__all__ += ["AlibiConfig", "FireConfig", "KerpleConfig", "KerplePowerConfig", "SandwichConfig", "T5Config"]
+__all__ += ["CopeConfig", "DapeConfig", "TransformerXLConfig"]  # frozen configs that build NNX modules
+__all__ += ["Llama3Rope", "NtkAware", "PositionInterpolation", "Rope", "Yarn"]
+__all__ += ["BIASES", "PROCESSORS"]  # names in config files -> configs
+__all__ += ["Bias", "BiasConfig", "ContextualBias", "DistanceBias", "Processor", "ProcessorConfig"]  # to subclass
+__all__ += ["Cache", "Transformer", "TransformerConfig", "make_cache"]  # the paper's model
+__all__ += ["InputError"]
 
 
 def __getattr__(name: str) -> Any:

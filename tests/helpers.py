@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dape_jax.model.attention import Blockwise, Dense
+from dape_jax.model.attention import Blockwise, Dense, Implementation, attend
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.processors import PROCESSORS, DapeConfig, ScoreMod
-from dape_jax.model.scores import Mask
+from dape_jax.model.scores import Mask, Positions
 
 ALL_BIASES = BIASES | CONTEXTUAL
 SMALL_BIAS = {"fire": {"threshold": 6}, "cope": {"num_positions": 4}}  # thresholds that short sequences reach
@@ -34,14 +34,15 @@ ALL_PROCESSORS |= {
 
 
 @dataclasses.dataclass(frozen=True)
-class Cached:
+class Cached(Implementation):
     """Attend as in generation: a few rows at a time, against a cache with random numbers in unwritten columns."""
 
     num_rows: int = 3
     num_unused: int = 3
 
-    def __call__(self, q, k, v, q_pos, k_pos, score_mod, mask):
-        attend = jax.jit(Dense().__call__, static_argnames="mask")  # traced once for all steps of the same size
+    def attend_rows(self, q, k, v, positions, score_mod, mask):
+        attend = jax.jit(Dense().attend_rows, static_argnums=5)  # traced once for all steps of the same size
+        q_pos, k_pos, *_ = positions
         unused = 10_000 + jnp.arange(self.num_unused, dtype=k_pos.dtype)
         batch, length, *kv_shape = k.shape
         cache = [7 * make_qkv(length + self.num_unused, batch, *kv_shape)[0].astype(k.dtype) for _ in range(2)]
@@ -49,16 +50,31 @@ class Cached:
         for start in range(0, length, self.num_rows):
             rows = slice(start, min(start + self.num_rows, length))
             cache = [c.at[:, rows].set(x[:, rows]) for c, x in zip(cache, (k, v), strict=True)]
-            pos = jnp.concatenate([k_pos, unused])
-            outs.append(attend(q[:, rows], *cache, q_pos[rows], pos, score_mod, mask=mask))
+            positions = Positions(q_pos[rows], jnp.concatenate([k_pos, unused]))
+            outs.append(attend(q[:, rows], *cache, positions, score_mod, mask))
         return jnp.concatenate(outs, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyRows(Implementation):
+    """Blockwise attention as with given positions: every block reads all keys."""
+
+    def attend_rows(self, q, k, v, positions, score_mod, mask):
+        mask = dataclasses.replace(mask, row_stride=None)
+        return Blockwise(4, 2).attend_rows(q, k, v, positions, score_mod, mask)
+
+
+def attend_rows(implementation, q, k, v, q_pos, k_pos, score_mod=ScoreMod(), mask=Mask()):
+    """Call an implementation, or a function with the same arguments, at these positions."""
+    function = getattr(implementation, "attend_rows", implementation)
+    return function(q, k, v, Positions(q_pos, k_pos), score_mod, mask)
 
 
 # Several blocks and runs at the lengths used here. The fused kernels have their own tests, in `test_kernels.py`.
 ALL_IMPLEMENTATIONS = {
     "dense": Dense(),
     "blockwise": Blockwise(block_size=4, num_buckets=2),
-    "any_rows": Blockwise(block_size=4, num_buckets=2).for_cached_decoding,
+    "any_rows": AnyRows(),
     "cached": Cached(),
 }
 KINDS = {"full": {}, "grouped_window": {"kv_heads": 1, "window": 4}}
@@ -166,13 +182,15 @@ def make_layer(bias: str, processor: str, heads: int = 2, head_dim: int = 4, dty
         jax.device_get(nnx.to_pure_dict(params)),
     )
 
-    def attend(params, q, k, v, implementation, q_pos=None, k_pos=None, **mask):
+    def run(params, q, k, v, implementation, q_pos=None, k_pos=None, **options):
         layer = nnx.merge(graphdef, params)
-        k_pos = jnp.arange(k.shape[1]) if k_pos is None else k_pos
-        q_pos = k_pos if q_pos is None else q_pos
-        return implementation(q, k, v, q_pos, k_pos, ScoreMod(layer.bias, layer.processor), Mask(**mask))
+        if k_pos is None:
+            options |= {"bias": layer.bias, "processor": layer.processor, "implementation": implementation}
+            return attend(q, k, v, **options)
+        score_mod = ScoreMod(layer.bias, layer.processor)
+        return attend_rows(implementation, q, k, v, q_pos, k_pos, score_mod, Mask(**options))
 
-    return params, attend
+    return params, run
 
 
 def make_qkv(

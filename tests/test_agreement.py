@@ -34,10 +34,10 @@ from helpers import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dape_jax.model.attention import Blockwise, Dense, attend_on_mesh
+from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, ScoreMod, key_convolution
-from dape_jax.model.scores import Mask, products
+from dape_jax.model.processors import DapeConfig, key_convolution
+from dape_jax.model.scores import products
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 POS = jnp.arange(LENGTH)
@@ -118,9 +118,10 @@ def test_rows_over_devices_agree(bias, processor, window):
     qkv = make_qkv(24, heads=4, kv_heads=2)
     weight = make_weight(qkv[0])
 
-    def on_mesh(q, k, v, q_pos, k_pos, *score_mod_and_mask):
-        q, k, v = (stripe(x, 1) for x in (q, k, v))
-        return unstripe(attend_on_mesh(Blockwise(4, 3), q, k, v, stripe(q_pos, 0), *score_mod_and_mask), 1)
+    class OnMesh(Implementation):
+        def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
+            q, k, v = (stripe(x, 1) for x in (q, k, v))
+            return unstripe(attend_on_mesh(Blockwise(4, 3), q, k, v, *score_mod_and_mask), 1)
 
     def value_and_grads(implementation):
         def loss(params, qkv):
@@ -130,7 +131,7 @@ def test_rows_over_devices_agree(bias, processor, window):
 
     expected = value_and_grads(Dense())
     with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
-        found = value_and_grads(on_mesh)
+        found = value_and_grads(OnMesh())
     chex.assert_trees_all_close(found, expected, **close(bias))
 
 
@@ -245,9 +246,9 @@ def test_blocks_read_the_halo_of_a_row(width, options, window):
     options = dict(option.split("=") if "=" in option else (option, True) for option in options.split(","))
     processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))
     bias = BIASES["kerple"]().build(2, 4, nnx.Rngs(0))
-    qkv, pos = make_qkv(29), jnp.arange(29)
+    qkv, options = make_qkv(29), {"bias": bias, "processor": processor, "window": window}
     whole, blocks = (
-        jax.jit(lambda q, k, v, f=f: f(q, k, v, pos, pos, ScoreMod(bias, processor), Mask(window=window)))(*qkv)
+        jax.jit(functools.partial(attend, **options, implementation=f))(*qkv)
         for f in (Dense(), Blockwise(block_size=4, num_buckets=5))
     )
     chex.assert_trees_all_close(blocks, whole, atol=2e-6)

@@ -43,23 +43,22 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess:
 CONTRACTS = """
 import jax, numpy as np
 from flax import nnx
-from dape_jax import BIASES, PROCESSORS, Blockwise, Dense, Mask, ScoreMod
+from dape_jax import BIASES, PROCESSORS, Blockwise, attend
 
 bias = BIASES["inverse"]().build(2, 4, nnx.Rngs(0))
 processor = PROCESSORS["talking_heads"]().build(2, has_bias=True, rngs=nnx.Rngs(0))
 processor.mix_HI[...] += jax.random.normal(jax.random.key(0), (2, 2))
 draw = np.random.default_rng(0)
 q, k, v, other = (draw.normal(size=(1, 11, 2, 4)).astype(np.float32) for _ in range(4))
-pos = np.arange(11)
 
-def attend(keys, implementation=Dense(), mod=ScoreMod(bias, processor)):
-    return np.asarray(implementation(q, keys, v, pos, pos, mod, Mask()))
+def run(keys, implementation="dense", bias=bias, processor=processor):
+    return np.asarray(attend(q, keys, v, bias=bias, processor=processor, implementation=implementation))
 
-out = attend(k)
-assert np.abs(out - attend(k, mod=ScoreMod(bias))).max() > 1e-2
-assert np.abs(out - attend(k, mod=ScoreMod(None, processor))).max() > 1e-2
-np.testing.assert_allclose(attend(k, Blockwise(block_size=4, num_buckets=2)), out, atol=1e-5)
-later = attend(np.where(pos[None, :, None, None] > 6, other, k))
+out = run(k)
+assert np.abs(out - run(k, processor=None)).max() > 1e-2
+assert np.abs(out - run(k, bias=None)).max() > 1e-2
+np.testing.assert_allclose(run(k, Blockwise(block_size=4, num_buckets=2)), out, atol=1e-5)
+later = run(np.where(np.arange(11)[None, :, None, None] > 6, other, k))
 np.testing.assert_array_equal(later[:, :7], out[:, :7])
 assert np.abs(later - out)[:, 7:].max() > 1e-2
 """

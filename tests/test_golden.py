@@ -19,8 +19,8 @@ import pytest
 from flax import nnx
 
 from dape_jax.model import biases, contextual, positions
-from dape_jax.model.attention import Blockwise, Dense, score
-from dape_jax.model.processors import Dape, DapeConfig, Plain, ScoreMod
+from dape_jax.model.attention import Blockwise, Dense, attend, score
+from dape_jax.model.processors import Dape, DapeConfig, Plain
 from dape_jax.model.scores import masked_softmax
 
 FOLDERS = [Path(__file__).parent / "golden"]
@@ -160,9 +160,8 @@ def outputs_of(inputs: dict, params: dict, meta: dict, attention: str = "", **op
         if meta["name"].startswith("rope"):
             q, k = positions.Rope()(q, pos), positions.Rope()(k, pos)
         if attention:
-            implementation = ATTENTION[attention]
-            v, score_mod = heads_last(inputs["v"]), ScoreMod(bias, processor)
-            return {"out": heads_last(implementation(q, k, v, pos, pos, score_mod))}
+            options = {"bias": bias, "processor": processor, "implementation": ATTENTION[attention]}
+            return {"out": heads_last(attend(q, k, heads_last(inputs["v"]), **options))}
         outputs |= {"q_rot": heads_last(q), "k_rot": heads_last(k)} if meta["name"] == "rope" else {}
         scores = processor(*score(q, k, pos, pos, bias=bias))
     else:

@@ -21,7 +21,7 @@ import optax
 import pytest
 import tiny
 from flax import nnx
-from helpers import slow
+from helpers import attend_rows, slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -34,12 +34,12 @@ from dape_jax.errors import InputError
 from dape_jax.hardware import chip_of
 from dape_jax.kernels import KERNELS, attend_fused, tpu, why_not_fused
 from dape_jax.model import attention
-from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend_on_mesh
+from dape_jax.model.attention import Auto, Blockwise, Dense, Fused, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import Rope
 from dape_jax.model.processors import DapeConfig, Plain, ScoreMod
-from dape_jax.model.scores import Mask
+from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import Transformer, attention_of
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
@@ -101,7 +101,7 @@ class Case:
 
     def positions(self):
         """Return the positions of queries and keys."""
-        k_pos = 3 + np.arange(self.length, dtype=np.int32)
+        k_pos = np.arange(self.length, dtype=np.int32)
         return k_pos[self.row_stride // 2 :: self.row_stride][: self.length // self.row_stride], k_pos
 
     def run(self, implementation, layer=None):
@@ -113,7 +113,7 @@ class Case:
             if not self.plain:
                 processor.dtype = None if jnp.promote_types(q.dtype, jnp.float32) == q.dtype else q.dtype
             mask = Mask(window=self.window, row_stride=self.row_stride)
-            return implementation(q, k, v, q_pos, k_pos, ScoreMod(bias, processor), mask)
+            return attend_rows(implementation, q, k, v, q_pos, k_pos, ScoreMod(bias, processor), mask)
 
         @jax.jit
         def both(params, q, k, v, dout, q_pos, k_pos):
@@ -126,12 +126,12 @@ class Case:
 class RowByRow:
     """Compute every row by itself with `Dense`."""
 
-    def __call__(self, q, k, v, q_pos, k_pos, *score_mod_and_mask):
+    def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
         def row(q_and_pos):
             q, pos = q_and_pos
-            return Dense()(q[:, None], k, v, pos[None], k_pos, *score_mod_and_mask)[:, 0]
+            return attend_rows(Dense(), q[:, None], k, v, pos[None], positions.k_pos_S, *score_mod_and_mask)[:, 0]
 
-        return jnp.moveaxis(jax.lax.map(row, (jnp.moveaxis(q, 1, 0), q_pos)), 0, 1)
+        return jnp.moveaxis(jax.lax.map(row, (jnp.moveaxis(q, 1, 0), positions.q_pos_T)), 0, 1)
 
 
 @functools.cache
@@ -287,11 +287,10 @@ def test_prefix_invariance(case, implementation):
     (q, k, v, dout), (pos, _), n = case.arrays(), case.positions(), case.length - 5
     every, _ = jax.device_get(compiled(case, implementation)(q, k, v, dout, pos, pos))
     options = {"score_mod": ScoreMod(*case.layer()), "mask": Mask(window=case.window)}
-    run = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], **options))
+    run = jax.jit(functools.partial(attend_rows, IMPLEMENTATIONS[implementation], **options))
     np.testing.assert_allclose(run(q[:, :33], k[:, :33], v[:, :33], pos[:33], pos[:33]), every[:, :33], atol=2e-6)
     np.testing.assert_allclose(run(q[:, n:], k, v, pos[n:], pos), every[:, n:], atol=2e-6)
-    any_rows = jax.jit(functools.partial(IMPLEMENTATIONS[implementation].for_cached_decoding, **options))
-    np.testing.assert_allclose(any_rows(q[:, 7:9], k, v, pos[7:9], pos), every[:, 7:9], atol=2e-6)
+    np.testing.assert_allclose(run(q[:, 7:9], k, v, pos[7:9], pos), every[:, 7:9], atol=2e-6)
 
 
 def marks_of(number: int, file: Path) -> list[pytest.MarkDecorator]:
@@ -318,8 +317,9 @@ def test_golden(file, implementation):
         q, k, v, pos = heads_last(q), heads_last(k), heads_last(v), jnp.arange(meta["T"])
         if meta["name"].startswith("rope"):
             q, k = Rope()(q, pos), Rope()(k, pos)
-        score_mod = ScoreMod(*build(params, meta, edge="prefix"))
-        return heads_last(IMPLEMENTATIONS[implementation](q, k, v, pos, pos, score_mod))
+        bias, processor = build(params, meta, edge="prefix")
+        options = {"bias": bias, "processor": processor, "implementation": IMPLEMENTATIONS[implementation]}
+        return heads_last(attend(q, k, v, **options))
 
     out = jax.device_get(run(params, *(np.asarray(data[x], np.float32) for x in "qkv")))
     rows = meta["T"] - meta["k"] // 2
@@ -380,7 +380,7 @@ def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
     q, dout, q_pos, k_pos = q[:, :num_rows], dout[:, :num_rows], jnp.asarray(q_pos[:num_rows]), jnp.asarray(k_pos)
 
     def run(implementation, q, k, v):
-        return implementation(q, k, v, q_pos, k_pos, score_mod, mask)
+        return attend_rows(implementation, q, k, v, q_pos, k_pos, score_mod, mask)
 
     fused = functools.partial(attend_fused, platform="tpu", interpret=careful)
     out, pullback = jax.jit(functools.partial(jax.vjp, functools.partial(run, fused)))(q, k, v)
@@ -397,23 +397,6 @@ def test_the_tpu_kernel_accesses_memory_correctly(case, num_rows, monkeypatch):
     assert_close((out, gradients), jax.device_get(dense(q, k, v, dout)), 1e-5)
 
 
-@pytest.mark.parametrize("implementation", KERNELS)
-def test_positions_that_are_not_consecutive_give_nan(implementation):
-    """Check all rows, also those that see no key. Positions are known only when the program runs."""
-    case = CASES["alibi-causal4"]
-    run, arrays, pos = compiled(case, implementation), case.arrays(), np.arange(case.length, dtype=np.int32)
-
-    def output(q_pos, k_pos):
-        return np.asarray(run(*arrays, q_pos, k_pos)[0])
-
-    assert np.isfinite(output(5 + pos, 5 + pos)).all()
-    assert np.isnan(output(2 * pos, 2 * pos)).all()
-    assert np.isnan(output(pos, np.append(pos[:-1], np.int32(-1)))).all()
-    assert np.isnan(output(pos, np.append(np.int32(4), pos[1:]))).all()
-    for shift in (-1000, -1, 1, 1000):
-        assert np.isnan(output(shift + pos, pos)).all()
-
-
 def shapes(case: Case, dtype=jnp.float32):
     return [jax.ShapeDtypeStruct(x.shape, dtype) for x in case.arrays()[:2]]
 
@@ -423,6 +406,8 @@ def shapes(case: Case, dtype=jnp.float32):
     [
         ({}, {"platform": "cpu"}, ["'cpu'", "tpu", "gpu"]),
         ({}, {"mask": Mask(causal=False)}, ["causal = False"]),
+        ({}, {"mask": Mask(row_stride=None)}, ["positions", "given"]),
+        ({}, {"mask": Mask(consecutive=False)}, ["positions", "given"]),
         ({"heads": 65, "groups": 65}, {}, ["H = 65", "64"]),
         ({"head_dim": 136}, {}, ["K = 136", "128"]),
         ({"channels": 65}, {}, ["C = 65", "64"]),
@@ -437,7 +422,7 @@ def test_unsupported_arguments_are_refused_with_the_reason(change, options, word
     assert all(word in reason for word in words)
     q, k = shapes(case)
     with pytest.raises(NotImplementedError) as error:
-        jax.eval_shape(functools.partial(attend_fused, **options), q, k, k, *case.positions())
+        jax.eval_shape(functools.partial(attend_fused, **options), q, k, k, Positions(*case.positions()))
     assert reason in str(error.value)
 
 
@@ -473,9 +458,9 @@ def test_methods_without_a_kernel_are_refused():
 def test_bias_and_processor_belong_together(implementation):
     (bias, processor), (_, without_bias) = Case().abstract_layer(), Case("nope").abstract_layer()
     for score_mod in (ScoreMod(processor=processor), ScoreMod(bias, without_bias)):
-        attend = functools.partial(Fused(implementation), score_mod=score_mod)
+        run = functools.partial(attend, **score_mod._asdict(), implementation=Fused(implementation))
         with pytest.raises(InputError, match="has_bias"):
-            jax.eval_shape(attend, *Case().arrays()[:3], *Case().positions())
+            jax.eval_shape(run, *Case().arrays()[:3])
 
 
 def test_a_config_with_an_unsupported_kernel_is_refused():
@@ -646,9 +631,9 @@ class OnMesh:
     def __init__(self, attention):
         self.attention = attention
 
-    def __call__(self, q, k, v, q_pos, k_pos, *score_mod_and_mask):
+    def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
         q, k, v = (stripe(x, 1) for x in (q, k, v))
-        return unstripe(attend_on_mesh(self.attention, q, k, v, stripe(q_pos, 0), *score_mod_and_mask), 1)
+        return unstripe(attend_on_mesh(self.attention, q, k, v, *score_mod_and_mask), 1)
 
 
 STRIPED = Case(heads=4, groups=2, batch=4, length=72)

@@ -4,12 +4,12 @@ A centered kernel reads to its right. Row i sees columns up to i, and without tr
 columns i + 1 .. i + 2 (W//2) into them: numbers that depend on the next token, one per head, which training can use.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from tiny import SPEC
 
 from dape_jax.config import read_model
-from dape_jax.model.attention import Blockwise, Dense
+from dape_jax.model.attention import Blockwise, Dense, attend
 from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, ScoreMod
+from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -110,11 +110,11 @@ def test_with_tril_random_tokens_stay_random():
 
 def layer(implementation: str, **options) -> Callable[..., jax.Array]:
     """Return one compiled layer of attention, whose parameters are the same whether it leaks or not."""
-    rngs, pos_T = nnx.Rngs(0), jnp.arange(14)
+    rngs = nnx.Rngs(0)
     bias = BIASES["kerple"]().build(2, 4, rngs)
     processor = DapeConfig(channels=5, **options).build(2, rngs=rngs)
-    run = IMPLEMENTATIONS[implementation]
-    return jax.jit(lambda *qkv: run(*qkv, pos_T, pos_T, ScoreMod(bias, processor)))
+    options = {"bias": bias, "processor": processor, "implementation": IMPLEMENTATIONS[implementation]}
+    return jax.jit(functools.partial(attend, **options))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

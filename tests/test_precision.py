@@ -16,10 +16,10 @@ from tiny import SPEC
 from benchmarks import precision, precision_training
 from benchmarks.precision import HEAD_DIM, as_written, exact, largest_error, last_row, process, processed
 from dape_jax.config import read_model
-from dape_jax.model.attention import Dense, Fused
+from dape_jax.model.attention import Dense, Fused, attend
 from dape_jax.model.loss import nll_of_features
-from dape_jax.model.processors import SLOPE, DapeConfig, ScoreMod, leaky_relu_change
-from dape_jax.model.scores import Mask, masked_softmax
+from dape_jax.model.processors import SLOPE, DapeConfig, leaky_relu_change
+from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import model_structure
 
 DAPE = DapeConfig()
@@ -146,17 +146,17 @@ def test_kernels_are_right_far_away(platform):
         bias = ALL_BIASES["alibi"]().build(heads, HEAD_DIM, nnx.Rngs(0))
         return bias, DapeConfig(channels=8).build(heads, dtype=jnp.bfloat16, rngs=nnx.Rngs(1))
 
-    score_mod = ScoreMod(*build())
-    draw, pos = np.random.default_rng(3), np.arange(length, dtype=np.int32)
+    bias, processor = build()
+    draw = np.random.default_rng(3)
     shapes = [(1, n, heads, HEAD_DIM) for n in (rows, length, length)]
     q, k, v = (draw.standard_normal(shape, np.float32).astype(jnp.bfloat16) for shape in shapes)
 
     def run(implementation, *qkv):
-        options = {"score_mod": score_mod, "mask": Mask()}
-        return jax.device_get(jax.jit(functools.partial(implementation, **options))(*qkv, pos[-rows:], pos))
+        options = {"bias": bias, "processor": processor, "implementation": implementation}
+        return jax.device_get(jax.jit(functools.partial(attend, **options))(*qkv))
 
     found = run(Fused(platform), q, k, v).astype(np.float32)
-    score_mod.processor.dtype = None
+    processor.dtype = None
     expected = run(Dense(), *(x.astype(np.float32) for x in (q, k, v)))
     assert np.abs(expected).max() > 0.5
     assert 1e-4 < np.abs(found - expected).max() < 0.02

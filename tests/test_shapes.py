@@ -14,6 +14,7 @@ from helpers import (
     ALL_IMPLEMENTATIONS,
     ALL_PROCESSORS,
     LENGTH,
+    attend_rows,
     compiled,
     covering,
     every_case,
@@ -21,10 +22,9 @@ from helpers import (
 )
 
 from dape_jax.errors import InputError
-from dape_jax.model.attention import Blockwise, Dense, attend, check_arrays
-from dape_jax.model.biases import BIASES, KerpleConfig
-from dape_jax.model.processors import DapeConfig, Processor, ScoreMod
-from dape_jax.model.scores import Mask
+from dape_jax.model.attention import attend, check_arrays
+from dape_jax.model.biases import BIASES
+from dape_jax.model.processors import ScoreMod
 
 AXES = (ALL_BIASES, ALL_PROCESSORS, ALL_IMPLEMENTATIONS, ("float32", "bfloat16"))
 # Every bias and every processor with every implementation and dtype.
@@ -45,7 +45,7 @@ def test_output_has_the_shape_of_queries_and_the_dtype_of_values(bias, processor
         q = jnp.zeros((BATCH, num_rows, HEADS, HEAD_DIM), dtype)
         k, v = jnp.zeros((2, BATCH, LENGTH, KV_HEADS, HEAD_DIM), dtype)
         pos = jnp.arange(LENGTH)
-        return ALL_IMPLEMENTATIONS[implementation](q, k, v, pos[-num_rows:], pos, score_mod, Mask())
+        return attend_rows(ALL_IMPLEMENTATIONS[implementation], q, k, v, pos[-num_rows:], pos, score_mod)
 
     has_other_rows = implementation in ("dense", "any_rows")  # fewer rows than keys, one row
     for num_rows in (LENGTH, 5, 1) if has_other_rows else (LENGTH,):
@@ -93,42 +93,6 @@ def test_large_inputs_give_finite_values_and_gradients(bias, processor, implemen
 
 
 NARROW = [x[..., :-1] for x in make_qkv(5)[1:]]
-
-
-class Unfinished(Processor):
-    """Forget `__call__`."""
-
-
-class Flat(Processor):
-    def __call__(self, scores_BHTS, bias_BHTS, mask_TS):
-        return scores_BHTS[:, 0]
-
-
-class FlatBias:
-    def __call__(self, q_pos_T, k_pos_S, *, causal=True):
-        return jnp.zeros((1, len(q_pos_T), len(k_pos_S)))
-
-
-@pytest.mark.parametrize("implementation", [Dense(), Blockwise(2)])
-@pytest.mark.parametrize(
-    ("score_mod", "error", "words"),
-    [
-        (ScoreMod(processor=Flat()), InputError, ["processor Flat", "must return [B, H, T, S] = (2, 2, "]),
-        (ScoreMod(processor=Unfinished()), NotImplementedError, ["Unfinished must define __call__"]),
-        (ScoreMod(processor=DapeConfig()), InputError, ["processor = DapeConfig(", "its build() returns"]),
-        (
-            ScoreMod(processor=lambda *scores: scores[0]),
-            InputError,
-            ["processor = 'function'", "subclass of Processor"],
-        ),
-        (ScoreMod(bias=FlatBias()), InputError, ["bias FlatBias", "must return [H, T, S] = (2, "]),
-        (ScoreMod(bias=KerpleConfig()), InputError, ["bias = KerpleConfig(", "its build() returns"]),
-    ],
-)
-def test_a_wrong_bias_or_processor_is_named(implementation, score_mod, error, words):
-    with pytest.raises(error) as raised:
-        implementation(*make_qkv(3), *[jnp.arange(3)] * 2, score_mod)
-    assert all(word in str(raised.value) for word in words), raised.value
 
 
 @pytest.mark.parametrize(

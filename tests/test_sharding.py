@@ -488,10 +488,10 @@ def test_the_tables_specs():
 
 def test_attention_on_one_device_is_the_implementations_own():
     """If nothing is split, nothing is added to the program."""
-    x, pos = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32), jnp.arange(8)
+    x = jax.ShapeDtypeStruct((1, 8, 2, 4), jnp.float32)
     with jax.set_mesh(ONE):
-        program = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x, pos)).lower(x).as_text()
-        assert program == jax.jit(lambda x: attend(x, x, x, pos, pos)).lower(x).as_text()
+        program = jax.jit(lambda x: attend_on_mesh(Dense(), x, x, x)).lower(x).as_text()
+        assert program == jax.jit(lambda x: attend(x, x, x, implementation="dense")).lower(x).as_text()
 
 
 def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
@@ -504,7 +504,7 @@ def test_a_bias_that_is_a_plain_function_works_on_a_mesh():
     pos = jnp.arange(16)
     expected = jax.jit(lambda q, k, v: attend(q, k, v, pos, pos, bias=bias))(q, k, v)
     with jax.set_mesh(make_mesh(MeshConfig(2, 2, 1, 2))):
-        found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, pos, ScoreMod(bias)))(q, k, v)
+        found = jax.jit(lambda q, k, v: attend_on_mesh(Dense(), q, k, v, ScoreMod(bias)))(q, k, v)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 

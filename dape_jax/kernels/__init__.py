@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dape_jax.kernels import cudnn
 from dape_jax.kernels.tables import left_pad, make_operator
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, Plain, ScoreMod
-from dape_jax.model.scores import Mask
+from dape_jax.model.scores import Mask, Positions
 from dape_jax.sharding import vary_alike
 
 KERNELS = ("tpu", "gpu")
@@ -36,6 +36,7 @@ def why_not_fused(
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
     *,
+    has_segments: bool = False,
     platform: str,
     device_kind: str | None = None,
 ) -> str | None:
@@ -46,10 +47,11 @@ def why_not_fused(
         k_BSGK: keys, or their shape and dtype.
         score_mod: bias and processor.
         mask: which keys a query sees, and the step between rows.
+        has_segments: whether a row has segments, packed documents.
         platform: platform of the devices: "tpu", "gpu" or "cpu".
         device_kind: JAX's `device_kind` of the devices, or None for the devices of this process.
     """
-    bias, processor = score_mod
+    bias, processor, scale = score_mod
     if platform not in KERNELS:
         return f"there are kernels for {' and '.join(KERNELS)}, not for the platform {platform!r}"
     config = None
@@ -68,6 +70,12 @@ def why_not_fused(
         if dtype not in DTYPES or (name == "k" and dtype != q_BTHK.dtype):
             known = " or ".join(jnp.dtype(dtype).name for dtype in DTYPES)
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
+    if mask.row_stride is None or not mask.consecutive:
+        return "positions are given; the kernels take consecutive positions, which are those of None"
+    if has_segments:
+        return "segment_ids are given; the kernels do not stop at the edges of documents"
+    if scale is not None:
+        return f"scale = {scale}; the kernels multiply scores by 1 / sqrt(K)"
     if not mask.causal:
         return "causal = False; the kernels skip keys after a query"
     if config is not None:
@@ -97,8 +105,7 @@ def attend_fused(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
     v_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
+    positions: Positions,
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
     *,
@@ -111,9 +118,7 @@ def attend_fused(
         q_BTHK: see `attend`.
         k_BSGK: see `attend`.
         v_BSGK: see `attend`.
-        q_pos_T: positions of the queries, each `mask.row_stride` after the previous one.
-        k_pos_S: positions of the keys, consecutive; they include those of the queries. If positions violate this, which
-            is known only when the program runs, all values are NaN.
+        positions: positions of the queries, each `mask.row_stride` after the previous one, and of the keys, 0..S-1.
         score_mod: a `DistanceBias` or None, and a `Dape` or `Plain`; on GPUs, `Plain` only without a bias.
         mask: causal, with any window and row stride.
         platform: platform of the kernel.
@@ -123,25 +128,22 @@ def attend_fused(
     Raises:
         NotImplementedError: no kernel supports these arguments; the message gives the reason.
     """
-    reason = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform)
+    has_segments = positions.q_start_BT is not None
+    reason = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, has_segments=has_segments, platform=platform)
     if reason is None and v_BSGK.dtype != k_BSGK.dtype:
         reason = f"k is {k_BSGK.dtype} and v is {v_BSGK.dtype}"
     if reason is not None:
         raise NotImplementedError(f"no kernel supports this attention: {reason}")
-    bias, processor = score_mod
+    bias, processor, _ = score_mod
     assert isinstance(processor, Dape | Plain)
     assert isinstance(bias, DistanceBias | None)
     dtype = jnp.dtype(jnp.float32)
     if isinstance(processor, Dape):
         processor.check_bias(bias is not None)
         dtype = processor.dtype or dtype
-    consecutive = jnp.all(jnp.diff(q_pos_T) == mask.row_stride) & jnp.all(jnp.diff(k_pos_S) == 1)
-    consecutive &= (q_pos_T[0] >= k_pos_S[0]) & (q_pos_T[-1] <= k_pos_S[-1])
     if platform == "gpu" and isinstance(processor, Plain):
-        out_BTHK = cudnn.attend(q_BTHK, k_BSGK, v_BSGK, window=mask.window, interpret=bool(interpret))
-        return jnp.where(consecutive, out_BTHK, jnp.nan)
-    # Column of the first row. It is a valid column even if the positions are not.
-    first = jnp.where(consecutive, q_pos_T[0] - k_pos_S[0], 0).astype(jnp.int32)
+        return cudnn.attend(q_BTHK, k_BSGK, v_BSGK, window=mask.window, interpret=bool(interpret))
+    first = positions.q_pos_T[0].astype(jnp.int32)  # column of the first row
     operator = make_operator(
         bias,
         processor,
@@ -150,7 +152,6 @@ def attend_fused(
         num_keys=k_BSGK.shape[1],
         first=first,
         mask=mask,
-        valid=consecutive,
     )
     kernel = importlib.import_module(f"{__name__}.{platform}")  # other platforms' tools may be missing
     return kernel.attend(

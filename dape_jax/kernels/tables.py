@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import SLOPE, Dape, DapeConfig, Plain
@@ -93,7 +93,6 @@ def make_operator(
     num_keys: int,
     first: Int[Array, ""],
     mask: Mask,
-    valid: Bool[Array, ""],
 ) -> Operator:
     """Tabulate bias and processor.
 
@@ -105,7 +104,6 @@ def make_operator(
         num_keys: S.
         first: column of the first row.
         mask: window, and step between rows.
-        valid: if False, all values returned by the kernel are NaN.
     """
     if isinstance(processor, Plain):
         added_HN = jnp.zeros((num_heads, num_keys)) if bias is None else bias.of_distance(jnp.arange(num_keys))
@@ -113,7 +111,7 @@ def make_operator(
             scores_WHC=jnp.zeros((1, num_heads, 0)),
             output_WCH=jnp.zeros((1, 0, num_heads)),
             knee_CN=jnp.zeros((0, num_keys)),
-            added_HN=jnp.where(valid, added_HN.astype(jnp.float32), jnp.nan),
+            added_HN=added_HN.astype(jnp.float32),
             left_knee_PCT=jnp.zeros((0, 0, num_rows)),
             left_added_QHT=jnp.zeros((0, num_heads, num_rows)),
         )
@@ -127,7 +125,7 @@ def make_operator(
     output_WCH = processor.output_WCH[...].astype(jnp.float32)
     # The bias of Conv2 shifts a whole row and cancels in the softmax: stop_gradient makes its gradient exactly 0.
     output_bias_H = jax.lax.stop_gradient(processor.output_bias_H[...]).astype(jnp.float32)
-    added_HN = jnp.broadcast_to(jnp.where(valid, output_bias_H, jnp.nan)[:, None], (num_heads, num_distances))
+    added_HN = jnp.broadcast_to(output_bias_H[:, None], (num_heads, num_distances))
     # All distances that Conv2 reads: -2 ahead .. S + pad - 1.
     hidden_CN = jnp.broadcast_to(hidden_C[:, None], (channels, ahead + num_distances + pad))
     left_PCT = jnp.zeros((pad, channels, num_rows), jnp.float32)

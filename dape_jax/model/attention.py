@@ -10,6 +10,7 @@ rows (`attend_on_mesh`), and on one row against a cache.
 
 import dataclasses
 import functools
+import inspect
 import logging
 import math
 from typing import Any
@@ -21,11 +22,22 @@ from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
 from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
-from dape_jax.model.biases import Bias
+from dape_jax.model.biases import Bias, DistanceBias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Dape, Plain, Processor, ScoreMod
-from dape_jax.model.scores import MIN_BLOCK_ROWS, Mask, Scores, causal_runs, masked_softmax, products, rows_in_block
-from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision, unstripe
+from dape_jax.model.scores import (
+    MIN_BLOCK_ROWS,
+    Mask,
+    Positions,
+    Scores,
+    causal_runs,
+    masked_softmax,
+    products,
+    rows_in_block,
+    segment_starts,
+    visible_pairs,
+)
+from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision
 
 logger = logging.getLogger(__name__)
 
@@ -33,81 +45,95 @@ logger = logging.getLogger(__name__)
 def score(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
+    q_pos_T: Int[Array, "T"] | None = None,
+    k_pos_S: Int[Array, "S"] | None = None,
     *,
     bias: Bias | ContextualBias | None = None,
     causal: bool = True,
     window: int | None = None,
+    scale: Float[Array, ""] | float | None = None,
 ) -> Scores:
-    """Return scores, bias and mask of any block of query rows; see `attend` for the arguments."""
-    dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
-    mask_TS = Mask(causal, window).visible(q_pos_T, k_pos_S)
-    scores_BHTS = products(q_BTHK, k_BSGK, dtype) * q_BTHK.shape[-1] ** -0.5
-    if bias is None:
-        bias_BHTS = None
-    elif isinstance(bias, ContextualBias):
-        bias_BHTS = bias.from_content(q_BTHK, k_BSGK, scores_BHTS, mask_TS, q_pos_T, k_pos_S, causal)
-    else:
-        bias_HTS = bias(q_pos_T, k_pos_S, causal=causal)
-        _check_returned("bias", bias, bias_HTS, "H, T, S", scores_BHTS.shape[1:])
-        bias_BHTS = bias_HTS[None]
-    return Scores(scores_BHTS, bias_BHTS, mask_TS)
+    """Return the first half of `attend`: scores, bias and mask, the arguments of a processor."""
+    positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S)
+    return _score(q_BTHK, k_BSGK, positions, ScoreMod(bias, scale=scale), Mask(causal, window))
 
 
 def attend(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
     v_BSGK: Float[Array, "B S G K"],
-    q_pos_T: Int[Array, "T"],
-    k_pos_S: Int[Array, "S"],
+    q_pos_T: Int[Array, "T"] | None = None,
+    k_pos_S: Int[Array, "S"] | None = None,
     *,
     bias: Bias | ContextualBias | None = None,
     processor: Processor | None = None,
     causal: bool = True,
     window: int | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: Float[Array, ""] | float | None = None,
+    implementation: "str | Implementation" = "auto",
 ) -> Float[Array, "B T H K"]:
     """Attend any block of query rows to the keys.
 
-        softmax(processor(Q K^T / sqrt(K), bias, mask)) V
+        softmax(processor(scale Q K^T, bias, mask)) V
 
     Args:
         q_BTHK: queries, already rotated if the model uses rotary embedding.
         k_BSGK: keys of G heads. G divides H, and H/G neighbouring query heads share one (grouped-query attention).
             Scores always have H heads.
         v_BSGK: values.
-        q_pos_T: positions of the queries, 0 or more, in any order.
+        q_pos_T: positions of the queries, 0 or more, in any order. If None, the queries are at the last T of S
+            consecutive positions, as in self-attention. Only then a kernel can be used, and only then blocks of rows
+            read the keys before them, not all keys.
         k_pos_S: positions of the keys, increasing: the convolution treats neighbouring columns as neighbouring keys.
-            Padding at the end has negative positions.
+            Padding at the end has negative positions. None for 0..S-1.
         bias: position bias or contextual encoding, or None.
         processor: function of the scores; None for scores + bias.
         causal: a query sees no key after it. If False, distances are |i - j| and both sides are visible.
         window: a query sees keys at a distance below this, or None for all keys.
+        segment_ids: document of each key, for rows of packed documents: a query sees keys of its own document only, and
+            no convolution crosses an edge, so a packed row gives what its documents give alone. A document is a run of
+            equal ids. Needs positions None.
+        scale: factor of Q K^T, or None for 1 / sqrt(K).
+        implementation: "auto", "dense", "blockwise" or "fused", or an `Auto`, `Dense`, `Blockwise` or `Fused` with its
+            own sizes. All return the same values and gradients.
 
     Returns:
         The attended values in the dtype of `v_BSGK`. Scores, bias and softmax are float32 (float64 if the inputs are).
 
     Raises:
         InputError: the arrays are not of floating point, the shapes are inconsistent (also those that the bias or the
-            processor returns), a config is given instead of its module, or the window is below 1.
+            processor returns), a config is given instead of its module, or an option is not allowed.
+        NotImplementedError: "fused" has no kernel for these arguments; the message gives the reason.
     """
+    if isinstance(implementation, str):
+        allowed = f"must be one of {list(IMPLEMENTATIONS)}, or an instance of one"
+        require(implementation in IMPLEMENTATIONS, "implementation", implementation, allowed)
+        implementation = IMPLEMENTATIONS[implementation]()
     check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
-    check_modules(bias, processor)
-    dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
-    processor = Plain() if processor is None else processor
-    scores = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, causal=causal, window=window)
-    processed_BHTS = processor(*scores)
-    _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
-    probs_BHTS = masked_softmax(processed_BHTS, scores.mask_TS).astype(v_BSGK.dtype)
-    batch, num_rows, heads, head_dim = q_BTHK.shape
-    probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
-    precision = full_precision(v_BSGK.dtype)
-    out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", probs_BGRTS, v_BSGK, precision=precision, preferred_element_type=dtype)
-    out_BHTK = out_BGRTK.reshape(batch, heads, num_rows, head_dim).astype(v_BSGK.dtype)
-    return jnp.moveaxis(out_BHTK, 1, 2)
+    given = q_pos_T is not None or k_pos_S is not None
+    if segment_ids is not None:
+        require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
+        shape, expected = jnp.shape(segment_ids), k_BSGK.shape[:2]
+        require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")
+    starts_BS = None if segment_ids is None else segment_starts(segment_ids)
+    positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S, starts_BS)
+    mask = Mask(causal, window, row_stride=None, consecutive=False) if given else Mask(causal, window)
+    score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale)
+    check_modules(score_mod)
+    return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
 
-def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_pos_S: Any) -> None:
+def _positions(
+    num_rows: int, num_keys: int, q_pos_T: Array | None, k_pos_S: Array | None, starts_BS: Array | None = None
+) -> Positions:
+    """Return the positions of a call of `attend`; see there."""
+    k_pos_S = jnp.arange(num_keys) if k_pos_S is None else k_pos_S
+    q_pos_T = k_pos_S[num_keys - num_rows :] if q_pos_T is None else q_pos_T
+    return Positions(q_pos_T, k_pos_S, None if starts_BS is None else starts_BS[:, num_keys - num_rows :], starts_BS)
+
+
+def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = None, k_pos_S: Any = None) -> None:
     """Raise `InputError` if dtypes or shapes are wrong; the message points out a [B, H, T, K] layout."""
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
@@ -117,25 +143,34 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any, k_po
         rows, heads = layout[3], layout[6]
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         require(is_float, f"{name}.dtype", x.dtype.name, "must be float16, bfloat16, float32 or float64")
-        require(hasattr(pos, "ndim"), pos_name, pos, f"must be an array of positions, [{rows}]")
         require(x.ndim == 4, f"{name}.shape", x.shape, f"must be [{layout}]")
         require(0 not in x.shape, f"{name}.shape", x.shape, f"must be [{layout}], all above 0")
+        if pos is None:
+            continue
+        require(hasattr(pos, "ndim"), pos_name, pos, f"must be an array of positions, [{rows}]")
         require(pos.ndim == 1, f"{pos_name}.shape", pos.shape, f"must be [{rows}], the same for the whole batch")
         if x.shape[1] != pos.size:
             swapped = f"looks like [B, {heads}, {rows}, K]; " if x.shape[2] == pos.size else ""
             allowed = f"{swapped}must be [{layout}] with {rows} = {pos.size}, the length of {pos_name}"
             require(False, f"{name}.shape", x.shape, allowed)
-    (batch, _, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
+    (batch, num_rows, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
     require(k_BSGK.shape[0] == batch, "k_BSGK.shape", k_BSGK.shape, f"must have B = {batch}, like q_BTHK")
     require(k_BSGK.shape[3] == head_dim, "k_BSGK.shape", k_BSGK.shape, f"must have K = {head_dim}, like q_BTHK")
     require(k_BSGK.shape == v_BSGK.shape, "v_BSGK.shape", v_BSGK.shape, f"must be k_BSGK.shape = {k_BSGK.shape}")
+    if q_pos_T is None:
+        allowed = "[B, T, H, K] must have T <= S if q_pos_T is None"
+        require(num_rows <= k_BSGK.shape[1], "q_BTHK.shape", q_BTHK.shape, f"{allowed}; S = {k_BSGK.shape[1]}")
+    # With heads before rows, T is the number of heads, so the next check finds a [B, H, T, K] layout of grouped heads.
     require(heads % groups == 0, "num_kv_heads", groups, f"must divide num_heads = {heads}")
 
 
-def check_modules(bias: Any, processor: Any) -> None:
-    """Raise `InputError` if a config is given instead of the module that its `build` returns."""
-    for name, module in (("bias", bias), ("processor", processor)):
+def check_modules(score_mod: ScoreMod) -> None:
+    """Raise `InputError` if a config is given instead of the module that its `build` returns, or a function."""
+    for name, module in (("bias", score_mod.bias), ("processor", score_mod.processor)):
         require(not hasattr(module, "build"), name, module, "is a config: give the module that its build() returns")
+    processor = score_mod.processor
+    is_processor = isinstance(processor, Processor)
+    require(is_processor, "processor", type(processor).__name__, "must be a subclass of Processor")
 
 
 def _check_returned(kind: str, module: Any, returned: Any, layout: str, expected: tuple[int, ...]) -> None:
@@ -144,50 +179,88 @@ def _check_returned(kind: str, module: Any, returned: Any, layout: str, expected
     require(found == expected, f"{kind} {type(module).__name__}", found, f"must return [{layout}] = {expected}")
 
 
-class Implementation:
-    """Base class of the implementations of `attend`, which return the same values and gradients.
+def _score(
+    q_BTHK: Float[Array, "B T H K"],
+    k_BSGK: Float[Array, "B S G K"],
+    positions: Positions,
+    score_mod: ScoreMod,
+    mask: Mask,
+) -> Scores:
+    """Return scores, bias and mask of a block of query rows.
 
-    A `ScoreMod` contains the arguments `bias` and `processor` of `attend`, and a `Mask` contains `causal` and `window`.
-    A subclass defines `_attend`, with the arguments of `__call__`.
+    With segments, biases are functions of positions that restart, except those of the distance, which is the same.
     """
+    bias, _, scale = score_mod
+    q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
+    dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    visible = visible_pairs(mask, positions)
+    scores_BHTS = products(q_BTHK, k_BSGK, dtype) * (q_BTHK.shape[-1] ** -0.5 if scale is None else scale)
+    has_segments = q_start_BT is not None and k_start_BS is not None
 
-    @property
-    def for_cached_decoding(self) -> "Implementation":
-        """Return the variant for queries at arbitrary positions (KV-cache decoding)."""
-        return self
+    def of_positions(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
+        bias_HTS = bias(q_pos_T, k_pos_S, causal=mask.causal)
+        _check_returned("bias", bias, bias_HTS, "H, T, S", scores_BHTS.shape[1:])
+        return bias_HTS
 
-    def __call__(
+    def of_content(q: Array, k: Array, scores: Array, visible: Array, q_pos: Array, k_pos: Array) -> Array:
+        return bias.from_content(q, k, scores, visible, q_pos, k_pos, mask.causal)
+
+    if bias is None:
+        bias_BHTS = None
+    elif not has_segments or isinstance(bias, DistanceBias):
+        if isinstance(bias, ContextualBias):
+            bias_BHTS = of_content(q_BTHK, k_BSGK, scores_BHTS, visible, q_pos_T, k_pos_S)
+        else:
+            bias_BHTS = of_positions(q_pos_T, k_pos_S)[None]
+    else:
+        pos = q_pos_T[None] - q_start_BT, k_pos_S[None] - k_start_BS
+        if isinstance(bias, ContextualBias):
+
+            def of_sequence(*arrays_and_pos: Array) -> Array:
+                *arrays, visible, q_pos, k_pos = arrays_and_pos
+                return of_content(*(x[None] for x in arrays), visible[0], q_pos, k_pos)[0]
+
+            bias_BHTS = jax.vmap(of_sequence)(q_BTHK, k_BSGK, scores_BHTS, visible, *pos)
+        else:
+            bias_BHTS = jax.vmap(of_positions)(*pos)
+    return Scores(scores_BHTS, bias_BHTS, visible)
+
+
+def _process(processor: Processor, scores: Scores, positions: Positions) -> Float[Array, "B H T S"]:
+    """Return the processed scores."""
+    options = {}
+    if positions.q_start_BT is not None and processor.key_halo != (0, 0):
+        takes_it = "first_BT" in inspect.signature(processor.__call__).parameters
+        name, allowed = f"processor {type(processor).__name__}", "must take first_BT to be used with segment_ids"
+        require(takes_it, name, "mixes keys", allowed)
+        options = {"first_BT": positions.q_start_BT - positions.k_pos_S[0]}
+    processed_BHTS = processor(*scores, **options)
+    _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
+    return processed_BHTS
+
+
+class Implementation:
+    """Base class of the implementations of `attend`, which return the same values and gradients."""
+
+    def attend_rows(
         self,
         q_BTHK: Float[Array, "B T H K"],
         k_BSGK: Float[Array, "B S G K"],
         v_BSGK: Float[Array, "B S G K"],
-        q_pos_T: Int[Array, "T"],
-        k_pos_S: Int[Array, "S"],
-        score_mod: ScoreMod = ScoreMod(),
-        mask: Mask = Mask(),
+        positions: Positions,
+        score_mod: ScoreMod,
+        mask: Mask,
     ) -> Float[Array, "B T H K"]:
-        """Attend query rows to the keys; see `attend`.
+        """Attend a block of query rows, as `attend` does for its arguments and `attend_on_mesh` for those of a device.
 
         Args:
             q_BTHK: queries.
             k_BSGK: keys.
             v_BSGK: values.
-            q_pos_T: positions of the queries.
-            k_pos_S: positions of the keys.
-            score_mod: bias and processor.
-            mask: which keys a query sees, and the step between rows.
-
-        Raises:
-            InputError: dtypes or shapes are wrong, or `score_mod` does not contain modules.
-            NotImplementedError: `Fused` has no kernel for these arguments; the message gives the reason.
+            positions: positions of queries and keys, and their segments.
+            score_mod: bias, processor and scale.
+            mask: which keys a query sees, and where the rows are among the columns.
         """
-        check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
-        check_modules(*score_mod)
-        is_processor = isinstance(score_mod.processor, Processor)
-        require(is_processor, "processor", type(score_mod.processor).__name__, "must be a subclass of Processor")
-        return self._attend(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask)
-
-    def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
         raise NotImplementedError
 
 
@@ -195,9 +268,18 @@ class Implementation:
 class Dense(Implementation):
     """Attend all rows at once: memory grows with T x S. For short lengths."""
 
-    def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
-        options = {"causal": mask.causal, "window": mask.window}
-        return attend(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, **score_mod._asdict(), **options)
+    def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
+        """See `Implementation`."""
+        dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+        scores = _score(q_BTHK, k_BSGK, positions, score_mod, mask)
+        processed_BHTS = _process(score_mod.processor, scores, positions)
+        probs_BHTS = masked_softmax(processed_BHTS, scores.mask).astype(v_BSGK.dtype)
+        batch, num_rows, heads, head_dim = q_BTHK.shape
+        probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
+        options = {"precision": full_precision(v_BSGK.dtype), "preferred_element_type": dtype}
+        out_BGRTK = jnp.einsum("BGRTS,BSGK->BGRTK", probs_BGRTS, v_BSGK, **options)
+        out_BHTK = out_BGRTK.reshape(batch, heads, num_rows, head_dim).astype(v_BSGK.dtype)
+        return jnp.moveaxis(out_BHTK, 1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,15 +287,13 @@ class Blockwise(Implementation):
     """Scan over blocks of rows, each recomputed in the backward pass: memory grows with block_size x S.
 
     The rows are cut into `num_buckets` runs, each with its own number of keys: see `causal_runs`. The program has one
-    scan for each run and does not grow with T.
-
-    With more than one bucket the rows must be at the last key positions, as in self-attention. With a window each block
-    then reads only the block_size + window keys that it needs, so time grows linearly with T. With one bucket the rows
-    may be at any positions, and every block reads all keys.
+    scan for each run and does not grow with T. With a window and more than one bucket, each block reads only the
+    block_size + window keys that it needs, so time grows linearly with T. With one bucket, and if positions are given,
+    every block reads all keys.
 
     Args:
         block_size: rows in a block.
-        num_buckets: runs of rows, each with its own number of keys.
+        num_buckets: runs of rows, each with its own number of keys: n buckets compute (n + 1) / 2n of all pairs.
     """
 
     block_size: int = 64
@@ -222,46 +302,48 @@ class Blockwise(Implementation):
     def __post_init__(self):
         positive(self, "model.attention", "block_size", "num_buckets")
 
-    @property
-    def for_cached_decoding(self) -> "Blockwise":
-        """Return this implementation with one bucket."""
-        return dataclasses.replace(self, num_buckets=1)
-
-    def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
+    def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
+        """See `Implementation`."""
         batch, num_rows, heads, head_dim = q_BTHK.shape
         num_keys = k_BSGK.shape[1]
         block = min(self.block_size, num_rows)
         num_blocks = -(-num_rows // block)
+        q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
         # Transpose to the heads-first layout of the matmuls once, not in every block. The last block is padded with
         # copies of the last row, which are removed from the result.
         q_BHTK, k_BGSK, v_BGSK = (jnp.moveaxis(x, 2, 1) for x in (q_BTHK, k_BSGK, v_BSGK))
         pad = (0, num_blocks * block - num_rows)
-        q_padded = jnp.pad(q_BHTK, ((0, 0), (0, 0), pad, (0, 0)), mode="edge")
-        q_blocks = jnp.moveaxis(q_padded.reshape(batch, heads, num_blocks, block, head_dim), 2, 0)
-        pos_blocks = jnp.pad(q_pos_T, (pad,), mode="edge").reshape(num_blocks, block)
-        first_columns = num_keys - mask.row_stride * (num_rows - block * jnp.arange(num_blocks))
+
+        def to_blocks(x: Array, dim: int) -> Array:
+            x = jnp.pad(x, [pad if i == dim else (0, 0) for i in range(x.ndim)], mode="edge")
+            return jnp.moveaxis(x.reshape(*x.shape[:dim], num_blocks, block, *x.shape[dim + 1 :]), dim, 0)
+
+        starts = None if q_start_BT is None else to_blocks(q_start_BT, 1)
+        first_columns = num_keys - (mask.row_stride or 1) * (num_rows - block * jnp.arange(num_blocks))
+        all_blocks = to_blocks(q_BHTK, 2), to_blocks(q_pos_T, 0), first_columns, starts
 
         halo = score_mod.processor.key_halo
-        windowed = mask.causal and mask.window is not None and self.num_buckets > 1
+        windowed = mask.causal and mask.window is not None and self.num_buckets > 1 and mask.row_stride is not None
         outs = []
         for run in causal_runs(num_rows, num_keys, block, self.num_buckets, mask, halo):
 
             def keys_of(first_column, num_read=run.num_keys):
+                """Return keys, values, positions and starts of segments of the columns that a block reads."""
+                arrays = (k_BGSK, 2), (v_BGSK, 2), (k_pos_S, 0), (k_start_BS, 1)
                 if not windowed:
-                    return k_BGSK[:, :, :num_read], v_BGSK[:, :, :num_read], k_pos_S[:num_read]
+                    return [x if x is None else jax.lax.slice_in_dim(x, 0, num_read, axis=axis) for x, axis in arrays]
                 begin = jnp.clip(first_column - (mask.window - 1) - halo[0], 0, num_keys - num_read)
-                return tuple(
-                    jax.lax.dynamic_slice_in_dim(x, begin, num_read, axis=axis)
-                    for x, axis in ((k_BGSK, 2), (v_BGSK, 2), (k_pos_S, 0))
-                )
+                read = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=begin, slice_size=num_read)
+                return [x if x is None else read(x, axis=axis) for x, axis in arrays]
 
             @jax.checkpoint
-            def attend_block(q, pos, first_column, keys_of=keys_of):
-                k, v, k_pos = keys_of(first_column)
+            def attend_block(q, pos, first_column, start, keys_of=keys_of):
+                k, v, k_pos, k_start = keys_of(first_column)
                 q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
-                return jnp.moveaxis(Dense()(q, k, v, pos, k_pos, score_mod, mask), 2, 1)
+                out = Dense().attend_rows(q, k, v, Positions(pos, k_pos, start, k_start), score_mod, mask)
+                return jnp.moveaxis(out, 2, 1)
 
-            blocks = [x[run.start : run.stop] for x in (q_blocks, pos_blocks, first_columns)]
+            blocks = jax.tree.map(lambda x, run=run: x[run.start : run.stop], all_blocks)
             outs.append(jax.lax.map(lambda block, attend_block=attend_block: attend_block(*block), blocks))
         out_blocks = jnp.concatenate(outs)
         out_BHTK = jnp.moveaxis(out_blocks, 0, 2).reshape(batch, heads, num_blocks * block, head_dim)[:, :, :num_rows]
@@ -273,8 +355,7 @@ class Fused(Implementation):
     """Fused kernel, which never writes scores to memory (`kernels/`, `docs/kernel.md`): memory grows with T.
 
     It supports DAPE with a `DistanceBias`. Without a processor it supports a `DistanceBias` on a TPU, and no bias on a
-    GPU. For other arguments it raises `NotImplementedError` with the reason. Positions of keys must be consecutive, and
-    those of rows consecutive or `row_stride` apart; otherwise all values are NaN.
+    GPU. Positions must be None. For other arguments it raises `NotImplementedError` with the reason.
 
     Args:
         platform: "tpu" or "gpu", the platform of the kernel; None for that of the devices. On devices of another
@@ -287,15 +368,11 @@ class Fused(Implementation):
         allowed = f"must be one of {list(KERNELS)}, or None"
         require(self.platform is None or self.platform in KERNELS, "model.attention.platform", self.platform, allowed)
 
-    @property
-    def for_cached_decoding(self) -> Blockwise:
-        """Return `Blockwise`: for a few rows against a cache the kernel is not faster."""
-        return Blockwise()
-
-    def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
+    def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
+        """See `Implementation`."""
         devices = device_platform()
         options = {"platform": self.platform or devices, "interpret": self.platform not in (None, devices)}
-        return attend_fused(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask, **options)
+        return attend_fused(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask, **options)
 
 
 # Chosen from measurements and compiled programs: docs/kernel.md, "Blockwise attention".
@@ -324,11 +401,6 @@ class Auto(Implementation):
     def __post_init__(self):
         self.blockwise("cpu")  # checks the fields
 
-    @property
-    def for_cached_decoding(self) -> Blockwise:
-        """Return `Blockwise` for queries at arbitrary positions."""
-        return self.blockwise(device_platform()).for_cached_decoding
-
     def blockwise(self, platform: str) -> Blockwise:
         """Return `Blockwise` with this object's sizes, and the platform's defaults for those that are None."""
         given = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
@@ -341,6 +413,7 @@ class Auto(Implementation):
         score_mod: ScoreMod = ScoreMod(),
         mask: Mask = Mask(),
         *,
+        has_segments: bool = False,
         platform: str,
         device_kind: str | None = None,
     ) -> Dense | Blockwise | Fused:
@@ -350,7 +423,8 @@ class Auto(Implementation):
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
         if platform == "gpu" and self.block_size is None:
             blockwise = dataclasses.replace(blockwise, block_size=_rows_on_gpu(q_BTHK, k_BSGK, score_mod, blockwise))
-        why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, platform=platform, device_kind=device_kind)
+        options = {"has_segments": has_segments, "platform": platform, "device_kind": device_kind}
+        why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, **options)
         # On a GPU a block has many rows, and the kernel was faster than `Dense` where both were measured.
         longest_dense = blockwise.block_size
         if platform == "gpu" and why is None:
@@ -362,9 +436,12 @@ class Auto(Implementation):
         _log_choice(f"{implementation}" + (f": {why}" if why else ""))
         return implementation
 
-    def _attend(self, q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask):
-        implementation = self.choose(q_BTHK, k_BSGK, score_mod, mask, platform=device_platform())
-        return implementation(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S, score_mod, mask)
+    def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
+        """See `Implementation`."""
+        has_segments = positions.q_start_BT is not None
+        platform = device_platform()
+        chosen = self.choose(q_BTHK, k_BSGK, score_mod, mask, has_segments=has_segments, platform=platform)
+        return chosen.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
 
 def _rows_on_gpu(
@@ -390,9 +467,10 @@ def attend_on_mesh(
     q_BTHK: Float[Array, "B T H K"],
     k_BSGK: Float[Array, "B S G K"],
     v_BSGK: Float[Array, "B S G K"],
-    pos_S: Int[Array, "S"],
     score_mod: ScoreMod = ScoreMod(),
     mask: Mask = Mask(),
+    pos_S: Int[Array, "S"] | None = None,
+    starts_BS: Int[Array, "B S"] | None = None,
 ) -> Float[Array, "B T H K"]:
     """Compute self-attention with query rows split over the `context` and `tensor` axes; each device has all heads.
 
@@ -417,19 +495,25 @@ def attend_on_mesh(
         q_BTHK: queries of the last T positions, in the order of `stripe`.
         k_BSGK: keys, in the same order.
         v_BSGK: values, in the same order.
-        pos_S: positions, in the same order.
-        score_mod: bias and processor.
+        score_mod: bias, processor and scale.
         mask: which keys a query sees; the row stride is set here.
+        pos_S: increasing positions, or None for 0..S-1.
+        starts_BS: result of `segment_starts`, or None if each row is one segment.
     """
     sizes = axis_sizes()
     num_context, num_tensor = sizes["context"], sizes["tensor"]
+    check_modules(score_mod)
+    mask = dataclasses.replace(mask, row_stride=num_context * num_tensor, consecutive=pos_S is None)
     if math.prod(sizes.values()) == 1:
-        return implementation(q_BTHK, k_BSGK, v_BSGK, pos_S[-q_BTHK.shape[1] :], pos_S, score_mod, mask)
+        positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], None, pos_S, starts_BS)
+        return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
-    mask = dataclasses.replace(mask, row_stride=num_context * num_tensor)
     leaves, structure = jax.tree.flatten(score_mod)  # a bias that is a plain function is a leaf, but not an array
+    k_pos_S = jnp.arange(k_BSGK.shape[1]) if pos_S is None else pos_S
 
-    def attend_rows(shared: list[Array], k_pos_S: Array, q: Array, k: Array, v: Array) -> Array:
+    def attend_on_device(
+        shared: list[Array], k_pos_S: Array, k_start_BS: Array | None, q: Array, k: Array, v: Array
+    ) -> Array:
         # Mark replicated arrays as varying over devices, so that their gradients are summed over all devices.
         shared, k_pos_S = jax.lax.pcast((shared, k_pos_S), AXES, to="varying")
         arrays = iter(shared)
@@ -444,17 +528,23 @@ def attend_on_mesh(
             return x.reshape(batch, -1, *x.shape[3:])
 
         index = jax.lax.axis_index("tensor") * num_context + jax.lax.axis_index("context")
-        q_pos_T = k_pos_S.reshape(-1, mask.row_stride)[-q.shape[1] :, index]
-        out = implementation(q, gather(k), gather(v), q_pos_T, k_pos_S, score_mod, mask)
+
+        def rows_of(x: Array) -> Array:
+            """Return the elements of this device's rows, from those of all columns."""
+            return x.reshape(*x.shape[:-1], -1, mask.row_stride)[..., -q.shape[1] :, index]
+
+        starts = None if k_start_BS is None else rows_of(k_start_BS)
+        positions = Positions(rows_of(k_pos_S), k_pos_S, starts, k_start_BS)
+        out = implementation.attend_rows(q, gather(k), gather(v), positions, score_mod, mask)
         out = jax.lax.all_to_all(out[:, :, None], "tensor", split_axis=3, concat_axis=2, tiled=True)
         return out.reshape(batch, rows, heads, head_dim)
 
-    heads_spec = activation_spec("BTHK")
+    heads_spec, everywhere = activation_spec("BTHK"), PartitionSpec()
     return jax.shard_map(
-        attend_rows,
-        in_specs=(PartitionSpec(), PartitionSpec(), heads_spec, heads_spec, heads_spec),
+        attend_on_device,
+        in_specs=(everywhere, everywhere, activation_spec("B"), heads_spec, heads_spec, heads_spec),
         out_specs=heads_spec,
-    )([x for x in leaves if isinstance(x, jax.Array)], unstripe(pos_S, 0), q_BTHK, k_BSGK, v_BSGK)
+    )([x for x in leaves if isinstance(x, jax.Array)], k_pos_S, starts_BS, q_BTHK, k_BSGK, v_BSGK)
 
 
 IMPLEMENTATIONS = {"auto": Auto, "dense": Dense, "blockwise": Blockwise, "fused": Fused}

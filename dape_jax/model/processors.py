@@ -1,6 +1,6 @@
 """Processors: functions of attention scores between Q K^T and the softmax, either addition of the bias or DAPE.
 
-In: `scores_BHTS`, `bias_BHTS` (or None; its batch dim is 1 unless it depends on content) and `mask_TS`, True where the
+In: `scores_BHTS`, `bias_BHTS` (or None; its batch dim is 1 unless it depends on content) and a mask, True where the
 query sees the key. Out: the scores for the softmax. Next: `attention.py`.
 
 To add one, write a pure function, a module and a frozen config, and add a line to `PROCESSORS` at the end of the file.
@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import InputError, one_of, positive, require
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
+from dape_jax.model.scores import VisiblePairs, over_heads
 from dape_jax.sharding import device_platform, full_precision, vary_alike
 
 ALIGNMENTS = ("centered", "causal")
@@ -37,7 +38,9 @@ class Processor:
 
     Args:
         key_halo: (left, right), the numbers of keys before the first visible key and after the last one on which a
-            row's result depends. Blockwise attention reads these too. (0, 0) if the processor does not mix keys.
+            row's result depends. Blockwise attention reads these too. (0, 0) if the processor does not mix keys. If it
+            does, and the rows have segments, it is also called with `first_BT=`, the column of the first key of each
+            row's segment: columns left of it must count as outside the array.
     """
 
     key_halo: tuple[int, int] = (0, 0)
@@ -46,7 +49,7 @@ class Processor:
         self,
         scores_BHTS: Float[Array, "B H T S"],
         bias_BHTS: Float[Array, "#B H T S"] | None,
-        mask_TS: Bool[Array, "T S"],
+        mask: VisiblePairs,
     ) -> Float[Array, "B H T S"]:
         """Return the processed scores; where the mask is False, any finite number."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
@@ -133,7 +136,7 @@ class Plain(nnx.Module, Processor):
         self,
         scores_BHTS: Float[Array, "B H T S"],
         bias_BHTS: Float[Array, "#B H T S"] | None,
-        mask_TS: Bool[Array, "T S"],
+        mask: VisiblePairs,
     ) -> Float[Array, "B H T S"]:
         """See `add_bias`."""
         return add_bias(scores_BHTS, bias_BHTS)
@@ -149,15 +152,17 @@ class PlainConfig(ProcessorConfig):
 
 
 class ScoreMod(NamedTuple):
-    """Bias and processor of the scores between Q K^T and the softmax: a pytree whose arrays are parameters.
+    """Computation of the scores between Q K^T and the softmax: a pytree whose arrays are parameters.
 
     Args:
         bias: position bias or contextual encoding, or None.
         processor: function of scores, bias and mask; by default scores + bias.
+        scale: factor of Q K^T, or None for 1 / sqrt(K).
     """
 
     bias: Bias | ContextualBias | None = None
     processor: Processor = Plain()
+    scale: Float[Array, ""] | float | None = None
 
 
 def key_convolution(
@@ -265,8 +270,9 @@ def leaky_relu_change_gradient(x: Array, knee: Array, dy: Array) -> Array:
 def dape(
     scores_BHTS: Float[Array, "B H T S"],
     bias_BHTS: Float[Array, "#B H T S"] | None,
-    mask_TS: Bool[Array, "T S"],
+    mask: VisiblePairs,
     *,
+    first_BT: Int[Array, "B T"] | None = None,
     scores_WHC: Float[Array, "W _ C"] | None = None,
     bias_WHC: Float[Array, "W _ C"] | None = None,
     hidden_bias_C: Float[Array, "C"],
@@ -305,7 +311,9 @@ def dape(
         scores_BHTS: scores A = Q K^T / sqrt(K).
         bias_BHTS: bias B, or None. The batch dim is 1 if B does not depend on content; B is then neither tiled nor
             concatenated.
-        mask_TS: True where the query sees the key.
+        mask: True where the query sees the key.
+        first_BT: column of the first key of each row's segment, or None if that is column 0. Hidden columns left of it
+            are zero, as they are left of column 0, so a segment's result is that of the segment alone.
         scores_WHC: the half of Conv1's kernel that reads A, or None if the convolution does not read A.
         bias_WHC: the half that reads B, or None if the convolution does not read B.
         hidden_bias_C: bias of Conv1.
@@ -333,6 +341,10 @@ def dape(
     if scores_WHC is None and bias_WHC is None:
         raise InputError("scores_WHC, bias_WHC: at least one of them must be given")
     require(edge in EDGES, "edge", edge, f"must be one of {EDGES}")
+    if first_BT is not None:  # the right edge of a segment is not known here
+        ends_anywhere = not leak and (edge == "prefix" or alignment == "causal")
+        name = "leak=True" if leak else f"edge={edge!r}"
+        require(ends_anywhere, "segment_ids", "given", f"must be None with {name}, which depends on keys after a row")
     heads = {kernel.shape[1] for kernel in (scores_WHC, bias_WHC) if kernel is not None} | {output_WCH.shape[2]}
     require(heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"must be {scores_BHTS.shape[1]}")
     width = output_WCH.shape[0]
@@ -340,10 +352,14 @@ def dape(
     dtype = jnp.dtype(scores_BHTS.dtype if dtype is None else dtype)
 
     def convolved(x_BHTS: Float[Array, "_ H T S"], kernel_WHC: Float[Array, "W H C"]) -> Float[Array, "_ T J C"]:
-        visible = x_BHTS if leak else jnp.where(mask_TS[None, None], x_BHTS, 0)
+        visible = x_BHTS if leak else jnp.where(over_heads(mask), x_BHTS, 0)
         return key_convolution(jnp.moveaxis(visible, 1, -1), kernel_WHC.astype(x_BHTS.dtype), left_1, right_1)
 
     def output(hidden_BTJC: Float[Array, "_ T J C"]) -> Float[Array, "_ T S H"]:
+        if first_BT is not None:
+            columns_J = jnp.arange(hidden_BTJC.shape[2])
+            in_array_BTJ = columns_J[None, None] >= first_BT[:, :, None]
+            hidden_BTJC = jnp.where(in_array_BTJ[..., None], hidden_BTJC, 0)
         return key_convolution(hidden_BTJC, output_WCH.astype(hidden_BTJC.dtype), left_2, right_2)
 
     batch, full_dtype = scores_BHTS.shape[0], jnp.promote_types(dtype, jnp.float32)
@@ -423,7 +439,9 @@ class Dape(nnx.Module, Processor):
         self,
         scores_BHTS: Float[Array, "B H T S"],
         bias_BHTS: Float[Array, "#B H T S"] | None,
-        mask_TS: Bool[Array, "T S"],
+        mask: VisiblePairs,
+        *,
+        first_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B H T S"]:
         """See `dape`.
 
@@ -434,7 +452,8 @@ class Dape(nnx.Module, Processor):
         return dape(
             scores_BHTS,
             bias_BHTS,
-            mask_TS,
+            mask,
+            first_BT=first_BT,
             scores_WHC=None if self.scores_WHC is None else self.scores_WHC[...],
             bias_WHC=None if self.bias_WHC is None else self.bias_WHC[...],
             hidden_bias_C=self.hidden_bias_C[...],

@@ -34,18 +34,23 @@ class Mask:
     Args:
         causal: a query sees no key after it. If False, it sees both sides (encoders).
         window: a query sees keys at a distance below this, or None for all keys.
-        row_stride: step between the columns of neighbouring query rows. n > 1 is striped context parallelism: a device
-            has every n-th row, and all keys. It does not change which keys a query sees, only how many keys blockwise
-            and fused attention read for a block of rows.
+        row_stride: step between the columns of neighbouring query rows, the last at one of the last `row_stride`
+            columns. n > 1 is striped context parallelism: a device has every n-th row, and all keys. None if the rows
+            are anywhere. It does not change which keys a query sees, only how many keys blockwise and fused attention
+            read for a block of rows.
+        consecutive: positions are the numbers of the columns, as the kernels need.
     """
 
     causal: bool = True
     window: int | None = None
-    row_stride: int = 1
+    row_stride: int | None = 1
+    consecutive: bool = True
 
     def __post_init__(self):
+        for name in ("causal", "window"):
+            value, allowed = getattr(self, name), "must be a Python value: bind it with functools.partial before jit"
+            require(not isinstance(value, jax.core.Tracer), name, type(value).__name__, allowed)
         require(self.window is None or self.window >= 1, "window", self.window, "must be 1 or more, or None")
-        require(self.row_stride >= 1, "row_stride", self.row_stride, "must be 1 or more")
 
     def visible(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Bool[Array, "T S"]:
         """Return the mask: True where the query sees the key."""
@@ -57,18 +62,62 @@ class Mask:
         return mask_TS if self.window is None else mask_TS & (jnp.abs(distance_TS) < self.window)
 
 
+# True where the query sees the key. Masks with segments have a batch dim.
+VisiblePairs = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
+
+
+class Positions(NamedTuple):
+    """Positions of query rows and keys, and the columns at which their segments start.
+
+        segment_ids_BS   3 3 3 7 7        Keys of other segments are masked, and columns left of a row's segment are
+        start_BS         0 0 0 3 3        outside its array, as if the segment were alone.
+
+    Args:
+        q_pos_T: positions of the queries.
+        k_pos_S: positions of the keys.
+        q_start_BT: for each query, the first position of its segment; None if each row is one segment.
+        k_start_BS: the same for each key.
+    """
+
+    q_pos_T: Int[Array, "T"]
+    k_pos_S: Int[Array, "S"]
+    q_start_BT: Int[Array, "B T"] | None = None
+    k_start_BS: Int[Array, "B S"] | None = None
+
+
+def segment_starts(segment_ids_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Return the column at which each token's segment starts: a segment is a run of equal ids."""
+    columns_S = jnp.arange(segment_ids_BS.shape[1])
+    is_first_BS = jnp.pad(jnp.diff(segment_ids_BS, axis=1) != 0, ((0, 0), (1, 0)), constant_values=True)
+    return jax.lax.cummax(jnp.where(is_first_BS, columns_S[None], 0), axis=1)
+
+
+def visible_pairs(mask: Mask, positions: Positions) -> VisiblePairs:
+    """Return the mask of a block of query rows; with segments, a query sees no key of another one."""
+    q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
+    mask_TS = mask.visible(q_pos_T, k_pos_S)
+    if q_start_BT is None or k_start_BS is None:
+        return mask_TS
+    return mask_TS[None, None] & (q_start_BT[:, None, :, None] == k_start_BS[:, None, None, :])
+
+
+def over_heads(mask: VisiblePairs) -> Bool[Array, "_ 1 T S"]:
+    """Return the mask with the dims of scores, [B, H, T, S]; those that it does not depend on are 1."""
+    return mask[None, None] if mask.ndim == 2 else mask
+
+
 class Scores(NamedTuple):
     """Arguments of a processor.
 
     Args:
         scores_BHTS: A = Q K^T / sqrt(K).
         bias_BHTS: B, or None; the batch dim is 1 if B does not depend on content.
-        mask_TS: True where the query sees the key.
+        mask: True where the query sees the key.
     """
 
     scores_BHTS: Float[Array, "B H T S"]
     bias_BHTS: Float[Array, "#B H T S"] | None
-    mask_TS: Bool[Array, "T S"]
+    mask: VisiblePairs
 
 
 def products(
@@ -85,14 +134,14 @@ def products(
     return scores_BGRTS.reshape(batch, heads, num_rows, num_keys)
 
 
-def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask_TS: Bool[Array, "T S"]) -> Float[Array, "B H T S"]:
+def masked_softmax(scores_BHTS: Float[Array, "B H T S"], mask: VisiblePairs) -> Float[Array, "B H T S"]:
     """Return the softmax over the visible keys; exactly 0 at masked keys, if the row has a visible key.
 
     A masked score is a large finite negative number, not -inf. A row without a visible key is then uniform instead of
     NaN, and its gradient is finite.
     """
     masked = jnp.asarray(-0.7 * jnp.finfo(scores_BHTS.dtype).max, scores_BHTS.dtype)
-    return jax.nn.softmax(jnp.where(mask_TS[None, None], scores_BHTS, masked), axis=-1)
+    return jax.nn.softmax(jnp.where(over_heads(mask), scores_BHTS, masked), axis=-1)
 
 
 BLOCK_BYTES = 2**28  # maximum size, on a GPU, of a block's arrays over pairs of a row and a key
@@ -142,8 +191,8 @@ def causal_runs(
         rows 4..7    x x x x x x x x  run 1: blocks 2 and 3 read keys 0..7
 
     so n runs compute (n + 1) / (2 n) of all pairs. With a window there is one run, and each block reads its own keys
-    and window - 1 keys before them. With `num_runs` = 1, or if attention is not causal, every block reads all keys, and
-    rows may be at any positions.
+    and window - 1 keys before them. With `num_runs` = 1, or if attention is not causal or rows are anywhere, each
+    block reads all keys.
 
     Args:
         num_rows: T.
@@ -155,7 +204,7 @@ def causal_runs(
     """
     num_blocks = -(-num_rows // block)
     left, right = halo
-    if num_runs == 1 or not mask.causal:
+    if num_runs == 1 or not mask.causal or mask.row_stride is None:
         return [Run(0, num_blocks, num_keys)]
     if mask.window is not None:
         return [Run(0, num_blocks, min(num_keys, left + mask.window - 1 + mask.row_stride * block + right))]

@@ -33,7 +33,7 @@ from dape_jax.model.biases import Bias, BiasConfig, KerpleConfig
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.positions import NoRotary, Rope
 from dape_jax.model.processors import DapeConfig, ProcessorConfig, ScoreMod
-from dape_jax.model.scores import Mask
+from dape_jax.model.scores import Mask, Positions, segment_starts
 from dape_jax.sharding import ROW_AXES, axis_sizes, constrain, embed, last_rows, matmul, stripe, unstripe
 
 # Model sizes of the paper: table 8, and the official configurations for the two that table 8 omits.
@@ -235,6 +235,20 @@ def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
     return Cache(jnp.zeros(shape, config.compute_dtype), jnp.zeros(shape, config.compute_dtype))
 
 
+class Places(NamedTuple):
+    """Positions of the tokens of a sequence.
+
+    Args:
+        pos: positions for rotary embedding, in the order of `sharding.stripe`; with packed documents, of each sequence.
+        given_S: increasing positions for attention, or None if they are 0..S-1.
+        starts_BS: see `scores.segment_starts`; None if each row is one document.
+    """
+
+    pos: Int[Array, "S"] | Int[Array, "B S"]
+    given_S: Int[Array, "S"] | None = None
+    starts_BS: Int[Array, "B S"] | None = None
+
+
 class SelfAttention(nnx.Module):
     """Projections around `attention.py`, with the layer's processor and, unless all layers share one, its bias."""
 
@@ -262,27 +276,30 @@ class SelfAttention(nnx.Module):
         self.dtype = config.compute_dtype
 
     def project(
-        self, x_BSD: Float[Array, "B S D"], pos_S: Int[Array, "S"], num_rows: int | None = None
+        self,
+        x_BSD: Float[Array, "B S D"],
+        pos: Int[Array, "S"] | Int[Array, "B S"],
+        num_rows: int | None = None,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
         """Return queries, keys and values; queries and keys are rotated if the model uses rotary embedding.
 
         Queries are those of the last `num_rows` positions, or of all if None.
         """
-        x_BTD, pos_T = x_BSD, pos_S
+        x_BTD, q_pos = x_BSD, pos
         if num_rows is not None:
-            x_BTD, pos_T = last_rows(x_BSD, num_rows, 1), last_rows(pos_S, num_rows, 0)
+            x_BTD, q_pos = last_rows(x_BSD, num_rows, 1), last_rows(pos, num_rows, pos.ndim - 1)
 
         def project(x: Array, weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B _ H K"]:
             return with_bias(matmul("BTD,DHK->BTHK", x, weight_DHK.astype(self.dtype)), bias_HK)
 
-        q_BTHK = self.rotary(project(x_BTD, self.query_DHK, self.query_bias_HK), pos_T)
-        k_BSGK = self.rotary(project(x_BSD, self.key_DGK, self.key_bias_GK), pos_S)
+        q_BTHK = self.rotary(project(x_BTD, self.query_DHK, self.query_bias_HK), q_pos)
+        k_BSGK = self.rotary(project(x_BSD, self.key_DGK, self.key_bias_GK), pos)
         return q_BTHK, k_BSGK, project(x_BSD, self.value_DGK, self.value_bias_GK)
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        pos_T: Int[Array, "T"],
+        places: Places,
         shared_bias: Bias | ContextualBias | None,
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
@@ -293,19 +310,22 @@ class SelfAttention(nnx.Module):
         Returns:
             The update of the residual stream, of the last `num_rows` positions if given, and the updated cache.
         """
-        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, pos_T, num_rows)
+        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, places.pos, num_rows)
         score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
-            out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, pos_T, score_mod, self.mask)
+            where = places.given_S, places.starts_BS
+            out_BTHK = attend_on_mesh(self.attention, q_BTHK, k_BSGK, v_BSGK, score_mod, self.mask, *where)
         else:
-            corner = (layer, 0, pos_T[0], 0, 0)
+            corner = (layer, 0, places.pos[0], 0, 0)
             cache = Cache(
                 jax.lax.dynamic_update_slice(cache.k_LBSGK, k_BSGK[None], corner),
                 jax.lax.dynamic_update_slice(cache.v_LBSGK, v_BSGK[None], corner),
             )
             k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
-            k_pos_S = jnp.arange(k_BSGK.shape[1])
-            out_BTHK = self.attention.for_cached_decoding(q_BTHK, k_BSGK, v_BSGK, pos_T, k_pos_S, score_mod, self.mask)
+            positions = Positions(places.pos, jnp.arange(k_BSGK.shape[1]))
+            mask = dataclasses.replace(self.mask, row_stride=None, consecutive=False)  # rows are anywhere in the cache
+            attention = Auto() if isinstance(self.attention, Fused) else self.attention
+            out_BTHK = attention.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
         out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
         return with_bias(out_BTD, self.output_bias_D), cache
 
@@ -358,7 +378,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
-        pos_T: Int[Array, "T"],
+        places: Places,
         shared_bias: Bias | ContextualBias | None,
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
@@ -381,7 +401,7 @@ class Block(nnx.Module):
             return x_BTD if self.norm_first else norm(x_BTD)
 
         attention_input_BTD = branch_input(self.attention_norm, x_BTD)
-        attended_BTD, cache = self.attention(attention_input_BTD, pos_T, shared_bias, cache, layer, num_rows)
+        attended_BTD, cache = self.attention(attention_input_BTD, places, shared_bias, cache, layer, num_rows)
         x_BTD = x_BTD if num_rows is None else last_rows(x_BTD, num_rows, 1)
         added_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
         mlp_input_BTD = branch_input(self.mlp_norm, x_BTD if self.parallel_residual else added_BTD)
@@ -424,6 +444,7 @@ class Transformer(nnx.Module):
         pos_T: Int[Array, "T"] | None = None,
         dropout_key: Array | None = None,
         num_last: int | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B _ D"]:
         """Run the model up to the unembedding.
 
@@ -434,18 +455,25 @@ class Transformer(nnx.Module):
             dropout_key: random key of dropout, or None to disable dropout.
             num_last: number of positions at the end whose features are returned, or None for all. The last layer
                 computes only these rows: query rows are independent.
+            segment_ids: document of each token, for rows of packed documents, or None. Positions restart at each
+                document, and its features are those of the document alone; see `attend`. Needs `pos_T` None.
         """
+        require(pos_T is None or segment_ids is None, "pos_T", "given", "must be None with segment_ids")
+
         length, num_layers = tokens_BT.shape[1], self.config.num_layers
         num_last, parts = num_last or length, math.prod(axis_sizes()[axis] for axis in ROW_AXES)
         num_rows = -(-num_last // parts) * parts  # the same number on every device
-        pos_T = stripe(jnp.arange(tokens_BT.shape[1]) if pos_T is None else pos_T, 0)
+        pos = jnp.arange(length) if pos_T is None else pos_T
+        starts_BT = None if segment_ids is None else segment_starts(segment_ids)
+        pos = stripe(pos, 0) if starts_BT is None else stripe(pos[None] - starts_BT, 1)
+        places = Places(pos, pos_T, starts_BT)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
 
         def layer(
             x_BTD: Float[Array, "B T D"], block_and_key: tuple[Block, Array | None]
         ) -> tuple[Float[Array, "B T D"], None]:
             block, key = block_and_key
-            return constrain(block(x_BTD, pos_T, self.shared_bias, dropout_key=key)[0], "BTD"), None
+            return constrain(block(x_BTD, places, self.shared_bias, dropout_key=key)[0], "BTD"), None
 
         if REMAT[self.config.remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], prevent_cse=False)
@@ -456,7 +484,7 @@ class Transformer(nnx.Module):
             assert dropout_key is None
             # Blocks are taken out of the stack one at a time: a slice with all but the last would be a copy.
             x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self._block(i), None)), x_BTD, jnp.arange(num_layers - 1))
-            x_BTD, _ = self._block(num_layers - 1)(x_BTD, pos_T, self.shared_bias, num_rows=num_rows)
+            x_BTD, _ = self._block(num_layers - 1)(x_BTD, places, self.shared_bias, num_rows=num_rows)
         return constrain(unstripe(self._normed(x_BTD), 1), "BTD")[:, -num_last:]
 
     def _block(self, number: Int[Array, ""] | int) -> Block:
@@ -487,7 +515,7 @@ class Transformer(nnx.Module):
             carry: tuple[Float[Array, "B T D"], Cache], block_and_number: tuple[Block, Int[Array, ""]]
         ) -> tuple[tuple[Float[Array, "B T D"], Cache], None]:
             (x_BTD, cache), (block, number) = carry, block_and_number
-            x_BTD, written = block(x_BTD, pos_T, self.shared_bias, cache, number)
+            x_BTD, written = block(x_BTD, Places(pos_T), self.shared_bias, cache, number)
             assert written is not None
             return (x_BTD, written), None
 
@@ -502,9 +530,14 @@ class Transformer(nnx.Module):
         logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.output_DV.astype(dtype), sum_dtype)
         return with_bias(logits_BTV, self.output_bias_V)
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], pos_T: Int[Array, "T"] | None = None) -> Float[Array, "B T V"]:
+    def __call__(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        pos_T: Int[Array, "T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
         """Return the logits at every position; in a language model, the logits of the next token."""
-        return self.logits(self.features(tokens_BT, pos_T))
+        return self.logits(self.features(tokens_BT, pos_T, segment_ids=segment_ids))
 
 
 def attention_of(

@@ -46,7 +46,7 @@ from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import masked_softmax
-from dape_jax.model.transformer import Block, SelfAttention, model_structure
+from dape_jax.model.transformer import Block, Places, SelfAttention, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.storage import AnyPath, exists
@@ -216,7 +216,7 @@ def layer_maps(
         add_block, (zeros, jnp.zeros((1, num_cells, num_cells))), (q_blocks, pos_blocks)
     )
     cells = {name: x / counts for name, x in sums.items()}  # 0 / 0, which is NaN, where no pair is visible
-    x_BTD, _ = block(x_BTD, pos_S, shared_bias)
+    x_BTD, _ = block(x_BTD, Places(pos_S), shared_bias)
     return x_BTD, cells, {name: _combine(blocks) for name, blocks in of_blocks.items()}
 
 

@@ -155,9 +155,9 @@ def make_train_step(
 
     Returns:
         The step. Its batch has `inputs` and `targets`, optionally `weights` (the loss is their weighted mean) and
-        `positions` (the same in every row). Its metrics, as device arrays: `loss_nats` per token, the
-        `gradient_norm` before clipping, whether the step was `applied` and whether it was `bad`, the totals
-        `num_applied` and `skipped`, and `bad_in_a_row`; in float16 also the `loss_scale` of this step.
+        `positions` (the same in every row), or the `segment_ids` of packed documents. Its metrics, as device arrays:
+        `loss_nats` per token, the `gradient_norm` before clipping, whether the step was `applied` and whether it was
+        `bad`, the totals `num_applied` and `skipped`, and `bad_in_a_row`; in float16 also this step's `loss_scale`.
     """
 
     def loss_and_gradients(
@@ -168,7 +168,8 @@ def make_train_step(
         def loss_of(trained: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
             model = nnx.merge(graphdef, merge_params(trained, frozen))
             key = None if model.config.dropout == 0 else jax.random.fold_in(jax.random.key(seed), number)
-            features_BTD = model.features(batch["inputs"], positions_of(batch), key)
+            segment_ids = batch.get("segment_ids")
+            features_BTD = model.features(batch["inputs"], positions_of(batch), key, segment_ids=segment_ids)
             nll_BT = nll_of_features(model, features_BTD, batch["targets"], logits_chunk_tokens)
             weights_BT = batch["weights"] if "weights" in batch else None
             loss = jnp.average(nll_BT, weights=weights_BT)
@@ -236,8 +237,8 @@ def _next_health(
 
 
 def positions_of(batch: dict[str, Array]) -> Int[Array, "T"] | None:
-    """Return the positions of a batch's inputs, the same for all rows, or None for 0..T-1."""
-    return batch["positions"][0] if "positions" in batch else None
+    """Return the positions of a batch's inputs, the same for all rows, or None for 0..T-1, restarting at segments."""
+    return batch["positions"][0] if "positions" in batch and "segment_ids" not in batch else None
 
 
 def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens: int = 1024) -> Wrapped:

@@ -1,0 +1,163 @@
+"""Packed documents: a packed row gives what its documents give alone, for every bias x processor x implementation."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import ALL_BIASES, ALL_PROCESSORS, make_layer, make_qkv, make_weight, tolerance
+from tiny import SPEC
+
+from dape_jax.config import read_model
+from dape_jax.errors import InputError
+from dape_jax.model.attention import Blockwise, Dense, Fused, attend, attend_on_mesh
+from dape_jax.model.processors import DapeConfig, Processor, ScoreMod
+from dape_jax.model.scores import segment_starts
+from dape_jax.model.transformer import model_structure
+from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
+
+IDS = jnp.array([[5, 5, 5, 5, 3, 9, 9, 9, 9, 9, 9], [2] * 7 + [8] * 4, [0] * 11], jnp.int32)
+DOCUMENTS = [(0, 0, 4), (0, 4, 5), (0, 5, 11), (1, 0, 7), (1, 7, 11), (2, 0, 11)]  # row, first token, end
+WIDE = {"dape11", "causal4"}
+
+
+def unpacked(x):
+    """Return one row for each document, followed by zeros."""
+    rows = [
+        np.pad(x[b, start:stop], ((0, 11 - stop + start), *[(0, 0)] * (x.ndim - 2))) for b, start, stop in DOCUMENTS
+    ]
+    return np.stack(rows)
+
+
+def packed(x):
+    """Undo `unpacked`."""
+    out = np.zeros((3, *x.shape[1:]), x.dtype)
+    for row, (b, start, stop) in zip(x, DOCUMENTS, strict=True):
+        out[b, start:stop] = row[: stop - start]
+    return out
+
+
+METHODS = [
+    *((bias, "dape3") for bias in ALL_BIASES),
+    *(("kerple", processor) for processor in ALL_PROCESSORS if processor != "dape3"),
+    *itertools.product(("fire", "cope"), ("none", *WIDE)),
+]
+
+
+@pytest.mark.parametrize(("bias", "processor"), METHODS)
+def test_a_packed_row_is_its_documents_alone(bias, processor):
+    """Values and all gradients: documents alone by `Dense`, packed by every implementation, without and with a window.
+
+    A document alone is followed by tokens that it does not see, so that all documents are one program.
+    """
+    params, layer = make_layer(bias, processor)
+
+    @functools.partial(jax.jit, static_argnames=("implementation", "window"))
+    def run(params, qkv, weight, segment_ids, implementation, window):
+        def loss(params, qkv):
+            out = layer(params, *qkv, implementation, segment_ids=segment_ids, window=window)
+            return (out * weight).sum(), out
+
+        (of_params, of_qkv), out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+        return [out, *of_qkv], of_params
+
+    qkv = jax.device_get(make_qkv(batch=3))
+    weight = np.asarray(make_weight(qkv[0]))
+    close = {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
+    window = 5 if processor in WIDE else None
+    found, of_params = jax.device_get(run(params, [unpacked(x) for x in qkv], unpacked(weight), None, Dense(), window))
+    expected = [packed(x * (unpacked(np.ones_like(weight)) > 0)) for x in found], of_params
+    for implementation in (Dense(), Blockwise(4, 2)):
+        chex.assert_trees_all_close(run(params, qkv, weight, IDS, implementation, window), expected, **close)
+
+
+def method(has_bias=True, **options):
+    bias = ALL_BIASES["fire"](threshold=6).build(2, 4, nnx.Rngs(0)) if has_bias else None
+    processor = DapeConfig(channels=5, **options).build(2, has_bias=has_bias, rngs=nnx.Rngs(1))
+    return {"bias": bias, "processor": processor}
+
+
+@pytest.mark.parametrize("split", [None, (1, 1, 2, 2)])
+def test_both_sides_and_devices(split):
+    """The same without causality; and with rows over devices, against one device."""
+    qkv = make_qkv(12, heads=4)
+    ids = jnp.array([[0] * 5 + [1] * 7, [4] * 12], np.int32)
+    options = {"bias": ALL_BIASES["fire"](threshold=6).build(4, 4, nnx.Rngs(0))}
+    options |= {"processor": DapeConfig(channels=5).build(4, rngs=nnx.Rngs(1))}
+    whole = jax.jit(functools.partial(attend, **options, causal=split is not None))
+    if split is None:
+        found = whole(*qkv, segment_ids=ids)
+        documents = [whole(*(x[:1, rows] for x in qkv)) for rows in (slice(0, 5), slice(5, 12))]
+        chex.assert_trees_all_close(found[:1], jnp.concatenate(documents, axis=1), atol=1e-5)
+        chex.assert_trees_all_close(found[1:], whole(*(x[1:] for x in qkv)), atol=1e-5)
+        return
+
+    @jax.jit
+    def on_mesh(*qkv):
+        q, k, v = (stripe(x, 1) for x in qkv)
+        score_mod = ScoreMod(**options)
+        return unstripe(attend_on_mesh(Blockwise(2, 2), q, k, v, score_mod, starts_BS=segment_starts(ids)), 1)
+
+    with jax.set_mesh(make_mesh(MeshConfig(*split), jax.devices()[:4])):
+        found = on_mesh(*qkv)
+    chex.assert_trees_all_close(found, whole(*qkv, segment_ids=ids), atol=1e-5)
+    assert np.abs(found - whole(*qkv))[0, 5:].max() > 1e-3
+
+
+@pytest.mark.parametrize("rotary", [{"name": "rope"}, {"name": "none"}])
+def test_a_model_on_packed_documents(rotary):
+    """Logits are those of the documents alone: positions restart, also of rotary embedding and of the last rows."""
+    spec = SPEC["model"] | {
+        "vocab_size": 17,
+        "rotary": rotary,
+        "bias": {"name": "nope" if rotary["name"] == "rope" else "fire"},
+    }
+    config = read_model(spec | {"attention": {"name": "auto", "block_size": 4, "num_buckets": 2}})
+    graphdef, abstract = model_structure(config)
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(draw.normal(0, 0.3, x.shape), x.dtype), abstract)
+    tokens = jnp.asarray(draw.integers(0, 17, IDS.shape, np.int32))
+    run = jax.jit(lambda tokens, ids=None: nnx.merge(graphdef, params)(tokens, segment_ids=ids))
+    found, alone = jax.device_get((run(tokens, IDS), run(unpacked(tokens))))
+    mask = packed(unpacked(np.ones(IDS.shape, bool)))
+    chex.assert_trees_all_close(found, packed(alone) * mask[..., None], atol=1e-5)
+    assert np.abs(found - run(tokens))[0, 5:].max() > 1e-2
+    features = jax.jit(
+        lambda **options: nnx.merge(graphdef, params).features(tokens, **options), static_argnames="num_last"
+    )
+    last, every = features(segment_ids=IDS, num_last=3), features(segment_ids=IDS)
+    chex.assert_trees_all_close(last, every[:, -3:], atol=1e-5)
+
+
+class MixesKeys(Processor):
+    key_halo = (1, 0)
+
+    def __call__(self, scores_BHTS, bias_BHTS, mask):
+        return scores_BHTS
+
+
+def test_refused_segments_are_named():
+    """What a document alone cannot be compared with, and what a kernel cannot do."""
+    qkv, pos = make_qkv(batch=3), jnp.arange(11)
+    for options, words in (
+        (method(edge="listing"), "edge='listing'"),
+        (method(leak=True), "leak=True"),
+        ({"processor": MixesKeys()}, "first_BT"),
+        ({"q_pos_T": pos}, "q_pos_T"),
+        ({"implementation": "flash"}, "blockwise"),
+    ):
+        with pytest.raises(InputError, match=words):
+            attend(*qkv, **{"segment_ids": IDS} | options)
+    kerple = {"bias": ALL_BIASES["kerple"]().build(2, 4, nnx.Rngs(0)), "processor": method()["processor"]}
+    for options, words in (
+        ({"segment_ids": IDS}, "segment_ids are given"),
+        ({"q_pos_T": pos}, "positions are given"),
+        ({"scale": 0.3}, "scale = 0.3"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            attend(*qkv, **kerple, **options, implementation=Fused("gpu"))
+        attend(*qkv, **kerple, **options)
