@@ -1,9 +1,7 @@
 """Training: exact resumption, refusal of other configs, sharding, schedule, memory, and preserved checkpoints."""
 
 import functools
-import inspect
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ import tiny
 from dape_jax.config import RunConfig, resolved
 from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.model.transformer import model_structure
-from dape_jax.sharding import MeshConfig, make_mesh, parameter_spec, put_batch
+from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.optimizer import make_optimizer, make_schedule
 from dape_jax.training.source import load_corpus
@@ -33,8 +31,6 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +185,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
         assert manager.metrics(2) == {"validation_nats": 1.0}
 
 
-@pytest.mark.parametrize(("mesh", "accumulation"), [pytest.param((8, 1), 2, marks=pytest.mark.slow), ((2, 4), 2)])
-def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumulation):
-    """Losses and parameters of three steps agree on any mesh and with any number of accumulation parts.
+def test_eight_devices_and_accumulated_parts_are_one_device(root):
+    """Losses and parameters of three steps agree.
 
     The optimizer has momentum only: where a gradient is exactly 0, as that of the last bias of the score convolution,
     Adam would amplify rounding errors to full steps.
@@ -215,28 +210,9 @@ def test_eight_devices_and_accumulated_parts_are_one_device(root, mesh, accumula
 
     one = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
     expected, expected_losses = three_steps(one, 1)
-    found, losses = three_steps(make_mesh(MeshConfig(*mesh, 1, 1)), accumulation)
+    found, losses = three_steps(make_mesh(MeshConfig(2, 4, 1, 1)), 2)
     np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
     chex.assert_trees_all_close(jax.device_get(found.params), jax.device_get(expected.params), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "ndim", "spec"),
-    [
-        ("up_DF", 3, (None, "fsdp", "tensor")),
-        ("embedding_VD", 2, ("tensor", "fsdp")),
-        ("output_HKD", 4, (None, "tensor", None, "fsdp")),
-        ("key_DGK", 4, (None, "fsdp", "tensor", None)),
-        ("query_bias_HK", 3, (None, None, None)),
-        ("scores_WHC", 4, (None, None, None, None)),
-        ("output_bias_D", 2, ()),
-        ("scale", 1, ()),
-        ("p_H", 2, ()),
-        ("c", 0, ()),
-    ],
-)
-def test_parameter_names_determine_their_sharding(name, ndim, spec):
-    assert tuple(parameter_spec(name, ndim)) == spec
 
 
 def test_schedule_and_decay_are_the_papers(root):
@@ -279,6 +255,37 @@ def test_gradients_are_clipped_by_their_global_norm(root):
     chex.assert_trees_all_close(*states, rtol=1e-6)
 
 
+def test_skipped_steps_count_for_dropout_and_an_overflow_at_scale_1_is_bad(root):
+    """A skipped step is not repeated with the same dropout. Only a loss scale above 1 can cause an overflow."""
+    spec = small_spec(root, model__num_layers=1, model__dropout=0.5, model__dtype="float16")
+    model = RunConfig.from_dict(spec).model
+    mesh, optimizer = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1]), optax.sgd(0.1)
+    tokens = np.random.default_rng(1).integers(0, 257, (8, 17), np.int32)
+    initial = jax.device_get(init_state(model, optimizer, 0, mesh))
+    shardings = shardings_of(init_state(model, optimizer, 0, mesh))
+    step = make_train_step(model_structure(model)[0], optimizer, shardings)
+
+    def take(factor: float = 1.0, **health: float):
+        changed = {name: np.asarray(value, getattr(initial.health, name).dtype) for name, value in health.items()}
+        params = jax.tree.map(lambda x: x * np.float32(factor), initial.params)
+        state = TrainState(params, initial.opt_state, initial.health._replace(**changed))
+        with jax.set_mesh(mesh):
+            batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+            return step(jax.device_put(state, shardings), batch)
+
+    losses = [
+        float(take(loss_scale=1, applied=applied, skipped=skipped)[1]["loss_nats"])
+        for applied, skipped in ((1, 0), (1, 1), (2, 0))
+    ]
+    assert losses[0] != losses[1] == losses[2]
+    for scale, is_bad in ((1, True), (2, False)):
+        state, metrics = take(np.nan, loss_scale=scale)
+        assert not metrics["applied"]
+        assert bool(metrics["bad"]) == is_bad
+        assert int(metrics["bad_in_a_row"]) == int(is_bad)
+        assert (int(state.health.skipped), float(state.health.loss_scale)) == (1, 1.0)
+
+
 def test_training_learns(root, tmp_path):
     """Loss falls from that of chance to well below it in twenty steps on repeated words."""
     spec = small_spec(root, train__num_steps=20, train__eval_interval=20, train__checkpoint_interval=20)
@@ -300,25 +307,13 @@ def test_training_learns(root, tmp_path):
     [
         ({"train__batch_size": 12}, ["train.batch_size", "12", "8 devices x 1"]),
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, ["train.batch_size", "8", "16"]),
-        ({"train__train_length": 0}, ["train.train_length", "0", "positive"]),
-        ({"train__train_length": 10**6}, ["train_length", "1000000", "at most"]),
-        ({"train__checkpoint_interval": 3}, ["train.checkpoint_interval", "3", "multiple"]),
         ({"train__train_length": 2000}, ["train.batch_size", "8", "windows of length 2000"]),
-        ({"train__seed": -1}, ["train.seed", "-1", "2**32"]),
         ({"optimizer__warmup_fraction": 0.95}, ["optimizer.warmup_fraction", "0.95", "num_steps = 4"]),
-        ({"optimizer__learning_rate": float("inf")}, ["optimizer.learning_rate", "inf"]),
-        ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate", "0.0", "positive"]),
         ({"mesh__data": 3}, ["mesh", "3", "8 devices"]),
-        ({"mesh__data": -1}, ["mesh", "-1", "one axis"]),
-        ({"evaluation__lengths": (16, -1)}, ["evaluation.lengths", "-1", "positive"]),
-        ({"evaluation__lengths": (32, 16)}, ["evaluation.lengths", "increasing"]),
-        ({"evaluation__lengths": ()}, ["evaluation.lengths = ()", "one or more"]),
         ({"data__path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all"]),
-        ({"data__validation_fraction": 1.5}, ["data.validation_fraction", "1.5"]),
         ({"data__tokenizer": "gpt2"}, ["data.tokenizer", "gpt2", "bytes"]),
         ({"model__vocab_size": 100}, ["model.vocab_size", "100", "257"]),
         ({"model__width": 12}, ["model.width", "12", "fsdp"]),
-        ({"train__steps": 3}, ["train.steps", "3", "num_steps"]),
     ],
 )
 def test_bad_input_is_refused_before_any_device_work(root, tmp_path, monkeypatch, changes, words):
@@ -341,16 +336,6 @@ def test_a_finished_run_says_how_to_train_on(root, run):
     assert "continued.py" not in str(error.value)
 
 
-def test_a_missing_section_or_field_is_named(root):
-    spec = small_spec(root)
-    del spec["train"]["num_steps"]
-    with pytest.raises(InputError, match=r"train\.num_steps: missing"):
-        RunConfig.from_dict(spec)
-    del spec["optimizer"]
-    with pytest.raises(InputError, match=r"config\.optimizer: missing"):
-        RunConfig.from_dict(spec)
-
-
 def test_a_workdir_that_cannot_be_written_is_named(root, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"workdir = .*file.*cannot be written to"):
@@ -367,17 +352,10 @@ def test_damaged_tokens_are_found_before_training(tmp_path):
         loop.train(spec, tmp_path / "run")
 
 
-def test_a_damaged_config_file_is_named(root, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{")
-    with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
-        loop.train(small_spec(root), tmp_path / "run")
-
-
 @pytest.mark.parametrize(
     "content",
-    [None, "{", "[]", "[" * 100_000, '{"config": 3}', '{"config": {}, "data_digest": 5}'],
-    ids=["missing", "cut", "a list", "deep", "no object", "no digest"],
+    [None, "{", "[" * 100_000, '{"config": {}, "data_digest": 5}'],
+    ids=["missing", "cut", "deep", "no digest"],
 )
 def test_a_missing_or_damaged_config_is_restored_from_the_newest_checkpoint(root, run, caplog, content):
     """Check that the restored config is compared and written again."""
@@ -417,19 +395,9 @@ def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
         np.testing.assert_allclose(found, leaf, atol=2e-4)
 
 
-def test_logits_are_computed_for_2048_tokens_at_a_time_by_default():
-    defaults = [
-        *(int(n) for file in CONFIGS for n in re.findall(r"logits_chunk_tokens=([\d_]+)", file.read_text())),
-        inspect.signature(make_train_step).parameters["logits_chunk_tokens"].default,
-        tiny.SPEC["train"]["logits_chunk_tokens"],
-    ]
-    assert len(defaults) > 2
-    assert set(defaults) == {2048}
-
-
-@pytest.mark.parametrize("length", [256, pytest.param(1024, marks=pytest.mark.slow)])
-def test_chunked_logits_save_memory_and_change_nothing(root, length):
-    """With 4 x length tokens at V = 8192, all logits take length / 8 MiB in float32, a chunk an eighth of that."""
+def test_chunked_logits_save_memory_and_change_nothing(root):
+    """With 4 x 256 tokens at V = 8192, all logits take 32 MiB in float32, a chunk an eighth of that."""
+    length = 256
     spec = small_spec(root, model__num_layers=1, model__num_heads=1, model__vocab_size=8192)
     spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}}
     model = RunConfig.from_dict(spec).model
