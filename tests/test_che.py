@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 from test_command_lines import run as run_command
 
+from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, choose, read_model
 from dape_jax.errors import InputError
 from dape_jax.evaluation import accuracy

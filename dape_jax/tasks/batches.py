@@ -3,8 +3,6 @@
 In: a `TaskConfig`. Out: the arrays of `tapes.make_tapes`, only this process's rows. Next: `dape_jax.training`.
 """
 
-import dataclasses
-
 import grain
 import numpy as np
 
@@ -13,24 +11,6 @@ from dape_jax.sharding import rows_of_part
 from dape_jax.tasks.tapes import TRAINING, VALIDATION, Batch, TaskConfig, draw_tapes
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=8)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Batches(grain.sources.RandomAccessDataSource[Batch]):
-    """Training batches by index; batch i depends only on the config, `longest`, the batch size and i."""
-
-    config: TaskConfig
-    longest: int
-    batch_size: int
-    part: int
-    num_parts: int
-
-    def __len__(self) -> int:
-        return 2**40  # effectively endless
-
-    def __getitem__(self, index: int) -> Batch:
-        batch = draw_tapes(self.config, TRAINING, int(index), self.batch_size, longest=self.longest)
-        return rows_of_part(batch, self.part, self.num_parts)
 
 
 def train_batches(
@@ -56,8 +36,13 @@ def train_batches(
         global_batch_size,
         f"must be a positive multiple of the number of processes, {num_shards}",
     )
-    source = _Batches(config, longest, global_batch_size, shard_index, num_shards)
-    return iter(grain.MapDataset.source(source).to_iter_dataset(_READ_OPTIONS))
+
+    def batch_of(index: int) -> Batch:
+        batch = draw_tapes(config, TRAINING, index, global_batch_size, longest=longest)
+        return rows_of_part(batch, shard_index, num_shards)
+
+    endless = grain.MapDataset.range(2**40)  # batch i depends only on the arguments and i
+    return iter(endless.map(batch_of).to_iter_dataset(_READ_OPTIONS))
 
 
 def validation_batches(config: TaskConfig, *, longest: int, batch_size: int, num_batches: int) -> list[Batch]:
