@@ -121,18 +121,7 @@ def test_every_short_text_has_the_shares_of_the_table(read):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "length", "times", "batch"),
-    [
-        (3, 3, 1, 16),
-        (3, 4, 1, 32),
-        (5, 17, 8, 64),
-        (11, 300, 4, 64),
-        (50, 257, 1, 64),
-        (257, 64, 2, 64),
-        (400, 1000, 5, 16),
-        (3, 4096, 1, 8),
-        (97, 4096, 3, 8),
-    ],
+    ("vocab", "length", "times", "batch"), [(3, 3, 1, 16), (5, 17, 8, 64), (11, 300, 4, 64), (97, 4096, 3, 8)]
 )
 def test_hakuna_gives_matata(page, read, vocab, length, times, batch):
     rng = np.random.default_rng([vocab, length])
@@ -160,148 +149,89 @@ def test_hakuna_gives_matata(page, read, vocab, length, times, batch):
             np.testing.assert_array_equal(read(texts, vocab, beta, name).argmax(1), matata)
 
 
-@pytest.mark.parametrize(("vocab", "length"), [(3, 8), (3, 4096), (6, 4096), (40, 500)])
-def test_sharpness_of_the_arg_max_is_the_least(read, vocab, length):
-    """e^beta must exceed the largest count, whether the other tokens are all equal or as different as possible."""
-    for kinds in (1, vocab - 2):
-        others = 2 + np.arange(length - 3) % kinds
-        text = np.concatenate([others[:3], [HAKUNA, MATATA], others[3:], [HAKUNA]])
-        needed = math.log(math.ceil((length - 3) / kinds))
-        assert read([text], vocab, needed + 0.01).argmax() == MATATA
-        assert read([text], vocab, needed - 0.01).argmax() == others[0]
+A, B, C = 2, 3, 4
+RUN = [HAKUNA] * 20 + [MATATA, HAKUNA]  # "Hakuna" has two columns of e^-beta, and 19 of weight 1
+RIVAL = math.log((19 + math.sqrt(19**2 + 8)) / 2)  # e^beta > 2 e^-beta + 19
+ITSELF = [A, HAKUNA, HAKUNA, B, A, HAKUNA, HAKUNA, C, HAKUNA, HAKUNA, A, C, HAKUNA]  # itself 3 times; 3, 4 and 2 once
+ANSWERS = [  # text, beta, kernel, answer
+    ([HAKUNA, MATATA, HAKUNA], math.log(2) / 2 + 0.01, "paper", MATATA),
+    ([HAKUNA, MATATA, HAKUNA], math.log(2) / 2 - 0.01, "paper", HAKUNA),
+    (RUN, RIVAL + 0.01, "paper", MATATA),
+    (RUN, RIVAL - 0.01, "paper", HAKUNA),
+    ([A, HAKUNA, MATATA, A, HAKUNA], 1.0, "paper", MATATA),  # three copies of another token outweigh it at beta = 1
+    ([A, HAKUNA, MATATA, A, A, HAKUNA], 1.0, "paper", A),
+    ([A, HAKUNA, HAKUNA, MATATA, A, B, HAKUNA, HAKUNA], 9.0, "paper", MATATA),
+    (ITSELF, 9.0, "shift", HAKUNA),  # the kernel [-1, 1] cannot recall that a token follows itself
+    *(([*[A] * (n > 0), HAKUNA, MATATA, *[A] * n, HAKUNA], math.log(n + 1) + 0.01, "paper", MATATA) for n in (2, 97)),
+    *(([*[A] * (n > 0), HAKUNA, MATATA, *[A] * n, HAKUNA], math.log(n + 1) - 0.01, "paper", A) for n in (2, 97)),
+]
+SHARES = [  # text, beta, shares of "Hakuna", "Matata", A, B and C
+    ([A, B, B, MATATA, B, HAKUNA], 12.0, [0, 1 / 5, 1 / 5, 3 / 5, 0]),  # no earlier "Hakuna" is not noticed
+    (ITSELF, 9.0, [0, 0, 1 / 3, 1 / 3, 1 / 3]),
+    ([A, A, B, HAKUNA, HAKUNA], 9.0, [1 / 4, 0, 2 / 4, 1 / 4, 0]),
+    # Several successors are mixed by count, without a preference for the latest.
+    ([HAKUNA, A, C, HAKUNA, B, C, HAKUNA], 12.0, [0, 0, 1 / 2, 1 / 2, 0]),
+    ([HAKUNA, A, C, HAKUNA, A, B, C, HAKUNA, B, HAKUNA, A, C, B, HAKUNA], 12.0, [0, 0, 3 / 4, 1 / 4, 0]),
+]
 
 
-def test_sharpness_where_hakuna_is_the_rival(read):
-    """ "Hakuna" itself has r + 1 columns of e^-beta, and a column of weight 1 each time it follows itself."""
-    needed = math.log(2) / 2
-    for margin, answer in ((0.01, MATATA), (-0.01, HAKUNA)):
-        assert read([[HAKUNA, MATATA, HAKUNA]], 3, needed + margin).argmax() == answer
-    text = [HAKUNA] * 20 + [MATATA, HAKUNA]
-    needed = math.log((19 + math.sqrt(19**2 + 8)) / 2)  # e^beta > 2 e^-beta + 19
-    for margin, answer in ((0.01, MATATA), (-0.01, HAKUNA)):
-        assert read([text], 3, needed + margin).argmax() == answer
+def test_answers_and_shares_of_the_conditions(read):
+    for text, beta, name, answer in ANSWERS:
+        assert read([text], 5, beta, name).argmax() == answer, (text, beta, name)
+    for text, beta, expected in SHARES:
+        np.testing.assert_allclose(read([text], 5, beta)[0], expected, rtol=0, atol=1e-3, err_msg=str(text))
 
 
-def test_minus_identity_on_unit_vectors_is_too_blunt(read):
-    """At beta = 1 three copies of another token outweigh "Matata", two do not, and at 4096 its share is almost 0."""
-    assert read([[2, HAKUNA, MATATA, 2, HAKUNA]], 3, 1.0).argmax() == MATATA
-    assert read([[2, HAKUNA, MATATA, 2, 2, HAKUNA]], 3, 1.0).argmax() == 2
-    text = [HAKUNA, MATATA] + [2] * 4093 + [HAKUNA]
-    assert read([text], 3, 1.0)[0, MATATA] == pytest.approx(math.e / (math.e + 2 / math.e + 4093), rel=1e-4)
+def test_wrong_signs_and_the_residual_stream(read):
+    rng = np.random.default_rng(2)
+    texts, hakuna, matata = zip(*(draw_text(rng, 20, 60, 2) for _ in range(32)), strict=True)
+    np.testing.assert_array_equal(read(texts, 20, 9.0, "paper", 1.0).argmax(1), hakuna)
+    np.testing.assert_array_equal(read(texts, 20, 9.0, "flipped", -1.0).argmax(1), hakuna)
+    share_BV = read(texts, 20, 9.0)
+    np.testing.assert_allclose(read(texts, 20, 9.0, "flipped", 1.0), share_BV, rtol=1e-4)
+    share_V, current_V = share_BV[0], np.eye(20)[hakuna[0]]
+    threshold = 1 / (share_V[matata[0]] - share_V[hakuna[0]])
+    assert threshold > 1
+    assert (current_V + 0.999 * threshold * share_V).argmax() == hakuna[0]
+    assert (current_V + 1.001 * threshold * share_V).argmax() == matata[0]
 
 
-@pytest.mark.parametrize("beta", [0.5, 3.0, 12.0])
-def test_without_the_convolution_no_better_than_chance(read, beta):
+@pytest.mark.parametrize("beta", [0.5, 12.0])
+def test_without_the_convolution_no_better_than_chance(page, read, beta):
     """Put the first "Hakuna" before each other token in turn: each has another answer, but the multiset is the same."""
     rng = np.random.default_rng(0)
     vocab, num_others, most = 12, 62, 15
     others = np.concatenate([np.full(most, 7), rng.choice(np.delete(np.arange(1, vocab), 6), num_others - most)])
-    assert np.bincount(others).argmax() == 7
     assert np.sort(np.bincount(others))[-2] < most
     others = rng.permutation(others)
-    texts = [[*others[:i], HAKUNA, *others[i:], HAKUNA] for i in range(num_others)]
+    texts = np.array([[*others[:i], HAKUNA, *others[i:], HAKUNA] for i in range(num_others)])
+    dape_v1 = DapeConfig(kernel_width=1, channels=8).build(num_heads=1, has_bias=False, rngs=nnx.Rngs(3))
+    blind = jax.jit(lambda sign: page.recall(jnp.asarray(texts), jnp.eye(vocab), beta, dape_v1, sign))
     for sign in (-1.0, 1.0):
-        share_BV = read(texts, vocab, beta, "none", sign)
-        np.testing.assert_allclose(share_BV, np.tile(share_BV[:1], (num_others, 1)), rtol=0, atol=1e-6)
-        right = (share_BV.argmax(1) == others).sum()
+        plain_BV = read(texts, vocab, beta, "none", sign)
+        for share_BV in (plain_BV, np.asarray(blind(sign))):
+            np.testing.assert_allclose(share_BV, np.tile(share_BV[:1], (num_others, 1)), rtol=0, atol=1e-6)
+        right = (plain_BV.argmax(1) == others).sum()
         if sign < 0:
             assert right == most  # it predicts the most frequent token, the only information in the multiset
         elif 2 * math.exp(beta) > most:
             assert right == 0  # it predicts "Hakuna"
-        assert right <= most
-    right = (read(texts, vocab, max(beta, 3.0)).argmax(1) == others).sum()
-    assert right == num_others
+    assert (read(texts, vocab, max(beta, 3.0)).argmax(1) == others).all()
 
 
-def test_only_neighbours_tell_the_order(page, read):
-    """Permuting earlier tokens changes the answer with the convolution, but not without it or with DAPE V1."""
+def test_two_layers_without_positions_can_use_the_order():
+    """Earlier rows see different prefixes, because of the causal mask."""
     rng = np.random.default_rng(1)
-    vocab, length, beta = 30, 50, 8.0
-    text, hakuna, matata = draw_text(rng, vocab, length, 1)
-    texts = [np.append(rng.permutation(text[:-1]), hakuna) for _ in range(40)]
-    texts = np.array([text] + [t for t in texts if t[-2] != hakuna])
-    follows = texts[np.arange(len(texts)), (texts[:, :-1] == hakuna).argmax(1) + 1]
-    assert follows[0] == matata
-    assert len(set(follows)) > 10
-    share_BV = read(texts, vocab, beta)
-    np.testing.assert_array_equal(share_BV.argmax(1), follows)
-    dape_v1 = DapeConfig(kernel_width=1, channels=8).build(num_heads=1, has_bias=False, rngs=nnx.Rngs(3))
-    blind = jax.jit(lambda sign: page.recall(jnp.asarray(texts), jnp.eye(vocab), beta, dape_v1, sign))
-    for sign in (-1.0, 1.0):
-        for share_BV in (read(texts, vocab, beta, "none", sign), np.asarray(blind(sign))):
-            np.testing.assert_allclose(share_BV, np.tile(share_BV[:1], (len(texts), 1)), rtol=0, atol=1e-6)
+    text = rng.integers(0, 30, 50)
+    texts, pos = np.array([np.append(rng.permutation(text), 0) for _ in range(8)]), jnp.arange(51)
 
-    # One layer only: a second layer could use the order, since earlier rows see different prefixes.
     @jax.jit
     def two_layers():
-        pos = jnp.arange(length)
-        x_BSHK = jnp.eye(vocab)[texts][:, :, None]
+        x_BSHK = jnp.eye(30)[texts][:, :, None]
         x_BSHK += attend(x_BSHK, x_BSHK, x_BSHK, pos, pos)
         return attend(3 * x_BSHK[:, -1:], x_BSHK, x_BSHK, pos[-1:], pos)
 
     assert np.ptp(np.asarray(two_layers()), axis=0).max() > 1e-3
-
-
-def test_adjacent_pairs_are_all_that_it_sees(read):
-    """Permuting adjacent pairs keeps the shares, up to rounding, so it cannot prefer the latest successor."""
-    a, b, c = 2, 3, 4
-    one = [HAKUNA, a, c, HAKUNA, b, c, HAKUNA]
-    other = [HAKUNA, b, c, HAKUNA, a, c, HAKUNA]
-    share_BV = read([one, other], 5, 6.0)
-    np.testing.assert_allclose(share_BV[0], share_BV[1], rtol=1e-5)
-    np.testing.assert_allclose(share_BV[:, a], share_BV[:, b], rtol=1e-5)
-
-
-@pytest.mark.parametrize("beta", [1.0, 5.0, 12.0])
-def test_several_successors_are_mixed_by_count(read, beta):
-    a, b, c = 1, 2, 3
-    text = [HAKUNA, a, c, HAKUNA, a, b, c, HAKUNA, b, HAKUNA, a, c, b, HAKUNA]  # a 3 times; b once, and twice elsewhere
-    share_V = read([text], 4, beta)[0]
-    assert share_V[a] / share_V[b] == pytest.approx(3 * math.exp(beta) / (math.exp(beta) + 2), rel=1e-4)
-    assert share_V.argmax() == a
-    if beta == 12.0:
-        assert share_V[a] == pytest.approx(0.75, abs=1e-4)
-
-
-def test_no_earlier_hakuna_is_not_noticed(read):
-    share_V = read([[2, 3, 3, 1, 3, HAKUNA]], 4, 12.0)[0]
-    np.testing.assert_allclose(share_V, [0, 1 / 5, 1 / 5, 3 / 5], rtol=0, atol=1e-4)
-
-
-def test_hakuna_hakuna(read):
-    """Kernel [-1, 1] cannot recall that a token follows itself; the pure shift can."""
-    beta, vocab = 9.0, 5
-    text = [2, HAKUNA, HAKUNA, 3, 2, HAKUNA, HAKUNA, 4, HAKUNA, HAKUNA, 2, 4, HAKUNA]  # itself 3 times, 3, 4 and 2 once
-    assert read([text], vocab, beta, "shift").argmax() == HAKUNA
-    share_V = read([text], vocab, beta)[0]
-    np.testing.assert_allclose(share_V, [0, 0, 1 / 3, 1 / 3, 1 / 3], rtol=0, atol=1e-3)
-    # It does not prevent "Hakuna Hakuna Matata", nor a last "Hakuna" after another.
-    text = [2, HAKUNA, HAKUNA, MATATA, 2, 3, HAKUNA, HAKUNA]
-    assert read([text], vocab, beta).argmax() == MATATA
-    # Alone it keeps the earlier columns, and the current token's own column at weight 1.
-    share_V = read([[2, 2, 3, HAKUNA, HAKUNA]], vocab, beta)[0]
-    np.testing.assert_allclose(share_V, [1 / 4, 0, 2 / 4, 1 / 4, 0], rtol=0, atol=1e-4)
-
-
-def test_wrong_sign_names_hakuna(read):
-    rng = np.random.default_rng(2)
-    texts, hakuna, _ = zip(*(draw_text(rng, 20, 60, 2) for _ in range(32)), strict=True)
-    np.testing.assert_array_equal(read(texts, 20, 9.0, "paper", 1.0).argmax(1), hakuna)
-    np.testing.assert_array_equal(read(texts, 20, 9.0, "flipped", -1.0).argmax(1), hakuna)
-    both = read(texts, 20, 9.0, "flipped", 1.0)  # two wrong signs make the same scores
-    np.testing.assert_allclose(both, read(texts, 20, 9.0), rtol=1e-4)
-
-
-def test_residual_stream_needs_a_louder_head(read):
-    text, hakuna, matata = draw_text(np.random.default_rng(3), 20, 60, 2)
-    for beta in (6.0, 9.0, 14.0):
-        share_V = read([text], 20, beta)[0]
-        threshold = 1 / (share_V[matata] - share_V[hakuna])
-        assert threshold > 1
-        current_V = np.eye(20)[hakuna]
-        assert (current_V + share_V).argmax() == hakuna
-        assert (current_V + 0.999 * threshold * share_V).argmax() == hakuna
-        assert (current_V + 1.001 * threshold * share_V).argmax() == matata
 
 
 def test_mask_hides_what_the_match_with_itself_points_at(page, read):
@@ -326,30 +256,25 @@ def test_mask_hides_what_the_match_with_itself_points_at(page, read):
         np.testing.assert_allclose(out[:, stop - 1, 0], share_BV, rtol=0, atol=1e-5)
 
 
-def unit_vectors(rng, vocab: int, width: int) -> tuple[np.ndarray, float]:
-    """Return random embeddings, and the largest inner product between two of them."""
-    embed_VK = rng.normal(size=(vocab, width))
-    embed_VK /= np.linalg.norm(embed_VK, axis=1, keepdims=True)
-    return embed_VK.astype(np.float32), np.abs(embed_VK @ embed_VK.T - np.eye(vocab)).max()
-
-
 def test_nearly_orthogonal_embeddings(page):
     """Wide random embeddings recall with the page's sharpness; narrow ones do not at any sharpness."""
     rng = np.random.default_rng(5)
     vocab, length, times, eps = 200, 400, 2, 0.1
     texts, _, matata = zip(*(draw_text(rng, vocab, length, times) for _ in range(16)), strict=True)
-    texts = np.array(texts)
-    processor = page.linear_processor()
-    recall = jax.jit(lambda embed_VK, beta: page.recall(jnp.asarray(texts), embed_VK, beta, processor))
+    recall = jax.jit(lambda x_VK, beta: page.recall(jnp.asarray(texts), x_VK, beta, page.linear_processor()))
+
+    def unit_vectors(width: int) -> tuple[np.ndarray, float]:
+        x_VK = rng.normal(size=(vocab, width)).astype(np.float32)
+        x_VK /= np.linalg.norm(x_VK, axis=1, keepdims=True)
+        return x_VK, float(np.abs(x_VK @ x_VK.T - np.eye(vocab)).max())
 
     width = math.ceil(36 * math.log(vocab)) + 1
-    wide_VK, mu = unit_vectors(rng, vocab, width)
+    wide_VK, mu = unit_vectors(width)
     assert mu <= math.sqrt(4 * math.log(vocab) / width) < 1 / 3
     assert eps < (1 - mu) / 2
     beta = math.log((length - times) * (1 - eps) / (times * eps)) / (1 - 3 * mu)
-    np.testing.assert_array_equal(recall(jnp.asarray(wide_VK), beta).argmax(1), matata)
-
-    narrow_VK, mu = unit_vectors(rng, vocab, 6)
+    np.testing.assert_array_equal(recall(wide_VK, beta).argmax(1), matata)
+    narrow_VK, mu = unit_vectors(6)
     assert mu > 1 / 3
     for beta in (3.0, 10.0, 100.0):
-        assert (np.asarray(recall(jnp.asarray(narrow_VK), beta).argmax(1)) == matata).mean() < 0.5
+        assert (np.asarray(recall(narrow_VK, beta).argmax(1)) == matata).mean() < 0.5

@@ -94,6 +94,7 @@ def test_golden_che_examples(file):
     assert (len(task.input_symbols), len(task.output_symbols)) == (golden["input_size"], golden["output_size"])
     assert golden["output_length_at"] == {n: task.output_length(int(n)) for n in golden["output_length_at"]}
     assert (task.end is not None) == golden["has_accuracy_mask"]
+    assert task.random_accuracy == (1 / 5 if golden["task"] in FIVE else 1 / 2)
     assert len(golden["examples"]) == golden["n_examples"] > 0
     for example in golden["examples"]:
         targets_BM = task.solve(np.array([example["input"]], np.int32))
@@ -180,7 +181,7 @@ def check_samples(task: str, inputs_BN: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(length=LENGTHS, seed=SEEDS)
 def test_samples_are_inputs_and_are_solved(task, length, seed):
     inputs_BN = draw(task, 3, length, seed)
@@ -189,8 +190,11 @@ def test_samples_are_inputs_and_are_solved(task, length, seed):
     np.testing.assert_array_equal(inputs_BN, draw(task, 3, length, seed))
     if length >= 40:
         assert (draw(task, 3, length, seed + 1) != inputs_BN).any()
+    for shortest in (1, 2, 3):
+        check_samples(task, draw(task, 2, shortest, seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_samples_of_every_length_are_inputs_and_are_solved(task):
     for length in range(1, 501):
@@ -335,11 +339,6 @@ def test_permutation_invariant(task):
     assert (max(map(len, answers.values())) == 1) == TASKS[task].permutation_invariant
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_random_accuracy(task):
-    assert TASKS[task].random_accuracy == (1 / 5 if task in FIVE else 1 / 2)
-
-
 # ---- associative recall
 
 
@@ -403,22 +402,13 @@ def test_strings_are_in_the_alphabets(name):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"solve": lambda inputs: inputs[:, :1] + np.int32(5)},
-            ["even_pairs", "largest integer of solve()", "must be 0 to 1"],
-        ),
-        ({"solve": lambda inputs: inputs[:, :2]}, ["even_pairs", "solve() = (8, 2)", "[B, M] = (8, 1)"]),
-        ({"output_length": lambda length: length + 1}, ["even_pairs", "shape of solve()", "(8, 1)"]),
-        (
-            {"sample": lambda rng, num, length: np.full((num, length), 2, np.int32)},
-            ["integer of sample()", "must be 0 to 1"],
-        ),
-        ({"sample": lambda rng, num, length: np.full((num, length), -1, np.int32)}, ["(-1, -1)", "must be 0 to 1"]),
+        ({"solve": lambda inputs: inputs[:, :1] + np.int32(5)}, "largest integer of solve.*must be 0 to 1"),
+        ({"solve": lambda inputs: inputs[:, :2]}, r"shape of solve\(\) = \(8, 2\): must be \[B, M\] = \(8, 1\)"),
+        ({"sample": lambda rng, num, length: np.full((num, length), -1, np.int32)}, r"\(-1, -1\): must be 0 to 1"),
     ],
 )
 def test_a_task_that_contradicts_its_alphabet_is_named(changes, words, monkeypatch):
     monkeypatch.setitem(ALL_TASKS, "even_pairs", dataclasses.replace(TASKS["even_pairs"], **changes))
     config = TaskConfig("even_pairs", computation_steps=0, pad_to=1, max_position=None, seed=0)
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=f"task even_pairs: .*{words}"):
         draw_tapes(config, TRAINING, 0, 8, length=5)
-    assert all(word in str(error.value) for word in words), error.value
