@@ -495,7 +495,7 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
         ({"bias": {"name": "kerpel"}}, ["model.bias.name", "kerpel", "kerple"]),
         ({"processor": {"name": "cape"}}, ["model.processor.name", "cape", "dape"]),
         ({"processor": {"name": "dape", "kernel_width": 4}}, ["model.processor.kernel_width", "4", "odd"]),
-        ({"bias": {"name": "alibi", "slope": 1}}, ["model.bias.slope = 1", "no such option"]),
+        ({"bias": {"name": "alibi", "slope": 1}}, ["model.bias.slope = 1", "no such field"]),
         ({"num_heads": 3}, ["model.num_heads", "3", "16"]),
         ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "2"]),
         ({"window": 0}, ["model.window", "0", "None"]),

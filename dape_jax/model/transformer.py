@@ -118,28 +118,28 @@ class TransformerConfig:
         heads, width = self.num_heads, self.width
         allowed = f"must divide model.width = {width} if model.head_dim is None"
         require(self.head_dim is not None or width % heads == 0, "model.num_heads", heads, allowed)
-        derived = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
-        for field, value in (derived | {"num_outputs": self.vocab_size}).items():
-            if getattr(self, field) is None:
-                object.__setattr__(self, field, value)
-        positive(self, "model", *derived, "num_outputs")
-        allowed = f"must divide model.num_heads = {heads}"
-        require(heads % self.num_kv_heads == 0, "model.num_kv_heads", self.num_kv_heads, allowed)
-        require(self.window is None or self.window > 0, "model.window", self.window, "must be 1 or more, or None")
-        if isinstance(self.rotary, Rope):
-            self.rotary.frequencies(self.rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
-        is_possible = self.norm_first or not self.parallel_residual
-        require(is_possible, "model.parallel_residual", self.parallel_residual, "must be False without norm_first")
-        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
+        follows: dict[str, Any] = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
+        follows |= {"num_outputs": self.vocab_size}
+        for field in [field for field in follows if getattr(self, field) is None]:
+            object.__setattr__(self, field, follows[field])
+        positive(self, "model", *follows)
         one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT)
-        allowed = f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"
-        is_possible = not self.tied_embeddings or self.num_outputs == self.vocab_size
-        require(is_possible, "model.num_outputs", self.num_outputs, allowed)
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "float32" if jax.default_backend() == "cpu" else "bfloat16")
         one_of(self, "model", dtype=DTYPES)
-        is_enabled = self.dtype != "float64" or jax.config.read("jax_enable_x64")
-        require(is_enabled, "model.dtype", self.dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set")
+        can_tie = not self.tied_embeddings or self.num_outputs == self.vocab_size
+        has_dtype = self.dtype != "float64" or jax.config.read("jax_enable_x64")
+        for field, is_right, allowed in (
+            ("num_kv_heads", heads % self.num_kv_heads == 0, f"must divide model.num_heads = {heads}"),
+            ("window", self.window is None or self.window > 0, "must be 1 or more, or None"),
+            ("parallel_residual", self.norm_first or not self.parallel_residual, "must be False without norm_first"),
+            ("dropout", 0 <= self.dropout < 1, "must be at least 0 and below 1"),
+            ("num_outputs", can_tie, f"must be model.vocab_size = {self.vocab_size} with tied_embeddings"),
+            ("dtype", has_dtype, "must be another dtype, unless JAX_ENABLE_X64=true is set"),
+        ):
+            require(is_right, f"model.{field}", getattr(self, field), allowed)
+        if isinstance(self.rotary, Rope):
+            self.rotary.frequencies(self.rotary.num_rotated(self.head_dim))  # raises if the head dim is not supported
 
     @property
     def compute_dtype(self) -> jnp.dtype:
