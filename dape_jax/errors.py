@@ -4,12 +4,8 @@ import contextlib
 import difflib
 import functools
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, NoReturn
-
-from tqdm import tqdm
+from typing import Any
 
 
 class InputError(ValueError):
@@ -116,23 +112,6 @@ def printable(text: str, keep: str = "") -> str:
     Characters in `keep` are not escaped, for example a newline; by default the result is one line.
     """
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
-
-
-def describe(error: OSError) -> str:
-    """Return the reason of an operating system's error, with its file if known: "FILE: Permission denied"."""
-    if error.strerror is None:
-        return " ".join(str(error).split()) or type(error).__name__
-    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-
-
-def exit_at_once(status: int, line: str) -> NoReturn:
-    """Print an error and exit, from any thread, without waiting for other threads or processes."""
-    try:
-        tqdm.write(f"error: {printable(line)}", file=sys.stderr)  # above a progress bar
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:  # the output may be closed
-        os._exit(status)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -55,6 +55,11 @@ def is_remote(path: epath.PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+    """Return a local path as an absolute path, and a path in a bucket unchanged."""
+    return epath.Path(path) if is_remote(path) else epath.Path(path).absolute()
+
+
 def names_in(directory: epath.Path) -> list[str]:
     """Return the names in a directory, or [] if it does not exist; an error of the network is raised."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -110,11 +115,6 @@ class Marker:
 # ---- to be removed when no caller is left
 
 AnyPath = Path | epath.Path
-
-
-def absolute(path: AnyPath) -> AnyPath:
-    """Return a local path as an absolute path, and a path in a bucket unchanged."""
-    return path if is_remote(path) else path.absolute()
 
 
 def exists(file: AnyPath) -> bool:

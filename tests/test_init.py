@@ -56,7 +56,7 @@ def save_run(spec: dict[str, Any], workdir: Path) -> dict[str, Any]:
     record = {"config": resolved(run), "data_digest": "digest"}
     workdir.mkdir()
     checkpoint.write_config(workdir, record)
-    with checkpoint.open_checkpoints(workdir, 1) as manager:
+    with checkpoint.Checkpoints(workdir, 1) as manager:
         checkpoint.save(manager, 1, state, {}, record, 1.0)
     return jax.device_get(state.params)
 
@@ -91,7 +91,7 @@ def test_a_continued_run_starts_with_the_parameters_of_the_step(
     validate = loop.make_validation(run, model_structure(run.model)[0], open_source(run, mesh).validation, mesh)
     with jax.set_mesh(mesh):
         found = validate(jax.device_put(state.params, shardings_of(planned_state(spec)).params))
-    with checkpoint.open_checkpoints(shutil.copytree(sources / "dape", tmp_path / "copy"), 2) as manager:
+    with checkpoint.Checkpoints(shutil.copytree(sources / "dape", tmp_path / "copy"), 2) as manager:
         assert found["loss_nats"] == pytest.approx(manager.metrics(step)["validation_nats"], rel=1e-6)
     record = json.loads((tmp_path / "run" / "config.json").read_text())
     assert record["init"]["workdir"] == str(sources / "dape")

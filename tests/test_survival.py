@@ -70,7 +70,7 @@ def abstract(state: TrainState, mesh: jax.sharding.Mesh | None = None) -> TrainS
 
 def save_steps(workdir: Path, *steps: int) -> None:
     workdir.mkdir(exist_ok=True)
-    with checkpoint.open_checkpoints(workdir, max_to_keep=3) as manager:
+    with checkpoint.Checkpoints(workdir, max_to_keep=3) as manager:
         for step in steps:
             checkpoint.save(manager, step, small_state(step), {"next": step}, {"config": {}, "step": step}, 10.0 - step)
 
@@ -181,7 +181,7 @@ def test_a_flipped_bit_in_any_file_is_an_error_or_has_no_effect(workdir):
                 assert found is not None
                 assert found[2] == {"next": 3}
                 chex.assert_trees_all_equal(jax.device_get(found[1]), expected)
-                with checkpoint.open_checkpoints(workdir, 3) as manager:
+                with checkpoint.Checkpoints(workdir, 3) as manager:
                     assert manager.all_steps() == [3]
                 detected[name].append(False)
             (step / name).write_bytes(content)
@@ -224,7 +224,7 @@ def replace_by_another(step: Path) -> str:
     """Replace a step by that of a run with other shapes."""
     shutil.rmtree(step)
     other = step.parent.parent / "other"
-    with checkpoint.open_checkpoints(other, 1) as manager:
+    with checkpoint.Checkpoints(other, 1) as manager:
         state = TrainState(*({"w": jnp.ones(3)} for _ in range(3)))
         checkpoint.save(manager, 3, state, {"next": 3}, {"config": {}}, 1.0)
     (other / "checkpoints" / "3").rename(step)
@@ -294,7 +294,7 @@ def test_an_older_damaged_step_is_moved_too_and_is_never_the_best(workdir, caplo
     found = checkpoint.restore_newest(workdir, abstract(small_state(3)))
     assert found is not None
     assert found[0] == 3
-    with checkpoint.open_checkpoints(workdir, 3) as manager:
+    with checkpoint.Checkpoints(workdir, 3) as manager:
         assert list(manager.all_steps()) == [1, 3]
 
 
@@ -303,7 +303,7 @@ def test_if_all_steps_are_damaged_nothing_is_started_or_moved(workdir):
         lose_item(workdir / "checkpoints" / str(step))
     before = files_of(workdir)
     for _ in range(2):
-        with pytest.raises(InputError, match="all of its checkpoints are damaged") as error:
+        with pytest.raises(InputError, match="no checkpoint is intact") as error:
             checkpoint.restore_newest(workdir, abstract(small_state(3)))
         assert "\n" not in str(error.value)
         assert all(f"step {step}: " in str(error.value) for step in (1, 2, 3))
@@ -311,7 +311,7 @@ def test_if_all_steps_are_damaged_nothing_is_started_or_moved(workdir):
     for step in (1, 2, 3):
         spoil_metrics(workdir / "checkpoints" / str(step))
     before = files_of(workdir)
-    with pytest.raises(InputError, match="all of its checkpoints are damaged"):
+    with pytest.raises(InputError, match="no checkpoint is intact"):
         checkpoint.restore_config(workdir)
     assert files_of(workdir) == before
 
@@ -458,7 +458,7 @@ def state(n):
     w = jnp.asarray(np.random.default_rng(0).standard_normal(n), jnp.float32)
     return TrainState({"w": w}, {"m": jnp.ones(3)}, {"h": jnp.ones(3)})
 
-with checkpoint.open_checkpoints(Path(sys.argv[1]), 1) as manager:
+with checkpoint.Checkpoints(Path(sys.argv[1]), 1) as manager:
     checkpoint.save(manager, 1, state(10), {"next": 0}, {"c": 1}, 1.0)
     manager.wait_until_finished()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

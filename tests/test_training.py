@@ -100,7 +100,7 @@ def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, whole, t
             interrupt_at(patch, batch)
             with pytest.raises(KeyboardInterrupt):
                 loop.train(spec, tmp_path / "parts")
-        with checkpoint.open_checkpoints(tmp_path / "parts", 2) as manager:
+        with checkpoint.Checkpoints(tmp_path / "parts", 2) as manager:
             assert manager.latest_step() == newest
     loop.train(spec, tmp_path / "parts")
     chex.assert_trees_all_equal(saved_arrays(tmp_path / "parts", 4), saved_arrays(whole, 4))
@@ -175,11 +175,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
     for losses in sessions:
-        with checkpoint.open_checkpoints(tmp_path, max_to_keep=2) as manager:
+        with checkpoint.Checkpoints(tmp_path, max_to_keep=2) as manager:
             for loss in losses:
                 step += 1
                 checkpoint.save(manager, step, state, {}, {}, loss)
-    with checkpoint.open_checkpoints(tmp_path, max_to_keep=2) as manager:
+    with checkpoint.Checkpoints(tmp_path, max_to_keep=2) as manager:
         assert sorted(manager.all_steps()) == [2, 4, 5]
         assert manager.latest_step() == 5
         assert manager.metrics(2) == {"validation_nats": 1.0}
@@ -291,7 +291,7 @@ def test_training_learns(root, tmp_path):
     spec = small_spec(root, train__num_steps=20, train__eval_interval=20, train__checkpoint_interval=20)
     run = RunConfig.from_dict(spec)
     loop.train(spec, tmp_path / "run")
-    with checkpoint.open_checkpoints(tmp_path / "run", 2) as manager:
+    with checkpoint.Checkpoints(tmp_path / "run", 2) as manager:
         assert manager.metrics(20)["validation_nats"] < 3.2
     mesh = make_mesh(run.mesh)
     tokens = np.arange(128, dtype=np.int32).reshape(8, 16)

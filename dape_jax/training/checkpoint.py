@@ -35,7 +35,7 @@ from dape_jax.distributed import first_fault, process_zero_only
 from dape_jax.errors import InputError, require
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import Params
-from dape_jax.storage import Marker, is_remote, names_in
+from dape_jax.storage import Marker, absolute, is_remote, names_in
 from dape_jax.training.step import TrainState
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
@@ -128,7 +128,7 @@ def _checked(record: dict[str, Any], workdir: epath.PathLike, source: str) -> di
 def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
     """Raise `InputError` unless the file system has space for a checkpoint of this state, which may be abstract.
 
-    Call it after `open_checkpoints`, which removes unfinished saves. A bucket always has space.
+    Call it after `Checkpoints`, which removes unfinished saves. A bucket always has space.
     """
 
     def check() -> None:
@@ -144,10 +144,9 @@ def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
 
 
 def _directory(workdir: epath.PathLike) -> epath.Path:
-    path = epath.Path(workdir)
     allowed = "must be local or gs://bucket/path: Orbax writes no checkpoints to s3"
-    require(not str(path).startswith("s3://"), "workdir", str(path), allowed)
-    return (path if is_remote(path) else path.absolute()) / "checkpoints"
+    require(not str(workdir).startswith("s3://"), "workdir", str(workdir), allowed)
+    return absolute(workdir) / "checkpoints"
 
 
 def step_names(workdir: epath.PathLike) -> list[str]:
@@ -210,8 +209,8 @@ def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
 # ---- saving
 
 
-class _Manager(ocp.CheckpointManager):
-    """Orbax's manager with one-line errors for failed saves.
+class Checkpoints(ocp.CheckpointManager):
+    """Checkpoints of a run: Orbax's manager, with one-line errors. Closing it waits for the background save.
 
     A reader never sees a local step that is partly deleted: Orbax renames it into `deleted/`, which is emptied before
     the next save.
@@ -281,11 +280,6 @@ def _error_number(error: BaseException) -> int | None:
     return int(code[1]) if code else getattr(error, "errno", None)
 
 
-def open_checkpoints(workdir: epath.PathLike, max_to_keep: int) -> ocp.CheckpointManager:
-    """Return the manager of a run's checkpoints. The caller closes it, which waits for the background save."""
-    return _Manager(workdir, max_to_keep)
-
-
 def _save(
     manager: ocp.CheckpointManager, step: int, arrays: dict[str, Any], jsons: dict[str, Any], nats: float | None
 ) -> None:
@@ -318,7 +312,7 @@ def save(
 
 def save_params(workdir: epath.PathLike, params: Params, config: dict[str, Any]) -> None:
     """Save parameters that were not trained in `workdir` as step 0, and wait until they are written."""
-    with open_checkpoints(workdir, 1) as manager:
+    with Checkpoints(workdir, 1) as manager:
         _save(manager, 0, {"params": params}, {"config": config}, None)
 
 
@@ -328,7 +322,7 @@ def save_params(workdir: epath.PathLike, params: Params, config: dict[str, Any])
 def restore_newest(workdir: epath.PathLike, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """Read the newest intact step, and move the damaged ones to `damaged/`.
 
-    Call it before `open_checkpoints`. Of steps older than the newest intact one, only the JSON items are read.
+    Call it before `Checkpoints`. Of steps older than the newest intact one, only the JSON items are read.
 
     Returns:
         The step's number, its state (sharded like `abstract`) and its position in the data; or None if no step was
@@ -358,7 +352,7 @@ def restore_newest(workdir: epath.PathLike, abstract: TrainState) -> tuple[int, 
 
 def _all_damaged(workdir: epath.PathLike, faults: dict[str, str]) -> InputError:
     each = "; ".join(f"step {name}: {fault}" for name, fault in faults.items())
-    return InputError(f"workdir = {str(workdir)!r}: all of its checkpoints are damaged. {each}")
+    return InputError(f"workdir = {str(workdir)!r}: no checkpoint is intact. {each}")
 
 
 def _move(workdir: epath.PathLike, faults: dict[str, str]) -> None:
@@ -392,13 +386,10 @@ def restore_config(workdir: epath.PathLike, which: str = "newest") -> tuple[int,
         try:
             intact[name] = _read(workdir, name, config=ocp.args.JsonRestore())
         except DamagedError as error:
-            if name == which:
-                raise InputError(f"step = {which!r}: {error}") from error
             faults[name] = str(error)
             logger.warning("step %s is damaged and skipped: %s", name, error)
-        else:
-            if which != "best":
-                break
+        if intact and which != "best":
+            break
     if not intact:
         raise _all_damaged(workdir, faults)
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}

@@ -71,10 +71,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts)
     config = resolved(run)
     require_wandb(run.train.wandb)
-    allowed = "must be empty for a workdir in a bucket: the profiler writes local files"
-    require(
-        not (run.train.profile_steps and is_remote(workdir)), "train.profile_steps", run.train.profile_steps, allowed
-    )
+    steps = run.train.profile_steps
+    require(not (steps and is_remote(workdir)), "train.profile_steps", steps, "must be empty for a workdir in a bucket")
     require_same(workdir=str(workdir), config=config, versions=package_versions())
     saved = checkpoint.read_config(workdir)
     if saved is not None:
@@ -136,7 +134,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
         # ---- steps
         with (
             PreemptionGuard() as preemption,
-            checkpoint.open_checkpoints(workdir, run.train.max_to_keep) as manager,
+            checkpoint.Checkpoints(workdir, run.train.max_to_keep) as manager,
             MetricLogger(workdir, run, start) as metric_logger,
             contextlib.ExitStack() as trace,
         ):
@@ -189,28 +187,20 @@ def log_end(workdir: epath.Path, num_steps: int) -> None:
 
 
 def write_or_compare(workdir: epath.Path, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Write the run's config and tokenizer to `workdir`, or compare the config with the saved one.
+    """Compare the run's config with the one in `workdir`, if any; write the config and, for a new run, the tokenizer.
 
-    A missing or damaged config is written again. So is the config of a run without a checkpoint, which starts again.
+    A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
 
     Raises:
         InputError: the config or the digest of the data differs, or the directory cannot be written to.
     """
     saved = checkpoint.read_config(workdir)
-    if saved is None:
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
-        checkpoint.write_config(workdir, record)
-    else:
+    if saved is not None:
         refuse_other_config(workdir, saved["config"], record["config"])
         refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": record["data_digest"]})
-        if not checkpoint.step_names(workdir):
-            saved = record
-            checkpoint.write_config(workdir, saved)
-        try:
-            checkpoint.read_config_file(workdir)
-        except (InputError, FileNotFoundError):
-            checkpoint.write_config(workdir, saved)
+    elif tokenizer is not None:
+        save_tokenizer(tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
+    checkpoint.write_config(workdir, saved if saved is not None and checkpoint.step_names(workdir) else record)
 
 
 def refuse_other_config(workdir: epath.Path, saved: dict[str, Any], new: dict[str, Any]) -> None:

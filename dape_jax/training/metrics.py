@@ -35,7 +35,7 @@ from dape_jax.files import write_atomically
 from dape_jax.hardware import mfu
 from dape_jax.model.flops import model_flops_per_token
 from dape_jax.progress import Progress
-from dape_jax.storage import is_remote
+from dape_jax.storage import absolute, is_remote
 from dape_jax.training.optimizer import make_schedule
 
 METRICS_FILE = "metrics.jsonl"
@@ -262,7 +262,7 @@ def _wandb(project: str, workdir: epath.Path, config: dict[str, Any]) -> Iterato
     """Log scalars to Weights & Biases. The workdir's path gives the run's id, so that a resumed run continues it."""
     import wandb  # pyright: ignore[reportMissingImports]  # an optional package
 
-    place = str(workdir.absolute())
+    place = str(absolute(workdir))
     run_id = hashlib.sha256(place.encode()).hexdigest()[:16]
     try:
         run = wandb.init(

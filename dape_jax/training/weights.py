@@ -10,16 +10,17 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.distributed import require_same
-from dape_jax.errors import InputError, os_errors, require
+from dape_jax.errors import InputError, require
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params, model_structure, parameter_kind
-from dape_jax.storage import AnyPath, absolute, to_path
+from dape_jax.storage import absolute, to_path
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 class Weights:
     """Checkpoint with a run's initial parameters."""
 
-    workdir: AnyPath
+    workdir: epath.Path
     step: int
     model: TransformerConfig  # of the source
     taken: tuple[ParameterPath, ...]  # parameters that are taken from the source; all others are initialised
@@ -54,10 +55,9 @@ class Weights:
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Raise `InputError` that names `init.source` for an `InputError` or `OSError` in the block."""
+    """Raise `InputError` that names `init.source` for an `InputError` in the block."""
     try:
-        with os_errors("init.source", source, "cannot be read"):
-            yield
+        yield
     except InputError as error:
         if str(error).startswith("init.source"):
             raise
