@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import operator
@@ -260,6 +261,28 @@ def test_jit(page):
     for name, value in {"causal": True, "window": 3}.items():
         with pytest.raises(dape_jax.InputError, match=rf"{name}.*functools.partial"):
             jax.jit(attend)(*page.args, **page.ours, **{name: value})
+
+
+def test_transformations(page):
+    """Values and gradients under vmap, checkpoint and scan, and with donated arguments; shard_map: `test_sharding`."""
+    options = {"bias": page.bias, "implementation": Blockwise(8, 2)}
+
+    def loss(processor, q, k, v):
+        return (attend(q, k, v, **options, processor=processor) ** 2).sum()
+
+    def composed(processor, q, k, v):
+        one = jax.checkpoint(lambda *x: loss(processor, *(y[None] for y in x)))
+        return jax.lax.scan(lambda total, x: (total + jax.vmap(one)(*x).sum(), None), 0.0, (q[None], k[None], v[None]))[
+            0
+        ]
+
+    step = jax.jit(lambda f, *args: jax.value_and_grad(f, (0, 1, 2, 3))(*args), static_argnums=0)
+    expected = jax.device_get(step(loss, page.processor, *page.args))
+    chex.assert_trees_all_close(step(composed, page.processor, *page.args), expected, rtol=1e-4, atol=1e-5)
+    donating = jax.jit(functools.partial(attend, **page.ours), donate_argnums=0)
+    close(donating(page.q_BTHK + 0, *page.args[1:]), page.attended_BTHK)
+    half_scale = jax.jit(functools.partial(attend, **page.ours, scale=page.K**-0.5 / 2))
+    close(half_scale(2 * page.q_BTHK, *page.args[1:]), page.attended_BTHK, atol=1e-5)
 
 
 def test_gradients(page):

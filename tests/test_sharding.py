@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dape_jax.config import RunConfig, choose
 from dape_jax.errors import InputError, NonFiniteError
-from dape_jax.model.attention import Dense, attend, attend_on_mesh
+from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh
 from dape_jax.model.biases import KerpleConfig
 from dape_jax.model.loss import nll_of_features
 from dape_jax.model.processors import DapeConfig, ScoreMod
@@ -519,17 +519,18 @@ def test_gradients_in_a_users_shard_map(split):
     rows = PartitionSpec("x") if split == "batch" else PartitionSpec(None, "x")
     keys, q_spec = (rows, PartitionSpec()) if split == "batch" else (PartitionSpec(), PartitionSpec("x"))
 
-    def local(modules, q, k, v, q_pos, weight):
-        out = attend(q, k, v, q_pos, pos, bias=modules[0], processor=modules[1])
-        return jax.lax.psum((out * weight).sum(), "x")
+    def loss(modules, q, k, v, q_pos, weight):
+        options = {"bias": modules[0], "processor": modules[1], "implementation": Blockwise(4, 2)}
+        positions = () if split == "batch" else (q_pos, pos)
+        return (attend(q, k, v, *positions, **options) * weight).sum()
+
+    def local(*args):
+        return jax.lax.psum(loss(*args), "x")
 
     specs = (PartitionSpec(), rows, keys, keys, q_spec, rows)
     split_loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
 
-    def whole_loss(modules, q, k, v, q_pos, weight):
-        return (attend(q, k, v, q_pos, pos, bias=modules[0], processor=modules[1]) * weight).sum()
-
     args = (bias, processor), *qkv, pos, weight
-    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (split_loss, whole_loss))
+    found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (split_loss, loss))
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(found[1][1:]))
