@@ -41,6 +41,8 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 # Fields of older versions that have no effect any more. They are dropped when a saved config is read.
 REMOVED_FIELDS: tuple[str, ...] = ()
+# Fields of the `data` section of a language model that older versions lack, with the value that they implied.
+ADDED_FIELDS = {"packing": "stream"}
 
 # Metadata of a field that may change on resume: it affects only performance, storage, evaluation or the handling of bad
 # steps. The trained model changes at most by rounding, and dropout's masks by `mesh.context` and the accumulation.
@@ -239,7 +241,7 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
 
 
 def without_removed(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved config without `REMOVED_FIELDS`."""
+    """Return a saved config without `REMOVED_FIELDS` and with `ADDED_FIELDS`."""
 
     def strip(spec: dict[str, Any], prefix: str) -> dict[str, Any]:
         return {
@@ -248,7 +250,8 @@ def without_removed(saved: dict[str, Any]) -> dict[str, Any]:
             if f"{prefix}{name}" not in REMOVED_FIELDS
         }
 
-    return strip(saved, "")
+    saved = strip(saved, "")
+    return saved | {"data": ADDED_FIELDS | saved["data"]} if "path" in saved["data"] else saved
 
 
 def differences(

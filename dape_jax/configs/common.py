@@ -69,6 +69,7 @@ def text(**fields: Any) -> Fields:
         cache_dir="data",
         validation_fraction=0.05,
         seed=0,
+        packing="stream",  # "documents": packed documents that do not see each other
     )
     return shared | fields
 

@@ -127,9 +127,6 @@ def _best_fit(sizes: Int64[np.ndarray, "pieces"], room: int) -> Int64[np.ndarray
     return rows
 
 
-PACKINGS = {"stream": Windows, "documents": PackedDocuments}
-
-
 def train_batches(
     store: TokenStore,
     *,
@@ -198,7 +195,7 @@ def validation_batches(
 def _windows(store: TokenStore, length: int, packing: str) -> Windows | PackedDocuments:
     field = "train.train_length"
     require(length > 0, field, length, "must be at least 1")
-    windows = PACKINGS[packing](store, length)
+    windows = PackedDocuments(store, length) if packing == "documents" else Windows(store, length)
     allowed = f"must be at most {store.num_tokens - 1}: {store.directory} has {store.num_tokens} tokens"
     require(len(windows) > 0, field, length, allowed)
     return windows

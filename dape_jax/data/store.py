@@ -29,7 +29,7 @@ from jaxtyping import Int64, UInt
 
 from dape_jax.data.corpus import STDLIB, Split, is_remote, remote_errors
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, read_tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, require
+from dape_jax.errors import InputError, one_of, require
 from dape_jax.files import parse_json, read_json
 from dape_jax.progress import Progress
 from dape_jax.storage import require_local
@@ -40,6 +40,7 @@ FORMAT_VERSION = 2
 TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
+PACKINGS = ("stream", "documents")
 _TOKENIZERS = (
     "must be None (the prepared corpus's), 'bytes', or the path or name (bpe-<16 hex digits>) of a tokenizer.json"
 )
@@ -61,8 +62,12 @@ class DataConfig:
     cache_dir: str = dataclasses.field(metadata={"resumable": True})
     validation_fraction: float  # share of raw text's documents for validation
     seed: int  # seed of the order of the training windows
+    # "stream": windows of the concatenated documents, as in the paper; "documents": packed documents that do not see
+    # each other, with positions that restart (`batches.PackedDocuments`)
+    packing: str = "stream"
 
     def __post_init__(self):
+        one_of(self, "data", packing=PACKINGS)
         require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {STDLIB!r}")
         known = self.tokenizer is None or re.fullmatch(rf"bytes|.*\.json|{_NAME}", self.tokenizer, re.DOTALL)
         require(bool(known), "data.tokenizer", self.tokenizer, _TOKENIZERS)

@@ -541,7 +541,12 @@ class Transformer(nnx.Module):
 
 
 def attention_of(
-    config: TransformerConfig, length: int, platform: str, device_kind: str | None = None, row_stride: int = 1
+    config: TransformerConfig,
+    length: int,
+    platform: str,
+    device_kind: str | None = None,
+    row_stride: int = 1,
+    has_segments: bool = False,
 ) -> Implementation:
     """Return the implementation of a model's self-attention: `config.attention`, or the choice of `Auto`.
 
@@ -551,6 +556,7 @@ def attention_of(
         platform: platform of the devices.
         device_kind: kind of the devices; see `kernels.why_not_fused`.
         row_stride: number of devices that share the rows: mesh.context x mesh.tensor.
+        has_segments: whether rows are packed documents.
 
     Raises:
         InputError: the model uses `Fused`, and no kernel supports it.
@@ -571,8 +577,9 @@ def attention_of(
     )
     args = q_BTHK, k_BSGK, nnx.eval_shape(make), Mask(config.causal, config.window, row_stride)
     if isinstance(attention, Auto):
-        return attention.choose(*args, platform=platform, device_kind=device_kind)
-    reason = why_not_fused(*args, platform=attention.platform or platform, device_kind=device_kind)
+        return attention.choose(*args, has_segments=has_segments, platform=platform, device_kind=device_kind)
+    platform = attention.platform or platform
+    reason = why_not_fused(*args, has_segments=has_segments, platform=platform, device_kind=device_kind)
     require(reason is None, "model.attention.name", "fused", f"must be auto, blockwise or dense: {reason}")
     return attention
 

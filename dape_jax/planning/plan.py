@@ -142,6 +142,8 @@ class Request:
             self.batch_shape(mesh), np.int32, sharding=NamedSharding(mesh, activation_spec("BT"))
         )
         batch = {"inputs": rows, "targets": rows}
+        if run.data.packing == "documents" and self.eval_length is None:
+            batch |= {"segment_ids": rows, "weights": rows.update(dtype=np.float32)}
         if self.eval_length is not None:
             train_length = run.train.train_length
             graphdef, _ = model_structure(model_at(run.model, self.eval_length, evaluation, "rope", train_length))
@@ -235,7 +237,9 @@ def executed_of(run: RunConfig, mesh: Mesh, hardware: Slice) -> int:
     sizes, train = dict(mesh.shape), run.train
     batch_parts, row_parts = math.prod(sizes[axis] for axis in BATCH_AXES), sizes["context"] * sizes["tensor"]
     chunk_tokens = train.batch_size * train.train_length // (batch_parts * sizes["context"] * train.accumulation_steps)
-    attention = attention_of(run.model, train.train_length, "tpu", hardware.chip.device_kinds[0], row_parts)
+    is_packed = run.data.packing == "documents"
+    kind = hardware.chip.device_kinds[0]
+    attention = attention_of(run.model, train.train_length, "tpu", kind, row_parts, is_packed)
     return executed_flops(
         dataclasses.replace(run.model, attention=attention),
         train.train_length,

@@ -68,7 +68,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
     device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
-    attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts)
+    is_packed = isinstance(run, RunConfig) and run.data.packing == "documents"
+    attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts, is_packed)
     config = resolved(run)
     require_wandb(run.train.wandb)
     steps = run.train.profile_steps
@@ -81,7 +82,9 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
         refuse_other_config(workdir, saved["config"], config)
     # Build and trace the model, so that the checks of its bias and processor run before any file is written.
     graphdef, abstract = model_structure(run.model)
-    jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(jnp.zeros((1, 1), jnp.int32)), abstract)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    segment_ids = tokens if is_packed else None
+    jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(tokens, segment_ids=segment_ids), abstract)
 
     # ---- data
     source = open_source(run, mesh)
@@ -229,8 +232,12 @@ def make_validation(
     """Return `validate(params)`, which computes the mean validation loss in nats, and for a task also the accuracy."""
 
     def of_corpus(params: Params) -> dict[str, float]:
-        nlls = [nll_step(params, put_batch(batch, mesh)) for batch in validation]
-        return {"loss_nats": float(sum(float(nll.sum()) for nll in nlls) / sum(nll.size for nll in nlls))}
+        nats, weight = 0.0, 0.0
+        for batch in (put_batch(batch, mesh) for batch in validation):
+            nll_BT = nll_step(params, batch)
+            nats += float((nll_BT * batch["weights"] if "weights" in batch else nll_BT).sum())
+            weight += float(batch["weights"].sum()) if "weights" in batch else nll_BT.size
+        return {"loss_nats": nats / weight}
 
     def of_task(params: Params) -> dict[str, float]:
         sums = [sums_step(params, put_batch(batch, mesh)) for batch in validation]

@@ -67,10 +67,13 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         vocab_size, tokenizer = corpus.train.sidecar.vocab_size, corpus.train.tokenizer
         allowed = f"must be at least the tokenizer's {vocab_size}; --config.model.vocab_size=None selects it"
         require(vocab_size <= run.model.vocab_size, "model.vocab_size", run.model.vocab_size, allowed)
+        packing = run.data.packing
         batches = corpus_batches.train_batches(
-            corpus.train, train_length=train.train_length, seed=run.data.seed, **shard
+            corpus.train, train_length=train.train_length, seed=run.data.seed, packing=packing, **shard
         )
-        validation = corpus_batches.validation_batches(corpus.validation, length=train.train_length, **sizes)
+        validation = corpus_batches.validation_batches(
+            corpus.validation, length=train.train_length, packing=packing, **sizes
+        )
         data_digest = corpus.digest
     mine = [rows_of_part(batch, part, num_parts) for batch in validation]
     return Source(batches, mine, data_digest, tokenizer)

@@ -187,17 +187,22 @@ def make_train_step(
         else:
             # Part i consists of every accumulation_steps-th row, so that each part is sharded like the batch.
             parts = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
+            shares = None
+            if "weights" in batch:  # parts of packed documents have different padding
+                weights = parts["weights"].sum(axis=(1, 2))
+                shares = weights * accumulation_steps / weights.sum()
 
             def add(
-                total: tuple[Array, Params], batch_and_number: tuple[dict[str, Array], Int[Array, ""]]
+                total: tuple[Array, Params], part: tuple[dict[str, Array], Float[Array, ""] | None, Int[Array, ""]]
             ) -> tuple[tuple[Array, Params], None]:
                 # Without the barrier, libtpu 0.0.51 moves the sum over devices out of the loop and crashes.
-                batch, number = batch_and_number
+                batch, share, number = part
                 one = jax.lax.optimization_barrier(loss_and_gradients(state.params, batch, health.loss_scale, number))
+                one = one if share is None else jax.tree.map(lambda x: share * x, one)
                 return jax.tree.map(jnp.add, total, one), None
 
             zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained))
-            total, _ = jax.lax.scan(add, zero, (parts, first_number + jnp.arange(accumulation_steps)))
+            total, _ = jax.lax.scan(add, zero, (parts, shares, first_number + jnp.arange(accumulation_steps)))
             loss, gradients = jax.tree.map(lambda x: x / accumulation_steps, total)
         updates, opt_state = optimizer.update(gradients, state.opt_state, trained)
         updated = jax.tree.map(jnp.add, trained, updates)
@@ -249,7 +254,7 @@ def make_nll_step(graphdef: nnx.GraphDef, last_tokens: int, logits_chunk_tokens:
 
     def step(params: Params, batch: dict[str, Array]) -> Float[Array, "B T"]:
         model = nnx.merge(graphdef, params)
-        features_BTD = model.features(batch["inputs"], num_last=last_tokens)
+        features_BTD = model.features(batch["inputs"], num_last=last_tokens, segment_ids=batch.get("segment_ids"))
         return nll_of_features(model, features_BTD, batch["targets"][:, -last_tokens:], logits_chunk_tokens)
 
     return jax.jit(step)
