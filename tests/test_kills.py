@@ -47,10 +47,11 @@ def kill_at_random(root: Path, workdir: epath.Path, num_processes: int, kills: i
         run = Run(root, workdir, num_processes, *flags(num_steps))
         try:
             if moment == "start-up":
-                time.sleep(draw.uniform(0, 6))
+                end = time.monotonic() + draw.uniform(0, 6)
+                run.until(lambda end=end, old=before: time.monotonic() > end or step_names(workdir)[:1] != old)
             elif moment == "step":
-                run.until(lambda before=before: step_names(workdir)[:1] != before)
-                time.sleep(draw.uniform(0, 0.2))
+                run.until(lambda old=before: step_names(workdir)[:1] != old)
+                time.sleep(draw.uniform(0, 0.05))
             else:
                 saved = set(names_in(workdir / "checkpoints"))
                 run.until(lambda saved=saved: set(names_in(workdir / "checkpoints")) - saved)
@@ -76,7 +77,7 @@ def test_a_killed_run_ends_with_the_same_bits(root, tmp_path, request, place, nu
     if place == "bucket":
         request.getfixturevalue("google_storage")
     workdir = to_path("gs://bucket/killed" if place == "bucket" else str(tmp_path / "killed"), "workdir")
-    num_steps = 100 * kills
+    num_steps = 20 * kills + 20  # with a checkpoint after every second step, a kill comes after a few steps
     hits = kill_at_random(root, workdir, num_processes, kills, num_steps)
     assert place == "bucket" or all(hits.values()), hits
     for each in (workdir, tmp_path / "whole"):
