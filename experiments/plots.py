@@ -1,9 +1,9 @@
-"""Figures of the report: curves of an experiment, gain and cost of DAPE. In: `runs.py`, `summary.py`."""
+"""Figures of the report: curves of an experiment, and the gain of DAPE. In: `runs.py`, `gains.py`."""
 
 import io
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -17,9 +17,9 @@ from dape_jax.evaluation.figures import band, distinct_colors, drawn, log_y_axis
 from dape_jax.files import write_atomically
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
+from experiments.gains import FACTORS, Gain, base_of
 from experiments.methods import METHODS
 from experiments.runs import Group, Series, mean_of, paper_groups
-from experiments.summary import COST_FACTOR, FACTORS, Cost, Gain, base_of
 
 UNITS = {
     "perplexity": "perplexity",
@@ -27,13 +27,6 @@ UNITS = {
     "step_ms": "milliseconds per training step",
     "accuracy": "accuracy in %",
 }
-COST_LIMIT = 3  # times Kerple's perplexity: the upper end of the figure of costs
-# Methods that the figure of costs omits: changes of DAPE, and other learning rates.
-SIDE = ("variants", "rates")
-OMITTED = {method for name in SIDE for method in EXPERIMENTS[name].methods} - {
-    method for name, experiment in EXPERIMENTS.items() if name not in SIDE for method in experiment.methods
-}
-MARKERS = "os^Dv<>PX*pd+x1234hH8"
 
 
 def write_png(file: Path, figure: Figure) -> None:
@@ -220,81 +213,3 @@ def gain_figure(found: Sequence[Gain]) -> Figure:
     handles = [panels[0].plot([], [], marker="o", color=color, label=where)[0] for where, color in colors.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(places)), fontsize=8)
     return figure
-
-
-def cost_figure(found: Sequence[Cost]) -> Figure | None:
-    """Draw perplexity by cost: for each text and train length a panel for FLOPs and, if measured, one for time.
-
-    Perplexities above `COST_LIMIT` times Kerple's are drawn there with open markers, so that the rest can be compared.
-    Changes of DAPE (`variants`), other learning rates (`rates`) and diverged models are omitted; None without others.
-    """
-    found = [each for each in found if each.method not in OMITTED and math.isfinite(fmean(each.perplexities))]
-    if not found:
-        return None
-    points: dict[tuple[str, str], list[tuple[Cost, float]]] = {}
-    for each in found:
-        points.setdefault((each.where, "FLOPs"), []).append((each, each.flops))
-        if each.time is not None:
-            points.setdefault((each.where, "time"), []).append((each, each.time))
-    figure, panels = _panels(points, f"perplexity at {COST_FACTOR} x the train length")
-    styles = styles_of(list(dict.fromkeys(each.method for each in found)))
-    limits = {each.where: COST_LIMIT * fmean(each.perplexities) for each in found if each.method == "kerple"}
-    for (place, name), axes in panels.items():
-        limit = limits[place] if place in limits else math.inf
-        for each, cost in points[place, name]:
-            color, marker = styles[each.method]
-            mean, low, high = (min(f(each.perplexities), limit) for f in (fmean, min, max))
-            axes.plot([cost, cost], [low, high], color=color, linewidth=1)
-            filled = "full" if mean < limit else "none"
-            axes.plot([cost], [mean], marker=marker, fillstyle=filled, color=color, alpha=0.8, linestyle="")
-        log_y_axis(axes)
-        axes.set_xlabel(f"{name} of training, relative to Kerple")
-        axes.grid(alpha=0.3, which="both")
-    handles = [
-        figure.axes[0].plot([], [], color=color, marker=marker, linestyle="", label=method)[0]
-        for method, (color, marker) in styles.items()
-    ]
-    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
-    return figure
-
-
-def _panels(keys: Collection[tuple[str, str]], label: str) -> tuple[Figure, dict[tuple[str, str], Axes]]:
-    """Return a figure and its panels: one for each place and quantity, places with more quantities first.
-
-    The panels of a place are side by side and share the vertical axis, with its label on the first.
-    """
-    quantities: dict[str, list[str]] = {}
-    for place, quantity in keys:
-        quantities.setdefault(place, []).append(quantity)
-    ordered = sorted(quantities, key=lambda place: -len(quantities[place]))
-    num_columns = min(4, len(keys))
-    num_rows = math.ceil(len(keys) / num_columns)
-    figure = Figure(figsize=(2 + 3.6 * num_columns, 3.4 * num_rows), layout="constrained")
-    free = iter(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-    panels: dict[tuple[str, str], Axes] = {}
-    for place in ordered:
-        of_place = {(place, quantity): next(free) for quantity in quantities[place]}
-        panels |= of_place
-        first, *others = of_place.values()
-        first.set_ylabel(label)
-        for axes in others:
-            axes.sharey(first)
-        for axes in (first, *others):
-            axes.set_title(place, fontsize=9)
-    for axes in free:
-        axes.remove()
-    return figure, panels
-
-
-def styles_of(methods: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return a colour for each method's positions, as in "kerple", and a marker for the rest of its name."""
-    names = {}
-    for method in methods:
-        rest = method.partition("-")[2] if method.startswith("dape") else method
-        positions = min((name for name in METHODS if rest == name or rest.startswith(f"{name}-")), key=len)
-        names[method] = (positions, method.replace(positions, ""))
-    colors, markers = (list(dict.fromkeys(each)) for each in zip(*names.values(), strict=True))
-    return {
-        method: (f"C{colors.index(positions) % 10}", MARKERS[markers.index(variant) % len(MARKERS)])
-        for method, (positions, variant) in names.items()
-    }

@@ -1,7 +1,7 @@
 """Compare finished runs with the paper's claims. In: `runs.py`. Out, under the directory of the results:
 
     README.md                 verdicts, tables and figures of all experiments
-    summary.json              gain and cost of DAPE over all experiments, drawn in gain.png and cost.png
+    gains.json, gain.png      gain of DAPE over all experiments
     EXPERIMENT/report.json    verdicts and results of one experiment, by group
     EXPERIMENT/figure.png     its curves, and the paper's
 
@@ -20,10 +20,10 @@ from dape_jax.evaluation.report import FIXED_BELOW, json_values, markdown_table
 from dape_jax.files import write_json
 from dape_jax.tasks import TASKS
 from experiments.catalogue import EXPERIMENTS
+from experiments.gains import gains
 from experiments.methods import NOT_IN_PAPER, Cell, Less, Score
-from experiments.plots import UNITS, cost_figure, experiment_figure, gain_figure, write_png
+from experiments.plots import UNITS, experiment_figure, gain_figure, write_png
 from experiments.runs import Group, lookup_in, mean_of, paper_groups, read_groups
-from experiments.summary import costs, gains
 from experiments.verdicts import (
     MIN_SEEDS,
     VERDICTS,
@@ -50,15 +50,10 @@ def write(results: Path) -> Path:
     allowed = "must be a directory with finished runs (python -m experiments run)"
     require(bool(groups), "--results", str(results), allowed)
     parts = [INTRODUCTION]
-    gained, spent = gains(groups), costs(groups)
-    if gained:
+    if gained := gains(groups):
         write_png(results / "gain.png", gain_figure(gained))
+        write_json(results / "gains.json", {"gains": json_values([vars(each) for each in gained])})
         parts += [GAIN, "![gain](gain.png)"]
-    if (figure := cost_figure(spent)) is not None:
-        write_png(results / "cost.png", figure)
-        parts += [COST, "![cost](cost.png)"]
-    rows = {"gain": [vars(each) for each in gained], "cost": [vars(each) for each in spent]}
-    write_json(results / "summary.json", json_values(rows))
     judged = [(group, judge_all(group)) for group in groups]
     for name in dict.fromkeys(group.experiment for group in groups):
         ours = [(group, items) for group, items in judged if group.experiment == name]
@@ -76,7 +71,7 @@ def judge_all(group: Group) -> list[Judgement]:
 
 def _as_json(group: Group, judgements: list[Judgement]) -> dict[str, Any]:
     series = []
-    for each in group.series:  # samples and curves are in the runs
+    for each in group.series:  # samples are in the runs
         fields = vars(each).items()
         series.append(
             {key: value for key, value in fields if key not in ("samples", "curves") and value not in ("", {})}
@@ -145,17 +140,9 @@ scale; they do not reproduce the paper's numbers."""
 
 GAIN = """## What DAPE gains
 
-Perplexity with DAPE divided by perplexity without, on the same windows and seeds; numbers in `summary.json`. FIRE's
+Perplexity with DAPE divided by perplexity without, on the same windows and seeds; numbers in `gains.json`. FIRE's
 official settings depend on DAPE, so the ratios to FIRE are not due to DAPE alone. A point without an interval has one
 seed. Intervals wider than the axes are cut."""
-
-COST = """## What DAPE costs
-
-Perplexity at eight times the train length by the cost of training, relative to Kerple's; numbers in `summary.json`,
-which also has the methods of `variants` and `rates`. Methods above three times Kerple's perplexity are drawn there,
-with open markers. Kerple with more steps, wider and deeper has the FLOPs or the time of DAPE1x3-Kerple, or more. FLOPs
-of biases are not counted, also where they need products of matrices (CoPE, Transformer-XL). The time of a training is
-the number of its steps times the time of one, which is measured in turns (experiment `times`)."""
 
 VERDICTS_TEXT = f"""## Verdicts
 

@@ -40,7 +40,17 @@ from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 from experiments.catalogue import find_experiment
-from experiments.methods import METHODS, OVERRIDES, PRESETS, RATES, Experiment, length_divisor, lengths_from, models_of
+from experiments.methods import (
+    METHODS,
+    OVERRIDES,
+    PRESETS,
+    RATES,
+    Experiment,
+    Model,
+    length_divisor,
+    lengths_from,
+    models_of,
+)
 from experiments.runs import add_run, identity, read_runs
 from experiments.settings import Settings
 
@@ -87,87 +97,69 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
         InputError: the experiment does not have the preset, a method, a train length or a task; no run is left; or a
             text is given for an experiment on tasks.
     """
-    allowed = f"must be one of {experiment.presets} for this experiment"
-    require(settings.preset in experiment.presets, "--preset", settings.preset, allowed)
-    for method in experiment.methods:
-        require(method in METHODS, "method of the experiment", method, "must be a key of METHODS in catalogue.py")
-    for method in settings.methods:
-        require(method in experiment.methods, "--methods", method, f"must be one or more of {list(experiment.methods)}")
     divisor = length_divisor(experiment, settings.preset)
-    train_lengths = [length // divisor for length in experiment.train_lengths]
-    for length in settings.train_lengths:
-        require(length in train_lengths, "--train_lengths", length, f"must be one or more of {train_lengths}")
-    if experiment.tasks:
-        allowed = "must be empty: this experiment is on tasks, which draw their own strings"
-        require(settings.data == "", "--data", settings.data, allowed)
-        for task in settings.tasks:
-            require(task in experiment.tasks, "--tasks", task, f"must be one or more of {list(experiment.tasks)}")
-    else:
-        require(not settings.tasks, "--tasks", settings.tasks, "must be empty: this experiment is on a text")
+    train_lengths = tuple(length // divisor for length in experiment.train_lengths)
+    for flag, given, allowed in (
+        ("--preset", (settings.preset,), experiment.presets),
+        ("method of the experiment, in METHODS", experiment.methods, tuple(METHODS)),
+        ("--methods", settings.methods, experiment.methods),
+        ("--train_lengths", settings.train_lengths, train_lengths),
+        ("--tasks", settings.tasks, experiment.tasks),
+    ):
+        for value in given:
+            expected = f"must be one of {list(allowed)}" if allowed else "must be empty"
+            require(value in allowed, flag, value, f"{expected} for this experiment")
+    on_text = not experiment.tasks
+    require(on_text or not settings.data, "--data", settings.data, "must be empty: tasks draw their own strings")
     preset = PRESETS[settings.preset]
-    on_tasks, data = preset.on_tasks, settings.data or preset.data
-    runs = []
-    models = itertools.product(settings.seeds or preset.seeds, models_of(experiment))
-    for seed, (method, paper_size, paper_length, task) in models:
-        train_length = paper_length // divisor
-        if method not in (settings.methods or experiment.methods):
-            continue
-        if train_length not in (settings.train_lengths or train_lengths):
-            continue
-        seeds = {"train.seed": seed, "data.seed": seed}
-        if task:
-            if task not in (settings.tasks or on_tasks.tasks) or method not in on_tasks.methods:
-                continue
-            run = Run(
-                method=method,
-                train_length=train_length,
-                lengths=on_tasks.lengths,
-                seed=seed,
-                recipe=on_tasks.recipe,
-                argument=f"task={task},{METHODS[method]}",
-                overrides=seeds
-                | {"train.num_steps": on_tasks.num_steps, "train.batch_size": on_tasks.batch}
-                | experiment.overrides
-                | {"evaluation.num_sequences": on_tasks.num_sequences},
-                paper_train_length=paper_length,
-                task=task,
-            )
-        else:
-            size, batch = preset.sizes[paper_size], preset.batch
-            if batch is not None and experiment.step_tokens is not None:
-                batch = experiment.step_tokens // paper_length
-            if experiment.step_batch is not None:
-                batch = experiment.step_batch
-            if batch is None and preset.step_tokens is not None:
-                batch = preset.step_tokens // train_length
-            fields = seeds if batch is None else seeds | {"train.batch_size": batch}
-            if "-rate" in method:
-                factor = RATES[method[method.index("-rate") :]]
-                fields["optimizer.learning_rate"] = factor * read_module(RECIPES / preset.recipe).LEARNING_RATES[size]
-            # If train lengths are compared, every model is evaluated from the shortest of them.
-            shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
-            run = Run(
-                method=method,
-                train_length=train_length,
-                lengths=tuple(length // divisor for length in lengths_from(shortest, experiment.longest)),
-                seed=seed,
-                recipe=preset.recipe,
-                argument=f"{size},{METHODS[method]},train_length={train_length}",
-                overrides={
-                    **fields,
-                    **preset.overrides,
-                    **experiment.overrides,
-                    **(OVERRIDES[method] if method in OVERRIDES else {}),
-                    **({"data.path": data} if data else {}),
-                },
-                paper_train_length=paper_length,
-                size=size,
-                paper_size=paper_size,
-            )
-        runs.append(run)
+    runs = [
+        _run(experiment, settings, seed, model)
+        for seed, model in itertools.product(settings.seeds or preset.seeds, models_of(experiment))
+        if model[0] in (settings.methods or experiment.methods)
+        and model[2] // divisor in (settings.train_lengths or train_lengths)
+        and (on_text or (model[3] in (settings.tasks or preset.on_tasks.tasks) and model[0] in preset.on_tasks.methods))
+    ]
     selected, allowed = (settings.methods, settings.train_lengths), f"must select a run of preset {settings.preset!r}"
     require(bool(runs), "--methods, --train_lengths", selected, allowed)
     return runs
+
+
+def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) -> Run:
+    method, paper_size, paper_length, task = model
+    preset, train_length = PRESETS[settings.preset], paper_length // length_divisor(experiment, settings.preset)
+    common = {"method": method, "train_length": train_length, "seed": seed}
+    common |= {"paper_train_length": paper_length, "paper_size": paper_size, "task": task}
+    fields: dict[str, Any] = {"train.seed": seed, "data.seed": seed}
+    if task:
+        tasks = preset.on_tasks
+        fields |= {"train.num_steps": tasks.num_steps, "train.batch_size": tasks.batch} | experiment.overrides
+        fields |= {"evaluation.num_sequences": tasks.num_sequences}
+        argument = f"task={task},{METHODS[method]}"
+        return Run(**common, lengths=tasks.lengths, recipe=tasks.recipe, argument=argument, overrides=fields)
+    batch = preset.batch
+    if batch is not None and experiment.step_tokens is not None:
+        batch = experiment.step_tokens // paper_length
+    if experiment.step_batch is not None:
+        batch = experiment.step_batch
+    if batch is None and preset.step_tokens is not None:
+        batch = preset.step_tokens // train_length
+    fields |= {} if batch is None else {"train.batch_size": batch}
+    size, data = preset.sizes[paper_size], settings.data or preset.data
+    if "-rate" in method:
+        factor = RATES[method[method.index("-rate") :]]
+        fields["optimizer.learning_rate"] = factor * read_module(RECIPES / preset.recipe).LEARNING_RATES[size]
+    changes = OVERRIDES[method] if method in OVERRIDES else {}
+    # If train lengths are compared, every model is evaluated from the shortest of them.
+    shortest = min(experiment.train_lengths) if experiment.step_tokens else paper_length
+    divisor = paper_length // train_length
+    return Run(
+        **common,
+        size=size,
+        lengths=tuple(length // divisor for length in lengths_from(shortest, experiment.longest)),
+        recipe=preset.recipe,
+        argument=f"{size},{METHODS[method]},train_length={train_length}",
+        overrides=fields | preset.overrides | experiment.overrides | changes | ({"data.path": data} if data else {}),
+    )
 
 
 def config_of(run: Run) -> dict[str, Any]:

@@ -154,8 +154,7 @@ class Series:
 
     `size` is "" for a task, `task` is "" for a text. Claims are judged by the samples. For a task, `within` and
     `beyond` are the means, by seed, over lengths up to the train length and over longer ones. `train_flops` is None and
-    `num_steps` is 0 if unknown. `seconds` is the time that training and evaluation took, over all seeds. `curves` are
-    the validation losses during training in nats, by seed and step.
+    `num_steps` is 0 if unknown. `seconds` is the time that training and evaluation took, over all seeds.
     """
 
     method: str
@@ -169,7 +168,6 @@ class Series:
     train_flops: float | None = None
     num_steps: int = 0
     seconds: float = 0.0
-    curves: dict[int, dict[int, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def lengths(self) -> list[int]:
@@ -267,7 +265,6 @@ def _group(where: str, name: str, preset: str, data: str, runs: dict[str, Run]) 
         except (KeyError, TypeError, ValueError) as error:
             message = f"{where}, {run_name(of_model[0])}: must measure {experiment.metric}: {error!r}"
             raise InputError(message) from error
-        curves = {run["seed"]: run["validation_nats"] for run in of_model if "validation_nats" in run}
         flops = [float(run["train_flops"]) for run in of_model if "train_flops" in run]
         made = _series(
             model,
@@ -278,9 +275,6 @@ def _group(where: str, name: str, preset: str, data: str, runs: dict[str, Run]) 
             "train_flops": flops[-1] if flops else None,
             "num_steps": of_model[-1]["config"]["train"]["num_steps"],
             "seconds": sum(run["wall_seconds"] for run in of_model),
-            "curves": {
-                seed: {int(step): float(nats) for step, nats in curve.items()} for seed, curve in curves.items()
-            },
         }
         series.append(dataclasses.replace(made, **more))
     found = {field: sorted({json.dumps(run[field]) for run in about}) for field in PROVENANCE}

@@ -419,18 +419,6 @@ def gpu_compiled() -> str:
     return table(["T", "B", "`fused`", earlier, "`blockwise`, 128 rows", "`dense`", "cuDNN, no bias, no DAPE"], rows)
 
 
-def gpu_registers() -> str:
-    """Return registers per thread, and spilled bytes, of the package's kernels at T = 2,048."""
-    names, rows = ("forward", "scores_gradient", "parameters_gradient"), []
-    for part, shown in (("", "now"), ("before/", "before the kernels stored their own zeros (7520777)")):
-        found = read(f"gpu_compiled/{part}gpu_compiled.json")["rows"]
-        row = select(found, implementation="fused", length=2048, batch=1, direction="backward")
-        kernels = [row["kernels"][name] for name in names]
-        rows.append([shown, *(f"{each['registers']} ({each['spilled_bytes']})" for each in kernels)])
-    header = ("forward", "gradient of the scores", "gradients of the parameters")
-    return table(["registers (spilled bytes)", *header], rows)
-
-
 # ---- TPUs
 
 
@@ -458,26 +446,6 @@ def tpu_implementations() -> str:
         f"`{name}`: memory" if part == "memory" else part for name in ("fused", "blockwise", "dense") for part in parts
     ]
     return table(["T", *header], rows)
-
-
-def tpu_passes() -> str:
-    """Return memory, traffic and estimated times of the kernel's layer on v5e, forward, and forward and backward."""
-    rows = []
-    for length in (2048, 8192, 32768, 131072):
-        cells = []
-        for direction in ("forward", "backward"):
-            row = tpu("lengths", length=length, direction=direction)
-            cells += [f"{row['temporary_mib']:,.0f} MiB", f"{row['moved_gb']:,.3g} GB"]
-            cells += [
-                f"{row[field]:,.2f} ms" if row[field] < 10 else f"{row[field]:,.0f} ms"
-                for field in ("kernels_ms", "other_ms")
-            ]
-        rows.append([f"{length:,}", *cells])
-    header = ("memory", "traffic", "kernels", "other")
-    return table(
-        ["T", *(f"{d}: {part}" if part == "memory" else part for d in ("forward", "and backward") for part in header)],
-        rows,
-    )
 
 
 def tpu_roofline() -> str:
@@ -546,18 +514,6 @@ def tpu_plain() -> str:
         rows.append([chip, *cells, f"{kernels:.2f}", f"{both:.2f}"])
     header = ("without a processor: kernels", "other", "DAPE1x3: kernels", "other", "ratio of kernels", "of both")
     return table(["chip", *header], rows)
-
-
-def tpu_splash() -> str:
-    """Return times of plain attention on v5e: this package's kernel and JAX's splash attention."""
-    rows = []
-    for name, shown in (("fused", "this package's kernel"), ("splash", "splash attention")):
-        row = tpu("nope", implementation=name, direction="backward")
-        kernels = " + ".join(f"{ms:.2f}" for ms in row["kernels_of_passes_ms"])
-        rows.append(
-            [shown, f"{kernels} ms", f"{row['other_ms']:.2f} ms", f"{row['kernels_ms'] + row['other_ms']:.2f} ms"]
-        )
-    return table(["plain attention, v5e", "kernels", "other", "both"], rows)
 
 
 def tpu_steps() -> str:
