@@ -11,19 +11,19 @@ Argument: task=NAME, one of
     context-sensitive  duplicate_string missing_duplicate_string odds_first binary_addition binary_multiplication
                        compute_sqrt bucket_sort associative_recall
 
-and any of
+then a method (`configs/common.py`) and
 
-    rotary=none|rope  bias=nope|alibi|kerple|fire|transformer_xl|..  processor=none|dape  kernel=W  channels=C
-    fire=auto|dape|plain FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
     positions=M          randomized positional encodings: positions are drawn from 0..M-1; 0: positions 0, 1, 2, ..
     computation_steps=K  computation tokens on the tape for each input symbol
 
-All other fields are set by flags: --config.model.causal=True for a decoder instead of the paper's encoder.
+--config.model.causal=True trains a decoder instead of the paper's encoder.
 
 Expect for even_pairs after 1,500 steps, on two CPU cores (`results/che`; accuracy in %, mean over lengths 1 to 40 and
 mean over lengths 41 to 500): Kerple 52.50 and 51.51; DAPE1x3-Kerple 100.00 and 82.95. Chance is 50 %. The paper trains
 200,000 steps.
 """
+
+import dataclasses
 
 from ml_collections import ConfigDict
 
@@ -42,15 +42,8 @@ def get_config(argument: str | None = None) -> ConfigDict:
     """Return the recipe's config for an argument; see the module's docstring."""
     choice = common.parse_argument(argument, task="", positions=0, computation_steps=0, **common.METHOD)
     require(choice["task"] in TASKS, "config argument", f"task={choice['task']}", f"must be one of {list(TASKS)}")
-    data = dict(
-        task=choice["task"],
-        computation_steps=choice["computation_steps"],
-        pad_to=1,
-        max_position=choice["positions"] or None,
-        seed=0,
-    )
-    task = TaskConfig(**data)
-    data |= dict(pad_to=-(-task.tape_length(TRAIN_LENGTH) // NUM_PROGRAMS))
+    task = TaskConfig(choice["task"], choice["computation_steps"], 1, choice["positions"] or None, seed=0)
+    pad_to = -(-task.tape_length(TRAIN_LENGTH) // NUM_PROGRAMS)
     return common.make(
         model=dict(
             num_layers=5,
@@ -63,14 +56,9 @@ def get_config(argument: str | None = None) -> ConfigDict:
             attention=choose("attention", "dense"),
             dtype="float32",
         ),
-        data=data,
-        optimizer=dict(
-            learning_rate=1e-3,
-            warmup_fraction=0.0,
-            final_fraction=1.0,  # constant
-            beta2=0.999,
-            weight_decay=0.0,
-        ),
+        data=dataclasses.asdict(task) | dict(pad_to=pad_to),
+        # A constant learning rate.
+        optimizer=dict(learning_rate=1e-3, warmup_fraction=0.0, final_fraction=1.0, beta2=0.999, weight_decay=0.0),
         train=dict(
             train_length=TRAIN_LENGTH,  # longest input; each batch has one length, drawn uniformly from 1..40
             batch_size=128,

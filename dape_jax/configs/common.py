@@ -1,4 +1,13 @@
-"""Parts that recipes share. A recipe consists of its docstring and the fields in which it differs."""
+"""Parts that recipes share. A recipe consists of its docstring and the fields in which it differs.
+
+The argument of every recipe chooses a method, with the paper's official settings (`docs/methods.md`):
+
+    rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
+    processor=none|dape  kernel=W  channels=C
+    fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
+
+All other fields are set by flags: --config.train.num_steps=2000, --config.model.attention=fused.
+"""
 
 from typing import Any
 
@@ -8,6 +17,7 @@ from dape_jax.config import choose
 from dape_jax.errors import InputError, require
 
 METHOD = {"rotary": "none", "bias": "nope", "processor": "none", "kernel": 3, "channels": 32, "fire": "auto"}
+MESH = dict(data=1, fsdp=-1, context=1, tensor=1)  # parameters and batch are sharded over all devices
 Fields = dict[str, Any]
 
 
@@ -24,15 +34,8 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         dtype="auto",
     )
     # The paper's Adam and cosine schedule.
-    shared_optimizer = dict(
-        warmup_fraction=0.01,
-        final_fraction=0.1,
-        beta1=0.9,
-        beta2=0.95,
-        epsilon=1e-8,
-        weight_decay=0.1,
-        clip_norm=1.0,
-    )
+    shared_optimizer = dict(warmup_fraction=0.01, final_fraction=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8)
+    shared_optimizer |= dict(weight_decay=0.1, clip_norm=1.0)
     shared_train = dict(
         seed=0,
         accumulation_steps=1,
@@ -43,22 +46,9 @@ def make(*, model: Fields, data: Fields, optimizer: Fields, train: Fields, evalu
         wandb=None,  # None: no project in Weights & Biases
         profile_steps=(),  # --config.train.profile_steps=10,15 traces these steps
     )
-    return ConfigDict(
-        dict(
-            model=shared_model | model,
-            data=data,
-            optimizer=shared_optimizer | optimizer,
-            train=shared_train | train,
-            mesh=mesh(),
-            init=dict(source=None, train_only=None),  # random parameters, all trained
-            evaluation=evaluation,
-        )
-    )
-
-
-def mesh() -> Fields:
-    """Return the `mesh` section: parameters and batch are sharded over all devices."""
-    return dict(data=1, fsdp=-1, context=1, tensor=1)
+    config = dict(model=shared_model | model, data=data, optimizer=shared_optimizer | optimizer, mesh=MESH)
+    init = dict(source=None, train_only=None)  # random parameters, all trained
+    return ConfigDict(config | dict(train=shared_train | train, init=init, evaluation=evaluation))
 
 
 def text(**fields: Any) -> Fields:

@@ -5,10 +5,7 @@ r"""Start a run from the weights of another run: for more steps, other data or a
         --config.train.num_steps=5000 --workdir=runs/rope-to-dape
     python eval.py --workdir=runs/rope,runs/rope-to-dape
 
-Argument: source=WORKDIR or source=WORKDIR@STEP (STEP is a number, newest or best), then any of
-
-    rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
-    processor=none|dape  kernel=W  channels=C  fire=auto|dape|plain (as in configs/small.py)
+Argument: source=WORKDIR or source=WORKDIR@STEP (STEP is a number, newest or best), then a method (`configs/common.py`).
 
 All fields have the values of the source's config, except the method given here and the mesh, which has all devices.
 The parameters are the checkpoint's. Optimizer, schedule and position in the data start from the beginning;
@@ -53,4 +50,4 @@ def get_config(argument: str | None = None) -> ConfigDict:
     if choice["processor"] == "dape":
         chosen["processor"] |= {"init": "identity"}
     spec["model"] |= {field: chosen[field] for field in given}
-    return ConfigDict(spec | {"mesh": common.mesh(), "init": {"source": source, "train_only": None}})
+    return ConfigDict(spec | {"mesh": common.MESH, "init": {"source": source, "train_only": None}})

@@ -6,15 +6,7 @@ r"""Language-model runs of the paper, selected by one argument.
         --config.data.path=data/books3 --workdir=runs/books3/dape1x3-kerple
     python eval.py --workdir=runs/books3/dape1x3-kerple
 
-Argument: first a size, 25m|125m|350m|2.7b|6.7b, then any of
-
-    rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
-    processor=none|dape  kernel=W  channels=C
-    fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
-    train_length=T
-
-All other fields are set by flags: --config.train.batch_size=64, --config.model.processor.alignment=causal
-(`docs/methods.md`), --config.model.attention=fused.
+Argument: a size, 25m|125m|350m|2.7b|6.7b, then a method (`configs/common.py`) and train_length=T.
 
 `python -m experiments list` lists the paper's figures and tables, `.. show fig2 --preset=paper` prints the
 command of each run of figure 2, and `.. run fig2 --preset=paper --data=DIR` executes these commands.

@@ -10,10 +10,7 @@ A byte-level model of 0.9 M parameters is trained on the standard library's sour
 Expect (`results/quickstart`, perplexity per byte at 64 and at 2048): Kerple 4.88 and 5.16; DAPE1x3-Kerple 4.30 and
 4.15.
 
-Argument: rotary=none|rope|pi|ntk|yarn, bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl,
-processor=none|dape, kernel=1|3|5|..., channels=C, fire=auto|dape|plain (as in `configs/small.py`). Every field can
-also be set by a flag: --config.train.num_steps=2000 or --config.model.processor.alignment=causal (`docs/methods.md` has
-the options of every method).
+Argument: a method (`configs/common.py`); by default bias=kerple,processor=dape.
 """
 
 from ml_collections import ConfigDict

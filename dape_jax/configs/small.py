@@ -7,12 +7,7 @@ r"""Language-model runs of the paper with all lengths divided by four, at sizes 
 Expect (`results/README.md`, perplexity per byte at 32 and at 2048, mean of five seeds): 5.31 and 5.05; with
 processor=none 5.93 and 6.21.
 
-Argument: first a size, xs|s|m|l, then any of
-
-    rotary=none|rope|pi|ntk|yarn  bias=nope|alibi|kerple|kerple_power|sandwich|t5|fire|cope|transformer_xl
-    processor=none|dape  kernel=W  channels=C
-    fire=auto|dape|plain  FIRE's published settings with DAPE or without it; auto: with DAPE if processor=dape
-    train_length=T
+Argument: a size, xs|s|m|l, then a method (`configs/common.py`) and train_length=T.
 
 The sizes replace the paper's 125m, 350m, 2.7b and 6.7b. Train lengths 32, 128 and 256 replace 128, 512 and 1024. A step
 has 1,024 tokens. The longest evaluation length is 2048, in the paper 8192: in both, 64 times the shortest train length.
