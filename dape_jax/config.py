@@ -251,7 +251,8 @@ def without_removed(saved: dict[str, Any]) -> dict[str, Any]:
         }
 
     saved = strip(saved, "")
-    return saved | {"data": ADDED_FIELDS | saved["data"]} if "path" in saved["data"] else saved
+    data = saved.get("data", {})
+    return saved | {"data": data | ADDED_FIELDS | data} if "path" in data else saved
 
 
 def differences(
