@@ -117,8 +117,3 @@ def exclusive_lock(directory: epath.PathLike, field: str, lock_file: str = "lock
         yield
     finally:
         lock.release()
-
-
-def waiting_lock(file: epath.PathLike) -> filelock.BaseFileLock:
-    """Return a context that holds an exclusive lock on a file, after waiting for the current holders."""
-    return filelock.FileLock(file)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
-from dape_jax.errors import os_errors, require
-from dape_jax.storage import AnyPath, is_remote
+from dape_jax.errors import InputError, require
+from dape_jax.storage import absolute, is_remote
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jax", "jaxlib", "flax", "grain", "optax", "orbax-checkpoint")  # versions must be equal on all processes
@@ -64,7 +65,7 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath:
+def make_results_directory(directory: epath.PathLike, field: str = "output") -> epath.Path:
     """Create a directory for results before the work begins, and return it.
 
     Args:
@@ -73,18 +74,20 @@ def make_results_directory(directory: AnyPath, field: str = "output") -> AnyPath
         field: name of the flag or argument with the directory, for messages.
 
     Raises:
-        InputError: the directory cannot be created; or it is in results/, the source has uncommitted
-            changes, and the environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
+        InputError: the directory cannot be created; or it is in results/, the source has uncommitted changes, and the
+            environment variable `DAPE_ALLOW_DIRTY_RESULTS` is not 1.
     """
-    if is_remote(directory):
-        return directory
-    if directory.absolute().is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
+    path = epath.Path(directory)
+    if absolute(path).is_relative_to(ROOT / "results") and not os.environ.get(ALLOW_DIRTY):
         allowed = f"commit the changes, choose a directory outside results/, or set {ALLOW_DIRTY}=1"
         clean = not commit().endswith("-dirty")
         require(clean, field, str(directory), f"the source has uncommitted changes; {allowed}")
-    with os_errors(field, str(directory), "cannot be written to"):
-        directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    try:
+        if not is_remote(path):  # a bucket has no directories
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{field} = {str(directory)!r}: cannot be written to: {error}") from error
+    return path
 
 
 def commit() -> str:

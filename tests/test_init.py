@@ -7,8 +7,8 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tiny
 from flax import nnx
@@ -234,32 +234,24 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_from_the_source_agai
 
 
 def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
-    """Check with accumulation and in float16. A step with an overflow changes no parameter."""
-    spec = tiny.spec(trained_root, model__dtype="float16")
-    run = read_run(spec)
-    mesh, optimizer = make_mesh(run.mesh), make_optimizer(run.optimizer, 10)
-    tokens = np.random.default_rng(1).integers(0, 257, (16, 17), np.int32)
+    """A step of plain gradient descent shows the gradient of every parameter."""
+    run = read_run(tiny.spec(trained_root, model__num_layers=1))
+    mesh, optimizer = make_mesh(run.mesh), optax.sgd(1.0)
+    tokens = np.random.default_rng(1).integers(0, 257, (8, 17), np.int32)
     batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
     norms = {}
-    with jax.set_mesh(mesh):
-        for kinds in ((), ("processor",), ("bias",), ("bias", "processor")):
-            state = init_state(run.model, optimizer, 0, mesh, kinds)
-            options = {"accumulation_steps": 2, "train_only": kinds}
-            step = make_train_step(model_structure(run.model)[0], optimizer, shardings_of(state), **options)
+    for kinds in ((), ("processor",)):
+        state = init_state(run.model, optimizer, 0, mesh, kinds)
+        before = flat_params(jax.device_get(state.params))
+        step = make_train_step(model_structure(run.model)[0], optimizer, shardings_of(state), train_only=kinds)
+        with jax.set_mesh(mesh):
             state, metrics = step(state, batch)
-            assert bool(metrics["applied"])
-            norms[kinds] = float(metrics["gradient_norm"])
-        before = jax.device_get(state.params)
-        infinite = state.health._replace(loss_scale=state.health.loss_scale * jnp.inf)
-        state, metrics = step(jax.device_put(state._replace(health=infinite), shardings_of(state)), batch)
-    assert not bool(metrics["applied"])
-    chex.assert_trees_all_equal(jax.device_get(state.params), before)
-    both = np.hypot(norms["bias",], norms["processor",])
-    assert norms["bias", "processor"] == pytest.approx(both, rel=2e-2)
-    assert 0 < both < norms[()]
-
-
-# ---- the recipe
+        after = flat_params(jax.device_get(state.params))
+        squares = {path: np.sum((after[path] - before[path]) ** 2) for path in after}
+        assert float(metrics["gradient_norm"]) == pytest.approx(np.sqrt(sum(squares.values())), rel=1e-3)
+        norms[kinds] = {path: square for path, square in squares.items() if square > 0}
+    assert {parameter_kind(path) for path in norms["processor",]} == {"processor"}
+    assert len(norms["processor",]) < len(norms[()])
 
 
 def test_the_recipe_takes_everything_but_the_method_from_the_source(trained_root, sources, tmp_path, monkeypatch):

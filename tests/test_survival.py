@@ -1,16 +1,12 @@
 """Crashes, damaged disks and concurrent runs: no checkpoint is lost, and no damage is restored unnoticed."""
 
-import contextlib
 import errno
 import gc
-import json
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import chex
@@ -19,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
@@ -27,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dape_jax import command_line
 from dape_jax.errors import InputError
 from dape_jax.sharding import MeshConfig, make_mesh
-from dape_jax.training import checkpoint, loop
+from dape_jax.training import checkpoint
 from dape_jax.training.step import TrainState
 
 ROOT = Path(__file__).parent.parent
@@ -136,13 +131,6 @@ def test_a_digest_depends_on_the_order_of_the_values():
     others = [values[::-1], values.T, np.roll(values, 1), values.reshape(4, 16).repeat(2, 0)[:, ::2], -values]
     digests = [checkpoint.leaf_digests({"a": jnp.asarray(a)})["a"] for a in [values, *others]]
     assert len(set(digests)) == len(digests)
-
-
-def test_float64_and_many_leaves(float64):
-    tree = {"a": (jnp.float64(1.0), jnp.zeros((0, 3))), "b": [jnp.arange(3)]}
-    digests = checkpoint.leaf_digests(tree)
-    assert list(digests) == ["a/0", "a/1", "b/0"]
-    assert digests["a/0"] != checkpoint.leaf_digests({"a": (jnp.float64(np.nextafter(1, 2)), 0 * tree["a"][1])})["a/0"]
 
 
 # ---- restoring what was saved, or naming the damage
@@ -340,65 +328,19 @@ def test_a_workdir_without_a_checkpoint_is_a_fresh_start(tmp_path):
     assert checkpoint.restore_newest(tmp_path, abstract(small_state(1))) is None
 
 
-@pytest.mark.slow
-def test_training_from_an_older_step_ends_with_the_same_bits(tmp_path, caplog):
-    spec = tiny.spec(tmp_path)
-    loop.train(spec, tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    step = tmp_path / "run" / "checkpoints" / "6"
-    flip(array_data(step), 200)
-    loop.train(spec, tmp_path / "run")
-    assert "step 6 is damaged and moved" in caplog.text
-    assert (tmp_path / "run" / "damaged" / "6").is_dir()
-    digests = [
-        json.loads((d / "checkpoints" / "6" / "digests" / "metadata").read_text())
-        for d in (tmp_path / "whole", tmp_path / "run")
-    ]
-    assert digests[0] == digests[1]
-
-
 # ---- one run per directory, and disk space
 
 
-@contextlib.contextmanager
-def another_run(workdir: Path) -> Iterator[subprocess.Popen]:
-    program = (
-        "import sys, time; from pathlib import Path; from dape_jax.training.checkpoint import run_lock\n"
-        "with run_lock(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", program, str(workdir)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    ) as run:
-        assert run.stdout is not None
-        assert run.stdout.readline() == "ready\n"
-        try:
-            yield run
-        finally:
-            run.kill()
-
-
-def test_a_directory_has_one_run_and_a_killed_one_releases_it(tmp_path):
+def test_a_directory_has_one_run(tmp_path):
     workdir = tmp_path / "run"
-    with another_run(workdir) as run:
-        with pytest.raises(InputError) as error, checkpoint.run_lock(workdir):
-            pass
-        assert all(
-            words in str(error.value) for words in (str(workdir), "in use by another process", "another directory")
-        )
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        with checkpoint.run_lock(workdir), pytest.raises(InputError), checkpoint.run_lock(workdir):
-            pass
-    with checkpoint.run_lock(workdir):
-        pass
-
-
-def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path):
+    for _ in range(2):
+        with checkpoint.run_lock(workdir):
+            with pytest.raises(InputError, match=rf"^workdir = '{workdir}': in use by another process"):
+                checkpoint.run_lock(workdir).__enter__()
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(InputError, match=r"workdir = .*cannot be written to"), checkpoint.run_lock(workdir):
-            pass
+        with pytest.raises(InputError, match=r"workdir = .*cannot be written to"):
+            checkpoint.run_lock(workdir).__enter__()
 
 
 # ---- errors of the machine
