@@ -12,7 +12,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
-from absl import flags
 from flax import nnx
 from test_command_lines import run
 
@@ -22,7 +21,7 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
 from dape_jax.model.contextual import ContextualBias
-from dape_jax.model.transformer import Block, Transformer, TransformerConfig, model_structure
+from dape_jax.model.transformer import Block, Places, Transformer, TransformerConfig, model_structure
 from dape_jax.tools import maps as module
 from dape_jax.tools.maps import attention_maps, layer_maps
 from dape_jax.training.source import load_corpus
@@ -30,22 +29,19 @@ from dape_jax.training.source import load_corpus
 MODULE = ("-m", "dape_jax.tools.attention_maps")
 LENGTH = 77
 
+# Every kind of bias and processor, grouped heads and a window, in two models.
 CASES = {
-    "kerple": {"model__bias": {"name": "kerple"}},
     "residual": {
         "model__bias": {"name": "alibi"},
         "model__processor": {"name": "dape", "kernel_width": 3, "channels": 4, "residual": False},
         "model__num_kv_heads": 1,
+        "model__window": 9,
     },
     "contextual": {"model__bias": {"name": "cope", "num_positions": 8}},
     "shared": {"model__bias": {"name": "t5"}, "model__processor": {"name": "none"}},
     "no bias": {"model__bias": {"name": "nope"}, "model__rotary": {"name": "rope"}},
-    "window": {"model__window": 9},
 }
-COLUMNS = {
-    "shared": ["scores", "bias", "probs"],
-    "no bias": ["scores", "added", "probs"],
-}
+COLUMNS = {"shared": ["scores", "bias", "probs"], "no bias": ["scores", "added", "probs"]}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +128,9 @@ def dense_maps(
     return {name: maps[name] for name in maps if maps[name] is not None}, mask_TT, v_THK
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["residual", "contextual", *(pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS)]
+)
 def test_pooled_maps_are_the_definition(root, case):
     """Check means of cells and statistics of all visible pairs, at a length that blocks and cells do not divide."""
     config, model, x_BTD = model_and_input(root, case)
@@ -141,7 +139,7 @@ def test_pooled_maps_are_the_definition(root, case):
     def pooled(model, x_BTD):
         block = layer_of(model, 1)
         maps = layer_maps(block, x_BTD, model.shared_bias, block_size=24, max_cells=16)
-        return maps, block(x_BTD, jnp.arange(LENGTH), model.shared_bias)[0]
+        return maps, block(x_BTD, Places(jnp.arange(LENGTH)), model.shared_bias)[0]
 
     (x_next_BTD, cells, stats), through_block = model.run(pooled, x_BTD)
     assert sorted(cells) == sorted(stats) == sorted(COLUMNS.get(case, ["scores", "bias", "added", "probs"]))
@@ -156,22 +154,21 @@ def test_pooled_maps_are_the_definition(root, case):
             else:
                 assert np.isnan(of_heads[:, row, column]).all()
         assert np.isnan(of_heads[:, *np.triu_indices(16, 1)]).all()
-        assert np.isnan(of_heads[:, 15, 0]).all() == (case == "window")
+        assert np.isnan(of_heads[:, 15, 0]).all() == (case == "residual")
         visible = expected[name][:, mask_TT].astype(np.float64)
         for key, function in {"mean": np.mean, "std": np.std, "min": np.min, "max": np.max}.items():
             np.testing.assert_allclose(stats[name][key], function(visible, axis=1), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(x_next_BTD, through_block, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", ["kerple", "residual"])
-def test_maps_give_the_attention_of_the_layer(root, case):
+def test_maps_give_the_attention_of_the_layer(root):
     """softmax(scores + bias + added) V is what the layer attends to, and probs is that softmax; one cell is a pair."""
-    config, model, x_BTD = model_and_input(root, case)
+    config, model, x_BTD = model_and_input(root, "contextual")
 
     def maps_and_attended(model, x_BTD):
         block = layer_of(model, 1)
         _, cells, _ = layer_maps(block, x_BTD, model.shared_bias, block_size=32)
-        attended, _ = block.attention(block.attention_norm(x_BTD), jnp.arange(LENGTH), model.shared_bias)
+        attended, _ = block.attention(block.attention_norm(x_BTD), Places(jnp.arange(LENGTH)), model.shared_bias)
         return cells, attended, block.attention.output_HKD[...], block.attention.output_bias_D[...]
 
     cells, expected_BTD, output_HKD, output_bias_D = model.run(maps_and_attended, x_BTD)
@@ -290,14 +287,6 @@ def test_bad_input_is_named_before_any_work(workdir, tmp_path, monkeypatch, argu
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["layer-00.png", "attention_maps.json"])
-def test_a_file_that_cannot_be_written_is_one_line(workdir, tmp_path, name):
-    (tmp_path / name).mkdir()  # a directory, which even root cannot replace by a file
-    with pytest.raises(InputError, match=rf"^output = .*: cannot be written to: .*{name}'$"):
-        attention_maps(workdir, length=16, output=tmp_path)
-    assert not (tmp_path / "index.html").exists()
-
-
 def test_text_that_has_changed_since_training_leaves_another_way(workdir, tmp_path, monkeypatch):
     monkeypatch.setattr(trained, "load_corpus", tiny.changed_corpus(tmp_path))
     with pytest.raises(InputError, match="--text"):
@@ -320,11 +309,6 @@ def test_command_line(workdir, tmp_path):
     assert "&lt;script&gt;&amp;\ufffd " in text
 
 
-def test_importing_it_defines_no_flags():
-    """Importing must not define flags, which have the names of other command lines' flags."""
-    assert "length" not in flags.FLAGS
-
-
 def test_short_inputs_have_their_tokens_on_the_axes():
     text = b"a $b\n\xff"
     names = module.token_names(Bytes(), np.frombuffer(text, np.uint8).astype(np.int32))
@@ -334,18 +318,3 @@ def test_short_inputs_have_their_tokens_on_the_axes():
     labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (named.axes[0], plain.axes[0])]
     assert labels[0] == names
     assert labels[1] != names
-
-
-def test_many_heads_have_thumbnails_that_lead_to_the_figures():
-    cells = {"scores": np.zeros((9, 4, 4)), "probs": np.full((9, 4, 4), 0.5)}
-    small, large = module.draw_small(cells, "title"), module.draw(cells, 4, "title")
-    assert len([axes for axes in small.axes if axes.images]) == 18
-    assert np.prod(small.get_size_inches()) < np.prod(large.get_size_inches()) / 4
-    content = {"run": "r", "step": 1, "length": 4, "command": "c", "model": {}, "text": {}}
-    layers = [
-        {"figure": "layer-00.png", "small_figure": "layer-00-small.png"},
-        {"figure": "layer-01.png", "small_figure": None},
-    ]
-    page = module.index_page(content | {"layers": layers})
-    assert '<a href="layer-00.png"><img src="layer-00-small.png"' in page
-    assert '<p><img src="layer-01.png"' in page

@@ -1,13 +1,10 @@
 """Generation: the cache agrees with the full forward, draws have the right distribution, errors name the input."""
 
 import dataclasses
-import errno
 import functools
 import itertools
 import json
 import math
-import os
-import re
 from pathlib import Path
 
 import jax
@@ -32,7 +29,7 @@ from dape_jax.tools.completion import (
     CHUNK,
     Latest,
     Sampling,
-    TextStream,
+    added_text,
     complete,
     decode,
     decoding_model,
@@ -43,7 +40,6 @@ from dape_jax.tools.completion import (
     read_prompts,
     sample,
 )
-from dape_jax.training import loop
 from dape_jax.training.checkpoint import restore_config, restore_params
 
 GREEDY = Sampling(temperature=0.0)
@@ -95,32 +91,30 @@ def random_params(config: TransformerConfig) -> Params:
     return jax.tree_util.tree_map_with_path(random, model_structure(config)[1])
 
 
-def mixed_cases() -> list:
-    """Return at least three processors for every bias and three biases for every processor, with other options varied.
+def cached_cases() -> list:
+    """Return every processor and every bias, each rotary variant and number of key heads, with and without a window.
 
-    Attention's own tests have every bias and processor with a cache. Here each bias, each processor and each rotary
-    variant is tested with every number of key heads, with and without a window. By default every second case of the
-    first of three diagonals runs, with all rotary variants and numbers of key heads, and t5, whose bias all layers
-    share.
+    Attention's own tests have every bias and processor with a cache; here they are sampled through the whole model.
     """
-    biases = list(CHOICES["bias"])
     cases = []
-    for (i, bias), (j, processor) in itertools.product(enumerate(biases), enumerate(PROCESSORS)):
-        diagonal = (j - i) % len(biases)
-        if diagonal > 2:
-            continue
-        rotary = list(ROTARY)[(i + j) % len(ROTARY)]
-        options = {"num_kv_heads": (4, 2, 1)[(i + j) % 3], "window": (None, 5)[(i + j + j // 3) % 2]}
-        name = f"{bias}-{processor}-{rotary}-{options['num_kv_heads']}-{options['window']}"
-        marks = () if diagonal == 0 and (i % 2 == 0 or bias == "t5") else pytest.mark.slow
-        cases.append(pytest.param(bias, processor, rotary, options, id=name, marks=marks))
+    for number, (processor, bias) in enumerate(zip(PROCESSORS, itertools.cycle(CHOICES["bias"]), strict=False)):
+        changes = {"num_kv_heads": (4, 2, 1)[number % 3], "window": (None, 5)[number % 2]}
+        rotary = list(ROTARY)[number % len(ROTARY)]
+        marks = pytest.mark.slow if number % 2 and bias not in ("t5", "cope") else ()
+        id_ = f"{bias}-{processor}-{rotary}"
+        cases.append(
+            pytest.param(functools.partial(make_config, bias, processor, rotary, **changes), id=id_, marks=marks)
+        )
+    for name, options in tiny.ARCHITECTURES.items():
+        config = functools.partial(read_model, tiny.SPEC["model"] | {"vocab_size": 11} | options)
+        cases.append(pytest.param(config, id=name))
     return cases
 
 
-@pytest.mark.parametrize(("bias", "processor", "rotary", "options"), mixed_cases())
-def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, options):
-    """Extend by a prompt, single tokens, several tokens, and single tokens again: all logits are the same."""
-    config = make_config(bias, processor, rotary, **options)
+@pytest.mark.parametrize("make", cached_cases())
+def test_cached_logits_are_those_of_the_full_forward(make):
+    """Extend by a prompt, single tokens, several tokens, and a single token again: all logits are the same."""
+    config = make()
     params = random_params(config)
     tokens_BT = np.random.default_rng(1).integers(0, 11, (2, 18), np.int32)
     graphdef, _ = nnx.split(decoding_model(config, params))
@@ -133,35 +127,14 @@ def test_cached_logits_are_those_of_the_full_forward(bias, processor, rotary, op
         return model.logits(x_BTD), caches
 
     caches, found = make_caches(config, 2, 23, one_device()), []
-    for first, last in [(0, 6), (6, 7), (7, 8), (8, 9), (9, 15), (15, 16), (16, 17), (17, 18)]:
+    for first, last in [(0, 6), (6, 7), (7, 8), (8, 14), (14, 15), (15, 16), (16, 17), (17, 18)]:
         start = np.int32(first) if last - first > 1 else np.full(2, first, np.int32)
         logits, caches = more(params, tokens_BT[:, first:last], start, caches)
         found.append(logits)
     assert expected.std() > 0.3
     # Rounding of the largest score, times a few: Sandwich's is 64 / (8 / H) = 32, the others are of size 1.
-    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4 if bias == "sandwich" else 1e-5)
-
-
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_cached_logits_of_every_architecture(name):
-    config = read_model(tiny.SPEC["model"] | {"vocab_size": 11} | tiny.ARCHITECTURES[name])
-    params = random_params(config)
-    tokens_BT = np.random.default_rng(1).integers(0, 11, (2, 9), np.int32)
-    model = decoding_model(config, params)
-    expected = jax.jit(lambda model, tokens_BT: model(tokens_BT))(model, tokens_BT)
-
-    @jax.jit
-    def more(model, tokens_BT, first, caches):
-        x_BTD, caches = extend(model, tokens_BT, first, caches)
-        return model.logits(x_BTD), caches
-
-    caches, found = make_caches(config, 2, 12, one_device()), []
-    for first, last in [(0, 6), (6, 7), (7, 9)]:
-        start = np.int32(first) if last - first > 1 else np.full(2, first, np.int32)
-        logits, caches = more(model, tokens_BT[:, first:last], start, caches)
-        found.append(logits)
-    assert expected.std() > 0.3
-    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-5)
+    atol = 1e-4 if type(config.bias).__name__.startswith("Sandwich") else 1e-5
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=atol)
 
 
 def one_device() -> Mesh:
@@ -188,22 +161,6 @@ def tokens_of(
     """Return all tokens of a generation, [prompts, steps]."""
     mesh = one_device() if mesh is None else mesh
     return np.stack(list(generate(*model, mesh, prompts, max_new_tokens=num, sampling=sampling, **more)), axis=1)
-
-
-@pytest.mark.slow
-def test_each_of_a_ragged_batch_generates_what_it_generates_alone(model):
-    """Compare also with the argmax of the full forward; lengths include both sides of a chunk's edge."""
-    config, params = model
-    prompts = [prompt_of(length) for length in (1, CHUNK, CHUNK + 1, CHUNK + 2, 5)]
-    together = tokens_of(model, prompts, 9, GREEDY)
-    assert len(np.unique(together)) > 2
-    whole = np.zeros((len(prompts), 2 * CHUNK), np.int32)
-    for row, prompt, tokens in zip(whole, prompts, together, strict=True):
-        row[: len(prompt) + 9] = np.concatenate([prompt, tokens])
-        np.testing.assert_array_equal(tokens_of(model, [prompt], 9, GREEDY)[0], tokens)
-    logits = jax.jit(lambda params, x: decoding_model(config, params)(x))(params, whole)
-    for row, prompt, tokens in zip(logits, prompts, together, strict=True):
-        np.testing.assert_array_equal(row[len(prompt) - 1 : len(prompt) + 8].argmax(-1), tokens)
 
 
 @pytest.mark.parametrize("length", [CHUNK + 2, pytest.param(CHUNK + 1, marks=pytest.mark.slow)])
@@ -239,11 +196,10 @@ def test_a_draw_depends_only_on_seed_index_and_position(model):
     assert len({tuple(row) for row in same.tolist()}) == 3
 
 
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_mesh_changes_no_token(model, data):
+def test_a_mesh_changes_no_token(model):
     """With eight devices and three prompts, the batch is padded and split, and the caches stay split."""
     config, params = model
-    mesh = make_mesh(MeshConfig(data=data, fsdp=8 // data, context=1, tensor=1))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4, context=1, tensor=1))
     params = place(params, mesh)
     prompts, sampling = [prompt_of(length) for length in (4, CHUNK + 3, 6)], Sampling(1.0, 5, 0.9)
     expected = tokens_of(model, prompts, 6, sampling)
@@ -362,9 +318,7 @@ def test_only_tokens_of_the_truncated_set_are_drawn(logits, temperature, top_k, 
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(),
         Sampling(temperature=0.5),
-        Sampling(temperature=1e30),
         Sampling(top_k=3),
         Sampling(top_p=0.7),
         Sampling(temperature=2.0, top_k=4, top_p=0.8),
@@ -386,27 +340,14 @@ def test_of_equal_logits_the_lower_ids_are_kept():
     assert set(draw(logits, GREEDY)) == {1}
     # The fewest of five, each 0.2, that reach 0.5: three.
     assert set(draw([0.0] * 5, Sampling(top_p=0.5))) == {0, 1, 2}
-
-
-@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-3])
-def test_a_temperature_close_to_0_is_greedy_and_finite(temperature):
-    assert set(draw([5.0, 7.0, -3.0], Sampling(temperature))) == {1}
-
-
-def test_a_row_is_drawn_as_if_it_were_alone():
-    logits_BV = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
-    keys_B = jax.random.split(jax.random.key(1), 5)
-    draw_rows = jax.jit(functools.partial(sample, sampling=Sampling(1.0, 5, 0.95)))
-    together = draw_rows(logits_BV, keys_B)
-    for row in range(5):
-        assert draw_rows(logits_BV[row : row + 1], keys_B[row : row + 1])[0] == together[row]
+    for temperature in (1e-300, 1e-30, 1e-3):  # close to greedy, and finite
+        assert set(draw([5.0, 7.0, -3.0], Sampling(temperature))) == {1}
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"temperature": -0.1}, ["temperature = -0.1", "0 (greedy) or more"]),
-        ({"temperature": math.nan}, ["temperature = nan"]),
+        ({"temperature": math.nan}, ["temperature = nan", "0 (greedy) or more"]),
         ({"temperature": math.inf}, ["temperature = inf"]),
         ({"top_k": 0}, ["top_k = 0", "must be positive"]),
         ({"top_p": 0.0}, ["top_p = 0.0", "above 0"]),
@@ -459,17 +400,12 @@ def test_bad_requests_are_named_at_the_call(model, prompts, changes, words):
 # ---- text
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.text().map(str.encode) | st.binary(), st.lists(st.integers(0, 6), max_size=20))
-def test_streamed_pieces_are_the_text_of_the_whole(content, cuts):
-    """Characters of several bytes are not split between pieces; the end of a document is not part of the text."""
-    text, pieces, start = TextStream(Bytes()), [], 0
-    for cut in cuts:
-        piece = np.frombuffer(content[start : start + cut], np.uint8)
-        pieces.append(text.feed(np.append(piece.astype(int), Bytes.end_of_document)))
-        start += len(piece)
-    pieces.append(text.feed(np.frombuffer(content[start:], np.uint8), last=True))
-    assert "".join(pieces) == content.decode("utf-8", "replace")
+@given(st.text().map(str.encode) | st.binary(), st.integers(0, 20))
+def test_added_text_is_that_of_the_tokens(content, start):
+    """The end of a document is not part of the text, and bytes of incomplete characters are replaced."""
+    prompt, tokens = np.split(np.frombuffer(content, np.uint8).astype(int), [start])
+    with_end = np.append(tokens, Bytes.end_of_document)
+    assert added_text(Bytes(), prompt, with_end) == content[start:].decode("utf-8", "replace")
 
 
 # ---- from a checkpoint
@@ -493,20 +429,16 @@ def expected_tokens(workdir: Path, prompts: list[bytes], num: int, sampling: Sam
     return tokens_of((config, params), ids, num, sampling, mesh, end_token=256).tolist()
 
 
-def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_path, capsys, monkeypatch):
+def test_completions_are_shown_and_written(trained, tmp_path, capsys):
     """Empty prompts start a document; --output contains everything and is not overwritten."""
-    prompts, sampling, file = (
-        ["the läng".encode(), b"", b"scores\x1b"],
-        Sampling(temperature=1.0),
-        tmp_path / "out.json",
-    )
+    prompts, sampling = ["the läng".encode(), b"", b"scores\x1b"], Sampling(temperature=1.0)
+    file = tmp_path / "out.json"
     expected = expected_tokens(trained, prompts, 12, sampling)
     texts = complete(trained, prompts, max_new_tokens=12, sampling=sampling, output=file)
-    shown, progress = capsys.readouterr()
+    shown, _ = capsys.readouterr()
     assert "==== 1 of 3 ====\nthe läng" in shown
     assert "==== 3 of 3 ====\nscores\\x1b" in shown
     assert "\x1b" not in shown
-    assert re.search(r"36 tokens: the first after \d+\.\d s, then [\d,.]+ tokens/s", progress)
     written = json.loads(file.read_text())
     assert [c["tokens"] for c in written["completions"]] == expected
     assert [c["text"] for c in written["completions"]] == texts
@@ -517,19 +449,8 @@ def test_one_prompt_is_streamed_and_several_are_shown_at_the_end(trained, tmp_pa
     with pytest.raises(InputError, match=r"output = .*out\.json'.*must not exist yet"):
         complete(trained, prompts, max_new_tokens=12, sampling=sampling, output=file)
     assert file.read_bytes() == before
-
-    def fail(file: Path, content: dict) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
-
-    monkeypatch.setattr(module, "write_json", fail)
-    with pytest.raises(InputError, match=r"output = .*full\.json': cannot be written: .*No space left"):
-        complete(trained, prompts[:1], max_new_tokens=12, sampling=sampling, output=tmp_path / "full.json")
-    of_a_full_disk, _ = capsys.readouterr()
-
     assert complete(trained, prompts[:1], max_new_tokens=12, sampling=sampling) == texts[:1]
-    shown, progress = capsys.readouterr()
-    assert shown == of_a_full_disk == printable("the läng" + texts[0], keep="\n\t") + "\n"
-    assert re.fullmatch(r"12 tokens: .* tokens/s\n", progress)
+    assert capsys.readouterr().out == printable("the läng" + texts[0], keep="\n\t") + "\n"
 
 
 @pytest.mark.parametrize(
@@ -555,26 +476,13 @@ def generate_arguments(workdir: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_cached_is_refused_by_the_command_line(tmp_path):
-    spec = tiny.spec(tmp_path, train__num_steps=2)
-    spec["model"]["processor"]["edge"] = "listing"
-    loop.train(spec, tmp_path / "run")
-    done = run(*generate_arguments(tmp_path / "run", "--prompt=a"))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: model.processor.edge = 'listing'")
-    assert "cannot generate" in line
-
-
-@pytest.mark.slow
 def test_the_command_line_continues_prompts(trained, tmp_path):
-    """Read prompts from flags and a file, streamed; in a batch of three the first prompt gives the same text."""
+    """Read prompts from flags and a file; in a batch of three the first prompt gives the same text."""
     (tmp_path / "prompt.txt").write_text("the attention\n")
     arguments = ["--max_new_tokens=20", "--seed=3", "--top_k=0", "--temperature=1.5", "--step=best"]
     alone = run(*generate_arguments(trained, f"--prompt_file={tmp_path}/prompt.txt", *arguments))
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout.startswith("the attention\n")
-    assert re.fullmatch(r"\d+ tokens: the first after .* tokens/s\n", alone.stderr)
     batch = ["--prompt=the attention\n", "--prompt=", "--prompt=é", f"--output={tmp_path}/out.json"]
     three = run(*generate_arguments(trained, *batch, *arguments))
     assert three.returncode == 0, three.stderr

@@ -33,7 +33,7 @@ from dape_jax.data.tokenizers import (
 )
 from dape_jax.errors import InputError
 from dape_jax.evaluation.trained import read_trained
-from dape_jax.tools.completion import Sampling, TextStream, complete, printable
+from dape_jax.tools.completion import Sampling, added_text, complete, printable
 from dape_jax.tools.maps import read_tokens
 from dape_jax.training.loop import train
 from dape_jax.training.source import load_corpus
@@ -149,21 +149,9 @@ def test_text_is_lossless_and_never_ends_a_document(tokenizer, text):
 @quick
 @given(text=texts)
 def test_text_is_decoded_token_by_token(tokenizer, text):
-    """Decode also split characters: generation shows a character after its last byte."""
     ids = tokenizer.encode(text.encode())
-    stream = TextStream(tokenizer)
-    shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
-    assert "".join(shown) == text
-    assert stream.feed(ids[:0], last=True) == ""
+    assert added_text(tokenizer, ids[:0], ids) == text
     assert b"".join(tokenizer.decode(ids[i : i + 1]) for i in range(ids.size)) == text.encode()
-
-
-def test_a_character_of_several_tokens_waits_for_its_last_byte(tokenizer):
-    ids = tokenizer.encode("x𝔸y".encode())
-    assert ids.size > 3  # otherwise the tokenizer has not split it, and the test is trivial
-    stream = TextStream(tokenizer)
-    shown = [stream.feed(ids[i : i + 1]) for i in range(ids.size)]
-    assert [text for text in shown if text] == ["x", "𝔸", "y"]
 
 
 @quick
@@ -273,9 +261,7 @@ def test_other_models_give_the_ids_and_the_text_of_the_library(upstream, other, 
     assert ids.tolist() == upstream.encode(text, add_special_tokens=False).ids
     expected = upstream.decode(ids.tolist(), skip_special_tokens=False)
     assert other.decode(np.append(ids, other.end_of_document).astype(np.int64)).decode() == expected
-    stream = TextStream(other)
-    shown = "".join(stream.feed(ids[i : i + 1]) for i in range(ids.size)) + stream.feed(ids[:0], last=True)
-    assert shown == expected
+    assert added_text(other, ids[:0], ids) == expected
 
 
 def test_a_continuation_keeps_the_space_before_it(tmp_path):
@@ -284,12 +270,14 @@ def test_a_continuation_keeps_the_space_before_it(tmp_path):
     whole, prompt = tokenizer.encode(b"The scores of a text"), tokenizer.encode(b"The scores")
     assert whole[: prompt.size].tolist() == prompt.tolist()
     assert tokenizer.decode(whole[prompt.size :]) == b"of a text"
-    assert TextStream(tokenizer, after=prompt).feed(whole[prompt.size :], last=True) == " of a text"
+    assert added_text(tokenizer, prompt, whole[prompt.size :]) == " of a text"
     ids = tokenizer.encode("a 𝔸".encode())
-    stream = TextStream(tokenizer, after=ids[:1])
-    assert [stream.feed(ids[i : i + 1]) for i in range(1, ids.size)] == [" ", "", "", "", "𝔸"]
-    half = TextStream(tokenizer, after=ids[:1])
-    assert [half.feed(ids[1:4]), half.feed(ids[:0], last=True)] == ["", " \ufffd\ufffd"]
+    assert [added_text(tokenizer, ids[:1], ids[1:end]) for end in (1, 2, 4, ids.size)] == [
+        "",
+        " ",
+        " \ufffd\ufffd",
+        " 𝔸",
+    ]
 
 
 def test_documents_that_another_model_changes_are_counted(tmp_path, caplog):

@@ -12,12 +12,9 @@ on the right; all but the last token of the longest are prefilled in chunks of `
 Memory is linear in length: a chunk holds `CHUNK` rows of scores, and only sampled positions are unembedded.
 """
 
-import codecs
 import dataclasses
 import functools
 import math
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
-from dape_jax.errors import os_errors, printable, require
+from dape_jax.errors import printable, require
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
@@ -243,44 +240,17 @@ def generate(
     return steps()
 
 
-class TextStream:
-    """Incremental decoder: bytes that begin a character wait for the bytes that complete it.
+def added_text(tokenizer: Tokenizer, prompt: Integer[np.ndarray, "_"], tokens: Integer[np.ndarray, "_"]) -> str:
+    """Return the text that tokens add to a prompt. Incomplete characters become replacement signs.
 
     The text of a token may depend on the tokens before it: sentencepiece's "▁a" is "a" where a text begins, and " a"
-    elsewhere. New tokens are therefore decoded together with those before them, and only the text that they add is
-    returned.
-
-    Args:
-        tokenizer: tokenizer of the ids.
-        after: tokens before the first ones; their text is not returned.
+    elsewhere.
     """
-
-    def __init__(self, tokenizer: Tokenizer, after: Integer[np.ndarray, "_"] | None = None):
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._before = np.zeros(0, np.int64) if after is None else after  # newest tokens whose text was returned
-        self._waiting = np.zeros(0, np.int64)  # later tokens, which end within a character
-
-    def feed(self, ids: Integer[np.ndarray, "_"], *, last: bool = False) -> str:
-        """Return the characters that these ids complete; with `last`, also a replacement sign for incomplete bytes."""
-        if self._tokenizer.decodes_tokens_alone:
-            return self._decoder.decode(self._tokenizer.decode(ids), final=last)
-        self._waiting = np.concatenate([self._waiting, ids])
-        if not self._waiting.size:
-            return ""
-        before, both = (
-            self._tokenizer.decode(part).decode()
-            for part in (self._before, np.concatenate([self._before, self._waiting]))
-        )
-        if both.endswith("\N{REPLACEMENT CHARACTER}") and not last:
-            return ""
-        self._before, self._waiting = self._waiting, self._waiting[:0]
-        return both[len(before) :]
-
-
-def show(output: str) -> None:
-    """Print without buffering, control characters escaped."""
-    print(printable(output, keep="\n\t"), end="", flush=True)
+    if tokenizer.decodes_tokens_alone:
+        return tokenizer.decode(tokens).decode("utf-8", "replace")
+    prompt = prompt[-16:]  # all that a decoder looks at
+    both = tokenizer.decode(np.concatenate([prompt, tokens])).decode("utf-8", "replace")
+    return both[len(tokenizer.decode(prompt).decode("utf-8", "replace")) :]
 
 
 def complete(
@@ -296,8 +266,7 @@ def complete(
     """Continue prompts with a trained model; print the completions and optionally save them.
 
     A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
-    which precedes every document in training. One prompt is printed with its completion as it grows, several when all
-    are complete. `generate.Flags` describes the other arguments.
+    which precedes every document in training. `generate.Flags` describes the other arguments.
 
     Returns:
         The completion of each prompt.
@@ -316,43 +285,16 @@ def complete(
     if output is not None:
         make_results_directory(absolute(output).parent)
     mesh, params = restore(trained)
-    stream = generate(
-        trained.run.model,
-        params,
-        mesh,
-        ids,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        seed=seed,
-        num_ids=tokenizer.vocab_size,
-        end_token=end_token,
-    )
-
-    is_single, text, steps, times = len(prompts) == 1, TextStream(tokenizer), [], [time.perf_counter()]
-    if is_single:
-        show(text.feed(ids[0]))
-    for token_B in Progress(stream, total=max_new_tokens, unit="step", disable=is_single):
-        times.append(time.perf_counter())
-        steps.append(token_B)
-        if is_single:
-            show(text.feed(token_B))
-    if is_single:
-        show(text.feed(steps[-1][:0], last=True) + "\n")
+    options = {"sampling": sampling, "seed": seed, "num_ids": tokenizer.vocab_size, "end_token": end_token}
+    stream = generate(trained.run.model, params, mesh, ids, max_new_tokens=max_new_tokens, **options)
+    steps = list(Progress(stream, total=max_new_tokens, unit="step", desc=trained.name))
     # A sequence that has ended repeats its end token.
     sequences = [tokens[: np.sum(tokens != end_token) + 1] for tokens in np.stack(steps, axis=1)]
-    num_tokens = sum(map(len, sequences))
-    rate = (num_tokens - len(prompts)) / max(times[-1] - times[1], 1e-9)  # without the first step, which compiles
-    first_s = times[1] - times[0]
-    print(f"{num_tokens:,} tokens: the first after {first_s:.1f} s, then {rate:,.1f} tokens/s", file=sys.stderr)
-
-    completions = [
-        TextStream(tokenizer, after=prompt).feed(sequence, last=True)
-        for prompt, sequence in zip(ids, sequences, strict=True)
-    ]
-    if not is_single:
-        for number, (prompt, sequence) in enumerate(zip(ids, sequences, strict=True), 1):
-            whole = TextStream(tokenizer).feed(np.concatenate([prompt, sequence]), last=True)
-            show(f"\n==== {number} of {len(prompts)} ====\n{whole}\n")
+    completions = [added_text(tokenizer, prompt, tokens) for prompt, tokens in zip(ids, sequences, strict=True)]
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
+        if len(prompts) > 1:
+            print(f"\n==== {number} of {len(prompts)} ====")
+        print(printable(prompt.decode("utf-8", "replace") + completion, keep="\n\t"))
     if output is not None:
         settings = dataclasses.asdict(sampling) | {"max_new_tokens": max_new_tokens, "seed": seed}
         records = [
@@ -360,6 +302,5 @@ def complete(
             for prompt, completion, sequence in zip(prompts, completions, sequences, strict=True)
         ]
         content = {"workdir": str(workdir), "step": trained.step, "settings": settings, "completions": records}
-        with os_errors("output", str(output), "cannot be written"):
-            write_json(output, content | provenance("flax"))
+        write_json(output, content | provenance("flax"))
     return completions

@@ -14,7 +14,6 @@ from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import STEP_HELP
-from dape_jax.files import read_bytes
 from dape_jax.storage import to_path
 
 
@@ -44,7 +43,7 @@ def main(_: list[str]) -> None:
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
     if given.prompt_file is not None:
         try:
-            prompts.append(read_bytes(to_path(given.prompt_file, "--prompt_file")))
+            prompts.append(to_path(given.prompt_file, "--prompt_file").read_bytes())
         except OSError as error:
             raise InputError(f"--prompt_file = {given.prompt_file!r}: cannot be read: {error}") from error
 

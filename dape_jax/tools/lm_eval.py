@@ -3,7 +3,8 @@ r"""Run EleutherAI's lm-evaluation-harness on a trained model: multiple choice, 
     python -m dape_jax.tools.lm_eval run --model dape_jax --model_args workdir=runs/mine,max_length=1024 \
         --tasks lambada_openai --batch_size auto --output_path results/
 
-The command line is the harness's own; this module adds the model `dape_jax` to it. `docs/lm_eval.md` has examples.
+The command line is the harness's own; this module adds the model `dape_jax` to it, because the harness finds no models
+of other packages. `docs/lm_eval.md` has examples.
 
 A request becomes one row of tokens, of which the last ones are scored. Rows are padded on the right to one of a few
 widths, so that a few programs serve all requests:
@@ -41,7 +42,7 @@ from dape_jax.model.transformer import Params, TransformerConfig, model_structur
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
 from dape_jax.storage import AnyPath, to_path
-from dape_jax.tools.completion import Sampling, TextStream, check, generate
+from dape_jax.tools.completion import Sampling, added_text, check, generate
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -163,18 +164,16 @@ def generate_until_stop(
 
     Stop sequences are compared with the decoded string, so they may begin and end inside tokens.
     """
-    streams = [TextStream(tokenizer, after=prompt) for prompt in prompts]
-    outputs = [""] * len(prompts)
-    unfinished = set(range(len(prompts)))
+    tokens: list[list[int]] = [[] for _ in prompts]
+    outputs, unfinished = [""] * len(prompts), set(range(len(prompts)))
     for token_B in steps:
         for row in list(unfinished):
-            outputs[row] += streams[row].feed(token_B[row : row + 1])
+            tokens[row].append(int(token_B[row]))
+            outputs[row] = added_text(tokenizer, prompts[row], np.array(tokens[row]))
             if token_B[row] == tokenizer.end_of_document or any(stop in outputs[row] for stop in until):
                 unfinished.remove(row)
         if not unfinished:
             break
-    for row, stream in enumerate(streams):
-        outputs[row] += stream.feed(np.zeros(0, int), last=True)
     return [postprocess_generated_text(output, list(until), None) for output in outputs]
 
 
@@ -307,12 +306,8 @@ class DapeLM(TemplateLM):
 
     def _warn_of_truncation(self, num_truncated: int, num_requests: int) -> None:
         if num_truncated:
-            logger.warning(
-                "%d of %d requests exceed max_length = %d tokens: the beginning of their context is dropped",
-                num_truncated,
-                num_requests,
-                self.max_length,
-            )
+            message = "%d of %d requests exceed max_length = %d tokens: the beginning of their context is dropped"
+            logger.warning(message, num_truncated, num_requests, self.max_length)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a continuation of each context up to a stop sequence, the end of the document, or `max_gen_toks`.

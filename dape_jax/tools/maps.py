@@ -2,7 +2,6 @@
 
 `attention_maps.py` is the command line. In: a trained run and one document. Out, in --output: one figure per layer
 (`layer-00.png`), `index.html`, which shows all of them, and `attention_maps.json` with statistics of every map. With
-`MANY_HEADS` heads or more, the page shows small figures (`layer-00-small.png`), which are links to the large ones. With
 `MAX_NAMED_TOKENS` tokens or fewer, the axes show the text of each token.
 
 A figure has one row per head and one column per map, each a function of (query, key):
@@ -24,6 +23,7 @@ import functools
 import html
 import io
 import json
+from string import Template
 from typing import Any
 
 import jax
@@ -37,10 +37,10 @@ from matplotlib.figure import Figure
 
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, os_errors, printable, require
+from dape_jax.errors import InputError, printable, require
 from dape_jax.evaluation import figures, report
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
-from dape_jax.files import read_bytes, write_atomically, write_json
+from dape_jax.files import write_atomically, write_json
 from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
@@ -51,11 +51,18 @@ from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.storage import AnyPath, exists
 
-JSON_FILE = "attention_maps.json"
 MAX_CELLS = 512  # along one side of a map
 MAX_NAMED_TOKENS = 32  # tokens whose text is on the axes
-MANY_HEADS = 8  # with this number of heads or more, the page shows small figures
 HEADINGS = {"scores": "scores A", "bias": "bias B", "added": "added by the processor", "probs": "probabilities"}
+PAGE = Template("""<!doctype html>
+<meta charset="utf-8">
+<title>$title</title>
+<style>body { font-family: sans-serif; } img { max-width: 100%; } pre { white-space: pre-wrap; }</style>
+<h1>$title</h1>
+<pre>$facts</pre>
+<p>Statistics of every map: <a href="attention_maps.json">attention_maps.json</a>
+$figures
+""")
 
 
 def attention_maps(
@@ -64,10 +71,10 @@ def attention_maps(
     """Draw the maps of every layer and head of a trained model; `attention_maps.Flags` describes the arguments.
 
     Returns:
-        The path of the index page.
+        The path of the page.
 
     Raises:
-        InputError: the input is invalid, or the output has an index page; raised before any device is used.
+        InputError: the input is invalid, or the output has a page; raised before any device is used.
     """
     require(length >= 2, "length", length, "must be at least 2 tokens")
     trained = read_trained(workdir, step, {})
@@ -90,38 +97,28 @@ def attention_maps(
         block = jax.tree.map(lambda stacked: stacked[layer], model.layers)
         return layer_maps(block, x_BTD, model.shared_bias, block_size=block_size)
 
-    name = trained.name
-    cell_size = -(-length // MAX_CELLS)
-    layers = []
+    cell_size, layers = -(-length // MAX_CELLS), []
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
-    for layer in Progress(range(config.num_layers), unit="layer", desc=name):
+    for layer in Progress(range(config.num_layers), unit="layer", desc=trained.name):
         x_BTD, cells, stats = jax.device_get(maps_of_layer(params, x_BTD, layer))
-        if not np.isfinite(x_BTD).all():
-            raise InputError(
-                f"workdir = {str(workdir)!r}: the model has diverged: the output of layer {layer} is not finite"
-            )
+        allowed = f"the model has diverged: the output of layer {layer} is not finite"
+        require(bool(np.isfinite(x_BTD).all()), "workdir", str(workdir), allowed)
         cells = {map_name: cells[map_name] for map_name in HEADINGS if map_name in cells}  # jit sorts by name
-        title = f"{name}, step {trained.step}\nlayer {layer}, {length} tokens"
+        title = f"{trained.name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
-        figures = {f"layer-{layer:02}.png": draw(cells, cell_size * len(cells["scores"][0]), title, names)}
-        if config.num_heads >= MANY_HEADS:
-            figures[f"layer-{layer:02}-small.png"] = draw_small(cells, title)
-        for figure_file, figure in figures.items():
-            image = io.BytesIO()
-            figure.savefig(image, dpi=150)
-            with os_errors("output", str(output), "cannot be written to"):
-                write_atomically(output / figure_file, image.getvalue())
+        image, file = io.BytesIO(), f"layer-{layer:02}.png"
+        draw(cells, cell_size * len(cells["scores"][0]), title, names).savefig(image, dpi=150)
+        write_atomically(output / file, image.getvalue())
         heads = [
             {map_name: {key: float(values[head]) for key, values in stats[map_name].items()} for map_name in cells}
             for head in range(config.num_heads)
         ]
-        large, *small = figures
-        layers.append({"figure": large, "small_figure": small[0] if small else None, "heads": heads})
+        layers.append({"figure": file, "heads": heads})
 
     model = resolved(trained.run)["model"]
     content = {
-        "run": name,
+        "run": trained.name,
         "workdir": str(workdir),
         "step": trained.step,
         "train_length": trained.run.train.train_length,
@@ -131,9 +128,12 @@ def attention_maps(
         "model": {field: model[field] for field in ("rotary", "bias", "processor", "window")},
         "layers": layers,
     } | provenance("flax", "matplotlib")
-    with os_errors("output", str(output), "cannot be written to"):
-        write_json(output / JSON_FILE, report.json_values(content))
-        write_atomically(page, index_page(content).encode())  # last, so that a page implies that all files exist
+    write_json(output / "attention_maps.json", report.json_values(content))
+    facts = "\n".join([content["command"], json.dumps(content["model"]), *source.values()])
+    heading = html.escape(f"{trained.name}, step {trained.step}: attention maps at {length} tokens")
+    images = "\n".join(f'<p><img src="{each["figure"]}" alt="{each["figure"]}">' for each in layers)
+    text_of_page = PAGE.substitute(title=heading, facts=html.escape(facts), figures=images)
+    write_atomically(page, text_of_page.encode())  # last, so that a page implies that all files exist
     return page
 
 
@@ -148,7 +148,7 @@ def read_tokens(
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
         try:
-            tokens = tokenizer.encode(read_bytes(text))
+            tokens = tokenizer.encode(text.read_bytes())
         except OSError as error:
             raise InputError(f"text = {str(text)!r}: cannot be read: {error}") from error
         require(tokens.size >= length, "text", str(text), f"has {tokens.size} tokens; must have --length={length}")
@@ -262,19 +262,14 @@ def _combine(blocks: dict[str, Float[Array, "blocks _"]]) -> dict[str, Float[Arr
 
 
 def token_names(tokenizer: Tokenizer, tokens_T: Int[np.ndarray, "T"]) -> list[str]:
-    """Return the text of each token for the axes: spaces are visible, and unusual characters are escaped.
-
-    matplotlib's font has Latin, Greek and Cyrillic letters, and warns of others.
-    """
-
-    def name(text: str) -> str:
-        text = printable(text).replace(" ", "\u00b7")
+    """Return the text of each token for the axes: spaces are visible, and unusual characters are escaped."""
+    names = []
+    for token in tokens_T:
+        text = printable(tokenizer.decode(token[None]).decode("utf-8", "backslashreplace")).replace(" ", "\u00b7")
+        # matplotlib's font has Latin, Greek and Cyrillic letters, and warns of others.
         known = "".join(c if c < "\u0500" else c.encode("unicode_escape").decode() for c in text)
-        return figures.label(known) or "(end)"
-
-    return [
-        name(tokenizer.decode(tokens_T[i : i + 1]).decode("utf-8", "backslashreplace")) for i in range(len(tokens_T))
-    ]
+        names.append(figures.label(known) or "(end)")
+    return names
 
 
 def draw(
@@ -314,24 +309,6 @@ def draw(
     return figure
 
 
-def draw_small(cells: dict[str, Float[np.ndarray, "H cells cells"]], title: str) -> Figure:
-    """Draw one layer as thumbnails, without axes: a row per map, a column per head."""
-    num_heads = len(cells["scores"])
-    figure = Figure((0.8 * num_heads + 1.2, 0.8 * len(cells) + 0.9))
-    panels = figure.subplots(len(cells), num_heads, squeeze=False)
-    figure.suptitle(title, fontsize=8, parse_math=False)
-    for row, (name, heads) in enumerate(cells.items()):
-        panels[row, 0].set_ylabel(name, fontsize=7)
-        for head, axes in enumerate(panels[row]):
-            norm, colours = _colours(name, heads[head])
-            axes.imshow(heads[head], norm=norm, cmap=colours)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            if row == 0:
-                axes.set_title(str(head), fontsize=7)
-    return figure
-
-
 def _colours(name: str, x: Float[np.ndarray, "cells cells"]) -> tuple[Normalize, Colormap]:
     """Return a diverging scale about 0 that clips outliers; for probabilities, four powers of ten."""
     if name == "probs":
@@ -341,26 +318,3 @@ def _colours(name: str, x: Float[np.ndarray, "cells cells"]) -> tuple[Normalize,
         limit = float(np.nanpercentile(np.abs(x), 99.5)) or 1.0
         norm, colours = Normalize(-limit, limit), colormaps["RdBu_r"]
     return norm, colours.with_extremes(bad="0.93")
-
-
-def index_page(content: dict[str, Any]) -> str:
-    """Return an HTML page with all figures, from the content of the JSON file."""
-    title = html.escape(f"{content['run']}, step {content['step']}: attention maps at {content['length']} tokens")
-    facts = "\n".join([content["command"], json.dumps(content["model"]), *content["text"].values()])
-    figures = "\n".join(map(_image, content["layers"]))
-    return f"""<!doctype html>
-<meta charset="utf-8">
-<title>{title}</title>
-<style>body {{ font-family: sans-serif; }} img {{ max-width: 100%; }}</style>
-<h1>{title}</h1>
-<pre style="white-space: pre-wrap">{html.escape(facts)}</pre>
-<p>Statistics of every map: <a href="{JSON_FILE}">{JSON_FILE}</a>
-{figures}
-"""
-
-
-def _image(layer: dict[str, Any]) -> str:
-    large, small = layer["figure"], layer["small_figure"]
-    if small is None:
-        return f'<p><img src="{large}" alt="{large}">'
-    return f'<p><a href="{large}"><img src="{small}" alt="{small}"></a>'
