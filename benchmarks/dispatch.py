@@ -17,11 +17,11 @@ import numpy as np
 from absl import flags
 
 from dape_jax import command_line
-from dape_jax.config import choose, read_model
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import DataConfig
 from dape_jax.files import write_json
-from dape_jax.model.transformer import GPT_NEOX, model_structure
+from dape_jax.model.attention import Dense
+from dape_jax.model.transformer import TransformerConfig, model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -33,32 +33,13 @@ OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSO
 PARTS = ("next batch", "place batch", "call step")
 
 
-def main(_arguments: list[str]) -> None:
+def main(_: list[str]) -> None:
     """Time the parts of each step, and write their medians."""
     output = make_results_directory(Path(OUTPUT.value))
-    model = read_model(
-        {
-            "num_layers": 12,
-            "width": 32,
-            "num_heads": 4,
-            "num_kv_heads": None,
-            "head_dim": None,
-            "mlp_width": None,
-            "vocab_size": 257,
-            "num_outputs": None,
-            **GPT_NEOX,
-            "rotary": choose("rotary", "none"),
-            "bias": choose("bias", "kerple"),
-            "processor": choose("processor", "dape"),
-            "window": None,
-            "attention": choose("attention", "dense"),
-            "remat": "none",
-            "dtype": "float32",
-        }
-    )
+    model = TransformerConfig(num_layers=12, width=32, num_heads=4, vocab_size=257, attention=Dense(), dtype="float32")
     config = OptimizerConfig(1e-3, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0)
     optimizer, mesh = make_optimizer(config, 1000), make_mesh(MeshConfig(1, -1, 1, 1))
-    graphdef, _params = model_structure(model)
+    graphdef, _ = model_structure(model)
     state = init_state(model, optimizer, 0, mesh)
     step = make_train_step(graphdef, optimizer, shardings_of(state))
     milliseconds: dict[str, list[float]] = {part: [] for part in PARTS}

@@ -4,8 +4,7 @@
     python -m benchmarks.gpu --output=runs/gpu --tiny        # the same on a CPU, with tiny sizes
 
 Measured: correctness of every implementation; times and memory of one layer (`dense`, `blockwise`, the fused kernel
-and variants of both, cuDNN's plain attention, PyTorch); complete training steps; a short training run; counters of the
-kernels (Nsight Compute) and a check of their memory accesses (compute-sanitizer).
+and variants of both, cuDNN's plain attention, PyTorch); complete training steps; a short training run.
 
 Each group of cases is a process (`gpu_cases.py`) with a time limit. The groups of a phase are prepared in parallel,
 because compilation needs CPU time, and then timed one at a time: a group waits for a line on its standard input. A
@@ -16,15 +15,13 @@ written even if JAX fails.
 
     python -m benchmarks.gpu --output=results/gpu/h100 --groups=steps,train
 
-Output, at most eight files:
+Output, six files:
 
     results.jsonl   a line for every step of every case; only the last line of a case counts
     summary.txt     tables made from results.jsonl
     layers.png      times of one layer
     environment.txt hardware and software of the machine
     train.txt       the short trainings
-    ncu.csv         counters
-    sanitizer.txt   memory accesses
     log.txt         output of the groups
 
 A time is the minimum of five samples, each the mean of queued calls (`measure.py`).
@@ -62,7 +59,7 @@ GROUPS = {
     "variants-backward": 30,
     "steps": 60,
 }
-AFTER = {"train": 60, "counters": 50, "sanitizer": 40}  # what follows the groups, and its seconds
+AFTER = {"train": 60}  # what follows the groups, and its seconds
 # Phases, and the part of the total time until the end of each. Two groups need much memory, and have the GPU alone.
 ALONE = ("environment", "steps")
 PHASES = ((ALONE[:1], 0.06), (tuple(group for group in GROUPS if group not in ALONE), 0.55), (ALONE[1:], 0.8))
@@ -73,17 +70,6 @@ PREPARING_SHARE = 0.6  # part of a phase in which its groups compile
 RESTART_S, MIN_RESTART_S = 60, 10  # extra time of a group that is restarted, and the least time to restart one
 TRAIN_STEPS = 150
 LOG_BYTES = 2**20  # bytes kept of the end of each log
-METRICS = (
-    "gpu__time_duration.sum",
-    "dram__bytes.sum",
-    "lts__t_bytes.sum",
-    "launch__registers_per_thread",
-    "launch__grid_size",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__inst_executed.avg.per_cycle_active",
-    "smsp__inst_executed.sum",
-)
 Line = dict[str, Any]
 
 
@@ -141,9 +127,9 @@ class Measurement:
             process.wait()
             return None
 
-    def group_command(self, group: str, prepare_s: float, output: Path) -> list[str]:
+    def group_command(self, group: str, prepare_s: float) -> list[str]:
         """Return the command of a group, which may prepare its cases for some seconds."""
-        command = [sys.executable, "-m", "benchmarks.gpu_cases", f"--group={group}", f"--output={output}"]
+        command = [sys.executable, "-m", "benchmarks.gpu_cases", f"--group={group}", f"--output={self.output}"]
         command += [f"--ready={self.cache / group}", f"--prepare_s={prepare_s:.0f}"]
         return [*command, *(["--tiny"] if self.tiny else [])]
 
@@ -152,7 +138,7 @@ class Measurement:
         environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(MEMORY[group])}
         if group.startswith("correct"):  # values do not depend on the choice among matmuls, and compiling is quicker
             environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
-        return self.start(self.group_command(group, prepare_s, self.output), self.output / "log.txt", **environment)
+        return self.start(self.group_command(group, prepare_s), self.output / "log.txt", **environment)
 
     def measure(self, groups: Sequence[str], until: float) -> None:
         """Prepare groups in parallel, then time them one at a time, until a time."""
@@ -203,17 +189,6 @@ class Measurement:
             file.write(f"$ {' '.join(command[1:])}\n" + "\n".join([*lines[:15], "...", *lines[-15:]]) + "\n")
         self.say(f"train {attention}: status {status}")
 
-    def profile(self, tool: list[str], output: Path, limit_s: float) -> None:
-        """Run one small layer, forward and backward, under a tool."""
-        folder = self.cache / tool[0]
-        folder.mkdir()
-        try:
-            process = self.start([*tool, *self.group_command("profiled", limit_s, folder)], output)
-        except OSError as error:
-            self.say(f"{tool[0]}: {error}")
-            return
-        self.say(f"{tool[0]}: status {self.finish(process, min(limit_s, self.left_s - 5))}")
-
     def run(self) -> None:
         """Measure the groups phase by phase, and then the rest."""
         is_selection = len(self.groups) < len(GROUPS) + len(AFTER)  # then the groups share the time
@@ -223,14 +198,6 @@ class Measurement:
         for attention in ("blockwise",) if self.tiny else ("fused", "blockwise"):
             if "train" in self.groups and self.left_s > 40:
                 self.train(attention)
-        if self.tiny:
-            return
-        counters = ["ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), "-k", "regex:dape"]
-        tools = {"counters": ([*counters, "-c", "24"], "ncu.csv")}
-        tools["sanitizer"] = ["compute-sanitizer", "--tool=memcheck"], "sanitizer.txt"
-        for name, (tool, file) in tools.items():
-            if name in self.groups and self.left_s > 25:
-                self.profile(tool, self.output / file, AFTER[name])
 
 
 def describe() -> str:
@@ -241,7 +208,7 @@ def describe() -> str:
         f"{platform.platform()}; Python {platform.python_version()}; {os.cpu_count()} cores",
     ]
     commands = ["git describe --always --dirty", "nvidia-smi", "python -m pip list --format=freeze"]
-    for command in [*commands, "nvcc --version", "ncu --version"]:
+    for command in [*commands, "nvcc --version"]:
         try:
             words = command.replace("python", sys.executable, 1).split()
             done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
@@ -391,9 +358,8 @@ def main() -> None:
         text = summarize(results, str(flags.output))
         (output / "summary.txt").write_text(text + "\n")
         print(text)
-        for path in (output / "log.txt", output / "ncu.csv", output / "sanitizer.txt"):
-            if path.exists() and path.stat().st_size > LOG_BYTES:
-                path.write_bytes(path.read_bytes()[-LOG_BYTES:])
+        if (log := output / "log.txt").exists():
+            log.write_bytes(log.read_bytes()[-LOG_BYTES:])
         shutil.rmtree(measurement.cache, ignore_errors=True)
         plot(results, output / "layers.png")
 

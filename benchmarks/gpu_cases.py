@@ -385,8 +385,6 @@ def cases_of(group: str, plan: Plan) -> dict[str, Prepare]:
             return step_cases(plan)
         case "torch":
             return torch_cases(plan)
-        case "profiled":  # one layer, for a profiler
-            return layer_cases(plan, {"fused": MAIN["fused"]}, ((24, 1),) if plan is TINY else ((512, 8),), "backward")
     raise ValueError(group)
 
 
@@ -438,7 +436,7 @@ def main() -> None:
     """Run a group."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="Directory of results.jsonl.")
-    parser.add_argument("--group", required=True, help=f"One of {', '.join(GROUPS)}, profiled.")
+    parser.add_argument("--group", required=True, help=f"One of {', '.join(GROUPS)}.")
     parser.add_argument("--ready", type=Path, required=True, help="File to create when all cases are prepared.")
     parser.add_argument("--prepare_s", type=float, default=300, help="Seconds after which no case is prepared.")
     parser.add_argument("--tiny", action="store_true", help="Sizes for a CPU.")

@@ -387,7 +387,7 @@ def test_a_group_records_every_step_and_resumes_after_the_case_that_ended_it(tmp
 
 
 def test_every_group_has_cases_and_variants_restore_the_constants():
-    for group in [*gpu.GROUPS, "profiled"]:
+    for group in gpu.GROUPS:
         assert gpu_cases.cases_of(group, gpu_cases.FULL)
         assert gpu_cases.cases_of(group, gpu_cases.TINY)
     with pytest.raises(ValueError, match="tea"):
@@ -433,7 +433,7 @@ def test_groups_that_die_are_restarted_and_those_that_hang_are_killed(tmp_path, 
     script.write_text(GROUP)
     measurement = gpu.Measurement(tmp_path, 60, tiny=False)
 
-    def command(group, prepare_s, output):
+    def command(group, prepare_s):
         return [sys.executable, str(script), str(measurement.cache / group), behaviours[group]]
 
     monkeypatch.setattr(measurement, "group_command", command)
