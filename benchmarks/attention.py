@@ -55,6 +55,7 @@ from benchmarks.measure import (
     check_names,
     check_positive,
     failure,
+    layer_function,
     resident_bytes_of_call,
     seconds_in_turns,
     table,
@@ -162,16 +163,14 @@ def row_of(case: Case, name: str, **figures: Any) -> Row:
     return dict.fromkeys(FIELDS) | empty | labels | figures
 
 
-class Layer(nnx.Module):
-    """Bias and processor of one layer."""
-
-    def __init__(self, case: Case, edge: str):
-        settings, rngs = case.settings, nnx.Rngs(0)
-        processor = settings.processor
-        if isinstance(processor, DapeConfig):
-            processor = dataclasses.replace(processor, edge=edge)
-        self.bias = BIASES[settings.bias]().build(case.heads, case.head_dim, rngs)
-        self.processor = processor.build(case.heads, has_bias=self.bias is not None, dtype=settings.dtype, rngs=rngs)
+def modules_of(case: Case, edge: str) -> tuple[Any, Any]:
+    """Return the bias and the processor of a layer."""
+    settings, rngs = case.settings, nnx.Rngs(0)
+    processor = settings.processor
+    if isinstance(processor, DapeConfig):
+        processor = dataclasses.replace(processor, edge=edge)
+    bias = BIASES[settings.bias]().build(case.heads, case.head_dim, rngs)
+    return bias, processor.build(case.heads, has_bias=bias is not None, dtype=settings.dtype, rngs=rngs)
 
 
 def implementations(block_size: int | None, num_buckets: int | None) -> dict[str, Implementation]:
@@ -183,26 +182,14 @@ def implementations(block_size: int | None, num_buckets: int | None) -> dict[str
 
 def jax_function(case: Case, name: str, edge: str = "prefix") -> tuple[Callable[..., dict[str, Any]], nnx.State]:
     """Return the function to time, (parameters, q, k, v, cotangent) -> out and gradients, and the parameters."""
-    graphdef, params = nnx.split(Layer(case, edge))
-    use_cudnn = device_platform() == "gpu" and case.settings.dtype == "bfloat16"
-
-    def forward(params, q_BTHK, k_BSHK, v_BSHK):
-        if name == PLAIN:
-            plain = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if use_cudnn else "xla")
-            return plain(q_BTHK, k_BSHK, v_BSHK, is_causal=True)
-        layer = nnx.merge(graphdef, params)
-        implementation = implementations(case.settings.block_size, case.settings.num_buckets)[name]
-        options = {"bias": layer.bias, "processor": layer.processor, "implementation": implementation}
-        return attend(q_BTHK, k_BSHK, v_BSHK, **options)
-
-    def backward(params, q_BTHK, k_BSHK, v_BSHK, cotangent_BTHK):
-        out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
-        dparams, dq, dk, dv = pullback(cotangent_BTHK)
-        results = {"out": out_BTHK, "q": dq, "k": dk, "v": dv}
-        return results if name == PLAIN else results | {"parameters": dparams}
-
-    functions = {"forward": lambda *inputs: {"out": forward(*inputs[:-1])}, "backward": backward}
-    return functions[case.direction], params
+    if name == PLAIN:
+        library = "cudnn" if device_platform() == "gpu" and case.settings.dtype == "bfloat16" else "xla"
+        plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=library)
+        return layer_function(None, None, lambda *qkv, **_: plain(*qkv), case.direction)
+    implementation = implementations(case.settings.block_size, case.settings.num_buckets)[name]
+    return layer_function(
+        *modules_of(case, edge), functools.partial(attend, implementation=implementation), case.direction
+    )
 
 
 def layer_work(case: Case, name: str) -> tuple[float, float]:
@@ -275,7 +262,7 @@ def prepare(case: Case, name: str) -> tuple[Call, Row]:
     arrays = case.inputs()
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
-        made = listing.torch_function(name, Layer(case, "listing"), arrays, case.direction)
+        made = listing.torch_function(name, *modules_of(case, "listing"), arrays, case.direction)
         call, found = made.call, listing.as_numpy(made.call.start())
         peak = resident_bytes_of_call(call) if on_cpu else listing.bytes_of_call(call)
         figures: Row = {"compile_s": made.compile_s}

@@ -34,7 +34,7 @@ from benchmarks import attention as one_layer
 from benchmarks import listing
 from benchmarks.gpu import GROUPS
 from benchmarks.hlo import compile_program
-from benchmarks.measure import Call, failure, seconds_in_turns, seconds_of
+from benchmarks.measure import Call, failure, layer_function, seconds_in_turns, seconds_of
 from benchmarks.step import Step, read_config
 from benchmarks.table7 import RATIO_TO, TABLE
 from dape_jax.hardware import GIB, MIB
@@ -81,19 +81,8 @@ class Layer:
         rngs = nnx.Rngs(0)
         bias = BIASES[self.bias]().build(self.heads, self.head_dim, rngs)
         processor = self.processor.build(self.heads, has_bias=bias is not None, dtype=jnp.dtype(dtype), rngs=rngs)
-        graphdef, params = nnx.split((bias, processor), nnx.Param)
-
-        def forward(params: Any, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
-            bias, processor = nnx.merge(graphdef, params)
-            options = {"bias": bias, "processor": processor, "window": self.window, "implementation": implementation}
-            return attend(q_BTHK, k_BTGK, v_BTGK, **options)
-
-        def backward(params: Any, *arrays: jax.Array) -> dict[str, Any]:
-            out_BTHK, pullback = jax.vjp(forward, params, *arrays[:3])
-            dparams, dq, dk, dv = pullback(arrays[3])
-            return {"out": out_BTHK, "q": dq, "k": dk, "v": dv, "parameters": dparams}
-
-        return (backward if direction == "backward" else lambda *args: {"out": forward(*args[:-1])}), params
+        with_options = functools.partial(attend, window=self.window, implementation=implementation)
+        return layer_function(bias, processor, with_options, direction)
 
 
 PLAIN = Layer(bias="nope", processor=PlainConfig())
@@ -298,7 +287,7 @@ def torch_cases(plan: Plan) -> dict[str, Prepare]:
     def prepare(name: str, length: int, batch: int, direction: str) -> tuple[Figures, Callable[[], Figures]]:
         settings = one_layer.Settings(batch=batch, dtype="bfloat16", channels=4 if plan is TINY else 32)
         case = one_layer.Case(settings, "125m", length, direction)
-        made = listing.torch_function(name, one_layer.Layer(case, "listing"), case.inputs(), direction)
+        made = listing.torch_function(name, *one_layer.modules_of(case, "listing"), case.inputs(), direction)
         on_cuda = device_platform() == "gpu"
 
         def measure() -> Figures:

@@ -50,12 +50,13 @@ class TorchFunction:
     compile_s: float | None
 
 
-def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: str) -> TorchFunction:
+def torch_function(name: str, bias: Any, dape: Any, arrays: list[jax.Array], direction: str) -> TorchFunction:
     """Return a function that computes the layer in PyTorch.
 
     Args:
         name: one of `NAMES`.
-        layer: an `attention.Layer`, with a bias of `BIASES`.
+        bias: module of a bias of `BIASES`, or None.
+        dape: module of the processor.
         arrays: q, k, v, cotangent, [B, T, H, K].
         direction: "forward", or "backward" for out and all gradients.
     """
@@ -76,7 +77,7 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
             return torch.nn.functional.scaled_dot_product_attention(q_BHTK, k_BHSK, v_BHSK, is_causal=True)
 
     else:
-        forward, parameters = _listing(layer, q_BHTK, k_BHSK, v_BHSK, tensor)
+        forward, parameters = _listing(bias, dape, q_BHTK, k_BHSK, v_BHSK, tensor)
         leaves += [x.requires_grad_() for x in parameters]
     if name == "torch.compile":
         torch._dynamo.config.recompile_limit = 1000  # so that no shape falls back to eager execution
@@ -102,11 +103,12 @@ def torch_function(name: str, layer: Any, arrays: list[jax.Array], direction: st
     return TorchFunction(Call(run, wait), time.perf_counter() - started if name == "torch.compile" else None)
 
 
-def _listing(layer: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable[..., Any]) -> tuple[Any, list[Any]]:
+def _listing(
+    bias: Any, dape: Any, q_BHTK: Any, k_BHSK: Any, v_BHSK: Any, tensor: Callable[..., Any]
+) -> tuple[Any, list[Any]]:
     """Return the result of the listing's forward pass, and its parameters."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    bias, dape = layer.bias, layer.processor
     batch, _, length, head_dim = q_BHTK.shape
     parameters: list[Any] = []
 

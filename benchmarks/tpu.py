@@ -44,7 +44,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from benchmarks.hlo import compile_program
-from benchmarks.measure import Row, check_names, check_positive, table, write
+from benchmarks.measure import Row, check_names, check_positive, layer_function, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import InputError
@@ -141,24 +141,17 @@ def compile_layer(request: Request) -> dict[str, Any]:
     bias = BIASES[settings.bias]().build(H, K, rngs)
     dape = DapeConfig(settings.kernel_width, settings.channels) if request.processor == "dape" else None
     config = dape or PlainConfig()
-    graphdef, params = nnx.split((bias, config.build(H, has_bias=bias is not None, dtype=jnp.bfloat16, rngs=rngs)))
+    processor = config.build(H, has_bias=bias is not None, dtype=jnp.bfloat16, rngs=rngs)
+    function, params = layer_function(bias, processor, IMPLEMENTATIONS[request.implementation], request.direction)
 
     def shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    def forward(params, q_BTHK, k_BSHK, v_BSHK):
-        bias, processor = nnx.merge(graphdef, params)
-        return IMPLEMENTATIONS[request.implementation](q_BTHK, k_BSHK, v_BSHK, bias=bias, processor=processor)
-
-    def backward(params, q_BTHK, k_BSHK, v_BSHK, dout_BTHK):
-        out_BTHK, pullback = jax.vjp(forward, params, q_BTHK, k_BSHK, v_BSHK)
-        return out_BTHK, pullback(dout_BTHK)
 
     params = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
     arrays = [shape((settings.batch, request.length, H, K), jnp.bfloat16)] * (3 + (request.direction == "backward"))
     with jax.set_mesh(mesh):
         try:
-            program = compile_program({"forward": forward, "backward": backward}[request.direction], params, *arrays)
+            program = compile_program(function, params, *arrays)
         except jax.errors.JaxRuntimeError as error:
             return {"fits": False, "reason": compile_error(error)}
         except NotImplementedError as error:

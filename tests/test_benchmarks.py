@@ -19,7 +19,7 @@ from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import predicted_bytes
 from dape_jax.hardware import CHIPS, MIB
 from dape_jax.kernels import gpu as kernels
-from dape_jax.model.attention import Dense
+from dape_jax.model.attention import Dense, Implementation
 from dape_jax.model.flops import executed_flops, model_flops
 
 ROOT = Path(__file__).parents[1]
@@ -65,17 +65,17 @@ def test_attention_measures_the_requested_case_and_without_torch_the_others(tmp_
     assert len(table.splitlines()) == 2 + 1 + len(rows) + 2
 
 
-class Wrong:
+class Wrong(Implementation):
     """Returns twice the right result."""
 
-    def __call__(self, *arguments, **options):
-        return 2 * Dense()(*arguments, **options)
+    def attend_rows(self, *arguments):
+        return 2 * Dense().attend_rows(*arguments)
 
 
-class Large:
+class Large(Implementation):
     """Runs out of memory."""
 
-    def __call__(self, *arguments, **options):
+    def attend_rows(self, *arguments):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
 
