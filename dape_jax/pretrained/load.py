@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from tqdm import tqdm
 
 from dape_jax.config import RunConfig, resolved
+from dape_jax.configs import common
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, save_tokenizer
 from dape_jax.errors import require
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
@@ -83,52 +84,17 @@ def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
 
 def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the config of an imported run; `configs/continued.py` reads it to continue training."""
-    shared = {"window": None, "bias": {"name": "nope"}, "processor": {"name": "none"}}
-    return {
-        "model": shared | model | {"attention": {"name": "auto"}, "remat": "none"},
-        "data": {
-            "path": None,
-            "tokenizer": tokenizer.name if tokenizer.name == "bytes" else str(tokenizer_file),
-            "cache_dir": "data",
-            "validation_fraction": 0.05,
-            "seed": 0,
-        },
-        "optimizer": {
-            "learning_rate": 1e-4,
-            "warmup_fraction": 0.05,
-            "final_fraction": 0.1,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "epsilon": 1e-8,
-            "weight_decay": 0.1,
-            "clip_norm": 1.0,
-        },
-        "train": {
-            "seed": 0,
-            "train_length": train_length,
-            "batch_size": 32,
-            "accumulation_steps": 1,
-            "logits_chunk_tokens": 2048,
-            "num_steps": 1000,
-            "eval_interval": 100,
-            "validation_batches": 8,
-            "checkpoint_interval": 500,
-            "max_to_keep": 2,
-            "max_bad_steps": 0,
-            "wandb": None,
-            "profile_steps": [],
-        },
-        "mesh": {"data": 1, "fsdp": -1, "context": 1, "tensor": 1},
-        "init": {"source": None, "train_only": None},
-        "evaluation": {
-            "lengths": [train_length * factor for factor in (1, 2, 4, 8)],
-            "last_tokens": min(256, train_length),
-            "max_windows": 128,
-            "batch_tokens": 8192,
-            "blockwise_from": 1024,
-            "block_size": 128,
-        },
-    }
+    name = tokenizer.name if tokenizer.name == "bytes" else str(tokenizer_file)
+    windows = {"last_tokens": min(256, train_length), "max_windows": 128, "blockwise_from": 1024, "block_size": 128}
+    steps = {"num_steps": 1000, "eval_interval": 100, "validation_batches": 8, "checkpoint_interval": 500}
+    none = {"bias": {"name": "nope"}, "processor": {"name": "none"}}
+    return common.make(
+        model=none | model | {"attention": {"name": "auto"}},
+        data=common.text(path=None, tokenizer=name),
+        optimizer={"learning_rate": 1e-4, "warmup_fraction": 0.05},
+        train={"train_length": train_length, "batch_size": 32, **steps},
+        evaluation=common.perplexity(lengths=tuple(train_length * factor for factor in (1, 2, 4, 8)), **windows),
+    ).to_dict()
 
 
 def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, is_tied: bool) -> None:
