@@ -127,7 +127,7 @@ def runs_of(experiment: Experiment, settings: Settings) -> list[Run]:
 def _run(experiment: Experiment, settings: Settings, seed: int, model: Model) -> Run:
     method, paper_size, paper_length, task = model
     preset, train_length = PRESETS[settings.preset], paper_length // length_divisor(experiment, settings.preset)
-    common = {"method": method, "train_length": train_length, "seed": seed}
+    common: dict[str, Any] = {"method": method, "train_length": train_length, "seed": seed}
     common |= {"paper_train_length": paper_length, "paper_size": paper_size, "task": task}
     fields: dict[str, Any] = {"train.seed": seed, "data.seed": seed}
     if task:
