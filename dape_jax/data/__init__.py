@@ -1,5 +1,5 @@
 """Files -> documents -> tokens on disk -> Grain batches.
 
-Reading order: corpus, prepare.records (and prepare.megatron), tokenizers, prepare.build, store, batches;
-`prepare.command` is the command line of `prepare.build`.
+Training reads store and batches. Preparation comes before: corpus, prepare.records (and prepare.megatron), tokenizers,
+prepare.build; `prepare.command` is its command line.
 """

@@ -13,7 +13,6 @@ processes. A shard is a directory that is renamed when it is complete; a kill lo
 It then concatenates the shards in the order of the input, so the result does not depend on the number of processes.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -25,6 +24,7 @@ import shutil
 import signal
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -49,20 +49,16 @@ _SHARD_BYTES = 2**22  # maximum bytes of input of small files that share a shard
 _BLOCK_BYTES = 2**22
 
 
-def _per_split() -> collections.Counter[str]:
-    return collections.Counter(dict.fromkeys(SPLITS, 0))
-
-
 @dataclasses.dataclass
 class Record:
     """Counts of a shard, or of a whole corpus."""
 
     num_input_bytes: int = 0
     num_text_bytes: int = 0  # total size of the documents that are text
-    num_documents: collections.Counter[str] = dataclasses.field(default_factory=_per_split)
-    num_tokens: collections.Counter[str] = dataclasses.field(default_factory=_per_split)
-    skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by reason
-    rejected: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by reason
+    num_documents: Counter[str] = dataclasses.field(default_factory=lambda: Counter(train=0, validation=0))
+    num_tokens: Counter[str] = dataclasses.field(default_factory=lambda: Counter(train=0, validation=0))
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
+    rejected: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     num_lossy: int = 0  # documents that their ids do not decode to
 
     def add(self, counts: dict[str, Any]) -> None:
@@ -185,7 +181,10 @@ def build_corpus(
         shutil.rmtree(killed)
     missing = {shard: unit for shard, unit in shards.items() if not shard.exists()}
     num_bytes = sum(file.num_bytes for unit in missing.values() for file in unit)
-    written = _write_in_pool(conversion, missing, workers) if workers > 1 else _write_here(conversion, missing)
+    if workers > 1:
+        written = _write_in_pool(conversion, missing, workers)
+    else:
+        written = (conversion.write_shard(unit, shard) for shard, unit in missing.items())
     bar = Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False)
     with bar, contextlib.closing(written):
         for shard in written:
@@ -216,11 +215,6 @@ def _units(files: list[InputFile]) -> list[list[InputFile]]:
         units[-1].append(file)
         size += file.num_bytes
     return units
-
-
-def _write_here(conversion: Conversion, missing: dict[Path, list[InputFile]]) -> Generator[Path, None, None]:
-    for shard, unit in missing.items():
-        yield conversion.write_shard(unit, shard)
 
 
 def _write_in_pool(

@@ -63,6 +63,7 @@ from dape_jax.files import json_digest, read_json, sync_directory, write_json
 logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe.json"
+TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
 MAX_LENGTH = 2**30  # maximum of max_length, and the limit for raw text
 
 
@@ -81,7 +82,6 @@ class PrepareConfig:
     )
     lossy: bool = flag(False, "Accept a tokenizer that changes text, and count the documents that it changes.")
     train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size, instead of --tokenizer.")
-    train_bpe_bytes: int = flag(2**30, "Train the BPE on the first training documents, up to this number of bytes.")
     text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
     where: tuple[str, ...] = flag(
         (), "field=value or field=value|value: keep only matching records. If repeated, all must match.", repeated=True
@@ -101,7 +101,6 @@ class PrepareConfig:
         require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, allowed)
         if self.train_bpe is not None:
             check_trained_vocab_size(self.train_bpe)
-        require(self.train_bpe_bytes > 0, "train_bpe_bytes", self.train_bpe_bytes, "must be positive")
         require(self.text_field != "", "text_field", self.text_field, "must be the name of a field")
         for where in self.where:
             is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
@@ -201,7 +200,7 @@ def _inputs(config: PrepareConfig, *excluded: Path) -> tuple[list[InputFile], To
 
 def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
     """Return everything that the result depends on, as JSON."""
-    trained = {"train_bpe": config.train_bpe, "train_bpe_bytes": config.train_bpe_bytes}
+    trained = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
     recipe = {
         "format_version": FORMAT_VERSION,
         **({"tokenizer": tokenizer.name} if tokenizer else trained),
@@ -260,7 +259,7 @@ def _build(
 
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
-    """Yield the training documents, up to `train_bpe_bytes`."""
+    """Yield the first training documents, up to `TRAIN_BPE_BYTES`."""
     num_bytes = 0
     for file in files:
         for _, content in read_documents(file, config.selection):
@@ -269,7 +268,7 @@ def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[s
                     with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
                         yield content.decode()
                         num_bytes += len(content)
-                if num_bytes >= config.train_bpe_bytes:
+                if num_bytes >= TRAIN_BPE_BYTES:
                     return
 
 

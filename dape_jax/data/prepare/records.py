@@ -117,7 +117,7 @@ def read_documents(file: InputFile, selection: Selection) -> Iterator[tuple[int,
         of_system = isinstance(error, OSError) and error.errno is not None
         if isinstance(error, damage) and not of_system:
             yield number + 1, Bad("damaged file", f"{type(error).__name__}: {error}")
-        elif of_system or is_remote(file.path):
+        elif isinstance(error, OSError) or is_remote(file.path):
             raise InputError(f"{file.path}: cannot be read: {' '.join(str(error).split())}") from error
         else:
             raise
