@@ -80,9 +80,9 @@ def seeds_of(
     return [values[str(4 * length)] for values in series["values"].values()]
 
 
-def counts(*, in_paper: bool = True) -> str:
-    """Return how many claims of the paper, or of our own, have each verdict."""
-    names = [name for name, each in EXPERIMENTS.items() if (each.source != NOT_IN_PAPER) == in_paper]
+def counts() -> str:
+    """Return a sentence on how many claims of the paper have each verdict."""
+    names = [name for name, each in EXPERIMENTS.items() if each.source != NOT_IN_PAPER]
     total = sum(len(EXPERIMENTS[name].claims) for name in names)
     found = Counter(claim["verdict"] for _, _, claim in judged(names))
     rest = total - sum(found.values())
@@ -266,9 +266,6 @@ def curves(text: str, steps: Sequence[int] = (300, 1200, 5000)) -> str:
 def evidence() -> str:
     """Return the table of README.md."""
 
-    def pair(values: Sequence[str]) -> list[str]:
-        return [values[1], values[0]]
-
     def at(experiment: str, method: str, text: str) -> str:
         return ", ".join(
             f"{fmean(seeds_of(experiment, method, 64, length, f'converged-{text}')):.2f}" for length in (64, 2048)
@@ -284,28 +281,18 @@ def evidence() -> str:
     recall = [select(read("recall/accuracy.json")["runs"], name=method) for method in PAIR]
     scores = [f"{100 * run['score']:.2f} %" for run in recall]
     scores[0] += f" ({100 * recall[0]['trained']:.2f} % at the train lengths)"
-    rows = [
-        (
-            "perplexity per byte at 64, the train length, and at 2,048 (quickstart, one seed)",
-            demo,
-            "quickstart/lengths.json",
-        ),
+    rows = (
+        ("perplexity per byte at 64, the train length, and at 2,048 (one seed)", demo, "quickstart/lengths.json"),
         ("the same after 20 M tokens of SageMath's manual (mean of three seeds)", math, "README.md#converged"),
         ("25 M parameters, on an H100: at 256, the train length, and at 16,384 (one seed)", large, "README.md#larger"),
         ("at 64 and 2,048 after 20 M tokens of prose: no gain (mean of three seeds)", prose, "README.md#converged"),
-        (
-            "associative recall, lengths 60 to 480, trained on 1 to 40 (chance 6.25 %)",
-            scores,
-            "recall/accuracy.json",
-        ),
-    ]
-    return table(
-        ["measurement", "DAPE1x3-Kerple", "Kerple", "numbers"],
-        [
-            [text, *pair(values), f"[{file.split('/')[0].split('#')[-1]}](results/{file})"]
-            for text, values, file in rows
-        ],
+        ("associative recall, lengths 60 to 480, trained on 1 to 40 (chance 6.25 %)", scores, "recall/accuracy.json"),
     )
+    named = [
+        [text, dape, kerple, f"[{file.split('/')[0].split('#')[-1]}](results/{file})"]
+        for text, (kerple, dape), file in rows
+    ]
+    return table(["measurement", "DAPE1x3-Kerple", "Kerple", "numbers"], named)
 
 
 def layer_times() -> str:
@@ -404,11 +391,8 @@ def gpu_compiled() -> str:
     for length in (512, 2048, 8192):
         for batch in (1, 8):
             cells = []
-            for source, name in (
-                (now, "fused"),
-                (before, "fused"),
-                *((now, n) for n in ("blockwise", "dense", "cudnn")),
-            ):
+            names = ("fused", "fused", "blockwise", "dense", "cudnn")
+            for source, name in zip((now, before, now, now, now), names, strict=True):
                 row = select(source, implementation=name, length=length, batch=batch, direction="backward")
                 memory = row["temporary_mib"]
                 shown = f"{memory:,.0f} MiB" if memory < 1e4 else f"{memory / 1024:,.0f} GiB"
@@ -505,13 +489,11 @@ def tpu_plain() -> str:
         without, dape = (tpu("plain", topology=TOPOLOGIES[chip], processor=name) for name in ("plain", "dape"))
         cells = []
         for row in (without, dape):
-            cells += [
-                " + ".join(f"{ms:.2f}" for ms in row["kernels_of_passes_ms"]) + " ms",
-                f"{row['other_ms']:.2f} ms",
-            ]
-        kernels = dape["kernels_ms"] / without["kernels_ms"]
+            kernels = " + ".join(f"{ms:.2f}" for ms in row["kernels_of_passes_ms"])
+            cells += [f"{kernels} ms", f"{row['other_ms']:.2f} ms"]
+        ratio = dape["kernels_ms"] / without["kernels_ms"]
         both = (dape["kernels_ms"] + dape["other_ms"]) / (without["kernels_ms"] + without["other_ms"])
-        rows.append([chip, *cells, f"{kernels:.2f}", f"{both:.2f}"])
+        rows.append([chip, *cells, f"{ratio:.2f}", f"{both:.2f}"])
     header = ("without a processor: kernels", "other", "DAPE1x3: kernels", "other", "ratio of kernels", "of both")
     return table(["chip", *header], rows)
 
@@ -544,15 +526,7 @@ def precision() -> str:
     """Return the largest errors of the last row's scores in 16-bit dtypes, in nats."""
 
     def shown(value: float | None) -> str:
-        return (
-            "NaN"
-            if value is None
-            else "< 0.0001"
-            if value < 5e-5
-            else f"{value:,.0f}"
-            if value >= 10
-            else f"{value:.2g}"
-        )
+        return "NaN" if value is None else "< 0.0001" if value < 5e-5 else plain(value)
 
     rows = []
     for bias in ("alibi", "kerple", "kerple_power"):
