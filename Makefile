@@ -40,7 +40,7 @@ endif
 demo: install
 	$(PY) train.py --config=configs/quickstart.py:processor=none --workdir=$(DEMO)/kerple
 	$(PY) train.py --config=configs/quickstart.py:processor=dape,kernel=3 --workdir=$(DEMO)/dape1x3-kerple
-	$(PY) eval.py --workdir=$(DEMO)/kerple,$(DEMO)/dape1x3-kerple
+	$(PY) eval.py --workdir=$(DEMO)/kerple,$(DEMO)/dape1x3-kerple --max_windows=48
 
 # Not installed into the environment: if JAX finds libtpu, every command on a machine without a TPU searches for one and
 # prints warnings.
