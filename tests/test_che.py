@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import math
 import os
-import re
 import runpy
 import shutil
 from pathlib import Path
@@ -599,30 +597,6 @@ def test_train_and_evaluate_from_the_command_line(tmp_path):
     assert result.stderr.splitlines() == [
         "error: --last_tokens = 5: must not be given: it is only for language models",
     ]
-
-
-# ---- docs
-
-
-def test_docs_list_every_task():
-    rows = re.findall(
-        r"^\| `(\w+)` \| ([\w-]+) \| (\d+) \| (\d+) \| ([^|]+) \|", (ROOT / "docs" / "che.md").read_text(), re.M
-    )
-    found = {}
-    for name, level, num_inputs, num_outputs, formula in rows:
-        lengths = [eval(formula.strip().strip("`"), {"N": n, "ceil": math.ceil}) for n in (1, 2, 7, 40)]
-        found[name] = (level, int(num_inputs), int(num_outputs), lengths)
-    expected = {
-        name: (
-            task.level,
-            len(task.input_symbols),
-            len(task.output_symbols),
-            [task.output_length(n) for n in (1, 2, 7, 40)],
-        )
-        for name, task in TASKS.items()
-    }
-    assert found == expected
-    assert list(found) == list(TASKS)
 
 
 def test_numbers_in_a_flag():

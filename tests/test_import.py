@@ -285,7 +285,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     spec["train"] |= {"validation_batches": 1}
     spec["init"] = {"source": str(tmp_path / "run"), "train_only": None}
     loop.train(spec, tmp_path / "continued")
-    assert "1 of 13 documents cannot be decoded exactly" in caplog.text
+    assert "1 documents cannot be decoded exactly" in caplog.text
     options = PerplexityOptions(lengths=(16,), last_tokens=16, max_windows=4, data=str(words))
     evaluate([tmp_path / "run", tmp_path / "continued"], options, output=tmp_path / "results")
     results = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,25 +32,6 @@ FIVE = {"modular_arithmetic", "cycle_navigation", "modular_arithmetic_brackets",
 CHARACTERS = {name: "".join(task.input_symbols) for name, task in TASKS.items()} | {
     "cycle_navigation": "012",
     "stack_manipulation": "01-ab",
-}
-NUMBER = "0*1[01]*"
-# Form of every input. `is_input` also checks the structure of expressions and of words with a missing symbol.
-FORMS = {
-    "even_pairs": "[01]+",
-    "modular_arithmetic": "[0-4]([-+*][0-4])*",
-    "parity_check": "[01]+",
-    "cycle_navigation": "[012]+",
-    "stack_manipulation": "[01]|[01]+[-ab]+",
-    "reverse_string": "[01]+",
-    "modular_arithmetic_brackets": "[-+*()0-4]+",
-    "solve_equation": "00?|[-+()0-4]*x[-+()0-4]*=[0-4]",
-    "duplicate_string": "[01]+",
-    "missing_duplicate_string": "1|[01]*[?][01]*_?",
-    "odds_first": "[01]+",
-    "binary_addition": rf"0|00|01|10|{NUMBER}[+]{NUMBER}",
-    "binary_multiplication": rf"0|00|01|10|{NUMBER}[*]{NUMBER}",
-    "compute_sqrt": NUMBER,
-    "bucket_sort": "[0-4]+",
 }
 LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 500))
 SEEDS = st.integers(0, 2**32)
@@ -82,7 +62,7 @@ def symbols(task: str, *inputs: str) -> np.ndarray:
 
 
 def test_golden_che_has_every_task():
-    assert {file.stem for file in files()} == TASKS.keys() == CHARACTERS.keys() == FORMS.keys() == ANSWERS.keys()
+    assert {file.stem for file in files()} == TASKS.keys() == CHARACTERS.keys() == ANSWERS.keys()
 
 
 @pytest.mark.parametrize("file", files(), ids=name)
@@ -153,70 +133,25 @@ def test_unknown_is_the_first_digit_from_a_uniform_index():
 # ---- inputs
 
 
-def is_input(task: str, string: str) -> bool:
-    """Return whether a string is an input of the task, by regular expressions."""
-    match = re.fullmatch(FORMS[task], string)
-    if match is None:
-        return False
-    if task == "missing_duplicate_string" and string != "1":
-        half = len(string) // 2
-        word = string.rstrip("_").replace("?", ANSWERS[task](string)[0])
-        return len(word) == 2 * half and word[:half] == word[half:] and ("_" in string) == (len(string) % 2 == 1)
-    if task == "modular_arithmetic_brackets" or (task == "solve_equation" and "=" in string):
-        value = re.sub("(?<![0-4x)])-[0-4x]|[0-4x]", "v", string.split("=")[0])
-        value = re.sub("[(]v[)]", "v", value)  # around one digit
-        while (smaller := re.sub("[(]v[-+*]v[)]", "v", value)) != value:
-            value = smaller
-        return value == "v"
-    return True
-
-
-def check_samples(task: str, inputs_BN: np.ndarray) -> None:
-    """Check that inputs have the task's form, and that the solution equals `ANSWERS`."""
-    assert inputs_BN.dtype == np.int32
-    assert ((inputs_BN >= 0) & (inputs_BN < len(TASKS[task].input_symbols))).all()
-    for string in to_strings(task, inputs_BN):
-        assert is_input(task, string), string
-    check_answers(task, inputs_BN)
-
-
 @pytest.mark.parametrize("task", TASKS)
 @settings(max_examples=15, deadline=None)
 @given(length=LENGTHS, seed=SEEDS)
-def test_samples_are_inputs_and_are_solved(task, length, seed):
+def test_samples_are_solved(task, length, seed):
     inputs_BN = draw(task, 3, length, seed)
     assert inputs_BN.shape == (3, length - (task == "modular_arithmetic" and length % 2 == 0))
-    check_samples(task, inputs_BN)
+    check_answers(task, inputs_BN)
     np.testing.assert_array_equal(inputs_BN, draw(task, 3, length, seed))
     if length >= 40:
         assert (draw(task, 3, length, seed + 1) != inputs_BN).any()
     for shortest in (1, 2, 3):
-        check_samples(task, draw(task, 2, shortest, seed))
+        check_answers(task, draw(task, 2, shortest, seed))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_samples_of_every_length_are_inputs_and_are_solved(task):
+def test_samples_of_every_length_are_solved(task):
     for length in range(1, 501):
-        check_samples(task, draw(task, 2, length))
-
-
-def test_is_input_rejects_other_strings():
-    """Check that `is_input` can fail."""
-    refused = {
-        "modular_arithmetic": ["1+", "+1", "1_2", "12"],
-        "stack_manipulation": ["-0", "01-0", "00", "-"],
-        "modular_arithmetic_brackets": ["x", "1+2", "(1+2", "((1+2))", "(1+2+3)", "(--1)", "-(1+2)", "(12)"],
-        "solve_equation": ["0=0", "x", "x+1=0", "(x+x)=0", "(x*1)=0", "x=x", "(x+(1))"],
-        "missing_duplicate_string": ["0", "?", "??", "0?_0", "01?0", "?1_1", "01?", "_?", "0?1_"],
-        "binary_addition": ["11", "1+0", "+1", "1+1+1", "0+1"],
-        "binary_multiplication": ["11", "1*0", "1+1", "00*1"],
-        "compute_sqrt": ["0", "000"],
-        "even_pairs": ["", "02"],
-    }
-    for task, wrong in refused.items():
-        for string in wrong:
-            assert not is_input(task, string), (task, string)
+        check_answers(task, draw(task, 2, length))
 
 
 # ---- answers
@@ -296,7 +231,8 @@ ANSWERS: dict[str, Callable[[str], str]] = {
 def check_answers(task: str, inputs_BN: np.ndarray) -> None:
     before_BN = inputs_BN.copy()
     targets_BM = TASKS[task].solve(inputs_BN)
-    assert targets_BM.dtype == np.int32
+    assert inputs_BN.dtype == targets_BM.dtype == np.int32
+    assert ((inputs_BN >= 0) & (inputs_BN < len(TASKS[task].input_symbols))).all()
     assert targets_BM.shape == (len(inputs_BN), TASKS[task].output_length(inputs_BN.shape[1]))
     assert ((targets_BM >= 0) & (targets_BM < len(TASKS[task].output_symbols))).all()
     np.testing.assert_array_equal(inputs_BN, before_BN)

@@ -236,8 +236,8 @@ class Kerple(Bias):
     def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Bias`."""
         distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
-        # Clamp the values; the gradient is the identity's.
-        p, a = (_per_head(x + (x.clamp(0.01) - x).detach()).to(dtype) for x in (self.p_H, self.a_H))
+        p, a = (x.to(dtype) for x in (self.p_H, self.a_H))
+        p, a = (_per_head(x + (x.clamp(0.01) - x).detach()) for x in (p, a))  # the gradient is the identity's
         return -p * torch.log1p(a * distance_BTS[:, None])
 
 
