@@ -15,7 +15,6 @@ from absl import logging as absl_logging
 
 from dape_jax import recipes
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, check_all, did_you_mean, printable, require
-from dape_jax.storage import bucket_errors
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
 
@@ -55,8 +54,7 @@ def run(
             raise InputError(
                 f"command line = {arguments[1 + len(positional)]!r}: must be {accepted} of the form --name=value"
             )
-        with bucket_errors():
-            main(arguments)
+        main(arguments)
 
     def parse(arguments: list[str]) -> list[str]:
         try:

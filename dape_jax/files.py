@@ -6,22 +6,22 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import filelock
 from etils import epath
 
 from dape_jax.errors import InputError, require
-from dape_jax.storage import AnyPath, is_remote
+from dape_jax.storage import is_remote
 
 
-def write_atomically(file: AnyPath, content: bytes) -> None:
+def write_atomically(file: epath.PathLike, content: bytes) -> None:
     """Write a file atomically: readers see the old or the new content, even after a power failure.
 
     Raises:
         OSError: the directory is missing, not writable or full; the old content is kept.
     """
+    file = epath.Path(file)
     if is_remote(file):  # objects are replaced atomically
         file.write_bytes(content)
         return
@@ -38,7 +38,7 @@ def write_atomically(file: AnyPath, content: bytes) -> None:
             partial.unlink()
 
 
-def sync_directory(directory: Path) -> None:
+def sync_directory(directory: epath.PathLike) -> None:
     """Flush a directory's entries to disk, so that a rename in it survives a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -47,28 +47,19 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(file: AnyPath, value: Any) -> None:
+def write_json(file: epath.PathLike, value: Any) -> None:
     """Write `value` as indented JSON, atomically; see `write_atomically`."""
     write_atomically(file, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
-def read_bytes(file: AnyPath) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    return file.read_bytes()
-
-
-def read_json(file: AnyPath) -> dict[str, Any]:
+def read_json(file: epath.PathLike) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
         InputError: the file cannot be read, or is not a JSON object.
     """
     try:
-        return parse_json(str(file), read_bytes(file))
+        return parse_json(str(file), epath.Path(file).read_bytes())
     except OSError as error:
         raise InputError(f"{file}: cannot be read as JSON: {error}") from error
 

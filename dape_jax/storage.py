@@ -12,7 +12,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec.config
@@ -110,19 +109,3 @@ class Marker:
         is_here = found["host"] == self.mine["host"]
         has_ended = is_here and (found["process"] == os.getpid() or not Path(f"/proc/{found['process']}").exists())
         return "" if is_old or has_ended else f"process {found['process']} on {found['host']}"
-
-
-# ---- to be removed when no caller is left
-
-AnyPath = Path | epath.Path
-
-
-def exists(file: AnyPath) -> bool:
-    """Return whether a file exists."""
-    return file.exists()
-
-
-@contextlib.contextmanager
-def bucket_errors() -> Iterator[None]:
-    """Do nothing."""
-    yield

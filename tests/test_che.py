@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
+from etils import epath
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -502,7 +503,7 @@ def test_the_longest_tapes_need_little_memory():
     """Check the compiler's prediction for 1,000 output tokens after 500 inputs, with DAPE."""
     run = TaskRunConfig.from_dict(get_config("task=duplicate_string,bias=kerple,processor=dape").to_dict())
     run = dataclasses.replace(run, evaluation=dataclasses.replace(run.evaluation, lengths=(500,)))
-    trained = TrainedModel(Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1))
+    trained = TrainedModel(epath.Path("run"), 1, run, "", MeshConfig(data=8, fsdp=1, context=1, tensor=1))
     (program,) = compile_tapes(trained).values()
     assert program.length == 1504
     assert predicted_bytes(program.step) * jax.device_count() < 2**30

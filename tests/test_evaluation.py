@@ -16,6 +16,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 import tiny
+from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
@@ -85,7 +86,7 @@ def read_runs(directory: Path, stem: str = "lengths") -> list[dict[str, Any]]:
 def untrained(root: Path, **changes: Any) -> TrainedModel:
     """Return a model without a checkpoint."""
     run = RunConfig.from_dict(tiny.spec(root, **{"model__num_layers": 1} | changes))
-    return TrainedModel(Path("test"), 0, run, "", run.mesh)
+    return TrainedModel(epath.Path("test"), 0, run, "", run.mesh)
 
 
 def store_of(lengths: list[int]) -> TokenStore:

@@ -15,7 +15,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,25 +186,26 @@ def read_tokenizer(spec: str, field: str = "data.tokenizer") -> Tokenizer:
     return HfTokenizer(content, where)
 
 
-def saved_tokenizer(directory: Path | epath.Path) -> Tokenizer:
+def saved_tokenizer(directory: epath.PathLike) -> Tokenizer:
     """Return the tokenizer of a store or a run: the tokenizer.json in its directory, or `Bytes` if there is none.
 
     Raises:
         InputError: the file is damaged.
     """
-    file = directory / TOKENIZER_FILE
+    file = epath.Path(directory) / TOKENIZER_FILE
     try:
         return HfTokenizer(file.read_bytes(), str(file))
     except FileNotFoundError:
         return Bytes()
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path | epath.Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, directory: epath.PathLike) -> None:
     """Write a tokenizer for `saved_tokenizer`, atomically; `Bytes` needs no file.
 
     Raises:
         InputError: the directory contains another tokenizer.
     """
+    directory = epath.Path(directory)
     found = saved_tokenizer(directory)
     if isinstance(found, HfTokenizer):
         allowed = f"must be {tokenizer.name} or missing"

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 from jax.stages import Wrapped
@@ -30,7 +31,6 @@ from dape_jax.model.transformer import Params, TransformerConfig, model_structur
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
-from dape_jax.storage import AnyPath
 from dape_jax.tasks.tapes import EVALUATION, Batch, TaskConfig, make_tapes
 from dape_jax.training.step import abstract_params, positions_of
 
@@ -41,11 +41,11 @@ MAX_COLUMNS = 8
 
 
 def evaluate_tasks(
-    workdirs: Sequence[AnyPath],
+    workdirs: Sequence[epath.PathLike],
     options: TaskOptions = TaskOptions(),
     *,
     mesh: MeshConfig | None = None,
-    output: AnyPath | None = None,
+    output: epath.PathLike | None = None,
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir, print and write one comparison, `accuracy.*`.
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 from jax.sharding import Mesh
 from jax.stages import Wrapped
 from jaxtyping import Float64, Int
@@ -42,7 +43,6 @@ from dape_jax.model.transformer import Params, TransformerConfig, model_structur
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
-from dape_jax.storage import AnyPath
 from dape_jax.training.step import abstract_params, make_nll_step
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,11 @@ PROTOCOLS = {
 
 
 def evaluate(
-    workdirs: Sequence[AnyPath],
+    workdirs: Sequence[epath.PathLike],
     options: PerplexityOptions = PerplexityOptions(),
     *,
     mesh: MeshConfig | None = None,
-    output: AnyPath | None = None,
+    output: epath.PathLike | None = None,
 ) -> report.ReportPaths:
     """Evaluate one checkpoint of every workdir, print a comparison and write it: `lengths.*`, `delta.*`, `positions.*`.
 

@@ -14,12 +14,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from etils import epath
 from matplotlib.figure import Figure
 
 from dape_jax.errors import InputError
 from dape_jax.files import write_atomically
 from dape_jax.provenance import provenance
-from dape_jax.storage import AnyPath, absolute, is_remote
+from dape_jax.storage import absolute, is_remote
 
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 
@@ -37,14 +38,14 @@ class Table(NamedTuple):
 class ReportPaths(NamedTuple):
     """Directory of a report, its table for the terminal, and the file of its figure, or None."""
 
-    directory: AnyPath
+    directory: epath.Path
     table: str
-    figure: AnyPath | None
+    figure: epath.Path | None
 
 
 def save(
     stem: str,
-    directory: AnyPath,
+    directory: epath.PathLike,
     content: dict[str, Any],
     caption: str,
     rows: list[list[str]],
@@ -55,7 +56,7 @@ def save(
 
     Commit, command, device and versions are added to the content of the JSON. `formats` are further files: csv, md.
     """
-    table = text_table(caption, rows)
+    directory, table = epath.Path(directory), text_table(caption, rows)
     print(table, flush=True)  # before anything is written, so that a full disk does not lose it
     files = {"json": (json.dumps(json_values(content | provenance("flax")), indent=1) + "\n").encode()}
     files |= {name: FORMATS[name](caption, rows).encode() for name in formats}
@@ -112,7 +113,7 @@ def json_values(value: Any) -> Any:
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def common_directory(workdirs: Sequence[AnyPath]) -> AnyPath:
+def common_directory(workdirs: Sequence[epath.PathLike]) -> epath.Path:
     """Return the default directory of results: the workdir, or the longest path common to all workdirs.
 
     Raises:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
+from etils import epath
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig, is_algorithmic
@@ -17,7 +18,7 @@ from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import Options
 from dape_jax.model.transformer import Params
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
-from dape_jax.storage import AnyPath, absolute, exists
+from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import abstract_params
@@ -29,7 +30,7 @@ AnyRunConfig = TypeVar("AnyRunConfig", bound=RunConfig | TaskRunConfig)
 class TrainedModel(Generic[AnyRunConfig]):
     """Description of a checkpoint, read before its parameters."""
 
-    workdir: AnyPath
+    workdir: epath.Path
     step: int
     run: AnyRunConfig  # config of the training run, with the evaluation fields that the caller overrides
     data_digest: str  # of the training corpus, or of the task's strings
@@ -46,7 +47,7 @@ class TrainedModel(Generic[AnyRunConfig]):
         return f"{self.run.data.task}/{self.name}" if isinstance(self.run, TaskRunConfig) else self.name
 
 
-def are_algorithmic(workdirs: list[AnyPath]) -> bool:
+def are_algorithmic(workdirs: Sequence[epath.PathLike]) -> bool:
     """Return whether the runs are on algorithmic tasks; a workdir without a run counts as a language model.
 
     Raises:
@@ -60,7 +61,7 @@ def are_algorithmic(workdirs: list[AnyPath]) -> bool:
 
 
 def read_trained(
-    workdir: AnyPath,
+    workdir: epath.PathLike,
     step: str,
     overrides: dict[str, Any],
     mesh: MeshConfig | None = None,
@@ -86,12 +87,12 @@ def read_trained(
         mesh = mesh_of_all_devices(run.model.width)
     else:
         run.check_model_mesh(make_mesh(mesh))
-    return TrainedModel(workdir, number, run, saved["data_digest"], mesh)
+    return TrainedModel(epath.Path(workdir), number, run, saved["data_digest"], mesh)
 
 
 def read_models(
     config: type[AnyRunConfig],
-    workdirs: Sequence[AnyPath],
+    workdirs: Sequence[epath.PathLike],
     options: Options,
     mesh: MeshConfig | None,
     *overrides: str,
@@ -137,7 +138,7 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
     config = trained.run.data
     if data is not None:
         file = trained.workdir / TOKENIZER_FILE
-        tokenizer = str(file) if exists(file) else "bytes"
+        tokenizer = str(file) if file.exists() else "bytes"
         try:
             return load_corpus(dataclasses.replace(config, path=data, tokenizer=tokenizer), lossy=True)
         except InputError as error:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
@@ -23,14 +24,14 @@ from dape_jax.model.transformer import Params, TransformerConfig, flat_params
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
 from dape_jax.pretrained.files import Source, inside, open_source, short
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
-from dape_jax.storage import AnyPath, absolute
+from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
 from dape_jax.training.step import abstract_params
 
 
 def import_run(
     directory: Path,
-    workdir: AnyPath,
+    workdir: epath.PathLike,
     *,
     tokenizer: str | None = None,
     train_length: int | None = None,
@@ -82,7 +83,9 @@ def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
     return read_tokenizer(tokenizer, "tokenizer")
 
 
-def run_spec(model: dict[str, Any], train_length: int, tokenizer_file: AnyPath, tokenizer: Tokenizer) -> dict[str, Any]:
+def run_spec(
+    model: dict[str, Any], train_length: int, tokenizer_file: epath.PathLike, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Return the config of an imported run; `configs/continued.py` reads it to continue training."""
     name = tokenizer.name if tokenizer.name == "bytes" else str(tokenizer_file)
     windows = {"last_tokens": min(256, train_length), "max_windows": 128, "blockwise_from": 1024, "block_size": 128}

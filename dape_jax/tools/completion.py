@@ -21,6 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
@@ -34,7 +35,7 @@ from dape_jax.model.transformer import Cache, Params, Transformer, TransformerCo
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import BATCH
-from dape_jax.storage import AnyPath, absolute, exists
+from dape_jax.storage import absolute
 
 # Rows per prefill step. Lengths of caches are multiples of it, so that prompts of many lengths share a program.
 CHUNK = 64
@@ -254,14 +255,14 @@ def added_text(tokenizer: Tokenizer, prompt: Integer[np.ndarray, "_"], tokens: I
 
 
 def complete(
-    workdir: AnyPath,
+    workdir: epath.PathLike,
     prompts: Sequence[bytes],
     *,
     max_new_tokens: int,
     sampling: Sampling,
     seed: int = 0,
     step: str = "newest",
-    output: AnyPath | None = None,
+    output: epath.PathLike | None = None,
 ) -> list[str]:
     """Continue prompts with a trained model; print the completions and optionally save them.
 
@@ -276,10 +277,11 @@ def complete(
     """
     require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
     if output is not None:
-        require(not exists(output), "output", str(output), "must not exist yet")
+        output = epath.Path(output)
+        require(not output.exists(), "output", str(output), "must not exist yet")
     trained = read_trained(workdir, step, {})
     check(trained.run.model, max_new_tokens, seed)
-    tokenizer = saved_tokenizer(workdir)
+    tokenizer = saved_tokenizer(trained.workdir)
     end_token = tokenizer.end_of_document
     ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
     if output is not None:

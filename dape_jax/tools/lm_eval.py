@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -41,7 +42,7 @@ from dape_jax.model.loss import nll
 from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import provenance
-from dape_jax.storage import AnyPath, to_path
+from dape_jax.storage import to_path
 from dape_jax.tools.completion import Sampling, added_text, check, generate
 
 try:
@@ -187,7 +188,7 @@ class DapeLM(TemplateLM):
 
     def __init__(
         self,
-        workdir: str | AnyPath,
+        workdir: epath.PathLike,
         step: str | int = "newest",
         max_length: int | None = None,
         batch_size: int | str | None = None,

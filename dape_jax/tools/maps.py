@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 from matplotlib import colormaps
@@ -49,7 +50,6 @@ from dape_jax.model.scores import masked_softmax
 from dape_jax.model.transformer import Block, Places, SelfAttention, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
-from dape_jax.storage import AnyPath, exists
 
 MAX_CELLS = 512  # along one side of a map
 MAX_NAMED_TOKENS = 32  # tokens whose text is on the axes
@@ -66,8 +66,13 @@ $figures
 
 
 def attention_maps(
-    workdir: AnyPath, *, length: int, text: AnyPath | None = None, step: str = "newest", output: AnyPath | None = None
-) -> AnyPath:
+    workdir: epath.PathLike,
+    *,
+    length: int,
+    text: epath.PathLike | None = None,
+    step: str = "newest",
+    output: epath.PathLike | None = None,
+) -> epath.Path:
     """Draw the maps of every layer and head of a trained model; `attention_maps.Flags` describes the arguments.
 
     Returns:
@@ -78,10 +83,10 @@ def attention_maps(
     """
     require(length >= 2, "length", length, "must be at least 2 tokens")
     trained = read_trained(workdir, step, {})
-    if output is None:
-        output = workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
+    maps = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
+    output = maps if output is None else epath.Path(output)
     page = output / "index.html"
-    require(not exists(page), "output", str(output), "contains an index.html; delete it or choose another --output")
+    require(not page.exists(), "output", str(output), "contains an index.html; delete it or choose another --output")
     tokens_T, source = read_tokens(trained, length, text)
     names = token_names(saved_tokenizer(workdir), tokens_T) if length <= MAX_NAMED_TOKENS else None
     make_results_directory(output)
@@ -138,7 +143,7 @@ def attention_maps(
 
 
 def read_tokens(
-    trained: TrainedModel, length: int, text: AnyPath | None
+    trained: TrainedModel, length: int, text: epath.PathLike | None
 ) -> tuple[Int[np.ndarray, "T"], dict[str, str]]:
     """Return the tokens to read, and their source and beginning for the record.
 
@@ -148,7 +153,7 @@ def read_tokens(
     tokenizer = saved_tokenizer(trained.workdir)
     if text is not None:
         try:
-            tokens = tokenizer.encode(text.read_bytes())
+            tokens = tokenizer.encode(epath.Path(text).read_bytes())
         except OSError as error:
             raise InputError(f"text = {str(text)!r}: cannot be read: {error}") from error
         require(tokens.size >= length, "text", str(text), f"has {tokens.size} tokens; must have --length={length}")
