@@ -77,7 +77,8 @@ def run(
         print(error, file=sys.stderr)
         sys.exit(128 + signal.SIGTERM)
     except (InputError, OverflowError, NonFiniteError, OSError) as error:
-        lines = error.messages if isinstance(error, InputError) else [str(error)]
+        prefix = "a number of the config is too large: " if isinstance(error, OverflowError) else ""
+        lines = error.messages if isinstance(error, InputError) else [f"{prefix}{error}"]
         for line in lines:
             print(f"error: {printable(line)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, InputError | OverflowError) else 1)

@@ -108,7 +108,7 @@ def _parse(kind: type, text: str) -> Any:
 
 
 def _paths(config: ConfigDict, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted path of every field of nested config sections, without those of unset fields' sections."""
+    """Yield the dotted path of every field of nested config sections."""
     for name in config.keys():
         value = config[name]
         yield from _paths(value, f"{prefix}{name}.") if isinstance(value, ConfigDict) else [f"{prefix}{name}"]
