@@ -163,7 +163,7 @@ def compiled(case: Case, implementation: str):
 
 
 CASES = {
-    "kerple3": Case(groups=1, heads=4, batch=2, length=150),  # several blocks of rows, two tiles
+    "kerple3": Case(groups=1, heads=2, batch=2, length=136),  # several blocks of rows, two tiles
     "alibi-causal4": Case("alibi", width=4, alignment="causal", length=70, window=40, phases=2),
 }
 MORE = {
@@ -657,7 +657,16 @@ CHANGES = [{}, {"bias": "nope"}, {"width": 1}, {"inputs": "scores"}, {"inputs": 
 
 @pytest.mark.parametrize(
     ("changes", "implementation"),
-    [*itertools.product(CHANGES, KERNELS), ({"plain": True}, "tpu"), ({"plain": True, "bias": "nope"}, "tpu")],
+    [
+        ({}, "gpu"),
+        ({"bias": "nope"}, "tpu"),
+        ({"plain": True}, "tpu"),
+        ({"inputs": "bias"}, "tpu"),
+        *(
+            pytest.param(changes, implementation, marks=pytest.mark.slow)
+            for changes, implementation in itertools.product(CHANGES, KERNELS)
+        ),
+    ],
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
 )
 def test_every_kind_of_operator_can_be_traced_on_a_mesh(changes, implementation, monkeypatch):

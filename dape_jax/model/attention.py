@@ -160,7 +160,6 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = Non
     if q_pos_T is None:
         allowed = "[B, T, H, K] must have T <= S if q_pos_T is None"
         require(num_rows <= k_BSGK.shape[1], "q_BTHK.shape", q_BTHK.shape, f"{allowed}; S = {k_BSGK.shape[1]}")
-    # With heads before rows, T is the number of heads, so the next check finds a [B, H, T, K] layout of grouped heads.
     require(heads % groups == 0, "num_kv_heads", groups, f"must divide num_heads = {heads}")
 
 

@@ -319,11 +319,7 @@ def dape(
         hidden_bias_C: bias of Conv1.
         output_WCH: kernel of Conv2.
         output_bias_H: bias of Conv2. It shifts a whole row of scores and cancels in the softmax: its gradient is 0.
-        alignment: "centered", a column reads W//2 columns on either side (W odd); or "causal", a column reads itself
-            and W - 1 columns to its left (any W), and both edges are the same.
-        edge: "prefix" or "listing".
-        residual: add B outside the convolution as well.
-        leak: omit tril, so that a centered kernel reads the future: the paper's experiment on information leakage.
+        alignment, edge, residual, leak: see `DapeConfig`.
         dtype: dtype of the convolutions' operands, except those that depend only on B; None for the dtype of the
             scores. Accumulation is in float32 or better.
 
@@ -408,12 +404,8 @@ class Dape(nnx.Module, Processor):
         width, channels = config.kernel_width, config.channels
         reads_scores = config.inputs != "bias"
         reads_bias = has_bias and config.inputs != "scores"
-        require(
-            reads_scores or has_bias,
-            "model.processor.inputs",
-            config.inputs,
-            "must be 'scores' or 'both' without a bias",
-        )
+        allowed = "must be 'scores' or 'both' without a bias"
+        require(reads_scores or has_bias, "model.processor.inputs", config.inputs, allowed)
         fan_in = (reads_scores + reads_bias) * num_heads * width
         self.scores_WHC = uniform((width, num_heads, channels), fan_in) if reads_scores else None
         self.bias_WHC = uniform((width, num_heads, channels), fan_in) if reads_bias else None
@@ -424,9 +416,7 @@ class Dape(nnx.Module, Processor):
         else:
             self.output_WCH = uniform((width, channels, num_heads), channels * width)
             self.output_bias_H = uniform((num_heads,), channels * width)
-        self.has_bias = has_bias
-        self.config = config
-        self.key_halo = config.key_halo
+        self.has_bias, self.config, self.key_halo = has_bias, config, config.key_halo
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
     def check_bias(self, is_given: bool) -> None:
@@ -459,37 +449,28 @@ class Dape(nnx.Module, Processor):
             hidden_bias_C=self.hidden_bias_C[...],
             output_WCH=self.output_WCH[...],
             output_bias_H=self.output_bias_H[...],
-            alignment=self.config.alignment,
-            edge=self.config.edge,
-            residual=self.config.residual,
-            leak=self.config.leak,
             dtype=self.dtype,
+            **{name: getattr(self.config, name) for name in ("alignment", "edge", "residual", "leak")},
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class DapeConfig(ProcessorConfig):
-    """Config of DAPE with kernels 1xW.
+    """Config of DAPE with kernels 1xW."""
 
-    Args:
-        kernel_width: W. 1 is DAPE V1; 3 is the paper's usual choice.
-        channels: C, the paper's D_DAPE.
-        alignment: "centered" (the paper's listing, W odd) or "causal" (the paper's text, any W).
-        edge: "prefix", or "listing" for exactly the paper's listing.
-        residual: add B outside the convolution as well; False is the paper's equation 2.
-        leak: let the convolution read the future: only for the paper's experiment on information leakage.
-        inputs: inputs of the convolution: "both", "scores" or "bias". Without a bias "both" means the scores.
-        init: "uniform"; or "identity", which initialises the second convolution to zero, so that the layer starts as
-            scores + bias. The first convolution then has a zero gradient in the first step.
-    """
-
-    kernel_width: int = 3
-    channels: int = 32
+    kernel_width: int = 3  # W. 1 is DAPE V1; 3 is the paper's usual choice
+    channels: int = 32  # C, the paper's D_DAPE
+    # "centered": a column reads W//2 columns on either side, W odd (the paper's listing); or "causal": a column reads
+    # itself and W - 1 columns to its left, any W (the paper's text), and both edges are the same.
     alignment: str = "centered"
-    edge: str = "prefix"
-    residual: bool = True
-    leak: bool = False
-    inputs: str = "both"
+    edge: str = "prefix"  # or "listing", for exactly the paper's listing: see `dape`
+    residual: bool = True  # add B outside the convolution as well; False is the paper's equation 2
+    leak: bool = False  # omit tril, so that a centered kernel reads the future: the paper's experiment on leakage
+    inputs: str = (
+        "both"  # inputs of the convolution: "both", "scores" or "bias"; without a bias "both" means the scores
+    )
+    # "identity" initialises the second convolution to zero, so that the layer starts as scores + bias. The first
+    # convolution then has a zero gradient in the first step.
     init: str = "uniform"
 
     def __post_init__(self):

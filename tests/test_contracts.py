@@ -1,0 +1,733 @@
+"""Contracts of attention, for every bias x processor x implementation: causality, prefix invariance, agreement, shapes.
+
+Packed documents: `test_segments.py`. The fused kernels: `test_kernels.py`, `test_gpu_kernel.py`.
+"""
+
+import functools
+import itertools
+import random
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import (
+    ALL_BIASES,
+    ALL_IMPLEMENTATIONS,
+    ALL_PROCESSORS,
+    AXES,
+    KINDS,
+    LENGTH,
+    SMALL_BIAS,
+    Cached,
+    compiled,
+    each_value,
+    every_case,
+    is_valid,
+    make_layer,
+    make_qkv,
+    make_weight,
+    pairwise,
+    sample,
+    tolerance,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dape_jax.errors import InputError
+from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh, check_arrays
+from dape_jax.model.biases import BIASES
+from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.processors import DapeConfig, key_convolution
+from dape_jax.model.scores import Mask, causal_runs, products
+from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
+
+POS = np.arange(LENGTH, dtype=np.int32)
+
+
+def close(bias: str) -> dict[str, float]:
+    return {"atol": 10 * tolerance(bias), "rtol": 10 * tolerance(bias)}
+
+
+def test_the_sample_has_every_method_with_every_implementation():
+    cases = [case.values for case in every_case(AXES, ())]
+    assert ("nope", "of_bias") not in {case[:2] for case in cases}
+    assert len(sample()) < len(cases) / 10
+    for axis in (0, 1, 3):
+        assert {(case[axis], case[2]) for case in sample()} == {(case[axis], case[2]) for case in cases}
+    assert pairwise(AXES) == pairwise(AXES) != pairwise(AXES, seed=1)
+
+
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, sample()))
+def test_rows_depend_on_visible_keys_only(bias, processor, implementation, kind):
+    """Later keys, keys before the window, and padding change no bit and have gradient 0; rows are in any order.
+
+    Values and all gradients are those of `Dense`.
+    """
+    run = compiled(bias, processor, implementation, kind)
+    window = KINDS[kind].get("window") or LENGTH
+    qkv, other = (make_qkv(seed=seed, kv_heads=KINDS[kind].get("kv_heads")) for seed in (1, 2))
+    weight = make_weight(qkv[0])
+    t = 6
+
+    def replace(columns, arrays=(0, 1, 2)):
+        return [
+            np.where(columns[None, :, None, None], y, x) if i in arrays else x
+            for i, (x, y) in enumerate(zip(qkv, other, strict=True))
+        ]
+
+    def grads(rows):
+        """Return the gradients of q, k and v with respect to the sum over some rows."""
+        return run(qkv, POS, POS, np.where(rows[None, :, None, None], weight, 0))[1][1]
+
+    before, all_grads = run(qkv, POS, POS, weight)
+    chex.assert_tree_all_finite((before, all_grads))
+    if implementation != "dense":
+        expected = compiled(bias, processor, "dense", kind)(qkv, POS, POS, weight)
+        chex.assert_trees_all_close((before, all_grads), expected, **close(bias))
+
+    # The future.
+    after, _ = run(replace(POS > t), POS, POS, weight)
+    chex.assert_trees_all_equal(before[:, : t + 1], after[:, : t + 1])
+    assert np.abs(before - after)[:, t + 1 :].max() > 1e-3
+    for grad in grads(POS <= t):
+        np.testing.assert_array_equal(grad[:, t + 1 :], 0)
+        assert np.abs(grad[:, 1 : t + 1]).max() > 1e-4
+
+    # Keys before the window.
+    if window < LENGTH:
+        first = t - window + 1  # the first key that row t sees
+        after, _ = run(replace(POS < first, arrays=(1, 2)), POS, POS, weight)
+        chex.assert_trees_all_equal(before[:, t:], after[:, t:])
+        assert np.abs(before - after)[:, t - 1].max() > 1e-3
+        for grad in grads(POS >= t)[1:]:
+            np.testing.assert_array_equal(grad[:, :first], 0)
+            assert np.abs(grad[:, first]).max() > 1e-6
+
+    # Padding: keys at negative positions. Later rows see the keys before it.
+    k_pos = np.where(POS < t, POS, -1)
+    padded, after = (run(x, POS, k_pos, weight)[0] for x in (qkv, replace(POS >= t, arrays=(1, 2))))
+    some = slice(0, t + window - 1)  # rows with a visible key
+    chex.assert_trees_all_equal(padded[:, some], after[:, some])
+    assert np.abs(padded - before)[:, t : t + window - 1].max() > 1e-3
+
+    # Any rows, in any order, against all keys.
+    if implementation in ("dense", "any_rows"):
+        rows = np.array([7, 0, 3, 3, 9, 10, 1, 2, 8, 5, 6], np.int32)
+        found, _ = run([qkv[0][:, rows], *qkv[1:]], rows, POS, weight)
+        chex.assert_trees_all_close(found, before[:, rows], atol=tolerance(bias))
+
+
+PREFIX = (ALL_BIASES, ALL_PROCESSORS, ("dense", "blockwise"), KINDS)
+PREFIX_QUICK = each_value(PREFIX, valid=lambda *case: case in sample())
+
+
+@pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(PREFIX, PREFIX_QUICK))
+def test_a_prefix_of_the_input_gives_a_prefix_of_the_output(bias, processor, implementation, kind):
+    """f(x[:t]) = f(x)[:t] at true lengths, and the last row alone against all keys."""
+    params, attend = make_layer(bias, processor)
+    q, k, v = jax.device_get(make_qkv(kv_heads=KINDS[kind].get("kv_heads")))
+
+    @jax.jit
+    def step(q, k, v, q_pos):
+        return attend(params, q, k, v, ALL_IMPLEMENTATIONS[implementation], q_pos, window=KINDS[kind].get("window"))
+
+    whole, _ = compiled(bias, processor, implementation, kind)([q, k, v], POS, POS, make_weight(q))
+    for t in (2, 7):
+        part = jax.device_get(step(q[:, :t], k[:, :t], v[:, :t], POS[:t]))
+        chex.assert_trees_all_close(part, whole[:, :t], atol=tolerance(bias))
+        assert np.abs(part[:, -1] - whole[:, t]).max() > 1e-3
+    chex.assert_trees_all_close(step(q[:, -1:], k, v, POS[-1:]), whole[:, -1:], atol=tolerance(bias))
+
+
+def test_a_window_as_long_as_the_input_equals_no_window():
+    params, attend = make_layer("kerple", "dape3")
+    q, k, v = make_qkv()
+    run = jax.jit(lambda window: attend(params, q, k, v, Dense(), window=window), static_argnums=0)
+    wide, none, narrow = (run(window) for window in (LENGTH, None, LENGTH - 1))
+    chex.assert_trees_all_equal(wide, none)
+    assert np.abs(narrow - none).max() > 1e-4
+
+
+def test_the_mask_agrees_with_its_docstring():
+    drawn = [line.split()[2:7] for line in Mask.__doc__.splitlines() if line.strip().startswith("q ")]
+    seen = np.array([[mark == "x" for mark in row] for row in drawn])
+    assert seen.shape == (5, 5)
+    pos = jnp.arange(5)
+    chex.assert_trees_all_equal(np.asarray(Mask(True, 3).visible(pos, pos)), seen)
+    chex.assert_trees_all_equal(np.asarray(Mask(False, 3).visible(pos, pos)), seen | seen.T)
+
+
+BIDIRECTIONAL = ([bias for bias in ALL_BIASES if bias != "cope"], ("none", "dape3", "causal2", "of_scores"), KINDS)
+
+
+@pytest.mark.parametrize(("bias", "processor", "kind"), every_case(BIDIRECTIONAL, each_value(BIDIRECTIONAL)))
+def test_bidirectional_rows_depend_on_both_sides(bias, processor, kind):
+    """Not causal: every row depends on every key within the window; blockwise = dense."""
+    dense, blockwise = (compiled(bias, processor, name, kind, causal=False) for name in ("dense", "blockwise"))
+    qkv = make_qkv(kv_heads=KINDS[kind].get("kv_heads"))
+    weight = make_weight(qkv[0])
+    expected = dense(qkv, POS, POS, weight)
+    chex.assert_trees_all_close(blockwise(qkv, POS, POS, weight), expected, **close(bias))
+    sees_TS = np.asarray(jax.jit(Mask(False, KINDS[kind].get("window")).visible)(POS, POS))
+    for row in range(LENGTH):
+        _, (_, (_, _, grad)) = dense(qkv, POS, POS, np.where((POS == row)[None, :, None, None], weight, 0))
+        np.testing.assert_array_equal(np.abs(grad).max((0, 2, 3)) > 0, sees_TS[row])
+
+
+def test_cope_is_causal():
+    params, attend = make_layer("cope", "none")
+    with pytest.raises(InputError, match=r"cope.*causal"):
+        attend(params, *make_qkv(5), Dense(), causal=False)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 7])
+@pytest.mark.parametrize("alignment", ["centered", "causal"])
+def test_columns_that_a_convolution_reads(width, alignment):
+    """Two convolutions: centered, 2 (W//2) columns on either side; causal, 2 (W - 1) columns to the left."""
+    if alignment == "centered" and width % 2 == 0:
+        with pytest.raises(InputError, match=rf"{width}.*odd"):
+            DapeConfig(kernel_width=width, alignment=alignment)
+        return
+    length, column = 60, 30
+    config = DapeConfig(kernel_width=width, channels=7, alignment=alignment)
+
+    @jax.jit
+    def process(scores):
+        processor = config.build(2, has_bias=False, rngs=nnx.Rngs(0))
+        return processor(scores, None, jnp.ones((1, length), bool))
+
+    scores = np.random.default_rng(0).standard_normal((1, 2, 1, length), np.float32)
+    moved = np.subtract(process(scores), process(scores + (np.arange(length) == column)))
+    left, right = (0, 2 * (width - 1)) if alignment == "causal" else (2 * (width // 2),) * 2
+    np.testing.assert_array_equal(
+        np.flatnonzero(np.abs(moved).max((0, 1, 2)) > 0), range(column - left, column + right + 1)
+    )
+
+
+@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+def test_the_listing_edge_differs_only_in_the_last_rows(width, implementation):
+    """Appending a key changes the last W//2 rows of the paper's listing; all other rows are those of "prefix"."""
+    bias = BIASES["alibi"]().build(2, 4, nnx.Rngs(0))
+    qkv = make_qkv(13)
+    half = width // 2
+
+    def run(edge, implementation):
+        processor = DapeConfig(kernel_width=width, channels=5, edge=edge).build(2, rngs=nnx.Rngs(0))
+        options = {"bias": bias, "processor": processor, "implementation": ALL_IMPLEMENTATIONS[implementation]}
+        return jax.jit(functools.partial(attend, **options))(*qkv)
+
+    prefix, listing = run("prefix", implementation), run("listing", implementation)
+    chex.assert_trees_all_close(prefix[:, : 13 - half], listing[:, : 13 - half], atol=2e-6)
+    for row in range(13 - half, 13):
+        assert np.abs(prefix[:, row] - listing[:, row]).max() > 1e-4
+    if implementation != "dense":
+        chex.assert_trees_all_close(listing, run("listing", "dense"), atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [1, 2, 23])
+def test_implementations_agree_at_any_length(length):
+    """Test one token, one block, ragged last blocks, grouped heads, and a window longer than one block."""
+    params, attend = make_layer("kerple", "dape5", heads=4)
+    qkv = make_qkv(length, 1, heads=4, kv_heads=2)
+    weight = make_weight(qkv[0])
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def value_and_grads(params, qkv, implementation):
+        def loss(params, qkv):
+            return (attend(params, *qkv, implementation, window=7) * weight).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(params, qkv)
+
+    expected = value_and_grads(params, qkv, Dense())
+    for implementation in (Blockwise(5, 4), Blockwise(64, 2), Cached(7)):
+        chex.assert_trees_all_close(value_and_grads(params, qkv, implementation), expected, **close("kerple"))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_combination(data):
+    """Random methods, sizes, windows and implementations are strictly causal, prefix-invariant and equal to dense."""
+    methods = [pair for pair in itertools.product(ALL_BIASES, ALL_PROCESSORS) if is_valid(*pair)]
+    bias, processor = data.draw(st.sampled_from(methods), "method")
+    length = data.draw(st.integers(2, 30), "length")
+    t = data.draw(st.integers(1, length - 1), "t")
+    batch, kv_heads, group = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)), "B, G, H/G")
+    window = data.draw(st.none() | st.integers(1, 32), "window")
+    implementation = data.draw(
+        st.builds(Blockwise, block_size=st.integers(1, 32), num_buckets=st.integers(1, 6))
+        | st.builds(Cached, num_rows=st.integers(2, 30)),
+        "implementation",
+    )
+    heads = kv_heads * group
+    params, attend = make_layer(bias, processor, heads, 4)
+    qkv, other = (make_qkv(length, batch, heads, 4, seed, kv_heads) for seed in (1, 2))
+    changed = [jnp.concatenate([x[:, :t], y[:, t:]], axis=1) for x, y in zip(qkv, other, strict=True)]
+    step = jax.jit(lambda qkv: attend(params, *qkv, implementation, window=window))
+    whole = step(qkv)
+    chex.assert_trees_all_equal(step(changed)[:, :t], whole[:, :t])
+    dense = jax.jit(lambda qkv: attend(params, *qkv, Dense(), window=window))
+    chex.assert_trees_all_close(dense(qkv), whole, atol=tolerance(bias))
+    chex.assert_trees_all_close(step([x[:, :t] for x in qkv]), whole[:, :t], atol=tolerance(bias))
+
+
+ON_MESH = (ALL_BIASES, ("none", "dape3", "dape5", "causal2", "equation2", "of_bias"), (None, 5))
+ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("cope", "none", None)]
+
+
+@pytest.mark.parametrize(("bias", "processor", "window"), every_case(ON_MESH, ON_MESH_QUICK))
+def test_rows_over_devices_agree(bias, processor, window):
+    """Rows striped over context and tensor equal dense on one device, in values and all gradients."""
+    params, attend = make_layer(bias, processor, heads=4)
+    qkv = make_qkv(24, heads=4, kv_heads=2)
+    weight = make_weight(qkv[0])
+
+    class OnMesh(Implementation):
+        def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
+            q, k, v = (stripe(x, 1) for x in (q, k, v))
+            return unstripe(attend_on_mesh(Blockwise(4, 3), q, k, v, *score_mod_and_mask), 1)
+
+    def value_and_grads(implementation):
+        def loss(params, qkv):
+            return (attend(params, *qkv, implementation, window=window) * weight).sum()
+
+        return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, qkv))
+
+    expected = value_and_grads(Dense())
+    with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
+        found = value_and_grads(OnMesh())
+    chex.assert_trees_all_close(found, expected, **close(bias))
+
+
+BFLOAT16 = (ALL_BIASES, ("none", "dape3", "causal2", "of_bias"))
+BFLOAT16_QUICK = [("kerple", "dape3"), ("nope", "causal2"), ("cope", "none"), ("fire", "dape3")]
+
+
+@pytest.mark.parametrize(("bias", "processor"), every_case(BFLOAT16, BFLOAT16_QUICK))
+@pytest.mark.usefixtures("smooth_leaky_relu")
+def test_bfloat16_is_near_float32(bias, processor):
+    """Inputs and convolutions in bfloat16: values, and all gradients together.
+
+    LeakyReLU is smoothed: rounding may move a hidden feature that is almost 0 across the kink, and in a small layer
+    this feature can be several per cent of the gradient. Larger errors are allowed where the gradient of Kerple's power
+    multiplies rounding errors of the probabilities by dist^2, and where CoPE's gradient jumps as a position passes an
+    integer.
+    """
+    qkv = make_qkv(16)
+    weight = make_weight(qkv[0])
+
+    def run(dtype):
+        params, attend = make_layer(bias, processor, dtype=dtype)
+
+        @jax.jit
+        def value_and_grads(params, qkv):
+            def loss(params, qkv):
+                out = attend(params, *[x.astype(dtype) for x in qkv], Dense())
+                assert out.dtype == dtype
+                return (out.astype(jnp.float32) * weight).sum(), out.astype(jnp.float32)
+
+            grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+            return out, jnp.concatenate([grad.reshape(-1) for grad in jax.tree.leaves(grads)])
+
+        return value_and_grads(params, qkv)
+
+    (full, full_grad), (half, half_grad) = (jax.device_get(run(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
+    assert not np.array_equal(half, full)
+    np.testing.assert_allclose(half, full, atol=0.06)
+    allowed = 0.03 if bias in ("kerple_power", "cope") else 0.01
+    assert np.linalg.norm(half_grad - full_grad) < allowed * np.linalg.norm(full_grad)
+
+
+def test_bfloat16_operands_accumulate_in_float32():
+    """Scores and convolutions of bfloat16 operands are those of the same numbers in float32, unrounded."""
+    q, k, _ = (x.astype(jnp.bfloat16) for x in make_qkv(head_dim=64))
+    kernel = jax.random.normal(jax.random.key(4), (3, 64, 5)).astype(jnp.bfloat16)
+    for function in (
+        lambda q, k, _: products(q, k, jnp.dtype("float32")),
+        lambda q, _, kernel: key_convolution(q, kernel, 1, 1),
+    ):
+        found = jax.jit(function)(q, k, kernel)
+        expected = jax.jit(function)(*(x.astype(jnp.float32) for x in (q, k, kernel)))
+        assert np.abs(expected.astype(jnp.bfloat16) - expected).max() > 1e-2
+        chex.assert_trees_all_close(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bias", "implementation"),
+    every_case(
+        (("kerple", "cope", "transformer_xl"), ("dense", "blockwise")),
+        [("kerple", "blockwise"), ("cope", "dense"), ("transformer_xl", "blockwise")],
+    ),
+)
+def test_grouped_heads_are_shared_heads(bias, implementation):
+    """Two key heads for six query heads equal the two repeated three times, with gradients summed."""
+    params, attend = make_layer(bias, "dape3", heads=6)
+    q, k, v = make_qkv(9, heads=6, kv_heads=2)
+    weight = make_weight(q)
+
+    def loss(k, v, repeats):
+        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
+        return (attend(params, q, k, v, ALL_IMPLEMENTATIONS[implementation]) * weight).sum()
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    chex.assert_trees_all_close(step(k, v, 1), step(k, v, 3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
+def test_a_batch_is_its_sequences(bias, processor):
+    """Sequences give the same values alone, and gradients of parameters are sums over sequences."""
+    params, attend = make_layer(bias, processor)
+    qkv = make_qkv(9, batch=3)
+    weight = make_weight(qkv[0])
+
+    @jax.jit
+    def value_and_grads(qkv, weight):
+        def loss(params, qkv):
+            out = attend(params, *qkv, Blockwise(block_size=4, num_buckets=2))
+            return (out * weight).sum(), out
+
+        (of_params, of_qkv), out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+        return of_params, (of_qkv, out)
+
+    shared, own = value_and_grads(qkv, weight)
+    each = [jax.device_get(value_and_grads([x[b : b + 1] for x in qkv], weight[b : b + 1])) for b in range(3)]
+    assert np.abs(each[0][1][1] - each[1][1][1]).max() > 1e-2
+    sums = jax.tree.map(lambda *x: sum(x), *(of_params for of_params, _ in each))
+    chex.assert_trees_all_close(shared, sums, **close(bias))
+    chex.assert_trees_all_close(own, jax.tree.map(lambda *x: np.concatenate(x), *(x for _, x in each)), **close(bias))
+
+
+HALO = (
+    (1, 3, 7),
+    ("edge=listing", "leak", "leak,edge=listing", "leak,alignment=causal"),
+    (None, 3),
+)
+
+
+@pytest.mark.parametrize(("width", "options", "window"), every_case(HALO, pairwise(HALO)))
+def test_blocks_read_the_halo_of_a_row(width, options, window):
+    """Options without a cache read keys next to the visible ones: blockwise reads them too (`key_halo`)."""
+    options = dict(option.split("=") if "=" in option else (option, True) for option in options.split(","))
+    processor = DapeConfig(kernel_width=width, channels=5, **options).build(2, rngs=nnx.Rngs(0))
+    bias = BIASES["kerple"]().build(2, 4, nnx.Rngs(0))
+    qkv, options = make_qkv(29), {"bias": bias, "processor": processor, "window": window}
+    whole, blocks = (
+        jax.jit(functools.partial(attend, **options, implementation=f))(*qkv)
+        for f in (Dense(), Blockwise(block_size=4, num_buckets=5))
+    )
+    chex.assert_trees_all_close(blocks, whole, atol=2e-6)
+
+
+@pytest.mark.parametrize("bias", ALL_BIASES)
+def test_biases_are_functions_of_positions_only(bias):
+    """Biases depend on no length and no offset: a corner of a large bias is the small bias, also far away."""
+    layer = ALL_BIASES[bias]().build(2, 4, nnx.Rngs(0))
+    if bias in BIASES and layer is not None:
+        q_pos, k_pos = jnp.array([1000, 3, 5]), jnp.array([0, 2, 3, 999])
+        values = jax.jit(layer)
+        whole = jax.device_get(values(jnp.arange(1001), jnp.arange(1001)))
+        assert np.abs(whole[:, 1000, 0] - whole[:, 1000, 1000]).max() > 1e-3
+        np.testing.assert_allclose(values(q_pos, k_pos), whole[:, q_pos][:, :, k_pos], rtol=1e-5, atol=1e-5)
+    if bias not in ("nope", "fire"):  # FIRE's norm depends on the position itself
+        run, qkv = compiled(bias, "dape3", "dense"), make_qkv()
+        near, far = (run(qkv, POS + start, POS + start, make_weight(qkv[0]))[0] for start in (0, 100_000))
+        np.testing.assert_allclose(near, far, atol=tolerance(bias))
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_bidirectional_biases_are_of_the_distance(bias):
+    """b(i, j) = b(j, i), and if the key is not after the query it is the causal bias."""
+    layer = BIASES[bias]().build(3, 4, nnx.Rngs(0))
+    if layer is None:
+        return
+    pos = jnp.arange(20)
+    both, causal = (jax.jit(lambda causal=causal: layer(pos, pos, causal=causal))() for causal in (False, True))
+    np.testing.assert_allclose(both, both.swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.tril(both), np.tril(causal), rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 5 else pytest.mark.slow) for seed in range(40)])
+def test_matmuls_and_convolution_agree(monkeypatch, seed):
+    """Values and gradients, on a TPU and elsewhere, are those that JAX derives for the plain convolution."""
+    draw = random.Random(seed)
+    width = draw.randint(1, 7)
+    left, right = draw.randint(0, width - 1), draw.randint(0, width - 1)
+    columns, dtype = draw.randint(width, width + 4), draw.choice(["float32", "bfloat16"])
+    channels = [(4, 5), (5, 4), (3, 3)][seed % 3]
+    normal = np.random.default_rng(seed).normal
+    x, kernel, dy = (
+        jnp.asarray(normal(size=shape), jnp.float32)
+        for shape in [
+            (2, 3, columns, channels[0]),
+            (width, *channels),
+            (2, 3, columns + left + right - width + 1, channels[1]),
+        ]
+    )
+
+    def plain(x, kernel):
+        padding = ((0, 0), (left, right))
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel[None], (1, 1), padding, dimension_numbers=names)
+
+    def value_and_grads(function):
+        @jax.jit
+        def run(x, kernel):
+            y, pullback = jax.vjp(function, x, kernel)
+            return y, *pullback(dy)
+
+        return run
+
+    rounded = [y.astype(dtype).astype(jnp.float32) for y in (x, kernel)]
+    expected = value_and_grads(plain)(*rounded)
+    assert min(np.abs(y).max() for y in expected) > 0.1
+    for platform in ("tpu", "cpu"):
+        monkeypatch.setattr("dape_jax.model.processors.device_platform", lambda platform=platform: platform)
+        ours = value_and_grads(lambda x, kernel: key_convolution(x, kernel, left, right))
+        found = ours(x.astype(dtype), kernel.astype(dtype))
+        assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
+        chex.assert_trees_all_close(
+            [y.astype(jnp.float32) for y in found], list(expected), atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5
+        )
+
+
+def test_no_convolution_on_a_cpu_is_longer_than_its_input():
+    """XLA's fast convolution requires it, so the compiler must not merge the padding into the convolution."""
+
+    def longest(convolve):
+        """Return by how many columns the longest convolution of the compiled gradients exceeds its input."""
+        gradients = jax.jit(jax.grad(lambda x, kernel: convolve(x, kernel).sum(), (0, 1)))
+        text = gradients.lower(jnp.ones((2, 8, 128, 4)), jnp.ones((3, 4, 32))).compile().as_text()
+        windows = re.findall(r" convolution\(.*window=\{size=1x(\d+) pad=0_0x(-?\d+)_(-?\d+)", text)
+        return max(int(left) + int(right) - int(width) + 1 for width, left, right in windows)
+
+    def plain(x, kernel):
+        names = ("NHWC", "HWIO", "NHWC")
+        padded = jnp.pad(x, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        return jnp.square(
+            jax.lax.conv_general_dilated(padded, kernel[None], (1, 1), ((0, 0), (1, 1)), None, None, names)
+        )
+
+    assert longest(plain) > 0
+    assert longest(lambda x, kernel: jnp.square(key_convolution(x, kernel, 1, 2))) == 0
+
+
+def test_output_has_the_shape_of_queries_and_the_dtype_of_values():
+    """Shapes are abstract: nothing is compiled. All dims differ, so no two can be confused."""
+    batch, heads, kv_heads, head_dim = 3, 6, 2, 4
+    for bias, processor, dtype in each_value((ALL_BIASES, ALL_PROCESSORS, ("float32", "bfloat16"))):
+
+        def build(bias=bias, processor=processor, dtype=jnp.dtype(dtype)):
+            options = {"has_bias": bias != "nope", "dtype": dtype, "rngs": nnx.Rngs(0)}
+            return ALL_BIASES[bias]().build(heads, head_dim, nnx.Rngs(0)), ALL_PROCESSORS[processor].build(
+                heads, **options
+            )
+
+        built = nnx.eval_shape(build)
+        # The last rows of the keys: all, a few, one.
+        for num_rows, implementation in ((LENGTH, "dense"), (5, Blockwise(4, 2)), (1, "dense")):
+            shapes = (batch, num_rows, heads, head_dim), (batch, LENGTH, kv_heads, head_dim)
+            q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+            run = functools.partial(attend, implementation=implementation)
+            out = jax.eval_shape(lambda q, k, m, run=run: run(q, k, k, bias=m[0], processor=m[1]), q, k, built)
+            chex.assert_shape(out, (batch, num_rows, heads, head_dim))
+            assert out.dtype == dtype
+
+
+LARGE = (("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")), ALL_IMPLEMENTATIONS
+
+
+@pytest.mark.parametrize(
+    ("bias", "processor", "implementation"),
+    [
+        pytest.param(*layer, implementation, marks=marks)
+        for layer, implementation in itertools.product(*LARGE)
+        for marks in [() if implementation == "dense" or layer == ("kerple", "dape3") else pytest.mark.slow]
+    ],
+)
+def test_large_inputs_give_finite_values_and_gradients(bias, processor, implementation):
+    """Scores of 1e4: the softmax is one key, and a masked score is a finite number below all of them."""
+    q, k, v = make_qkv()
+    pos = jnp.arange(LENGTH)
+    found = compiled(bias, processor, implementation)([100 * q, 100 * k, v], pos, pos, jnp.ones_like(q))
+    chex.assert_tree_all_finite(found)
+    probs = found[1][1][2][0, :, 0, 0]  # the gradient of a value is the sum of the probabilities of its key
+    np.testing.assert_allclose(probs.sum(), LENGTH, rtol=1e-5)
+
+
+NARROW = [x[..., :-1] for x in make_qkv(5)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: attend(*make_qkv(3, heads=3, kv_heads=2), *[jnp.arange(3)] * 2), ["num_kv_heads", "2", "3"]),
+        (lambda: attend(*make_qkv(3), *[jnp.arange(3)] * 2, window=0), ["window", "0", "None"]),
+        # Not through `attend`, whose annotations refuse these first wherever they are checked, as in tests.
+        (
+            lambda: check_arrays(*(jnp.moveaxis(x, 1, 2) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
+            ["q_BTHK.shape", "[B, T, H, K]", "[B, H, T, K]"],
+        ),
+        (lambda: check_arrays(*make_qkv(5), jnp.arange(4), jnp.arange(5)), ["q_BTHK.shape", "4"]),
+        (lambda: check_arrays(*make_qkv(5), 4, jnp.arange(5)), ["q_pos_T = 4", "array of positions"]),
+        (lambda: check_arrays(*(x[:, :0] for x in make_qkv(5)), *[jnp.arange(0)] * 2), ["q_BTHK.shape", "above 0"]),
+        (
+            lambda: check_arrays(*(x.astype(int) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
+            ["q_BTHK.dtype = 'int32'", "float32"],
+        ),
+        (lambda: check_arrays(make_qkv(5)[0], *NARROW, *[jnp.arange(5)] * 2), ["k_BSGK.shape", "K = 4"]),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(make, words):
+    with pytest.raises(InputError) as error:
+        make()
+    assert all(word in str(error.value) for word in words)
+
+
+def test_inputs_of_the_convolution_and_residual():
+    """Check that inputs="scores" does not read B, inputs="bias" does not read A, and residual=False does not add B."""
+    draw = np.random.default_rng(0)
+    scores, other = draw.standard_normal((2, 3, 2, 5, 5), np.float32)
+    bias, other_bias = draw.standard_normal((2, 1, 2, 5, 5), np.float32)
+    mask = jnp.asarray(np.tril(np.ones((5, 5), bool)))
+
+    @functools.partial(jax.jit, static_argnames=("inputs", "residual"))
+    def added(scores, bias, **options):
+        processor = DapeConfig(kernel_width=3, channels=4, **options).build(2, rngs=nnx.Rngs(0))
+        return processor(scores, bias, mask) - scores - bias
+
+    close = {"atol": 1e-5}
+    of_scores, of_bias = added(scores, bias, inputs="scores"), added(scores, bias, inputs="bias")
+    np.testing.assert_allclose(of_scores, added(scores, other_bias, inputs="scores"), **close)
+    np.testing.assert_allclose(of_bias, added(other, bias, inputs="bias"), **close)
+    assert np.abs(of_scores - added(other, bias, inputs="scores")).max() > 0.1
+    assert np.abs(of_bias - added(scores, other_bias, inputs="bias")).max() > 0.1
+    np.testing.assert_allclose(
+        added(scores, bias) - added(scores, bias, residual=False), np.tile(bias, (3, 1, 1, 1)), **close
+    )
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [pytest.param(b, marks=() if b in ("nope", "kerple", "cope") else pytest.mark.slow) for b in ALL_BIASES],
+)
+def test_identity_starts_as_the_base(bias):
+    """With init="identity" results are bitwise plain attention's, and the second convolution has a gradient."""
+
+    @jax.jit
+    def build():
+        layer = ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(2, 4, nnx.Rngs(0))
+        configs = (DapeConfig(channels=5, init="identity"), DapeConfig(channels=5), ALL_PROCESSORS["none"])
+        return layer, [config.build(2, has_bias=layer is not None, rngs=nnx.Rngs(0)) for config in configs]
+
+    layer, (identity, random, plain) = build()
+    q, k, v = make_qkv(9)
+    pos = jnp.asarray(np.arange(9))
+
+    @jax.jit
+    def run(processor):
+        return attend(q, k, v, pos, pos, bias=layer, processor=processor)
+
+    base = jax.device_get(run(plain))
+    np.testing.assert_array_equal(run(identity), base)
+    assert np.abs(run(random) - base).max() > 1e-3
+    weight = make_weight(q)
+    grads = nnx.to_pure_dict(nnx.state(nnx.jit(nnx.grad(lambda processor: (run(processor) * weight).sum()))(identity)))
+    assert np.abs(grads["output_WCH"]).max() > 1e-3
+    np.testing.assert_array_equal(grads["scores_WHC"], 0)  # it is read through a kernel that is still 0
+
+
+@pytest.mark.parametrize("row_stride", [1, 3])
+@pytest.mark.parametrize("halo", [(0, 0), (2, 1)])
+@pytest.mark.parametrize("num_runs", [1, 2, 4])
+def test_runs_read_the_keys_that_their_rows_see(num_runs, halo, row_stride):
+    """Compare by brute force: keys up to the last column of a row of the run; with a window, enough for any block."""
+    rows, block, (left, right) = 11, 2, halo
+    keys = rows * row_stride
+    runs = causal_runs(rows, keys, block, num_runs, Mask(row_stride=row_stride), halo)
+    assert [run.stop for run in runs][-1] == -(-rows // block)
+    assert [run.start for run in runs] == [0, *[run.stop for run in runs[:-1]]]
+    for run in runs:
+        last_row = min(run.stop * block, rows) - 1
+        assert run.num_keys == (keys if num_runs == 1 else min(keys, (last_row + 1) * row_stride + right))
+    if num_runs > 1:
+        (run,) = causal_runs(rows, keys, block, num_runs, Mask(window=4, row_stride=row_stride), halo)
+        assert run.num_keys == left + 3 + block * row_stride + right
+
+
+def test_compile_time_does_not_grow_with_length():
+    """Blockwise attention compiles to the same number of instructions at any length."""
+
+    def num_instructions(length, block_size=16):
+        params, attend = make_layer("kerple", "dape3")
+        qkv = make_qkv(length, batch=1)
+
+        def loss(params, qkv):
+            return attend(params, *qkv, Blockwise(block_size=block_size, num_buckets=2)).sum()
+
+        return len(jax.jit(jax.grad(loss, (0, 1))).lower(params, qkv).as_text().splitlines())
+
+    assert num_instructions(128) == num_instructions(1024) != num_instructions(128, block_size=128)
+
+
+def test_blockwise_memory_is_linear_in_length():
+    """Peak memory of forward and backward, by the compiler's plan, grows with T, not with T squared."""
+
+    def temporary_bytes(length, implementation):
+        params, attend = make_layer("kerple", "dape3", heads=4, head_dim=16)
+        qkv = make_qkv(length, batch=1, heads=4, head_dim=16)
+
+        def loss(params, qkv):
+            return attend(params, *qkv, implementation).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1))).lower(params, qkv).compile().memory_analysis().temp_size_in_bytes
+
+    blockwise = Blockwise(block_size=32, num_buckets=2)
+    assert temporary_bytes(2048, blockwise) < 2.5 * temporary_bytes(1024, blockwise)
+    assert temporary_bytes(2048, blockwise) < temporary_bytes(2048, Dense()) / 8
+
+
+def test_a_window_bounds_the_memory_of_a_block():
+    """With a window, temporary memory grows only by queries, keys, values and results in blocks."""
+
+    def temporary_bytes(length, window):
+        params, attend = make_layer("kerple", "dape3", heads=4, head_dim=16)
+        qkv = make_qkv(length, batch=1, heads=4, head_dim=16)
+        forward = jax.jit(lambda params, qkv: attend(params, *qkv, Blockwise(32, 2), window=window))
+        return forward.lower(params, qkv).compile().memory_analysis().temp_size_in_bytes / (qkv[0].nbytes / length)
+
+    windowed, whole = (temporary_bytes(4096, window) - temporary_bytes(2048, window) for window in (128, None))
+    assert windowed < 4.1 * 2048  # in rows of queries
+    assert whole > 4 * windowed
+
+
+REFUSED = [
+    (lambda: DapeConfig(kernel_width=2), ["model.processor.kernel_width", "2", "odd"]),
+    (lambda: DapeConfig(kernel_width=0), ["model.processor.kernel_width", "0"]),
+    (lambda: DapeConfig(channels=0), ["model.processor.channels", "0", "positive"]),
+    (lambda: DapeConfig(edge="middle"), ["model.processor.edge", "middle", "listing"]),
+    (lambda: DapeConfig(alignment="left"), ["model.processor.alignment", "left", "causal"]),
+    (lambda: DapeConfig(inputs="none"), ["model.processor.inputs", "none", "scores"]),
+    (lambda: DapeConfig(init="zero"), ["model.processor.init", "zero", "identity"]),
+    (
+        lambda: DapeConfig(inputs="bias").build(2, has_bias=False, rngs=nnx.Rngs(0)),
+        ["model.processor.inputs", "bias", "both"],
+    ),
+    (lambda: CONTEXTUAL["cope"](num_positions=0), ["model.bias.num_positions", "0"]),
+    (lambda: CONTEXTUAL["transformer_xl"]().build(3, 5, nnx.Rngs(0)), ["model.width", "15", "even"]),
+    (lambda: BIASES["sandwich"](position_dim=5), ["model.bias.position_dim", "5", "even"]),
+    (lambda: Blockwise(block_size=0), ["model.attention.block_size", "0"]),
+    (lambda: BIASES["fire"](activation="tanh"), ["model.bias.activation", "tanh", "relu"]),
+    (lambda: BIASES["t5"](num_buckets=32, max_distance=8), ["model.bias.max_distance", "8"]),
+]
+
+
+def test_bad_options_are_named():
+    for make, words in REFUSED:
+        with pytest.raises(InputError) as error:
+            make()
+        assert all(word in str(error.value) for word in words), (words, error.value)
