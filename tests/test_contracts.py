@@ -521,11 +521,9 @@ def test_output_has_the_shape_of_queries_and_the_dtype_of_values():
     batch, heads, kv_heads, head_dim = 3, 6, 2, 4
     for bias, processor, dtype in each_value((ALL_BIASES, ALL_PROCESSORS, ("float32", "bfloat16"))):
 
-        def build(bias=bias, processor=processor, dtype=jnp.dtype(dtype)):
-            options = {"has_bias": bias != "nope", "dtype": dtype, "rngs": nnx.Rngs(0)}
-            return ALL_BIASES[bias]().build(heads, head_dim, nnx.Rngs(0)), ALL_PROCESSORS[processor].build(
-                heads, **options
-            )
+        def build(bias=bias, processor=ALL_PROCESSORS[processor], dtype=dtype):
+            options = {"has_bias": bias != "nope", "dtype": jnp.dtype(dtype), "rngs": nnx.Rngs(0)}
+            return ALL_BIASES[bias]().build(heads, head_dim, nnx.Rngs(0)), processor.build(heads, **options)
 
         built = nnx.eval_shape(build)
         # The last rows of the keys: all, a few, one.
