@@ -1,10 +1,8 @@
 """Exceptions for users, the checks that raise them, and text that is safe to print."""
 
-import contextlib
 import difflib
-import functools
 import importlib.util
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 
@@ -62,30 +60,12 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 
-@contextlib.contextmanager
-def os_errors(field: str, value: object, allowed: str) -> Iterator[None]:
-    """Raise `InputError("field = value: allowed: error")` for an `OSError` in the block.
-
-    with os_errors("output", str(directory), "cannot be written to"):
-    """
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{field} = {value!r}: {allowed}: {error}") from error
-
-
 def positive(config: object, section: str, *fields: str) -> None:
     """Raise `InputError` unless each of these fields of a config dataclass is above 0.
 
     positive(self, "model", "num_layers", "width")
     """
-    values = {field: getattr(config, field) for field in fields}
-    check_all(
-        *(
-            functools.partial(require, value > 0, f"{section}.{field}", value, "must be positive")
-            for field, value in values.items()
-        )
-    )
+    _check_fields(config, section, dict.fromkeys(fields, (lambda value: value > 0, "must be positive")))
 
 
 def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
@@ -93,17 +73,15 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
 
     one_of(self, "model", activation=ACTIVATIONS, dtype=DTYPES)
     """
-    given = {field: getattr(config, field) for field in allowed}
-    check_all(
-        *(
-            functools.partial(require, value in allowed[field], f"{section}.{field}", value, _choices(allowed[field]))
-            for field, value in given.items()
-        )
-    )
+    checks = {field: (values.__contains__, f"must be one of {list(values)}") for field, values in allowed.items()}
+    _check_fields(config, section, checks)
 
 
-def _choices(values: Collection[Any]) -> str:
-    return f"must be one of {list(values)}"
+def _check_fields(config: object, section: str, checks: dict[str, tuple[Callable[[Any], bool], str]]) -> None:
+    values = {field: getattr(config, field) for field in checks}
+    wrong = [(field, allowed) for field, (is_valid, allowed) in checks.items() if not is_valid(values[field])]
+    if wrong:
+        raise InputError(*(f"{section}.{field} = {values[field]!r}: {allowed}" for field, allowed in wrong))
 
 
 def printable(text: str, keep: str = "") -> str:
