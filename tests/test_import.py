@@ -393,7 +393,7 @@ def test_every_family_is_tested():
 
 
 PEAK = """
-import resource, sys
+import re, sys
 from dape_jax.data.tokenizers import Bytes
 from pathlib import Path
 from dape_jax.pretrained.families import family_of
@@ -405,9 +405,12 @@ from dape_jax.sharding import MeshConfig, make_mesh
 source = open_source(Path(sys.argv[1]))
 family, mesh = family_of(source.config), make_mesh(MeshConfig(1, 8, 1, 1))
 model = read_model(run_spec(family.model | {"dtype": "float32"}, 64, "", Bytes())["model"])
-begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # not `ru_maxrss`, which a process inherits
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+begin = peak()
 params = read_params(source, family.tensors, model, mesh)
-print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begin))
+print(peak() - begin)
 """
 
 
