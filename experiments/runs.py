@@ -48,7 +48,7 @@ Run = dict[str, Any]
 
 
 def _added_fields(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections and fields that configs of the first versions lack, with values that change nothing."""
+    """Return the sections and fields that configs of earlier versions lack, with values that change nothing."""
     model = spec["model"]
     same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
     fields = {name: GPT_NEOX[name] for name in same}
@@ -56,7 +56,8 @@ def _added_fields(spec: dict[str, Any]) -> dict[str, Any]:
     fields |= {"attention_output_bias": model["projection_bias"]}
     fields |= {"rotary": {} if model["rotary"]["name"] == "none" else {"fraction": 1.0}}
     train = {"wandb": None, "profile_steps": []}
-    return {"init": {"source": None, "train_only": None}, "model": fields, "train": train}
+    unused = {"init": {"source": None, "train_only": None}, "data": {"packing": "stream"}}
+    return unused | {"model": fields, "train": train}
 
 
 def _without_added(spec: dict[str, Any]) -> dict[str, Any]:
