@@ -309,6 +309,8 @@ def _local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
     copy gets its final name after its digests are verified, so a directory with that name is complete.
     """
     directory = cache / _digest(**sidecars)[:16]
+    if directory.exists():
+        return directory
     cache.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(cache / f".{directory.name}.lock"):
         if not directory.exists():

@@ -139,15 +139,18 @@ def prepare(config: PrepareConfig) -> Prepared:
     partial = output.with_name(output.name + ".partial")
     files, tokenizer = _inputs(config, output, partial)
     recipe = _recipe(config, tokenizer, files)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(output.with_name(f".{output.name}.lock")):
-        if os.path.lexists(output):
-            _check_recipe(output, recipe)
-            logger.info("%s is already complete, made with the same recipe", output)
-        else:
-            _build(config, files, tokenizer, recipe, output, partial)
-        if (partial / RECIPE_FILE).exists():  # a process may also have been killed just before this
-            shutil.rmtree(partial)
+    if os.path.lexists(output):
+        _check_recipe(output, recipe)
+        logger.info("%s is already complete, made with the same recipe", output)
+    else:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(output.with_name(f".{output.name}.lock")):
+            if os.path.lexists(output):  # made by the process that had the lock
+                _check_recipe(output, recipe)
+            else:
+                _build(config, files, tokenizer, recipe, output, partial)
+    if (partial / RECIPE_FILE).exists():  # a process may also have been killed just before this
+        shutil.rmtree(partial, ignore_errors=True)
     record = read_record(output / RECORD_FILE)
     allowed = f"{record.num_lossy:,} documents of {output} differ from their text; --lossy accepts them"
     require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
