@@ -31,6 +31,7 @@ from dape_jax.model.transformer import (
     NORMS,
     REMAT,
     SIZES,
+    Places,
     Transformer,
     TransformerConfig,
     make_cache,
@@ -167,7 +168,7 @@ def test_a_block_is_its_equation(form):
         else:
             expected = norm(block.attention_norm, x_BTD + attention(x_BTD))
             expected = norm(block.mlp_norm, expected + mlp(expected))
-    found, _ = jax.jit(lambda block, x_BTD: block(x_BTD, pos_T, None))(block, x_BTD)
+    found, _ = jax.jit(lambda block, x_BTD: block(x_BTD, Places(pos_T), None))(block, x_BTD)
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
