@@ -1,6 +1,5 @@
 """Strict JAX for all tests: eight simulated devices, no implicit rank promotion, annotations checked at run time."""
 
-import atexit
 import fcntl
 import gc
 import logging
@@ -8,9 +7,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
@@ -31,43 +29,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # most
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from _pytest import runner  # noqa: E402
-from jax._src.lru_cache import LRUCache  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(os._exit, 0)  # a worker has sent all reports: freeing its programs would take 4 s
-
-
-CACHED_BYTES = 2 * 2**20
-put_in_cache = LRUCache.put
-
-
-def put_if_small(self: LRUCache, key: str, value: bytes) -> None:
-    """Do not cache large programs: XLA loads their kernels recursively, and overflows the stack (jaxlib 0.10.2)."""
-    if len(value) < CACHED_BYTES:
-        put_in_cache(self, key, value)
-
-
-LRUCache.put = put_if_small
-
-
-def call(function: Callable, *args: Any) -> Any:
-    return function(*args)
-
-
-# CPython stores frames in chunks of 16 KiB. A loop whose calls cross the end of a chunk maps and unmaps the next chunk
-# in each call. Tracing is deep, so that this takes a tenth of the time. A frame as large as this one gets a chunk of
-# 2 MiB, with 1 MiB left for all frames above it.
-call.__code__ = call.__code__.replace(co_stacksize=2**17)
-
-
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test as pytest does, above a large frame."""
-    return call(runner.pytest_runtest_protocol, item, nextitem)
-
 
 MAPS = Path("/proc/self/maps")
 last_look = time.monotonic()
@@ -89,6 +53,16 @@ def few_memory_mappings():
             gc.collect()
         last_look = time.monotonic()
     gc.freeze()  # the remaining objects are mostly programs: collections need not traverse them repeatedly
+
+
+@pytest.fixture(autouse=True)
+def no_programs_of_slow_tests_in_the_cache(request: pytest.FixtureRequest):
+    """Keep out programs with thousands of kernels: loading one overflows the stack of XLA's thread (jaxlib 0.10.2)."""
+    option = "jax_persistent_cache_min_compile_time_secs"
+    if request.node.get_closest_marker("slow"):
+        jax.config.update(option, 1e9)
+    yield
+    jax.config.update(option, 0)
 
 
 @pytest.fixture
