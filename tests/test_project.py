@@ -102,6 +102,15 @@ def test_messages_name_extras_that_exist():
     assert {"parquet", "wandb"} <= named <= set(PROJECT["optional-dependencies"])
 
 
+def test_every_mutation_has_its_place():
+    """`scripts/mutate.py` applies them."""
+    mutations = tomllib.loads((ROOT / "scripts" / "mutations.toml").read_text())["mutation"]
+    assert len(mutations) >= 60
+    for mutation in mutations:
+        assert (PACKAGE / mutation["file"]).read_text().count(mutation["old"]) == 1, mutation["name"]
+        assert all((ROOT / "tests" / name).exists() for name in mutation["tests"].split()), mutation["name"]
+
+
 def test_one_version():
     releases = re.findall(r"^## \[?(\d\S*?)\]? - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert releases[0] == dape_jax.__version__
