@@ -328,7 +328,7 @@ def test_figures_leave_out_points_that_cannot_be_drawn(value):
     assert len(rows[1][2]) < 40
     (line,) = [line for line in figure.axes[0].get_lines() if len(line.get_ydata()) == 2 and line.get_marker() == "o"]
     assert np.isfinite(line.get_ydata()).tolist() == [True, value == 1e99]
-    report.drawings(figure, dpi=40)  # a name that matplotlib would read as a formula
+    report.png_of(figure)  # a name that matplotlib would read as a formula
 
 
 # ---- scores
@@ -429,6 +429,16 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, ca
     figure = matplotlib.image.imread(output / "lengths.png")
     assert figure.shape[0] > 300
     assert len(np.unique(figure.reshape(-1, figure.shape[-1]), axis=0)) > 50
+
+
+def test_a_reader_of_the_output_that_has_exited_loses_no_files(tmp_path, monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", fail)
+    with pytest.raises(BrokenPipeError):
+        report.save("stem", tmp_path, {"runs": []}, "caption", [["a"], ["b"]], None, ("md",))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["stem.json", "stem.md"]
 
 
 def test_results_are_in_the_common_directory_and_replace_earlier_ones(runs):

@@ -57,24 +57,23 @@ def save(
     Commit, command, device and versions are added to the content of the JSON. `formats` are further files: csv, md.
     """
     directory, table = epath.Path(directory), text_table(caption, rows)
-    print(table, flush=True)  # before anything is written, so that a full disk does not lose it
     files = {"json": (json.dumps(json_values(content | provenance("flax")), indent=1) + "\n").encode()}
-    files |= {name: FORMATS[name](caption, rows).encode() for name in formats}
+    files |= {name: (FORMATS[name](caption, rows).rstrip() + "\n").encode() for name in formats}
     if figure is not None:
-        files["png"] = drawings(figure, dpi=150)["png"]
-    for suffix, file_content in files.items():
-        write_atomically(directory / f"{stem}.{suffix}", file_content)
+        files["png"] = png_of(figure)
+    try:
+        print(table, flush=True)  # before anything is written, so that a full disk does not lose it
+    finally:  # also if the reader of the output has exited, as in `| head`
+        for suffix, file_content in files.items():
+            write_atomically(directory / f"{stem}.{suffix}", file_content)
     return ReportPaths(directory, table, None if figure is None else directory / f"{stem}.png")
 
 
-def drawings(figure: Figure, dpi: int) -> dict[str, bytes]:
-    """Return a figure as PNG and as PDF. The same figure gives the same bytes."""
-    files = {}
-    for suffix, metadata in (("png", {}), ("pdf", {"CreationDate": None})):
-        image = io.BytesIO()
-        figure.savefig(image, dpi=dpi, format=suffix, metadata=metadata)
-        files[suffix] = image.getvalue()
-    return files
+def png_of(figure: Figure) -> bytes:
+    """Return a figure as PNG."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150)
+    return image.getvalue()
 
 
 def text_table(caption: str, rows: list[list[str]]) -> str:
@@ -91,17 +90,14 @@ def markdown_table(caption: str, rows: list[list[str]]) -> str:
     return "\n".join([caption, "", *lines])
 
 
-def csv_text(rows: Sequence[Sequence[Any]]) -> str:
-    """Return rows as CSV, with an empty cell for None."""
+def csv_table(caption: str, rows: list[list[str]]) -> str:
+    """Return a table as CSV, without its caption."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
-FORMATS = {
-    "csv": lambda caption, rows: csv_text(rows),
-    "md": lambda caption, rows: markdown_table(caption, rows) + "\n",
-}
+FORMATS = {"csv": csv_table, "md": markdown_table}
 
 
 def json_values(value: Any) -> Any:

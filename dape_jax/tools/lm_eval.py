@@ -192,8 +192,7 @@ class DapeLM(TemplateLM):
         step: str | int = "newest",
         max_length: int | None = None,
         batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
-        device: str | None = None,
+        **ignored: Any,
     ):
         """Read a checkpoint.
 
@@ -204,12 +203,13 @@ class DapeLM(TemplateLM):
                 `evaluation.lengths`. The model itself has no limit.
             batch_size: rows per batch, rounded up to a multiple of the devices; None or "auto" for as many as fit into
                 the run's `evaluation.batch_tokens`.
-            max_batch_size: ignored; the harness passes it to every model.
-            device: also ignored: JAX uses all devices of its platform.
+            ignored: options that the harness passes to every model, such as `device`: JAX uses all of them.
 
         Raises:
             InputError: the checkpoint is missing, or a number is invalid; raised before any parameter is read.
         """
+        unknown = set(ignored) - {"device", "max_batch_size"}
+        require(not unknown, "model_args", sorted(unknown), "must be workdir, step, max_length")
         super().__init__()
         self.info = read_trained(to_path(str(workdir), "workdir"), str(step), {})
         self.max_length = max(self.info.run.evaluation.lengths) if max_length is None else max_length
@@ -261,7 +261,7 @@ class DapeLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         rows, num_truncated = [], 0
         for strings, context, continuation in requests:
-            allowed = "must have at least one token: all of them merge with those of its context"
+            allowed = "must have at least one token that does not merge with those of its context"
             require(len(continuation) > 0, "continuation", strings[1], allowed)
             allowed = f"must be at least {len(continuation)}, the tokens of one continuation"
             require(len(continuation) <= self.max_length, "max_length", self.max_length, allowed)

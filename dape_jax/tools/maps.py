@@ -21,7 +21,6 @@ length.
 import dataclasses
 import functools
 import html
-import io
 import json
 from string import Template
 from typing import Any
@@ -112,9 +111,8 @@ def attention_maps(
         title = f"{trained.name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
-        image, file = io.BytesIO(), f"layer-{layer:02}.png"
-        draw(cells, cell_size * len(cells["scores"][0]), title, names).savefig(image, dpi=150)
-        write_atomically(output / file, image.getvalue())
+        figure, file = draw(cells, cell_size * len(cells["scores"][0]), title, names), f"layer-{layer:02}.png"
+        write_atomically(output / file, report.png_of(figure))
         heads = [
             {map_name: {key: float(values[head]) for key, values in stats[map_name].items()} for map_name in cells}
             for head in range(config.num_heads)
