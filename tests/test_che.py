@@ -570,34 +570,23 @@ def test_bad_evaluations_are_named_before_the_work(runs, root, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_train_and_evaluate_from_the_command_line(tmp_path):
-    workdir = tmp_path / "mine"
-    train = [
-        "train.py",
-        "--config=configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3",
-        "--config.train.num_steps=2",
-        "--config.model.num_layers=1",
-        "--config.model.width=16",
-        "--config.model.num_heads=2",
-        "--config.data.pad_to=96",  # one program
-        "--config.train.batch_size=8",
-        "--config.train.checkpoint_interval=2",
-        "--config.train.eval_interval=2",
-        f"--workdir={workdir}",
-    ]
-    result = run_command(*train)
+    config = "configs/che.py:task=missing_duplicate_string,bias=kerple,processor=dape,kernel=3"
+    changes = "model.num_layers=1 model.width=16 model.num_heads=2 data.pad_to=96 train.batch_size=8 train.num_steps=2"
+    changes += " train.checkpoint_interval=2 train.eval_interval=2"
+    flags = [f"--config.{change}" for change in changes.split()]
+    result = run_command("train.py", f"--config={config}", *flags, f"--workdir={tmp_path}/mine")
     assert result.returncode == 0, result.stderr
     assert "accuracy" in result.stderr
-    result = run_command("eval.py", f"--workdir={workdir}", "--lengths=2-10/4,60", "--num_sequences=5", "--dropout")
+    evaluate = ["eval.py", f"--workdir={tmp_path}/mine"]
+    result = run_command(*evaluate, "--lengths=2-10/4,60", "--num_sequences=5", "--dropout")
     assert result.returncode == 0, result.stderr
     assert "the score: mean over 1 lengths, 60 to 60" in result.stdout
-    (run,) = written(workdir)
+    (run,) = written(tmp_path / "mine")
     assert [found["length"] for found in run["lengths"]] == [2, 6, 10, 60]
     assert run["dropout"]
-    result = run_command("eval.py", f"--workdir={workdir}", "--last_tokens=5")
-    assert result.returncode == 2, result.stdout
-    assert result.stderr.splitlines() == [
-        "error: --last_tokens = 5: must not be given: it is only for language models",
-    ]
+    result = run_command(*evaluate, "--last_tokens=5")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--last_tokens = 5: must not be given: it is only for language models" in result.stderr
 
 
 def test_numbers_in_a_flag():

@@ -240,24 +240,6 @@ def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
     assert abs(sum(means) / 2 - expected) > 1e-3
 
 
-@pytest.mark.slow
-def test_trainer_with_accumulation(exported, tmp_path):
-    """Two batches of 2 give the same step as one batch of 4."""
-    x, trained = tokens(4), []
-    data = [{"input_ids": row, "labels": row} for row in x.tolist()]
-    for batch, steps in ((4, 1), (2, 2)):
-        model = load_model(exported("llama")[1])
-        options = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": steps, "max_grad_norm": 0.0}
-        options |= {"max_steps": 1, "learning_rate": 1e-1, "optim": "sgd", "report_to": "none", "save_strategy": "no"}
-        args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, lr_scheduler_type="constant", **options)
-        transformers.Trainer(model, args, train_dataset=data).train()
-        trained.append(model.state_dict())
-    before = load_model(exported("llama")[1]).state_dict()
-    assert max((value - before[name]).abs().max() for name, value in trained[0].items()) > 1e-3
-    for name, value in trained[0].items():
-        torch.testing.assert_close(trained[1][name], value, rtol=1e-4, atol=1e-5)
-
-
 def test_generation_with_beams_samples_and_hidden_states(exported):
     model = load_model(exported("pythia")[1])
     model.generation_config.eos_token_id = None
