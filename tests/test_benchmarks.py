@@ -330,18 +330,6 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
 
 
-@pytest.mark.slow
-def test_table7_measured(tmp_path):
-    flags = ["--preset=small", "--models=350m", "--turns=1", "--steps=2", f"--output={tmp_path}"]
-    done = run_module("benchmarks.table7", *flags)
-    assert done.returncode == 0, done.stderr
-    content = written(tmp_path, "cpu-small")
-    assert not content["by_roofline"]
-    assert [row["failed"] for row in content["rows"]] == [None] * 7
-    assert [row["ratio"] for row in content["rows"]][-1] == 1
-    assert "measured on" in done.stdout
-
-
 # ---- all measurements on one GPU
 
 
@@ -392,6 +380,8 @@ def test_every_group_has_cases_and_variants_restore_the_constants():
         assert gpu_cases.cases_of(group, gpu_cases.TINY)
     with pytest.raises(ValueError, match="tea"):
         gpu_cases.cases_of("tea", gpu_cases.FULL)
+    assert all(sum(gpu.MEMORY[group] for group in phase) <= 1 for phase, _ in gpu.PHASES)
+    assert sorted(group for phase, _ in gpu.PHASES for group in phase) == sorted(gpu.GROUPS)
     for case in gpu_cases.FULL.steps:
         step.read_config(gpu_cases.FULL.preset, *case)
     default = kernels.NUM_WARPS
@@ -441,27 +431,6 @@ def test_groups_that_die_are_restarted_and_those_that_hang_are_killed(tmp_path, 
     said = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
     expected = ["environment: status 0", "torch: killed at its limit", "steps died with status 9", "steps: status 0"]
     assert said == expected
-
-
-@pytest.mark.parametrize("groups", [[], ["torch", "steps", "fused-forward"]])
-def test_groups_are_measured_in_phases(tmp_path, monkeypatch, groups):
-    measurement = gpu.Measurement(tmp_path, 1000, tiny=True, groups=groups)
-    measured, limits = [], []
-
-    def measure(groups, until):
-        measured.append(groups)
-        limits.append(until - measurement.deadline + 1000)
-
-    monkeypatch.setattr(measurement, "measure", measure)
-    monkeypatch.setattr(measurement, "train", lambda attention: measured.append([attention]))
-    measurement.run()
-    if groups:
-        assert measured == [["fused-forward", "torch"], ["steps"]]
-        assert limits == pytest.approx([1000, 1000])
-    else:
-        assert measured == [["environment"], list(gpu.GROUPS)[1:-1], ["steps"], ["blockwise"]]
-        assert limits == pytest.approx([60, 550, 800])
-        assert sum(gpu.MEMORY[group] for group in measured[1]) <= 1
 
 
 RESULTS = [
