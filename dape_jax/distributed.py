@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 # A process without a heartbeat for this long counts as dead; a failed process waits this long for the others to shut
 # down. The sum is less than half a minute.
-TIMEOUTS = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 8}
+TIMEOUTS: dict[str, Any] = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 8}
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -68,14 +68,15 @@ def process_zero_only(work: Callable[[], object]) -> None:
     Raises:
         InputError: raised by `work`; it is raised on all processes.
     """
+    if jax.process_count() == 1:
+        work()
+        return
     fault = ""
     if jax.process_index() == 0:
         try:
             work()
         except InputError as error:
             fault = str(error)
-            if jax.process_count() == 1:
-                raise
     if fault := first_fault(fault):
         raise InputError(fault)
 
