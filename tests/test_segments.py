@@ -156,7 +156,7 @@ def test_refused_segments_are_named():
     for options, words in (
         ({"segment_ids": IDS}, "segment_ids are given"),
         ({"q_pos_T": pos}, "positions are given"),
-        ({"scale": 0.3}, "scale = 0.3"),
+        ({"scale": 0.3}, "scale is given"),
     ):
         with pytest.raises(NotImplementedError, match=words):
             attend(*qkv, **kerple, **options, implementation=Fused("gpu"))

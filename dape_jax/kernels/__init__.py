@@ -75,7 +75,7 @@ def why_not_fused(
     if has_segments:
         return "segment_ids are given; the kernels do not stop at the edges of documents"
     if scale is not None:
-        return f"scale = {scale}; the kernels multiply scores by 1 / sqrt(K)"
+        return "scale is given; the kernels multiply scores by 1 / sqrt(K)"
     if not mask.causal:
         return "causal = False; the kernels skip keys after a query"
     if config is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -121,7 +122,24 @@ def attend(
     mask = Mask(causal, window, row_stride=None, consecutive=False) if given else Mask(causal, window)
     score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale)
     check_modules(score_mod)
-    return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
+    args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
+    if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
+        return _attend_compiled(implementation, mask, *args)
+    return implementation.attend_rows(*args, mask)  # a bias or processor is a plain function
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _attend_compiled(
+    implementation: "Implementation",
+    mask: Mask,
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Positions,
+    score_mod: ScoreMod,
+) -> Array:
+    """Call an implementation. Outside a user's `jit`, its loops would be compiled again in every call."""
+    return implementation.attend_rows(q, k, v, positions, score_mod, mask)
 
 
 def _positions(
