@@ -27,6 +27,7 @@ from helpers import (
     each_value,
     every_case,
     is_valid,
+    make_bias,
     make_layer,
     make_qkv,
     make_weight,
@@ -38,6 +39,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
+from dape_jax.model import attention
 from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh, check_arrays
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -729,3 +731,12 @@ def test_bad_options_are_named():
         with pytest.raises(InputError) as error:
             make()
         assert all(word in str(error.value) for word in words), (words, error.value)
+
+
+def test_eager_calls_are_compiled_once():
+    """Loops over blocks have new functions in each call."""
+    layer, qkv = make_bias("kerple", 2, 4), make_qkv(9)
+    before = attention._attend_compiled._cache_size()
+    for _ in range(2):
+        attend(*qkv, bias=layer, implementation=Blockwise(4, 2))
+    assert attention._attend_compiled._cache_size() == before + 1
