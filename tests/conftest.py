@@ -33,6 +33,17 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark a test that is slow by its parameters as exhaustive: it is close to the fast ones."""
+    for item in items:
+        of_function = [mark.name for mark in getattr(item.function, "pytestmark", [])]  # type: ignore[attr-defined]
+        of_module = any(node is not item for node, _ in item.iter_markers_with_node("slow"))
+        if item.get_closest_marker("slow") and "slow" not in of_function and not of_module:
+            item.add_marker(pytest.mark.exhaustive)
+
+
 MAPS = Path("/proc/self/maps")
 last_look = time.monotonic()
 

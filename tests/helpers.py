@@ -134,16 +134,10 @@ def sample() -> list[tuple[str, str, str, str]]:
     return covering(AXES, [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)])
 
 
-def slow(number: int) -> list[pytest.MarkDecorator]:
-    """Return the marks of a numbered slow case: of every six cases, five are exhaustive."""
-    return [pytest.mark.slow, *([pytest.mark.exhaustive] if number % 6 else [])]
-
-
 def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
     """Return the complete product as parameters of a test; cases that are not in `sample` are slow."""
     product, sample = [case for case in itertools.product(*axes) if valid(*case)], set(sample)
-    marks = {case: slow(number) for number, case in enumerate(case for case in product if case not in sample)}
-    return [pytest.param(*case, marks=marks.get(case, ())) for case in product]
+    return [pytest.param(*case, marks=() if case in sample else pytest.mark.slow) for case in product]
 
 
 @functools.cache

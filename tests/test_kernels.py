@@ -21,7 +21,7 @@ import optax
 import pytest
 import tiny
 from flax import nnx
-from helpers import attend_rows, slow
+from helpers import attend_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
@@ -208,34 +208,16 @@ MORE_PLAIN = {
 }
 
 
-# Cases that take up to minutes with an interpreted kernel. The others cover nearly all of their options.
-EXHAUSTIVE = {
-    *((name, "tpu") for name in ("t5-5", "nope7", "two-tokens", "sandwich3", "kerple-power3", "window", "three-tiles")),
-    *((name, "tpu") for name in ("many-heads", "wide-heads", "row-stride-8", "row-stride-and-window")),
-    *((name, "tpu") for name in ("four-phases", "four-phases-causal7", "four-phases-row-stride-16")),
-    *((name, "tpu") for name in ("plain-nope", "plain-sandwich", "plain-alibi-row-stride-8")),
-    *((name, "gpu") for name in ("four-phases", "four-phases-every-row", "four-phases-row-stride-16", "three-tiles")),
-    # `test_gpu_kernel.py` has these options, too.
-    *((name, "gpu") for name in ("t5-5", "kerple1", "sandwich3", "equation2", "inputs-scores", "inputs-bias")),
-    *((name, "gpu") for name in ("row-stride-2", "row-stride-and-window", "window")),
-}
-
-
 def each(cases: dict[str, Case], *implementations: str) -> list:
     return [
-        pytest.param(
-            case,
-            implementation,
-            id=f"{name}-{implementation}",
-            marks=[pytest.mark.exhaustive] if (name, implementation) in EXHAUSTIVE else [],
-        )
+        pytest.param(case, implementation, id=f"{name}-{implementation}")
         for name, case in cases.items()
         for implementation in implementations
     ]
 
 
 def slowly(cases: list) -> list:
-    return [pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.slow)) for case in cases]
+    return [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in cases]
 
 
 def assert_close(found, exact, tolerance: float) -> None:
@@ -293,19 +275,15 @@ def test_prefix_invariance(case, implementation):
     np.testing.assert_allclose(run(q[:, 7:9], k, v, pos[7:9], pos), every[:, 7:9], atol=2e-6)
 
 
-def marks_of(number: int, file: Path) -> list[pytest.MarkDecorator]:
-    """Return the marks of a golden vector: one is fast, every sixth of the others is not exhaustive."""
-    return [] if "kerple_dapev2__B1_H4_T64" in file.stem else slow(number)
+def marks_of(file: Path) -> list[pytest.MarkDecorator]:
+    """Return the marks of a golden vector: one is fast."""
+    return [] if "kerple_dapev2__B1_H4_T64" in file.stem else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("implementation", [*KERNELS])
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param(file, id=name(file), marks=marks_of(number, file))
-        for number, file in enumerate(files("attention"))
-        if "fire" not in file.stem
-    ],
+    [pytest.param(file, id=name(file), marks=marks_of(file)) for file in files("attention") if "fire" not in file.stem],
 )
 def test_golden(file, implementation):
     """Equal the reference implementation, except in the last W//2 rows, where its right edge differs."""
