@@ -1,7 +1,9 @@
 """Strict JAX for all tests: eight simulated devices, no implicit rank promotion, annotations checked at run time."""
 
+import contextlib
 import fcntl
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -9,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["MPLBACKEND"] = "Agg"
@@ -167,7 +170,18 @@ def google_storage() -> Iterator[None]:
     url = f"http://127.0.0.1:{port}"
     environment = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url}
     environment["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # would ask Google for the kind of the bucket
+    objects = importlib.import_module("gcp_storage_emulator.handlers.objects")
+    download = objects.download
+
+    def with_generation(request: Any, response: Any, storage: Any, *args: Any) -> None:
+        """Add a header that the server lacks and TensorStore needs."""
+        with contextlib.suppress(objects.NotFound):
+            found = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+            response["X-Goog-Generation"] = found["generation"]
+        download(request, response, storage, *args)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "download", with_generation)
         for name, value in environment.items():
             patch.setenv(name, value)
         yield

@@ -10,6 +10,7 @@ its digest, which depends on every bit, and so are the optimizer, the position i
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -57,7 +58,10 @@ def kill_at_random(root: Path, workdir: epath.Path, num_processes: int, kills: i
                 run.until(lambda saved=saved: set(names_in(workdir / "checkpoints")) - saved)
             sent = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
             draw.choice(run.processes).send_signal(sent)
-            statuses = run.wait(60)
+            try:
+                statuses = run.wait(40)
+            except subprocess.TimeoutExpired:  # one waits for the others to join; a launcher kills it, as `wait` does
+                statuses = [process.wait() for process in run.processes]
         finally:
             for process in run.processes:
                 process.kill()
