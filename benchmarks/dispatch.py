@@ -33,7 +33,7 @@ OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSO
 PARTS = ("next batch", "place batch", "call step")
 
 
-def main(_: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Time the parts of each step, and write their medians."""
     output = make_results_directory(Path(OUTPUT.value))
     model = TransformerConfig(num_layers=12, width=32, num_heads=4, vocab_size=257, attention=Dense(), dtype="float32")

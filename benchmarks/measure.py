@@ -20,7 +20,7 @@ import dataclasses
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +151,7 @@ Row = dict[str, Any]
 
 
 def table(
-    rows: list[Row], labels: dict[str, str], figures: dict[str, tuple[str | Callable[[Row], Any], str]]
+    rows: list[Row], labels: dict[str, str], figures: Mapping[str, tuple[str | Callable[..., Any], str]]
 ) -> list[list[str]]:
     """Return the rows of a table, header first.
 

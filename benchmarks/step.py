@@ -218,7 +218,9 @@ def cells(rows: list[Row]) -> list[list[str]]:
 
     def ratios(row: Row) -> str | None:
         base = dense.get((row["model"], row["length"]))
-        return base and "; ".join(f"{row[field] / base[field]:.2f}" for field in ("min_ms", "needed_gib"))
+        return (
+            None if base is None else "; ".join(f"{row[field] / base[field]:.2f}" for field in ("min_ms", "needed_gib"))
+        )
 
     return table(
         rows,

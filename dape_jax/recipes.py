@@ -65,7 +65,7 @@ def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     return config.to_dict()
 
 
-def _set(config: ConfigDict, argument: str) -> None:
+def _set(config: Any, argument: str) -> None:
     """Set a field by a flag `--config.SECTION.FIELD=VALUE`, whose value has the type of the field, or is None."""
     name, equals, text = argument.lstrip("-").partition("=")
     path = name.removeprefix("config.")

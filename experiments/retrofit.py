@@ -210,14 +210,14 @@ def train_original(study: Study, seed: int) -> None:
     import transformers
 
     torch.manual_seed(seed)
-    ends = {"bos_token_id": None, "eos_token_id": None}
+    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     config = transformers.GPTNeoXConfig(vocab_size=257, max_position_embeddings=TRAIN_LENGTH, **SIZES, **ends)
     model = transformers.GPTNeoXForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, study.percent(2), study.steps, min_lr_rate=0.1
     )
-    sizes = {"train_length": TRAIN_LENGTH, "global_batch_size": BATCH_SIZE}
+    sizes: dict[str, Any] = {"train_length": TRAIN_LENGTH, "global_batch_size": BATCH_SIZE}
     batches = train_batches(study.corpus(seed).train, seed=seed, shard_index=0, num_shards=1, **sizes)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     losses = []
@@ -384,7 +384,8 @@ def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], len
         each[seed] = in_percent(float(differences.mean()))
     sums = np.array(changes), np.ones(len(changes))
     low, high = bootstrap_interval(np.array(documents), sums, ratio_of_sums)
-    return {"percent": in_percent(np.mean(changes)), "low": in_percent(low), "high": in_percent(high), "seeds": each}
+    mean = in_percent(float(np.mean(changes)))
+    return {"percent": mean, "low": in_percent(low), "high": in_percent(high), "seeds": each}
 
 
 def in_percent(difference_nats: float) -> float:

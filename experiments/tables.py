@@ -196,12 +196,12 @@ def deltas(name: str) -> str:
 
 def positions(name: str) -> str:
     """Return the table of `positions.json`: loss by position, and where it breaks."""
-    rows = []
+    rows, octave = [], ""
     for run in read(f"{name}/positions.json")["runs"]:
         found = run["positions"]
+        octave = f"{found['length'] // 2}..{found['length']}"
         breaks_at = "-" if found["breaks_at"] is None else found["breaks_at"]
         rows.append([run["name"], f"{found['reference_nats']:.3f}", f"{found['last_octave_nats']:.3f}", breaks_at])
-    octave = f"{found['length'] // 2}..{found['length']}"
     return table(["", "around the train length", octave, "breaks at"], rows)
 
 

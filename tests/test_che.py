@@ -38,7 +38,7 @@ from dape_jax.model.attention import Dense
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.loss import nll
-from dape_jax.model.transformer import ENCODER, Block, Params, Transformer, TransformerConfig, model_structure
+from dape_jax.model.transformer import ENCODER, Block, Params, Places, Transformer, TransformerConfig, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.tasks import CHE, TASKS
 from dape_jax.tasks.tapes import TRAINING, TaskConfig, draw_tapes, make_tapes
@@ -285,7 +285,7 @@ def test_dropout_keeps_the_expectation():
 
     @jax.jit
     def added_by(params, key):
-        return nnx.merge(graphdef, params)(x_BTD, jnp.arange(5), None, dropout_key=key)[0] - x_BTD
+        return nnx.merge(graphdef, params)(x_BTD, Places(jnp.arange(5)), None, dropout_key=key)[0] - x_BTD
 
     keys = jax.random.split(jax.random.key(1), 4000)
     added, dropped = added_by(params, None), jax.jit(jax.vmap(added_by, in_axes=(None, 0)))(params, keys)

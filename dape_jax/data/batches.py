@@ -95,7 +95,9 @@ class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         starts, sizes, bounds = self._rows
-        row = {name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segment_ids")}
+        row: dict[str, np.ndarray] = {
+            name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segment_ids")
+        }
         row["weights"] = np.zeros(self.length, np.float32)
         begin = 0
         for segment, piece in enumerate(range(bounds[index], bounds[index + 1]), 1):

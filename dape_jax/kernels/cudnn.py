@@ -23,7 +23,7 @@ def why_not(
         return f"q is {q_BTHK.dtype.name}; cuDNN takes bfloat16"
     if q_BTHK.shape[3] % HEAD_DIM_MULTIPLE:
         return f"K = {q_BTHK.shape[3]}; cuDNN takes multiples of {HEAD_DIM_MULTIPLE}"
-    if mask.row_stride > 1 or q_BTHK.shape[1] != k_BSGK.shape[1]:
+    if mask.row_stride != 1 or q_BTHK.shape[1] != k_BSGK.shape[1]:
         return "the rows are not all rows of the sequence, as cuDNN's causal mask assumes"
     return None
 

@@ -120,6 +120,7 @@ def make_operator(
     pad = left_pad(config)
     ahead = width - 1 - pad
     num_distances = ahead + num_keys
+    assert mask.row_stride is not None
     column_T = first + mask.row_stride * jnp.arange(num_rows)
     hidden_C = processor.hidden_bias_C[...].astype(jnp.float32)
     output_WCH = processor.output_WCH[...].astype(jnp.float32)

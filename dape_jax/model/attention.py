@@ -110,7 +110,7 @@ def attend(
     if isinstance(implementation, str):
         allowed = f"must be one of {list(IMPLEMENTATIONS)}, or an instance of one"
         require(implementation in IMPLEMENTATIONS, "implementation", implementation, allowed)
-        implementation = IMPLEMENTATIONS[implementation]()
+    chosen: Implementation = IMPLEMENTATIONS[implementation]() if isinstance(implementation, str) else implementation
     check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
     given = q_pos_T is not None or k_pos_S is not None
     if segment_ids is not None:
@@ -124,8 +124,8 @@ def attend(
     check_modules(score_mod)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
     if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
-        return _attend_compiled(implementation, mask, *args)
-    return implementation.attend_rows(*args, mask)  # a bias or processor is a plain function
+        return _attend_compiled(chosen, mask, *args)
+    return chosen.attend_rows(*args, mask)  # a bias or processor is a plain function
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
@@ -207,12 +207,11 @@ def _score(
 
     With segments, biases are functions of positions that restart, except those of the distance, which is the same.
     """
-    bias, _, scale = score_mod
-    q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
+    bias: Any = score_mod.bias
+    scale, (q_pos_T, k_pos_S, q_start_BT, k_start_BS) = score_mod.scale, positions
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     visible = visible_pairs(mask, positions)
     scores_BHTS = products(q_BTHK, k_BSGK, dtype) * (q_BTHK.shape[-1] ** -0.5 if scale is None else scale)
-    has_segments = q_start_BT is not None and k_start_BS is not None
 
     def of_positions(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
         bias_HTS = bias(q_pos_T, k_pos_S, causal=mask.causal)
@@ -224,7 +223,7 @@ def _score(
 
     if bias is None:
         bias_BHTS = None
-    elif not has_segments or isinstance(bias, DistanceBias):
+    elif q_start_BT is None or k_start_BS is None or isinstance(bias, DistanceBias):
         if isinstance(bias, ContextualBias):
             bias_BHTS = of_content(q_BTHK, k_BSGK, scores_BHTS, visible, q_pos_T, k_pos_S)
         else:
@@ -233,9 +232,8 @@ def _score(
         pos = q_pos_T[None] - q_start_BT, k_pos_S[None] - k_start_BS
         if isinstance(bias, ContextualBias):
 
-            def of_sequence(*arrays_and_pos: Array) -> Array:
-                *arrays, visible, q_pos, k_pos = arrays_and_pos
-                return of_content(*(x[None] for x in arrays), visible[0], q_pos, k_pos)[0]
+            def of_sequence(q: Array, k: Array, scores: Array, visible: Array, q_pos: Array, k_pos: Array) -> Array:
+                return of_content(q[None], k[None], scores[None], visible[0], q_pos, k_pos)[0]
 
             bias_BHTS = jax.vmap(of_sequence)(q_BTHK, k_BSGK, scores_BHTS, visible, *pos)
         else:
@@ -340,6 +338,7 @@ class Blockwise(Implementation):
         all_blocks = to_blocks(q_BHTK, 2), to_blocks(q_pos_T, 0), first_columns, starts
 
         halo = score_mod.processor.key_halo
+        window = mask.window or 0
         windowed = mask.causal and mask.window is not None and self.num_buckets > 1 and mask.row_stride is not None
         outs = []
         for run in causal_runs(num_rows, num_keys, block, self.num_buckets, mask, halo):
@@ -349,7 +348,7 @@ class Blockwise(Implementation):
                 arrays = (k_BGSK, 2), (v_BGSK, 2), (k_pos_S, 0), (k_start_BS, 1)
                 if not windowed:
                     return [x if x is None else jax.lax.slice_in_dim(x, 0, num_read, axis=axis) for x, axis in arrays]
-                begin = jnp.clip(first_column - (mask.window - 1) - halo[0], 0, num_keys - num_read)
+                begin = jnp.clip(first_column - (window - 1) - halo[0], 0, num_keys - num_read)
                 read = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=begin, slice_size=num_read)
                 return [x if x is None else read(x, axis=axis) for x, axis in arrays]
 

@@ -23,8 +23,11 @@ from dape_jax.model.biases import BiasConfig
 from dape_jax.model.scores import products
 from dape_jax.sharding import full_precision
 
-Queries, Keys, Pairs = Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B H T S"]
-QueryPos, KeyPos = Int[Array, "T"], Int[Array, "S"]
+Queries = Float[Array, "B T H K"]
+Keys = Float[Array, "B S G K"]
+Pairs = Float[Array, "B H T S"]
+QueryPos = Int[Array, "T"]
+KeyPos = Int[Array, "S"]
 Visible = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
 
 

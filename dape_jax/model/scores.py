@@ -49,7 +49,7 @@ class Mask:
     def __post_init__(self):
         for name in ("causal", "window"):
             value, allowed = getattr(self, name), "must be a Python value: bind it with functools.partial before jit"
-            require(not isinstance(value, jax.core.Tracer), name, type(value).__name__, allowed)
+            require(not isinstance(value, jax.Array), name, type(value).__name__, allowed)
         require(self.window is None or self.window >= 1, "window", self.window, "must be 1 or more, or None")
 
     def visible(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Bool[Array, "T S"]:

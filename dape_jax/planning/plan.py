@@ -168,6 +168,7 @@ def compile_request(request: Request) -> dict[str, Any]:
             memory = step.lower(*arguments).compile().memory_analysis()
         except jax.errors.JaxRuntimeError as error:
             return {"fits": False, "reason": compile_error(error)}
+    assert memory is not None
     return {
         "fits": True,
         "compile_seconds": time.monotonic() - started,

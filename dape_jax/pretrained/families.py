@@ -177,7 +177,7 @@ def _rotary(fields: Fields, max_length: int, base: float = 10_000.0, fraction: f
     kind = scaling.take("rope_type", str, scaling.take("type", str, "default"))
     allowed = f"must be one of {list(SCALINGS)}"
     scaling.check(kind in SCALINGS, "rope_type" if "rope_type" in scaling.config else "type", allowed)
-    rotary = {"name": SCALINGS[kind], **shared}
+    rotary, factor = {"name": SCALINGS[kind], **shared}, 1.0
     if kind != "default":
         rotary["factor"] = factor = scaling.take("factor", float)
     if kind == "llama3":

@@ -792,7 +792,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits_BTV,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
-            **{CACHE: past_key_values if use_cache else None},
+            **{CACHE: past_key_values if use_cache else None},  # type: ignore[arg-type]
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return output if return_dict else output.to_tuple()

@@ -186,7 +186,7 @@ def _read_rows(content: Any, selection: Selection) -> Iterator[tuple[int, bytes 
         name, *rest = field.split(".")
         column = batch.column(name)
         for name in rest:
-            column = compute.struct_field(column, name)
+            column = compute.struct_field(column, name)  # type: ignore[attr-defined]  # made at run time
         if pyarrow.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
