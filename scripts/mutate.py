@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("dape_jax", "experiments", "benchmarks", "tests", "configs", "pyproject.toml", "train.py", "eval.py", "README.md")
+COPIED = (
+    *("dape_jax", "experiments", "benchmarks", "tests", "configs", "docs"),
+    *("pyproject.toml", "train.py", "eval.py", "README.md"),
+)
 
 
 class Mutation(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from dape_jax.errors import InputError
-from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple_power, sandwich
+from dape_jax.model.biases import BIASES, DistanceBias, distances, kerple, kerple_power, sandwich
 from dape_jax.model.positions import (
     ROTARY,
     STRETCHES,
@@ -23,6 +23,26 @@ from dape_jax.model.positions import (
 
 OPTIONS = {"pi": {"factor": 4.0}, "ntk": {"factor": 4.0}, "yarn": {"factor": 4.0, "train_length": 64}}
 X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 3, 16), np.float32))
+
+
+def test_distances_of_later_keys_are_zero_unless_both_sides_are_visible():
+    pos = jnp.arange(3)
+    np.testing.assert_array_equal(distances(pos[:2], pos), [[0, 0, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(distances(pos[:2], pos, causal=False), [[0, 1, 2], [1, 0, 1]])
+
+
+@pytest.mark.parametrize(("p", "a"), [(-1.0, 0.5), (0.5, -1.0), (0.005, 0.005)])
+def test_kerple_clamps_values_and_keeps_gradients(p, a):
+    """Below 0.01, value and gradients are those at 0.01, so that a parameter can rise again."""
+
+    @jax.value_and_grad
+    def total(parameters):
+        return kerple(jnp.arange(5), *parameters).sum()
+
+    found, expected = total([jnp.array([p]), jnp.array([a])]), total([jnp.array([max(x, 0.01)]) for x in (p, a)])
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+    assert (np.abs(expected[1]) > 0).all()
 
 
 @pytest.mark.parametrize("name", ROTARY)
