@@ -18,10 +18,10 @@ import tiny
 
 from dape_jax.config import RunConfig, resolved
 from dape_jax.errors import InputError, NonFiniteError
-from dape_jax.model.transformer import model_structure
+from dape_jax.model.transformer import flat_params, model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
-from dape_jax.training.optimizer import make_optimizer, make_schedule
+from dape_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import (
     TrainState,
@@ -85,6 +85,19 @@ def whole(trained_run) -> Path:
 @pytest.fixture
 def run(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def test_weights_and_biases_of_position_are_decayed_and_norms_are_not():
+    """With gradients of 0, a step changes exactly the parameters that are decayed."""
+    params = {
+        "norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)},
+        "mlp": {"up_DF": jnp.ones((2, 3)), "up_bias_F": jnp.ones(3)},
+        "bias": {"p_H": jnp.ones(2)},
+    }
+    optimizer = make_optimizer(OptimizerConfig(0.1, 0.0, 1.0, 0.9, 0.95, 1e-8, 0.1, 1.0), 10)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    changed = {path for path, update in flat_params(updates).items() if update.any()}
+    assert changed == {("mlp", "up_DF"), ("bias", "p_H")}
 
 
 def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, whole, tmp_path, monkeypatch):
