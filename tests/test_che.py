@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import runpy
 import shutil
@@ -315,6 +316,24 @@ def test_dropout_depends_on_seed_and_step():
         losses = [loss(0, 0), loss(0, 1), loss(1, 0), loss(1, 1)]
     assert len({*losses, without}) == 5
     np.testing.assert_allclose(losses, without, rtol=0.2)
+
+
+def test_validation_counts_answers_at_their_places_only():
+    """Every prediction is right; one of four places counts for the accuracy, and two have a weight in the loss."""
+
+    class Fixed(nnx.Module):
+        def __init__(self):
+            self.logits_BTV = nnx.Param(jnp.zeros((1, 4, 3)).at[..., 1].set(2.0))
+
+        def __call__(self, tokens_BT, *_):
+            return self.logits_BTV[...]
+
+    graphdef, state = nnx.split(Fixed())
+    of_places = {"weights": jnp.array([[0.0, 0, 1, 1]]), "counted": jnp.array([[False, False, True, False]])}
+    tokens = jnp.ones((1, 4), jnp.int32)
+    sums = make_sums_step(graphdef)(nnx.to_pure_dict(state), {"inputs": tokens, "targets": tokens, **of_places})
+    nll_nats = math.log(2 + math.exp(2)) - 2
+    np.testing.assert_allclose(sums, [2 * nll_nats, 2, 1, 1], rtol=1e-6)
 
 
 # ---- training
