@@ -478,3 +478,11 @@ def test_gradients_in_a_users_shard_map(split):
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (split_loss, loss))
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(found[1][1:]))
+
+
+def test_parts_of_a_batch_are_its_rows_in_order():
+    from dape_jax.sharding import rows_of_part
+
+    batch = {"inputs": np.arange(8).reshape(4, 2)}
+    parts = [rows_of_part(batch, part, 2)["inputs"] for part in range(2)]
+    np.testing.assert_array_equal(np.concatenate(parts), batch["inputs"])
