@@ -57,7 +57,7 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
 class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
     """Token store as rows of T positions with whole documents that do not see each other.
 
-    Besides inputs and targets, a row has the `segment_ids` of its documents (from 1; 0 for padding), with which the
+    A row also has the `segment_ids` of its documents (from 1; 0 for padding), with which the
     model restarts positions at each, and the loss `weights` (0 for padding). The last target of a document is its
     end_of_document (#). With T = 8, a row of "abcde" and "xy":
 
