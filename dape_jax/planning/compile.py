@@ -42,8 +42,7 @@ def compile_error(error: BaseException) -> str:
 def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: Path) -> dict[str, Any]:
     """Run a function that compiles, in a separate process, without showing the compiler's messages.
 
-    Return its results, among them whether the program `fits`, and `num_full_rematerializations`, a count of the
-    compiler's warnings.
+    Return its results, among them whether the program `fits`, and if not, the `reason`.
     """
     # No TPU is used, so other processes may use libtpu too, and no cloud metadata is queried for a slice.
     os.environ.update(TPU_LIBRARY_PATH=str(libtpu), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
@@ -52,11 +51,10 @@ def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: 
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(1, context, _start, (log.name,)) as pool:
             try:
-                outcome = pool.submit(function, request).result()
+                return pool.submit(function, request).result()
             except concurrent.futures.process.BrokenProcessPool:
                 last = " ".join(log.read().splitlines()[-3:])
                 return {"fits": False, "reason": f"the compiler ended its process: {last[:300]}"}
-        return outcome | {"num_full_rematerializations": log.read().count("Involuntary full rematerialization")}
 
 
 def _start(log: str) -> None:

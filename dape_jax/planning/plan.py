@@ -10,7 +10,6 @@ libtpu compiles the step ahead of time (`compile.py`) and says how much memory i
 import dataclasses
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -202,7 +201,6 @@ class Plan:
     held_bytes: dict[str, int] | None = None
     model_flops: dict[str, int] | None = None  # FLOPs that the model needs, over all chips, by part
     executed_flops: int | None = None  # by formula: with recomputation, masked pairs and replicated computation
-    num_full_rematerializations: int = 0  # arrays gathered in full to reshard them, by the compiler's warnings
     step_seconds: float | None = None  # time of the executed FLOPs at the chip's peak, a lower bound
     mfu: float | None = None  # model FLOPs utilisation at that time, an upper bound
 
@@ -291,7 +289,6 @@ def plan_run(
             bar.set_postfix_str(f"{request.mesh.asked()} remat={request.run.model.remat} {request.program}")
             plan = make_plan(request, libtpu)
             plans.append(plan)
-            bar.write(f"{hardware.name} {summary_line(plan)}", file=sys.stderr)
             return plan
 
         for each in meshes:
@@ -314,15 +311,6 @@ def best(plans: list[Plan]) -> Plan | None:
 
 
 # ---- report
-
-
-def summary_line(plan: Plan) -> str:
-    """Return a plan in one line."""
-    line = f"{plan.mesh} remat={plan.remat}, {plan.program}, {plan.batch_size} x {plan.length}: "
-    if not plan.fits:
-        return line + f"no: {plan.reason}"
-    line += f"fits, {(plan.peak_bytes or 0) / GIB:.2f} GiB a chip; at least {(plan.step_seconds or 0.0) * 1e3:.1f} ms"
-    return line + f", MFU at most {plan.mfu:.0%}"
 
 
 def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
@@ -365,8 +353,6 @@ def to_markdown(run: RunConfig, hardware: Slice, plans: list[Plan]) -> str:
         f"FLOPs per chip: {total / hardware.num_chips:.4g} needed by the model, {chosen.executed_flops:.4g} executed "
         "by the program, with recomputation and masked pairs.",
     ]
-    if chosen.num_full_rematerializations:
-        lines += ["", f"Arrays that the compiler gathers in full to reshard them: {chosen.num_full_rematerializations}"]
     return "\n".join(lines) + "\n"
 
 
