@@ -1,6 +1,7 @@
-"""Test the GPU kernels: interpreted, with small tiles so that there are several of everything, and lowered for CUDA.
+"""Test the GPU kernels alone: uninitialised memory, meshes, lowering for CUDA, choices; cuDNN's attention.
 
-cuDNN's attention is replaced by XLA's implementation of the same function where values are computed.
+`test_kernels.py` compares values and gradients with those of other implementations. cuDNN's attention is replaced by
+XLA's implementation of the same function where values are computed.
 """
 
 import functools
@@ -16,6 +17,7 @@ from helpers import attend_rows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from test_kernels import Case, assert_close, compiled
 
 from dape_jax.kernels import attend_fused, gpu, why_not_fused
 from dape_jax.model.attention import Auto, Blockwise, Dense, Fused
@@ -23,59 +25,7 @@ from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import Dape, DapeConfig, ScoreMod
 from dape_jax.model.scores import BLOCK_BYTES, Mask, causal_runs, rows_in_block
 
-PROCESSORS = {
-    "W1": DapeConfig(kernel_width=1, channels=5),
-    "W3": DapeConfig(kernel_width=3, channels=5),
-    "W5": DapeConfig(kernel_width=5, channels=20),
-    "W7": DapeConfig(kernel_width=7, channels=5),
-    "causal2": DapeConfig(kernel_width=2, channels=5, alignment="causal"),
-    "causal4": DapeConfig(kernel_width=4, channels=5, alignment="causal"),
-    "equation2": DapeConfig(kernel_width=3, channels=5, residual=False),
-    "of_scores": DapeConfig(kernel_width=3, channels=5, inputs="scores"),
-    "of_bias": DapeConfig(kernel_width=3, channels=5, inputs="bias"),
-}
 FUSED = functools.partial(attend_fused, platform="gpu", interpret=True)
-
-
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Use blocks of 16 rows and bands of 16 offsets, so that a few dozen rows have several blocks, bands and runs.
-
-    Taps are a loop if there are more than five.
-    """
-    monkeypatch.setattr(gpu, "rows_in_block", lambda *_: 16)
-    monkeypatch.setattr(gpu, "BAND_WIDTH", 16)
-    monkeypatch.setattr(gpu, "NUM_RUNS", 2)
-    monkeypatch.setattr(gpu, "MAX_UNROLLED", 1500)
-
-
-def make_layer(bias: str, processor: DapeConfig, heads: int, dtype=jnp.float32):
-    """Return random parameters of a bias and a processor, and a function of them."""
-
-    def build():
-        rngs = nnx.Rngs(0)
-        built = BIASES[bias]().build(heads, 4, rngs)
-        has_bias = built is not None
-        return nnx.Dict(bias=built, processor=processor.build(heads, has_bias=has_bias, dtype=dtype, rngs=rngs))
-
-    # None is 0, which would hide errors in its terms; and nothing is compiled for them.
-    graphdef, abstract = nnx.split(nnx.eval_shape(build), nnx.Param)
-    draw = np.random.default_rng(0)
-
-    def random(path, leaf):
-        is_positive = path[-1].key in ("p_H", "a_H")
-        return np.asarray(
-            draw.uniform(0.2, 1, leaf.shape) if is_positive else draw.normal(0, 0.3, leaf.shape), leaf.dtype
-        )
-
-    params = jax.tree_util.tree_map_with_path(random, nnx.to_pure_dict(abstract))
-
-    def run(attention, params, q, k, v, q_pos, k_pos, **options):
-        layer = nnx.merge(graphdef, params)
-        score_mod = ScoreMod(layer.bias, layer.processor)
-        return attend_rows(attention, q, k, v, q_pos, k_pos, score_mod, Mask(**options))
-
-    return params, run
 
 
 def normal(*shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -83,84 +33,26 @@ def normal(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [draw.standard_normal(shape, np.float32) for shape in shapes]
 
 
-def compare(
-    bias: str,
-    processor: DapeConfig,
-    *,
-    length: int,
-    heads: int = 2,
-    kv_heads=None,
-    row_stride: int = 1,
-    first: int = 0,
-    window=None,
-):
-    """Compare values and all gradients with `Dense`, for every `row_stride`-th row from `first` on."""
-    params, run = make_layer(bias, processor, heads)
-    k_pos = jnp.arange(length)
-    q_pos = k_pos[first::row_stride]
-    shapes = [(2, len(q_pos), heads, 4), *[(2, length, kv_heads or heads, 4)] * 2, (2, len(q_pos), heads, 4)]
-    q, k, v, weight = normal(*shapes)
-
-    def step(attention):
-        def loss(*args):
-            out = run(attention, *args, q_pos, k_pos, window=window, row_stride=row_stride)
-            return (out * weight).sum(), out
-
-        grads, out = jax.device_get(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(params, q, k, v))
-        grads[0]["processor"].pop("output_bias_H")  # 0 up to rounding
-        return out, grads
-
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max(), rtol=1e-4),
-        step(FUSED),
-        step(Dense()),
-    )
-
-
-def case(bias, processor, fast=False, **options):
-    return pytest.param(bias, PROCESSORS[processor], options, marks=() if fast else pytest.mark.slow)
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    ("bias", "processor", "options"),
-    [
-        case("kerple", "W3", fast=True, length=37, heads=3, kv_heads=1),
-        case("t5", "causal2", length=30, window=9, kv_heads=1),
-        case("alibi", "W1", length=50, heads=12),
-        case("sandwich", "W3", length=70, heads=4, kv_heads=2),
-        case("kerple", "W5", length=64, window=20, heads=20),
-        case("t5", "W7", length=40, heads=12),
-        case("nope", "causal4", length=35),
-        case("kerple", "W3", length=64, row_stride=2, first=0),
-        case("kerple", "W3", length=66, row_stride=2, first=1, window=21),
-        case("alibi", "causal4", length=66, row_stride=3, first=2),
-        case("kerple", "equation2", length=20),
-        case("kerple", "of_scores", length=20),
-        case("kerple", "of_bias", length=20),
-    ],
-)
-def test_equal_to_dense(bias, processor, options):
-    compare(bias, processor, **options)
-
-
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_equal_to_dense_for_any_sizes(small_tiles, data):
+def test_equal_to_dense_for_any_sizes(data):
     """Test any positions of the rows among the keys."""
-    heads = data.draw(st.sampled_from([1, 2, 6, 17]))
-    length, row_stride = data.draw(st.integers(1, 50)), data.draw(st.integers(1, 3))
-    compare(
+    heads, length = data.draw(st.sampled_from([1, 2, 6, 17])), data.draw(st.integers(1, 50))
+    width, alignment = data.draw(st.sampled_from([(1, "centered"), (5, "centered"), (7, "centered"), (4, "causal")]))
+    case = Case(
         data.draw(st.sampled_from(["nope", "kerple", "t5"])),
-        data.draw(st.sampled_from(list(PROCESSORS.values())[:6])),
-        length=length,
+        width,
+        alignment,
         heads=heads,
-        kv_heads=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
-        row_stride=row_stride,
+        groups=data.draw(st.sampled_from([n for n in (1, 2, heads) if heads % n == 0])),
+        length=length,
+        row_stride=data.draw(st.integers(1, 3)),
         first=data.draw(st.integers(0, length - 1)),
         window=data.draw(st.none() | st.integers(1, length)),
     )
+    ours, dense = (compiled(case, name)(*case.arrays(), *case.positions()) for name in ("gpu", "dense"))
+    assert_close(jax.device_get(ours), jax.device_get(dense), 1e-5)
 
 
 def test_every_value_is_written_and_unseen_ones_are_not_read():
@@ -190,43 +82,25 @@ def test_every_value_is_written_and_unseen_ones_are_not_read():
     np.testing.assert_array_equal(grads[1][:, 2 + rows :], 0)
 
 
-@pytest.mark.slow
-def test_bfloat16_is_close_to_float32():
-    """Errors of values and gradients are about those of `Dense` in bfloat16."""
-    length, heads = 40, 4
-    pos = jnp.arange(length)
-    qkv = [x.astype(jnp.bfloat16) for x in normal(*[(1, length, heads, 16)] * 3)]
+def function_of(case: Case, dtype=jnp.float32):
+    """Return the parameters of a layer, and its function of an implementation, the parameters, q, k and v."""
+    graphdef, params = nnx.split(case.layer(dtype))
 
-    def step(attention, dtype):
-        params, run = make_layer("kerple", PROCESSORS["W3"], heads, dtype)
+    def run(attention, params, q, k, v):
+        pos = jnp.arange(q.shape[1])
+        return attend_rows(attention, q, k, v, pos, pos, ScoreMod(*nnx.merge(graphdef, params)))
 
-        def loss(*args):
-            out = run(attention, *args, pos, pos).astype(jnp.float32)
-            return (out**2).sum(), out
-
-        args = (params, *(x.astype(dtype) for x in qkv))
-        grads, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*args)
-        grads[0]["processor"].pop("output_bias_H")  # 0 up to rounding
-        return out, grads
-
-    exact = step(Dense(), jnp.float32)
-
-    def errors(some):
-        return jax.tree.map(lambda x, y: np.linalg.norm(x.astype(jnp.float32) - y) / np.linalg.norm(y), some, exact)
-
-    ours, theirs = errors(step(FUSED, jnp.bfloat16)), errors(step(Dense(), jnp.bfloat16))
-    jax.tree.map(lambda a, b: np.testing.assert_array_less(a, 2 * b + 2**-9), ours, theirs)
-    assert ours[0] > 1e-4, "the dtype made no difference"
+    return nnx.to_pure_dict(params), run
 
 
 def on_mesh(attention, mesh, dtype=jnp.float32, **options):
     """Return the gradients of a loss over sequences sharded and parameters replicated, and their arguments."""
-    params, run = make_layer("kerple", PROCESSORS["causal2"], heads=2)
-    pos = jnp.arange(12)
-    qkv = [x.astype(dtype) for x in normal(*[(2, 12, 2, 8)] * 3)]
+    case = Case(width=2, alignment="causal", heads=2, groups=2, batch=2, length=12)
+    params, run = function_of(case)
+    *qkv, _ = case.arrays(dtype)
 
     def loss(*args):
-        return jax.lax.psum((run(attention, *args, pos, pos).astype(jnp.float32) ** 2).sum(), "data")
+        return jax.lax.psum((run(attention, *args).astype(jnp.float32) ** 2).sum(), "data")
 
     share, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     loss = jax.shard_map(loss, mesh=mesh, in_specs=(whole, share, share, share), out_specs=whole, **options)
@@ -266,12 +140,11 @@ ALL_KERNELS = {"dape_forward_kernel", "dape_scores_gradient_kernel", "dape_param
 )
 def test_lowers_for_cuda(dtype, length):
     """Lower to Triton's language; the next steps need a GPU's compiler."""
-    params, run = make_layer("kerple", PROCESSORS["W3"], heads=12, dtype=dtype)
-    pos = jnp.arange(length)
+    params, run = function_of(Case(heads=12, groups=12), dtype)
     qkv = [jax.ShapeDtypeStruct((2, length, 12, 64), dtype)] * 3
 
     def loss(*args):
-        return run(functools.partial(attend_fused, platform="gpu"), *args, pos, pos).astype(jnp.float32).sum()
+        return run(functools.partial(attend_fused, platform="gpu"), *args).astype(jnp.float32).sum()
 
     assert lower_for_cuda(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))), params, *qkv) == ALL_KERNELS
 
@@ -333,7 +206,7 @@ def test_blockwise_takes_as_many_rows_as_memory_allows():
 def test_auto_chooses_the_kernel_for_dape_where_the_gpu_can_run_it(monkeypatch, capability, is_fused):
     device = SimpleNamespace() if capability is None else SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    q, mod = shape_of(1), ScoreMod(None, built(PROCESSORS["W3"]))
+    q, mod = shape_of(1), ScoreMod(None, built(DapeConfig(3, channels=5)))
     chosen = Auto().choose(q, q, mod, platform="gpu")
     assert isinstance(chosen, Fused if is_fused else Blockwise)
     reason = why_not_fused(q, q, mod, platform="gpu")
@@ -412,10 +285,3 @@ def test_auto_chooses_cudnn_for_plain_attention_where_it_applies():
         ({"causal": False}, "causal"),
     ):
         assert word in ask(**options)
-
-
-def test_float64_is_refused(float64):
-    params, run = make_layer("nope", PROCESSORS["W1"], heads=2)
-    q = jnp.zeros((1, 4, 2, 4), jnp.float64)
-    with pytest.raises(NotImplementedError, match="float64"):
-        run(FUSED, params, q, q, q, jnp.arange(4), jnp.arange(4))

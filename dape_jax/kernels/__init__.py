@@ -4,8 +4,8 @@ In: the arguments of `attend`. Out: the same values and gradients, or `NotImplem
 `attention.py`, whose `Fused` and `Auto` call it.
 
 `tables.py` converts bias and processor to the arrays that a kernel reads: the weights of the two convolutions, and the
-bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels; without bias and processor, a GPU
-uses cuDNN (`cudnn.py`). `docs/kernel.md` explains how they work.
+bias's contribution as functions of the distance. `tpu/` and `gpu.py` are the kernels; without bias and processor (NoPE,
+RoPE), a GPU uses cuDNN's flash attention. `docs/kernel.md` explains how they work.
 """
 
 import importlib
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dape_jax.kernels import cudnn
 from dape_jax.kernels.tables import left_pad, make_operator
 from dape_jax.model.biases import DistanceBias
 from dape_jax.model.processors import Dape, Plain, ScoreMod
@@ -27,6 +26,7 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 MAX_HEADS = MAX_CHANNELS = 64
 MAX_HEAD_DIM = 128
 MAX_WIDTH = 7
+CUDNN_HEAD_DIM = 8  # cuDNN takes multiples of it
 MIN_CAPABILITY = 8.0  # compute capability of an NVIDIA GPU: the least that Triton supports
 
 
@@ -90,7 +90,22 @@ def why_not_fused(
 
         options = {"row_stride": mask.row_stride, "window": mask.window, "device_kind": device_kind}
         return tpu.why_not(q_BTHK, k_BSGK, config, **options)
-    return cudnn.why_not(q_BTHK, k_BSGK, bias, mask) if config is None else _why_not_triton()
+    return _why_not_cudnn(q_BTHK, k_BSGK, bias, mask) if config is None else _why_not_triton()
+
+
+def _why_not_cudnn(
+    q_BTHK: jax.ShapeDtypeStruct | Array, k_BSGK: jax.ShapeDtypeStruct | Array, bias: DistanceBias | None, mask: Mask
+) -> str | None:
+    """Return why cuDNN cannot compute this causal attention, or None if it can."""
+    if bias is not None:
+        return f"cuDNN takes a bias only as an array as large as the scores, not as the function {type(bias).__name__}"
+    if q_BTHK.dtype != jnp.bfloat16:
+        return f"q is {q_BTHK.dtype.name}; cuDNN takes bfloat16"
+    if q_BTHK.shape[3] % CUDNN_HEAD_DIM:
+        return f"K = {q_BTHK.shape[3]}; cuDNN takes multiples of {CUDNN_HEAD_DIM}"
+    if mask.row_stride != 1 or q_BTHK.shape[1] != k_BSGK.shape[1]:
+        return "the rows are not all rows of the sequence, as cuDNN's causal mask assumes"
+    return None
 
 
 def _why_not_triton() -> str | None:
@@ -142,7 +157,9 @@ def attend_fused(
         processor.check_bias(bias is not None)
         dtype = processor.dtype or dtype
     if platform == "gpu" and isinstance(processor, Plain):
-        return cudnn.attend(q_BTHK, k_BSGK, v_BSGK, window=mask.window, interpret=bool(interpret))
+        window = None if mask.window is None else (mask.window - 1, 0)
+        options = {"is_causal": True, "implementation": "xla" if interpret else "cudnn"}
+        return jax.nn.dot_product_attention(q_BTHK, k_BSGK, v_BSGK, local_window_size=window, **options)
     first = positions.q_pos_T[0].astype(jnp.int32)  # column of the first row
     operator = make_operator(
         bias,

@@ -38,18 +38,9 @@ def attend(
     Raises:
         NotImplementedError: see `tilings`.
     """
-    forward_tiling, backward_tiling = tilings(
-        q_BTHK,
-        k_BSGK,
-        width=operator.width,
-        pad=operator.pad,
-        num_channels=operator.knee_CN.shape[0],
-        dtype=dtype,
-        row_stride=row_stride,
-        window=window,
-        interpret=interpret,
-    )
-    return _attend(forward_tiling, backward_tiling, q_BTHK, k_BSGK, v_BSGK, first, operator)
+    sizes = operator.width, operator.pad, operator.knee_CN.shape[0]
+    options = {"dtype": dtype, "row_stride": row_stride, "window": window, "interpret": interpret}
+    return _attend(*tilings(q_BTHK, k_BSGK, sizes, **options), q_BTHK, k_BSGK, v_BSGK, first, operator)
 
 
 def why_not(
@@ -62,19 +53,9 @@ def why_not(
     device_kind: str | None,
 ) -> str | None:
     """Return why the kernels cannot run on the device, or None if they can; `config` is None without a processor."""
-    width, pad, num_channels = convolution_sizes(config)
+    options = {"row_stride": row_stride, "window": window, "device_kind": device_kind}
     try:
-        tilings(
-            q_BTHK,
-            k_BSGK,
-            width=width,
-            pad=pad,
-            num_channels=num_channels,
-            dtype=q_BTHK.dtype,
-            row_stride=row_stride,
-            window=window,
-            device_kind=device_kind,
-        )
+        tilings(q_BTHK, k_BSGK, convolution_sizes(config), dtype=q_BTHK.dtype, **options)
     except NotImplementedError as error:
         return str(error)
     return None

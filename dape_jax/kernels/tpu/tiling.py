@@ -322,17 +322,17 @@ class Step:
 def tilings(
     q_BTHK: jax.ShapeDtypeStruct | Array,
     k_BSGK: jax.ShapeDtypeStruct | Array,
+    sizes: tuple[int, int, int],
     *,
-    width: int,
-    pad: int,
-    num_channels: int,
     dtype: jnp.dtype,
-    row_stride: int,
-    window: int | None,
+    row_stride: int = 1,
+    window: int | None = None,
     interpret: Any = False,
     device_kind: str | None = None,
 ) -> tuple[Tiling, Tiling]:
     """Choose the tilings of the forward and of the backward pass, for a device kind or the current device.
+
+    `sizes` are W, P and C; see `tables.convolution_sizes`.
 
     Raises:
         NotImplementedError: the size of the device's VMEM is unknown, or no block of rows fits into it.
@@ -350,9 +350,7 @@ def tilings(
         num_heads=num_heads,
         num_groups=num_groups,
         head_dim=head_dim,
-        width=width,
-        pad=pad,
-        num_channels=num_channels,
+        **dict(zip(("width", "pad", "num_channels"), sizes, strict=True)),
         row_stride=row_stride,
         window=window,
         dtype=jnp.dtype(dtype),
