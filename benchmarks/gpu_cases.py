@@ -13,11 +13,12 @@ restarted: it resumes after that case.
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import signal
+import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -27,21 +28,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from tqdm import tqdm
 
-from benchmarks import attention as one_layer
 from benchmarks import listing
+from benchmarks.attention import variant_of
 from benchmarks.gpu import GROUPS
-from benchmarks.hlo import compile_program
-from benchmarks.measure import Call, failure, layer_function, seconds_in_turns, seconds_of
-from benchmarks.step import Step, read_config
-from benchmarks.table7 import RATIO_TO, TABLE
+from benchmarks.layer import DIRECTIONS, PLAIN, Layer, as_numpy, compile_layer, errors_of, is_right, plain
+from benchmarks.measure import Call, failure, seconds_in_turns, seconds_of
+from benchmarks.step import RATIO_TO, TABLE7, Step, read_config, train
 from dape_jax.hardware import GIB, MIB
-from dape_jax.kernels import gpu
-from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation, attend
-from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig, PlainConfig
+from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation
+from dape_jax.model.processors import DapeConfig
 from dape_jax.sharding import device_platform
 
 GRACE_S = 45  # extra time for the case that is being prepared at the limit
@@ -51,105 +48,42 @@ Figures = dict[str, Any]
 # Returns figures, and a function that times the case, or None.
 Prepare = Callable[[], tuple[Figures, Callable[[], Figures] | None]]
 
-
-DAPE = DapeConfig(kernel_width=3, channels=32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One attention layer, q, k, v -> out."""
-
-    length: int = 512
-    batch: int = 1
-    heads: int = 12
-    kv_heads: int = 12
-    head_dim: int = 64
-    bias: str = "kerple"
-    processor: DapeConfig | PlainConfig = DAPE
-    window: int | None = None
-
-    def arrays(self, dtype: str) -> list[jax.Array]:
-        """Return queries, keys, values and a cotangent, the same numbers in every dtype."""
-        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
-        shapes = [(self.batch, self.length, each, self.head_dim) for each in heads]
-        return [jax.random.normal(jax.random.key(i), x, jnp.bfloat16).astype(dtype) for i, x in enumerate(shapes)]
-
-    def function(
-        self, implementation: Implementation, direction: str, dtype: str
-    ) -> tuple[Callable[..., dict[str, Any]], nnx.State]:
-        """Return (parameters, q, k, v, cotangent) -> out and, backward, all gradients; and the parameters."""
-        rngs = nnx.Rngs(0)
-        bias = BIASES[self.bias]().build(self.heads, self.head_dim, rngs)
-        processor = self.processor.build(self.heads, has_bias=bias is not None, dtype=jnp.dtype(dtype), rngs=rngs)
-        with_options = functools.partial(attend, window=self.window, implementation=implementation)
-        return layer_function(bias, processor, with_options, direction)
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "fused": Fused("gpu"),
+    "cudnn": Fused("gpu"),  # of a layer without bias and processor
+    "blockwise": Blockwise(128, 4),
+    "blockwise-256x4": Blockwise(256, 4),
+    "blockwise-512x4": Blockwise(512, 4),
+    "dense": Dense(),
+}
 
 
-PLAIN = Layer(bias="nope", processor=PlainConfig())
+def of_implementation(layer: Layer, name: str) -> Layer:
+    """Return the layer that an implementation computes."""
+    return plain(layer) if name == "cudnn" else layer
 
 
-def with_dape(kernel_width: int = 3, **options: Any) -> Layer:
+def with_dape(kernel_width: int, **options: Any) -> Layer:
     """Return a layer with other options of DAPE."""
     return Layer(length=300, batch=2, processor=DapeConfig(kernel_width, channels=32, **options))
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
-    """Implementation, with constants of the GPU kernels, and with or without a processor."""
-
-    implementation: Implementation
-    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
-    layer: Layer = Layer()
-
-    def set_constants(self) -> None:
-        """Set these constants of the GPU kernels, and all others to their defaults."""
-        for name, value in (DEFAULTS | self.constants).items():
-            setattr(gpu, name, value)
-
-
-def block_rows(rows: int) -> dict[str, Any]:
-    """Return the constant that fixes the rows of a block of the GPU kernels."""
-    return {"rows_in_block": lambda *_: rows}
-
-
-DEFAULTS = {name: getattr(gpu, name) for name in ("rows_in_block", "PROGRAM_ROWS", "NUM_WARPS", "BAND_WIDTH")}
-FUSED = Fused("gpu")
-MAIN = {
-    "fused": Variant(FUSED),
-    "blockwise": Variant(Blockwise(128, 4)),
-    "dense": Variant(Dense()),
-    "cudnn": Variant(FUSED, layer=PLAIN),
-}
-VARIANTS = {
-    "fused-rows-128": Variant(FUSED, block_rows(128)),
-    "fused-rows-256": Variant(FUSED, block_rows(256)),
-    "fused-rows-1024": Variant(FUSED, block_rows(1024)),
-    "fused-rows-2048": Variant(FUSED, block_rows(2048)),
-    "fused-walk-8": Variant(FUSED, {"PROGRAM_ROWS": 8}),
-    "fused-warps-8": Variant(FUSED, {"NUM_WARPS": 8}),
-    "fused-band-32": Variant(FUSED, {"BAND_WIDTH": 32}),
-    "blockwise-64x4": Variant(Blockwise(64, 4)),
-    "blockwise-256x4": Variant(Blockwise(256, 4)),
-    "blockwise-512x4": Variant(Blockwise(512, 4)),
-    "blockwise-128x8": Variant(Blockwise(128, 8)),
-}
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """Shapes, steps and preset of all cases."""
+    """Layers, shapes, steps and preset of all cases."""
 
+    layer: Layer  # layer to time
     correct: dict[str, Layer]
     shapes: tuple[tuple[int, int], ...]  # (T, B) of one layer
-    variant_shapes: tuple[tuple[int, int], ...]
-    variants: dict[str, Variant]
     torch_shapes: tuple[tuple[int, int], ...]
     steps: tuple[tuple[str, str, int, int, str], ...]  # model, method, T, B, implementation
+    trained: tuple[str, str, int, int]  # model, method, T, B
+    train_steps: int
     preset: str  # preset of the steps' recipe
 
 
-OTHER_METHODS = [method for method in TABLE.methods if method != RATIO_TO]
 FULL = Plan(
+    layer=Layer(),
     correct={
         "kerple": Layer(batch=2),
         "ragged": Layer(length=333, batch=2),
@@ -157,38 +91,38 @@ FULL = Plan(
         "350m": Layer(heads=16, kv_heads=16),
         "one-kv-head": Layer(length=200, kv_heads=1, batch=2),
         "window": Layer(length=700, window=130),
-        "w1": with_dape(kernel_width=1),
-        "w5": with_dape(kernel_width=5),
-        "w7-32-heads": dataclasses.replace(with_dape(kernel_width=7), heads=32, kv_heads=32, head_dim=80, batch=1),
-        "causal-w2": dataclasses.replace(with_dape(kernel_width=2, alignment="causal"), bias="alibi"),
+        "w1": with_dape(1),
+        "w5": with_dape(5),
+        "w7-32-heads": dataclasses.replace(with_dape(7), heads=32, kv_heads=32, head_dim=80, batch=1),
+        "causal-w2": dataclasses.replace(with_dape(2, alignment="causal"), bias="alibi"),
         "nope": Layer(length=300, bias="nope"),
-        "equation-2": with_dape(residual=False),
+        "equation-2": with_dape(3, residual=False),
         "plain": dataclasses.replace(PLAIN, batch=2),
         "plain-window": dataclasses.replace(PLAIN, length=700, window=130, kv_heads=4),
     },
     shapes=((512, 1), (2048, 1), (512, 16), (2048, 8), (256, 64), (8192, 1), (1024, 8), (4096, 2)),
-    variant_shapes=((2048, 1), (2048, 8)),
-    variants=VARIANTS,
     torch_shapes=((512, 1), (2048, 1), (512, 16), (1024, 8)),
     steps=(
         *(("125m", "dape1x3-kerple", 512, 32, name) for name in ("fused", "blockwise", "dense")),
         ("125m", "kerple", 512, 32, "dense"),
         *(("350m", "dape1x3-kerple", 512, 1, name) for name in ("dense", "fused", "blockwise")),
-        *(("350m", method, 512, 1, "auto" if method == "rope" else "dense") for method in OTHER_METHODS),
+        *(("350m", name, 512, 1, "auto" if name == "rope" else "dense") for name in TABLE7 if name != RATIO_TO),
         *(("125m", "dape1x3-kerple", 2048, 8, name) for name in ("fused", "blockwise")),
         ("125m", "rope", 2048, 8, "auto"),
     ),
+    trained=("125m", "dape1x3-kerple", 512, 32),
+    train_steps=150,
     preset="paper",
 )
-TINY_DAPE = DapeConfig(kernel_width=3, channels=4)
-TINY_LAYER = Layer(length=24, heads=2, kv_heads=1, head_dim=8, processor=TINY_DAPE)
+TINY_LAYER = Layer(length=24, heads=2, kv_heads=1, head_dim=8, processor=DapeConfig(kernel_width=3, channels=4))
 TINY = Plan(
-    correct={"kerple": TINY_LAYER, "plain": dataclasses.replace(TINY_LAYER, bias="nope", processor=PlainConfig())},
+    layer=TINY_LAYER,
+    correct={"kerple": TINY_LAYER, "plain": plain(TINY_LAYER)},
     shapes=((24, 1),),
-    variant_shapes=((24, 1),),
-    variants={name: VARIANTS[name] for name in ("fused-rows-128", "blockwise-64x4")},
     torch_shapes=((24, 1),),
-    steps=(("125m", "dape1x3-kerple", 32, 2, "blockwise"), ("125m", "kerple", 32, 2, "dense")),
+    steps=(("125m", "dape1x3-kerple", 32, 8, "blockwise"), ("125m", "kerple", 32, 8, "dense")),
+    trained=("125m", "dape1x3-kerple", 32, 8),
+    train_steps=6,
     preset="small",
 )
 
@@ -196,87 +130,52 @@ TINY = Plan(
 # ---- cases
 
 
-def errors_of(
-    layer: Layer, implementation: Implementation, direction: str, dtype: str, exact: dict[str, np.ndarray]
-) -> tuple[dict[str, float], bool]:
-    """Return the relative errors of values and gradients, and whether a second run gives the same bits."""
-    function, params = layer.function(implementation, direction, dtype)
-    run = functools.partial(jax.jit(function), params, *layer.arrays(dtype))
-    found, again = one_layer.as_numpy(run()), one_layer.as_numpy(run())
-    same = all(np.array_equal(found[name], again[name]) for name in found)
-    return one_layer.errors_of(found, exact), same
-
-
-def exact_results(layer: Layer, direction: str) -> dict[str, np.ndarray]:
-    """Return the results of `Dense` in float32 at full precision."""
-    function, params = layer.function(Dense(), direction, "float32")
-    with jax.default_matmul_precision("highest"):
-        return one_layer.as_numpy(jax.jit(function)(params, *layer.arrays("float32")))
-
-
 def correctness(plan: Plan, dtype: str) -> dict[str, Prepare]:
-    """Return the cases that compare every implementation with `exact_results`."""
+    """Return the cases that compare every implementation with `dense` in float32, values and all gradients."""
 
     def compare(layer: Layer) -> Figures:
-        exact = exact_results(layer, "backward")
-        candidates = {"fused": FUSED, "blockwise": Blockwise(128, 4), "dense": Dense()}
-        if isinstance(layer.processor, PlainConfig) and dtype == "float32":
-            del candidates["fused"]  # cuDNN has no float32
-        figures: Figures = {}
-        for name, implementation in candidates.items():
-            errors, same = errors_of(layer, implementation, "backward", dtype, exact)
-            of_tokens, of_parameters = one_layer.TOLERANCES[dtype]
-            limits = {each: of_parameters if each.startswith("parameters.") else of_tokens for each in errors}
-            figures[name] = {
-                "right": all(errors[each] < limits[each] for each in errors),
-                "same_bits": same,
-                "worst": max(errors, key=lambda each: np.nan_to_num(errors[each], nan=np.inf)),
-                "errors": errors,
-            }
-        return figures
+        names = ["fused", "blockwise", "dense"]
+        if layer == plain(layer) and dtype == "float32":
+            names.remove("fused")  # cuDNN has no float32
+        return {name: figures_of(layer, name) for name in names}
 
-    return {name: lambda layer=layer: (compare(layer), None) for name, layer in plan.correct.items()}
-
-
-def layer_cases(plan: Plan, variants: dict[str, Variant], shapes: Any, direction: str) -> dict[str, Prepare]:
-    """Return the cases that time one layer, named VARIANT/T/B/DIRECTION."""
-
-    def prepare(variant: Variant, length: int, batch: int) -> tuple[Figures, Callable[[], Figures]]:
-        variant.set_constants()
-        layer = dataclasses.replace(variant.layer, length=length, batch=batch)
-        if plan is TINY:
-            layer = dataclasses.replace(TINY_LAYER, bias=layer.bias, processor=layer.processor)
-        function, params = layer.function(variant.implementation, direction, "bfloat16")
-        program = compile_program(function, params, *layer.arrays("bfloat16"))
-        call = Call(functools.partial(program.run, params, *layer.arrays("bfloat16")))
-        figures = {
-            "compile_s": program.compile_s,
-            "temporary_mib": program.memory.temp_size_in_bytes / MIB,
-            "result_mib": program.result_bytes / MIB,
-            "compiled_gbyte": program.work.hbm_bytes / 1e9,
+    def figures_of(layer: Layer, name: str) -> Figures:
+        function, params = layer.function("backward", IMPLEMENTATIONS[name])
+        run = functools.partial(jax.jit(function), params, *layer.arrays())
+        found, again = as_numpy(run()), as_numpy(run())
+        errors = errors_of(found, layer, "backward")
+        return {
+            "right": is_right(errors, dtype),
+            "same_bits": all(np.array_equal(found[each], again[each]) for each in found),
+            "worst": max(errors, key=lambda each: np.nan_to_num(errors[each], nan=np.inf)),
+            "errors": errors,
         }
-        if variant.constants and batch * length**2 <= DENSE_PAIRS:  # others are compared in `correctness`
-            found = one_layer.as_numpy(call.start())
-            figures["errors"] = one_layer.errors_of(found, exact_results(layer, direction))
+
+    layers = {name: dataclasses.replace(layer, dtype=dtype) for name, layer in plan.correct.items()}
+    return {name: lambda layer=layer: (compare(layer), None) for name, layer in layers.items()}
+
+
+def layer_cases(plan: Plan, names: tuple[str, ...], direction: str) -> dict[str, Prepare]:
+    """Return the cases that time one layer, named IMPLEMENTATION/T/B/DIRECTION."""
+
+    def prepare(name: str, length: int, batch: int) -> tuple[Figures, Callable[[], Figures]]:
+        layer = of_implementation(dataclasses.replace(plan.layer, length=length, batch=batch), name)
+        call, figures = compile_layer(layer, direction, IMPLEMENTATIONS[name])
         return figures, functools.partial(times_of, call)
 
     return {
-        f"{name}/{length}/{batch}/{direction}": functools.partial(prepare, variant, length, batch)
-        for (length, batch), (name, variant) in itertools.product(shapes, variants.items())
-        if not isinstance(variant.implementation, Dense) or batch * length**2 <= DENSE_PAIRS
+        f"{name}/{length}/{batch}/{direction}": functools.partial(prepare, name, length, batch)
+        for (length, batch), name in itertools.product(plan.shapes, names)
+        if name != "dense" or batch * length**2 <= DENSE_PAIRS
     }
 
 
 def times_of(call: Call) -> Figures:
-    """Return samples of the time of a call."""
+    """Return the time of a call, from samples of queued calls; and of one call, including waiting for its result."""
     with tqdm(disable=True) as bar:
         samples = seconds_in_turns({"": call}, SAMPLES, bar)[""]
-    return {"min_ms": 1e3 * min(samples), "median_ms": 1e3 * float(np.median(samples)), "once_ms": once_ms(call)}
-
-
-def once_ms(call: Call) -> float:
-    """Return the time of one call, including waiting for its result."""
-    return 1e3 * seconds_of(call, 1)
+    once_ms = 1e3 * seconds_of(call, 1)
+    return {"min_ms": 1e3 * min(samples), "median_ms": 1e3 * float(np.median(samples)), "once_ms": once_ms}
 
 
 def torch_cases(plan: Plan) -> dict[str, Prepare]:
@@ -285,25 +184,23 @@ def torch_cases(plan: Plan) -> dict[str, Prepare]:
         return {"torch": lambda: ({"left_out": why}, None)}
 
     def prepare(name: str, length: int, batch: int, direction: str) -> tuple[Figures, Callable[[], Figures]]:
-        settings = one_layer.Settings(batch=batch, dtype="bfloat16", channels=4 if plan is TINY else 32)
-        case = one_layer.Case(settings, "125m", length, direction)
-        made = listing.torch_function(name, *one_layer.modules_of(case, "listing"), case.inputs(), direction)
-        on_cuda = device_platform() == "gpu"
+        sizes = {"length": length, "batch": batch, "kv_heads": plan.layer.heads}
+        layer = variant_of(dataclasses.replace(plan.layer, **sizes), name)
+        call, compile_s = listing.torch_function(name, *layer.modules(), layer.arrays(), direction)
 
         def measure() -> Figures:
-            figures = times_of(made.call)
-            if on_cuda:
-                figures["peak_mib"] = listing.bytes_of_call(made.call) / MIB
+            figures = times_of(call)
+            if device_platform() == "gpu":
+                figures["peak_mib"] = listing.bytes_of_call(call) / MIB
             listing.empty_cache()
             return figures
 
-        return {"compile_s": made.compile_s}, measure
+        return {"compile_s": compile_s}, measure
 
+    cases = itertools.product(plan.torch_shapes, DIRECTIONS, listing.NAMES)
     return {
         f"{name}/{length}/{batch}/{direction}": functools.partial(prepare, name, length, batch, direction)
-        for (length, batch), direction, name in itertools.product(
-            plan.torch_shapes, one_layer.DIRECTIONS, listing.NAMES
-        )
+        for (length, batch), direction, name in cases
     }
 
 
@@ -325,17 +222,23 @@ def step_cases(plan: Plan) -> dict[str, Prepare]:
     return {"/".join(map(str, case)): functools.partial(prepare, *case) for case in plan.steps}
 
 
-def environment_cases() -> dict[str, Prepare]:
-    """Return the cases that describe the machine and its capabilities."""
+def train_cases(plan: Plan) -> dict[str, Prepare]:
+    """Return the cases that train for some steps on the text of Python's standard library, by implementation."""
 
-    def versions() -> Figures:
-        found = {}
-        for name in ("jax", "jaxlib", "flax", "orbax.checkpoint", "grain", "numpy", "torch", "triton", "train"):
-            try:
-                found[name] = str(getattr(importlib.import_module(name), "__version__", "imported"))
-            except Exception as error:  # of any kind: it is reported
-                found[name] = failure(error)
-        return {"device": jax.devices()[0].device_kind, "platform": device_platform(), "versions": found}
+    def measure(name: str) -> Figures:
+        fields = {"data.tokenizer": "bytes", "model.vocab_size": 257, "train.num_steps": plan.train_steps}
+        with tempfile.TemporaryDirectory() as folder:
+            run = read_config(plan.preset, *plan.trained, name, **fields, **{"data.cache_dir": f"{folder}/cache"})
+            lines = train(run, Path(folder, "run"))
+        rates = [line["train/tokens_per_second"] for line in lines[-50:]]
+        return {"loss_nats": lines[-1]["train/loss_nats"], "tokens_per_s": statistics.median(rates)}
+
+    names = ("fused", "blockwise") if plan is FULL else ("blockwise",)
+    return {name: lambda name=name: ({}, lambda: measure(name)) for name in names}
+
+
+def environment_cases() -> dict[str, Prepare]:
+    """Return the case that measures the machine."""
 
     def rates() -> Figures:
         n, size = (8192, 2**30) if device_platform() == "gpu" else (256, 2**20)
@@ -347,13 +250,14 @@ def environment_cases() -> dict[str, Prepare]:
             for function, args in ((multiply, (a, b)), (negate, (x,)), (add, (small,)))
         )
         return {
+            "device": jax.devices()[0].device_kind,
             "matmul_tflops": 2e-9 * n**3 / product["min_ms"],
             "copy_gb_per_s": 8e-6 * size / copy["min_ms"],
             "empty_call_us": 1e3 * empty["min_ms"],
             "empty_call_once_us": 1e3 * empty["once_ms"],
         }
 
-    return {"versions": lambda: (versions(), None), "rates": lambda: ({}, rates)}
+    return {"rates": lambda: ({}, rates)}
 
 
 def cases_of(group: str, plan: Plan) -> dict[str, Prepare]:
@@ -365,13 +269,13 @@ def cases_of(group: str, plan: Plan) -> dict[str, Prepare]:
         case "correct":
             return correctness(plan, rest)
         case "fused":
-            return layer_cases(plan, {"fused": MAIN["fused"], "cudnn": MAIN["cudnn"]}, plan.shapes, rest)
+            return layer_cases(plan, ("fused", "cudnn"), rest)
         case "xla":
-            return layer_cases(plan, {name: MAIN[name] for name in ("blockwise", "dense")}, plan.shapes, rest)
-        case "variants":
-            return layer_cases(plan, plan.variants, plan.variant_shapes, rest)
+            return layer_cases(plan, ("blockwise", "dense"), rest)
         case "steps":
             return step_cases(plan)
+        case "train":
+            return train_cases(plan)
         case "torch":
             return torch_cases(plan)
     raise ValueError(group)

@@ -83,7 +83,6 @@ Computation = dict[str, Instruction]
 class Work:
     """Work of one device in one run of a program, without collectives."""
 
-    matmul_flops: int  # FLOPs of matmuls and convolutions
     hbm_bytes: int  # HBM traffic, each operand and result of a scheduled operation once
     cycles: int  # the TPU compiler's estimate, without Pallas kernels
     kernels: tuple[tuple[str, int], ...]  # Pallas kernels: name of the instruction, and number of executions
@@ -138,27 +137,21 @@ def _text_of(lowered: Lowered, compiled: Compiled) -> str:
 def read_work(text: str) -> Work:
     """Return the work of a compiled and scheduled program, given its text."""
     program, entry = read_program(text)
-    hbm_bytes = flops = cycles = launches = 0
+    hbm_bytes = cycles = launches = 0
     kernels: list[tuple[str, int]] = []
-    for computation, times, is_fused, instruction in _walk(program, entry):
-        if instruction.kind in COLLECTIVES:
-            continue
-        if instruction.opcode in ("convolution", "dot") or _is_library_matmul(instruction):
-            flops += times * matmul_flops(instruction, program[computation])
-        if is_fused or instruction.opcode in FREE or instruction.opcode.endswith("-done"):
+    for computation, times, instruction in _walk(program, entry):
+        is_free = instruction.opcode in FREE or instruction.opcode.endswith("-done")
+        if is_free or instruction.kind in COLLECTIVES:
             continue
         launches += times
         cycles += times * int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         is_kernel = instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.text
         if is_kernel:
             kernels.append((instruction.name, times))
-        cost = dict(re.findall(r'"(flops|bytes_accessed)":"(\d+)"', instruction.text)) if is_kernel else {}
-        if len(cost) == 2:  # a Pallas kernel's `pl.CostEstimate`
-            flops += times * int(cost["flops"])
-            hbm_bytes += times * int(cost["bytes_accessed"])
-        else:
-            hbm_bytes += times * _traffic(instruction, program, program[computation])
-    return Work(flops, hbm_bytes, cycles, tuple(kernels), launches)
+        # A Pallas kernel's `pl.CostEstimate`.
+        own = instruction.attribute(r'"bytes_accessed":"(\d+)"') if is_kernel else ""
+        hbm_bytes += times * (int(own) if own else _traffic(instruction, program, program[computation]))
+    return Work(hbm_bytes, cycles, tuple(kernels), launches)
 
 
 # ---- text
@@ -199,18 +192,16 @@ def read_program(text: str) -> tuple[dict[str, Computation], str]:
     return program, entry
 
 
-def _walk(
-    program: dict[str, Computation], computation: str, times: int = 1, is_fused: bool = False
-) -> Iterator[tuple[str, int, bool, Instruction]]:
-    """Yield computation, instruction, number of executions and whether it is in a fusion, for each instruction."""
+def _walk(program: dict[str, Computation], computation: str, times: int = 1) -> Iterator[tuple[str, int, Instruction]]:
+    """Yield computation, number of executions and instruction, for each instruction outside fusions."""
     for instruction in program[computation].values():
-        yield computation, times, is_fused, instruction
+        yield computation, times, instruction
         if instruction.opcode == "while":
             body = instruction.attribute(r"body=%([\w.\-]+)")
             yield from _walk(program, body, times * max(1, _trip_count(instruction, program)))
-        elif instruction.opcode in ("fusion", "call", "conditional", "async-start"):
+        elif instruction.opcode in ("call", "conditional", "async-start"):
             for name in instruction.called:
-                yield from _walk(program, name, times, is_fused or instruction.opcode == "fusion")
+                yield from _walk(program, name, times)
 
 
 def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
@@ -224,44 +215,6 @@ def _trip_count(loop: Instruction, program: dict[str, Computation]) -> int:
     condition = program[loop.attribute(r"condition=%([\w.\-]+)")].values()
     bounds = {int(x.text.split(")")[0]) for x in condition if x.opcode == "constant" and not x.results[0].dims}
     return bounds.pop() if len(bounds) == 1 else 0
-
-
-# ---- FLOPs
-
-
-def _is_library_matmul(instruction: Instruction) -> bool:
-    """Return whether an operation calls a GPU library for a matmul, or for the forward pass of a convolution."""
-    target = instruction.attribute(r'custom_call_target="(__cublas\$|__cudnn\$conv\w*Forward)')
-    return instruction.opcode == "custom-call" and target != ""
-
-
-def matmul_flops(instruction: Instruction, computation: Computation) -> int:
-    """Return the FLOPs of a matmul or a convolution, 2 for a multiply-add.
-
-    Padding and the gaps of a dilated operand in the window of a convolution count as 0. (The compiler writes a matmul
-    with a batch dim as such a convolution.)
-    """
-    left, right = (computation[name].results[0].dims for name in instruction.operands[:2])
-    out = instruction.results[0].dims
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.text)
-    if labels is None:
-        summed = instruction.attribute(r'lhs_contracting_dim(?:s=\{|ensions":\[)([0-9,"]*)')
-        return 2 * math.prod(out) * math.prod(left[int(dim)] for dim in re.findall(r"\d+", summed))
-    left_dims, right_dims, out_dims = labels.groups()
-    window = instruction.attribute(r"window=\{([^}]*)\}")
-    options = {name: values.split("x") for name, values in re.findall(r"(\w+)=(\S+)", window)}
-    flops = 2 * out[out_dims.index("b")] * out[out_dims.index("f")] * right[right_dims.index("i")]
-    for dim in range(len(options["size"]) if options else 0):
-        defaults = {"size": 1, "stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
-        values = defaults | {name: int(each[dim].split("_")[0]) for name, each in options.items()}
-        size, num_rows = left[left_dims.index(str(dim))], out[out_dims.index(str(dim))]
-        columns = (
-            row * values["stride"] + tap * values["rhs_dilate"] - values["pad"]
-            for row, tap in itertools.product(range(num_rows), range(values["size"]))
-        )
-        gap = values["lhs_dilate"]
-        flops *= sum(column % gap == 0 and 0 <= column // gap < size for column in columns)
-    return flops
 
 
 # ---- HBM traffic

@@ -6,7 +6,6 @@ Heads come before positions in q, k, v and out, so that PyTorch need not transpo
 dtype, except Kerple's logarithm and the softmax, which are float32.
 """
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -37,21 +36,10 @@ def why_not_torch(platform: str) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchFunction:
-    """Function to time.
-
-    Args:
-        call: the function.
-        compile_s: seconds of the first call if it compiles the function, or None.
-    """
-
-    call: Call
-    compile_s: float | None
-
-
-def torch_function(name: str, bias: Any, dape: Any, arrays: list[jax.Array], direction: str) -> TorchFunction:
-    """Return a function that computes the layer in PyTorch.
+def torch_function(
+    name: str, bias: Any, dape: Any, arrays: list[jax.Array], direction: str
+) -> tuple[Call, float | None]:
+    """Return a call that computes the layer in PyTorch, and the seconds of the first call if it compiles, or None.
 
     Args:
         name: one of `NAMES`.
@@ -86,21 +74,20 @@ def torch_function(name: str, bias: Any, dape: Any, arrays: list[jax.Array], dir
     def run() -> dict[str, Any]:
         if direction == "forward":
             with torch.no_grad():
-                results = {"out": forward()}
-        else:
-            out_BHTK = forward()
-            gradients = torch.autograd.grad(out_BHTK, leaves, cotangent_BHTK)
-            results = {"out": out_BHTK.detach(), **dict(zip("qkv", gradients, strict=False)), "others": gradients[3:]}
-        return results
+                return {"out": forward()}
+        out_BHTK = forward()
+        gradients = torch.autograd.grad(out_BHTK, leaves, cotangent_BHTK)
+        return {"out": out_BHTK.detach(), **dict(zip("qkv", gradients, strict=False)), "others": gradients[3:]}
 
     def wait(_: Any) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
+    if name != "torch.compile":
+        return Call(run, wait), None
     started = time.perf_counter()
-    if name == "torch.compile":
-        wait(run())
-    return TorchFunction(Call(run, wait), time.perf_counter() - started if name == "torch.compile" else None)
+    wait(run())
+    return Call(run, wait), time.perf_counter() - started
 
 
 def _listing(

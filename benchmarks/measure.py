@@ -1,7 +1,7 @@
 """Measure time and memory of calls, check flags, and write tables; shared by the benchmarks.
 
-In: functions. Out: seconds and bytes. Next: `attention.py`, one layer; `step.py`, a training step; `table7.py`, the
-paper's table of times; `gpu.py`, all of them on one GPU.
+In: functions. Out: seconds and bytes. Next: `attention.py`, one layer; `step.py`, a training step; `gpu.py`, both on
+one GPU.
 
 A GPU or TPU works asynchronously. Waiting for every call would add the launch time, 50 to 100 us, which can be as long
 as a layer takes. There, a sample is the time of several calls, started one after another and waited for once, divided
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 from tqdm import tqdm
 
 from dape_jax.errors import is_out_of_memory, printable, require
@@ -108,27 +107,6 @@ def failure(error: BaseException) -> str:
     if is_out_of_memory(error):
         return "out of memory"
     return printable(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
-
-
-def layer_function(bias: Any, processor: Any, attend: Callable, direction: str) -> tuple[Callable, nnx.State]:
-    """Return a function of one attention layer, and its parameters.
-
-    The function is (parameters, q, k, v, cotangent) -> out and, if the direction is "backward", all gradients, by name.
-    `attend` is called with q, k, v, bias and processor.
-    """
-    graphdef, params = nnx.split(nnx.Dict(bias=bias, processor=processor))
-
-    def forward(params: Any, *qkv: jax.Array) -> jax.Array:
-        layer = nnx.merge(graphdef, params)
-        return attend(*qkv, bias=layer.bias, processor=layer.processor)
-
-    def backward(params: Any, *arrays: jax.Array) -> dict[str, Any]:
-        out_BTHK, pullback = jax.vjp(forward, params, *arrays[:3])
-        dparams, dq, dk, dv = pullback(arrays[3])
-        return {"out": out_BTHK, "q": dq, "k": dk, "v": dv, "parameters": dparams}
-
-    functions = {"forward": lambda params, *arrays: {"out": forward(params, *arrays[:3])}, "backward": backward}
-    return functions[direction], params
 
 
 def check_names(flag: str, value: tuple[str, ...], allowed: Iterable[str]) -> None:

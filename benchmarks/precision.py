@@ -28,7 +28,6 @@ from tqdm import tqdm
 from benchmarks.measure import Row, check_names, check_positive, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.errors import require
 from dape_jax.model.attention import score
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -48,14 +47,11 @@ class Settings:
 
     lengths: tuple[int, ...] = flag((512, 2048, 8192, 32_768), "Numbers of keys.")
     biases: tuple[str, ...] = flag(DEFAULT_BIASES, f"Position biases: {', '.join(KNOWN_BIASES)}.")
-    kernel_width: int = flag(3, "Kernel width W of DAPE, odd.")
-    channels: int = flag(32, "Hidden channels C of DAPE.")
     output: str = flag("results/precision", "Directory of the JSON.")
 
     def __post_init__(self):
         check_names("biases", self.biases, KNOWN_BIASES)
-        check_positive(self, "lengths", "channels")
-        require(self.kernel_width % 2 == 1, "--kernel_width", self.kernel_width, "must be odd")
+        check_positive(self, "lengths")
 
 
 @functools.cache
@@ -136,10 +132,11 @@ def measure(bias: str, dtype: str, length: int, config: DapeConfig) -> dict[str,
 
 def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    names = {"as written": "as_written", "dape": "dape", "float32": "float32"}
-    figures = {
-        name: (lambda row, x=field: np.nan if row[x] is None else row[x], ".2g") for name, field in names.items()
-    }
+
+    def nats(field: str) -> Any:
+        return lambda row: np.nan if row[field] is None else row[field], ".2g"
+
+    figures = {name: nats(name.replace(" ", "_")) for name in ("as written", "dape", "float32")}
     return table(rows, {"bias": "bias", "dtype": "dtype", "length": "length"}, figures)
 
 
@@ -147,12 +144,12 @@ def main(_: list[str]) -> None:
     """Parse flags, measure every combination and write the report."""
     settings = from_flags(Settings)
     make_results_directory(Path(settings.output))
-    config = DapeConfig(settings.kernel_width, settings.channels)
+    config = DapeConfig()
     cases = list(itertools.product(settings.biases, DTYPES, settings.lengths))
     rows = [measure(*case, config) for case in tqdm(cases, unit="row", desc="precision")]
     caption = (
         f"Largest errors in nats of the last row's scores within {NEAR_NATS:.0f} nats of its maximum, "
-        f"DAPE1x{settings.kernel_width}, {settings.channels} channels, new parameters."
+        f"DAPE1x{config.kernel_width}, {config.channels} channels, new parameters."
     )
     write("precision", settings, rows, caption, cells(rows))
 

@@ -15,33 +15,23 @@ The status is 1 if a loss is not finite, or differs from float32's by more than 
 """
 
 import dataclasses
-import itertools
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-from tqdm import tqdm
 
 from benchmarks.measure import Row, check_names, check_positive, table, write
-from benchmarks.step import read_config
+from benchmarks.step import read_config, train
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.config import RunConfig
 from dape_jax.errors import require
-from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory
-from dape_jax.sharding import make_mesh, put_batch
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.source import open_source
-from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
-from experiments.methods import METHODS
 
 DTYPES = ("float32", "bfloat16", "float16")
 WINDOW = 25
 BAND_NATS = 0.05
+METHOD = "dape1x3-kerple"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,35 +41,13 @@ class Settings:
     steps: int = flag(300, "Training steps.")
     length: int = flag(512, "Train length in tokens.")
     batch: int = flag(2, "Sequences in a step.")
-    method: str = flag("dape1x3-kerple", f"Method of the model: {', '.join(METHODS)}.")
     dtypes: tuple[str, ...] = flag(DTYPES, f"Dtypes, the first for comparison: {', '.join(DTYPES)}.")
     output: str = flag("results/precision_training", "Directory of the JSON.")
 
     def __post_init__(self):
         require(self.steps >= WINDOW, "--steps", self.steps, f"must be at least {WINDOW}")
         check_positive(self, "length", "batch")
-        check_names("method", (self.method,), METHODS)
         check_names("dtypes", self.dtypes, DTYPES)
-
-
-def train(run: RunConfig, num_steps: int, bar: tqdm) -> dict[str, Any]:
-    """Return the loss and the loss scale of every step, and the number of skipped steps."""
-    mesh = make_mesh(run.mesh)
-    run.check_mesh(mesh)
-    graphdef, _ = model_structure(run.model)
-    optimizer = make_optimizer(run.optimizer, num_steps)
-    step = make_train_step(graphdef, optimizer, shardings_of(abstract_state(run.model, optimizer, mesh)))
-    batches = open_source(run, mesh).batches
-    losses, scales = [], []
-    with jax.set_mesh(mesh):
-        state = init_state(run.model, optimizer, run.train.seed, mesh)
-        for batch in itertools.islice(batches, num_steps):
-            state, metrics = step(state, put_batch(batch, mesh))
-            losses.append(float(metrics["loss_nats"]))
-            if state.health.loss_scale is not None:
-                scales.append(float(state.health.loss_scale))
-            bar.update()
-    return {"losses": losses, "loss_scales": scales, "skipped": int(state.health.skipped)}
 
 
 def smooth(losses: list[float]) -> np.ndarray:
@@ -87,16 +55,18 @@ def smooth(losses: list[float]) -> np.ndarray:
     return np.convolve(losses, np.full(WINDOW, 1 / WINDOW), mode="valid")
 
 
-def measure(settings: Settings, cache: Path) -> list[dict[str, Any]]:
+def measure(settings: Settings, directory: Path) -> list[Row]:
     """Return one row for each dtype."""
-    base = read_config("small", "125m", settings.method, settings.length, settings.batch, "auto")
-    base = dataclasses.replace(base, data=dataclasses.replace(base.data, cache_dir=str(cache)))
-    rows: list[dict[str, Any]] = []
-    with tqdm(total=len(settings.dtypes) * settings.steps, unit="step") as bar:
-        for dtype in settings.dtypes:
-            bar.set_postfix_str(dtype)
-            run = dataclasses.replace(base, model=dataclasses.replace(base.model, dtype=dtype))
-            rows.append({"dtype": dtype} | train(run, settings.steps, bar))
+    rows: list[Row] = []
+    for dtype in settings.dtypes:
+        fields = {"model.dtype": dtype, "train.num_steps": settings.steps, "data.cache_dir": str(directory / "cache")}
+        run = read_config("small", "125m", METHOD, settings.length, settings.batch, "auto", **fields)
+        lines = train(run, directory / dtype)
+        losses = [float(line["train/loss_nats"]) for line in lines]
+        scales = [line["train/loss_scale"] for line in lines if "train/loss_scale" in line]
+        rows.append(
+            {"dtype": dtype, "losses": losses, "loss_scales": scales, "skipped": int(lines[-1]["train/skipped"])}
+        )
     reference = smooth(rows[0]["losses"])
     for row in rows:
         losses = smooth(row["losses"])
@@ -115,9 +85,9 @@ def main(_: list[str]) -> None:
     """Train, write the report, and fail if a run differs by more than `BAND_NATS`."""
     settings = from_flags(Settings)
     make_results_directory(Path(settings.output))
-    with tempfile.TemporaryDirectory() as cache:
-        rows = measure(settings, Path(cache))
-    caption = f"{settings.method}, {settings.length} tokens, {settings.steps} steps; mean loss of {WINDOW} steps, nats."
+    with tempfile.TemporaryDirectory() as directory:
+        rows = measure(settings, Path(directory))
+    caption = f"{METHOD}, {settings.length} tokens, {settings.steps} steps; mean loss of {WINDOW} steps, nats."
     write("precision_training", settings, rows, caption, cells(rows), band_nats=BAND_NATS)
     if wrong := [row["dtype"] for row in rows if not row["apart"] <= BAND_NATS or not math.isfinite(row["loss"])]:
         raise AssertionError(f"further than {BAND_NATS} nats from {rows[0]['dtype']}: {wrong}")

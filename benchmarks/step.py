@@ -1,7 +1,10 @@
-"""Measure time and memory of a complete training step, by implementation of attention.
+"""Measure time and memory of a complete training step, by method and by implementation of attention.
 
     python -m benchmarks.step --preset=small --models=125m,350m --lengths=128,512
     python -m benchmarks.step --models=125m --lengths=512,2048,8192 --batch=4
+    python -m benchmarks.step --models=350m,2.7b,6.7b --methods=table7 --implementations=auto
+
+The last command measures the paper's table 7, one sequence of 512 tokens by the methods of the table.
 
 The step is that of `train.py`, compiled for the recipe's config (`configs/paper.py`; with `--preset=small`,
 `configs/small.py`, whose sizes represent the paper's) on all devices, on random tokens. Steps that are compared run in
@@ -12,11 +15,10 @@ Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
 
     min ms        minimum time of a step over `--turns`; the JSON has all of them. The steps of a turn are started one
                   after another, as in `train.py`, and timed together
-    / dense       time and memory relative to dense
+    / first       time and memory relative to the first method and implementation of the model and length
     tokens/s      at the minimum
     needs GiB     memory of a device, by the compiler: state, batch and temporary memory
-    GFLOP         FLOPs that the model needs (`flops.py`); and those of the compiled program's matmuls, on one device,
-                  with trip counts of loops. A Pallas kernel counts only if it reports its cost
+    GFLOP         FLOPs that the model needs (`flops.py`)
     GB            the compiled program's memory traffic on one device
     MFU           the model's FLOPs / (minimum time x the devices' peak); for the chips of `hardware.py`
     compile s     seconds of compilation
@@ -25,10 +27,12 @@ Output: a table on the terminal, and OUTPUT/PLATFORM.json. The columns:
 
 import dataclasses
 import itertools
+import json
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,19 +43,27 @@ from benchmarks.hlo import compile_program
 from benchmarks.measure import Row, check_names, check_positive, failure, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.config import RunConfig
+from dape_jax.config import RunConfig, resolved
 from dape_jax.data.corpus import STDLIB
+from dape_jax.data.store import follow_corpus
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS
 from dape_jax.model.flops import model_flops
 from dape_jax.model.transformer import SIZES, model_structure
 from dape_jax.provenance import make_results_directory
+from dape_jax.recipes import read_module
 from dape_jax.sharding import device_platform, make_mesh, put_batch
+from dape_jax.training import loop
+from dape_jax.training.metrics import METRICS_FILE
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
+from experiments.catalogue import EXPERIMENTS
 from experiments.methods import METHODS, PRESETS
-from experiments.run import Run, config_of
+from experiments.run import RECIPES
+
+TABLE7 = EXPERIMENTS["table7"].methods  # methods of the paper's table of times
+RATIO_TO = "dape1x3-kerple"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Settings:
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
     lengths: tuple[int, ...] = flag((512,), "Train lengths in tokens.")
     implementations: tuple[str, ...] = flag((), "Implementations to time; all but `auto` if not given.")
-    method: str = flag("dape1x3-kerple", f"Method of the models: {', '.join(METHODS)}.")
+    methods: tuple[str, ...] = flag(("dape1x3-kerple",), f"Methods, or `table7`: {', '.join(METHODS)}.")
     batch: int = flag(1, "Sequences in a step.")
     turns: int = flag(3, "Turns of each implementation; each starts with an untimed step.")
     steps: int = flag(3, "Timed steps in a turn.")
@@ -71,12 +83,16 @@ class Settings:
     def __post_init__(self):
         check_positive(self, "lengths", "batch", "turns", "steps")
         check_names("preset", (self.preset,), PRESETS)
-        check_names("method", (self.method,), METHODS)
+        if self.methods == ("table7",):
+            object.__setattr__(self, "methods", TABLE7)
+        check_names("methods", self.methods, METHODS)
         check_names("models", self.models, SIZES)
         check_names("implementations", self.implementations or ("dense",), IMPLEMENTATIONS)
 
 
-def read_config(preset: str, model: str, method: str, length: int, batch: int, implementation: str) -> RunConfig:
+def read_config(
+    preset: str, model: str, method: str, length: int, batch: int, implementation: str, **overrides: Any
+) -> RunConfig:
     """Return the run of a recipe with this implementation of attention.
 
     Args:
@@ -86,34 +102,24 @@ def read_config(preset: str, model: str, method: str, length: int, batch: int, i
         length: T, in tokens.
         batch: sequences in a step.
         implementation: a key of `IMPLEMENTATIONS`.
+        overrides: values of other fields of the config, by dotted name.
 
     Raises:
         InputError: the recipe does not allow it.
     """
-    size = PRESETS[preset].sizes[model]
-    spec = config_of(
-        Run(
-            method=method,
-            train_length=length,
-            lengths=(length,),
-            seed=0,
-            recipe=PRESETS[preset].recipe,
-            argument=f"{size},{METHODS[method]},train_length={length}",
-            # The recipe requires a text and lengths, which are not used.
-            overrides={"train.batch_size": batch, "data.path": STDLIB, "evaluation.lengths": (length,)},
-            paper_size=model,
-            paper_train_length=length,
-            size=size,
-        )
-    )
-    run = RunConfig.from_dict(spec)
+    argument = f"{PRESETS[preset].sizes[model]},{METHODS[method]},train_length={length}"
+    config = read_module(RECIPES / PRESETS[preset].recipe).get_config(argument)
+    # The recipe requires a text and evaluation lengths.
+    fields = {"train.batch_size": batch, "data.path": STDLIB, "evaluation.lengths": (length,)} | overrides
+    config.update_from_flattened_dict(fields)
+    run = RunConfig.from_dict(follow_corpus(config.to_dict()))
     attention = implementations(None, None)[implementation]
     return dataclasses.replace(run, model=dataclasses.replace(run.model, attention=attention))
 
 
 FIELDS = (
     *("failed", "min_ms", "median_ms", "all_ms", "tokens_per_s", "needed_gib", "compile_s"),
-    *("model_gflop", "compiled_gflop", "compiled_gbyte", "mfu", "loss_nats"),
+    *("model_gflop", "compiled_gbyte", "mfu", "loss_nats"),
 )
 
 
@@ -178,31 +184,41 @@ class Step:
             "needed_gib": self.needed_bytes / GIB,
             "compile_s": program.compile_s,
             "model_gflop": flops / 1e9,
-            "compiled_gflop": program.work.matmul_flops / 1e9,
             "compiled_gbyte": program.work.hbm_bytes / 1e9,
             "mfu": mfu(flops / least, jax.devices()[0].device_kind, jax.device_count()),
             "loss_nats": self.loss_nats,
         }
 
 
-def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[str, Row]:
-    """Time the steps of several runs in turns. A failure is reported, and the others are timed."""
-    steps: dict[str, Step] = {}
-    found: dict[str, Row] = {}
+def train(run: RunConfig, workdir: Path) -> list[Row]:
+    """Train as `train.py` does, without validation until the end; return the metrics of every step."""
+    last = {"eval_interval": run.train.num_steps, "checkpoint_interval": run.train.num_steps}
+    loop.train(resolved(dataclasses.replace(run, train=dataclasses.replace(run.train, **last))), workdir)
+    lines = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
+    return [line for line in lines if "train/loss_nats" in line]
 
-    def fails(name: str, error: Exception) -> None:
+
+Name = tuple[str, str]  # method, and implementation of attention
+
+
+def time_steps(runs: dict[Name, RunConfig], turns: int, num_steps: int, bar: tqdm) -> dict[Name, Row]:
+    """Time the steps of several runs in turns. A failure is reported, and the others are timed."""
+    steps: dict[Name, Step] = {}
+    found: dict[Name, Row] = {}
+
+    def fails(name: Name, error: Exception) -> None:
         found[name] = dict.fromkeys(FIELDS) | {"failed": failure(error), "all_ms": ()}
-        bar.write(f"{name}: {found[name]['failed']}", file=sys.stderr)
+        bar.write(f"{' '.join(name)}: {found[name]['failed']}", file=sys.stderr)
 
     for name, run in runs.items():
-        bar.set_postfix_str(f"compiling {name}")
+        bar.set_postfix_str(f"compiling {' '.join(name)}")
         try:
             steps[name] = Step(run)
         except Exception as error:
             fails(name, error)
             bar.update(turns * num_steps)
     for turn, (name, step) in itertools.product(range(turns), list(steps.items())):
-        bar.set_postfix_str(name)
+        bar.set_postfix_str(" ".join(name))
         try:
             if name not in found:
                 step.take_turn(num_steps, bar)
@@ -214,21 +230,19 @@ def time_steps(runs: dict[str, RunConfig], turns: int, num_steps: int, bar: tqdm
 
 def cells(rows: list[Row]) -> list[list[str]]:
     """Return the rows of the table, header first."""
-    dense = {(row["model"], row["length"]): row for row in rows if row["name"] == "dense" and row["failed"] is None}
+    first = {(row["model"], row["length"]): row for row in reversed(rows)}
 
     def ratios(row: Row) -> str | None:
-        base = dense.get((row["model"], row["length"]))
-        return (
-            None if base is None else "; ".join(f"{row[field] / base[field]:.2f}" for field in ("min_ms", "needed_gib"))
-        )
+        base = first[row["model"], row["length"]]
+        fields = ("min_ms", "needed_gib")
+        return None if base["failed"] else "; ".join(f"{row[field] / base[field]:.2f}" for field in fields)
 
     return table(
         rows,
-        {"model": "model", "length": "length", "": "name"},
-        {"min ms": ("min_ms", ".1f"), "/ dense": (ratios, ""), "tokens/s": ("tokens_per_s", ",.0f")}
-        | {"needs GiB": ("needed_gib", ".2f"), "GFLOP": ("model_gflop", ",.1f")}
-        | {"compiled": ("compiled_gflop", ",.1f"), "GB": ("compiled_gbyte", ".1f"), "MFU": ("mfu", ".1%")}
-        | {"compile s": ("compile_s", ".1f"), "loss": ("loss_nats", ".4f")},
+        {"model": "model", "length": "length", "method": "method", "": "name"},
+        {"min ms": ("min_ms", ".1f"), "/ first": (ratios, ""), "tokens/s": ("tokens_per_s", ",.0f")}
+        | {"needs GiB": ("needed_gib", ".2f"), "GFLOP": ("model_gflop", ",.1f"), "GB": ("compiled_gbyte", ".1f")}
+        | {"MFU": ("mfu", ".1%"), "compile s": ("compile_s", ".1f"), "loss": ("loss_nats", ".4f")},
     )
 
 
@@ -236,29 +250,36 @@ def run(settings: Settings) -> None:
     """Measure everything and write the output."""
     make_results_directory(Path(settings.output))
     cases = list(itertools.product(settings.models, sorted(settings.lengths)))
-
-    def configs(names: list[str], model: str, length: int) -> dict[str, RunConfig]:
-        recipe = (settings.preset, model, settings.method, length, settings.batch)
-        return {name: read_config(*recipe, name) for name in names}
-
-    checked = [configs(["dense"], *case)["dense"] for case in cases]
-    for each in checked:
-        each.check_mesh(make_mesh(each.mesh))
     names, left_out = choose(settings.implementations)
+
+    def configs(model: str, length: int) -> dict[tuple[str, str], RunConfig]:
+        return {
+            (method, name): read_config(settings.preset, model, method, length, settings.batch, name)
+            for method, name in itertools.product(settings.methods, names)
+        }
+
+    for each in itertools.chain(*(configs(*case).values() for case in cases)):
+        each.check_mesh(make_mesh(each.mesh))
+        dtype = each.model.dtype
     for line in left_out:
         print(line, file=sys.stderr)
 
     rows: list[Row] = []
-    with tqdm(total=len(cases) * len(names) * settings.turns * settings.steps, unit="step", desc="steps") as bar:
+    num_turns = len(cases) * len(settings.methods) * len(names) * settings.turns
+    with tqdm(total=num_turns * settings.steps, unit="step", desc="steps") as bar:
         for model, length in cases:
-            found = time_steps(configs(names, model, length), settings.turns, settings.steps, bar)
+            found = time_steps(configs(model, length), settings.turns, settings.steps, bar)
             case = {"model": model, "size": PRESETS[settings.preset].sizes[model], "length": length}
-            rows += [case | {"name": name} | times for name, times in found.items()]
+            rows += [case | {"method": method, "name": name} | times for (method, name), times in found.items()]
 
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    what = f"{settings.method}, preset {settings.preset}, batch {settings.batch}, {checked[0].model.dtype}; {device}"
-    caption = f"A training step ({what}); / dense: time and memory relative to dense."
-    failed = [f"{row['name']} at {row['model']} {row['length']}: {row['failed']}" for row in rows if row["failed"]]
+    what = f"preset {settings.preset}, batch {settings.batch}, {dtype}; {device}"
+    caption = f"A training step ({what}); / first: time and memory relative to the first of the model and length."
+    failed = [
+        f"{row['method']} {row['name']} at {row['model']} {row['length']}: {row['failed']}"
+        for row in rows
+        if row["failed"]
+    ]
     caption = " ".join([caption, *(f"{line}." for line in [*left_out, *failed])])
     write(device_platform(), settings, rows, caption, cells(rows), left_out=left_out)
 

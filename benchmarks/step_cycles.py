@@ -24,23 +24,19 @@ from tqdm import tqdm
 
 from benchmarks import tpu
 from benchmarks.hlo import compile_program
+from benchmarks.layer import BIASES, Layer
 from benchmarks.measure import Row, check_names, check_positive, table, write
-from benchmarks.step import read_config
-from benchmarks.table7 import RATIO_TO, TABLE
+from benchmarks.step import RATIO_TO, TABLE7, read_config
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
-from dape_jax.model.biases import BIASES
-from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
 from dape_jax.planning.plan import REMATS, Request
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig
-
-METHODS = TABLE.methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +46,14 @@ class Settings:
     topologies: tuple[str, ...] = flag(("v5e:1x1",), "Slices to compile for.")
     models: tuple[str, ...] = flag(("125m",), f"The paper's models: {', '.join(SIZES)}.")
     lengths: tuple[int, ...] = flag((512, 2048, 8192), "Train lengths in tokens.")
-    methods: tuple[str, ...] = flag(METHODS, f"Methods: {', '.join(METHODS)}.")
+    methods: tuple[str, ...] = flag(TABLE7, f"Methods: {', '.join(TABLE7)}.")
     tokens: int = flag(16_384, "Tokens in the batch of a chip.")
     remat: str = flag("full", f"Rematerialisation of layers: {', '.join(REMATS)}.")
     output: str = flag("results/step_cycles", "Directory of the JSON.")
 
     def __post_init__(self):
         check_names("models", self.models, SIZES)
-        check_names("methods", self.methods, METHODS)
+        check_names("methods", self.methods, TABLE7)
         require(RATIO_TO in self.methods, "--methods", self.methods, f"must include {RATIO_TO}")
         check_names("remat", (self.remat,), REMATS)
         for topology in self.topologies:
@@ -71,11 +67,9 @@ def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
     """Return the request with which `benchmarks.tpu` counts the kernels' bundles of one layer of a run on one chip."""
     (bias,) = (name for name, config in BIASES.items() if type(run.model.bias) is config)
     batch = run.train.batch_size // read_topology(topology).num_chips
-    dape = run.model.processor if isinstance(run.model.processor, DapeConfig) else None
-    sizes = {"kernel_width": dape.kernel_width, "channels": dape.channels} if dape else {}
-    settings = dataclasses.replace(tpu.Settings(batch=batch, bias=bias), **sizes)
-    processor = "dape" if dape else "plain"
-    return tpu.Request(topology, model, run.train.train_length, "backward", processor, "fused", settings)
+    heads, head_dim = run.model.num_heads, run.model.head_dim
+    layer = Layer(run.train.train_length, batch, heads, heads, head_dim, bias, run.model.processor)
+    return tpu.Request(topology, model, "backward", "fused", layer)
 
 
 def compile_step(request: Request) -> dict[str, Any]:
@@ -134,10 +128,8 @@ def main(_: list[str]) -> None:
             for method in settings.methods:
                 bar.set_postfix_str(f"{topology} {model} {length} {method}")
                 batch = settings.tokens // length * hardware.num_chips
-                run = read_config("paper", model, method, length, batch, "auto")
-                run = dataclasses.replace(
-                    run, model=dataclasses.replace(run.model, dtype="bfloat16", remat=settings.remat)
-                )
+                fields = {"model.dtype": "bfloat16", "model.remat": settings.remat}
+                run = read_config("paper", model, method, length, batch, "auto", **fields)
                 row = {"topology": topology, "model": model, "length": length, "method": method}
                 of_case.append(row | measure(run, topology, model, libtpu))
                 bar.update()

@@ -3,7 +3,7 @@
     python -m benchmarks.tasks
 
 Batches of 128 sequences are sampled, solved and converted to tapes, at the longest length of training and of
-evaluation, in one thread, as in a run. Writes OUTPUT/sampling.json, and the table as `sampling.txt` and `sampling.md`.
+evaluation, in one thread, as in a run. Prints a table and writes OUTPUT/sampling.json.
 """
 
 import dataclasses

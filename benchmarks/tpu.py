@@ -26,39 +26,36 @@ one sequence takes twice the given time.
 """
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from benchmarks.hlo import compile_program
-from benchmarks.measure import Row, check_names, check_positive, layer_function, table, write
+from benchmarks.layer import BIASES, DIRECTIONS, Layer, layer_of
+from benchmarks.measure import Row, check_names, check_positive, table, write
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import InputError
-from dape_jax.hardware import read_topology
+from dape_jax.hardware import MIB, read_topology
 from dape_jax.kernels import tpu
 from dape_jax.kernels.tables import convolution_sizes
-from dape_jax.model.attention import Auto, attend
-from dape_jax.model.biases import BIASES
+from dape_jax.model.attention import Auto
 from dape_jax.model.processors import DapeConfig, Plain, PlainConfig
 from dape_jax.model.transformer import SIZES
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version, slice_devices
 from dape_jax.provenance import make_results_directory
 
-DIRECTIONS = ("forward", "backward")
 PROCESSORS = ("dape", "plain")
 SPLASH_BLOCK = 512  # rows and keys of a grid step
 
@@ -77,15 +74,14 @@ def splash(q_BTHK, k_BSHK, v_BSHK, bias, processor):
     return jnp.moveaxis(heads_first(q_BHTK * q_BHTK.shape[-1] ** -0.5, k_BHSK, v_BHSK), 2, 1)
 
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
-    "fused": functools.partial(attend, implementation="fused"),
-    "blockwise": functools.partial(attend, implementation=Auto().blockwise("tpu")),
-    "naive": functools.partial(attend, implementation="dense"),
+IMPLEMENTATIONS: dict[str, Any] = {
+    "fused": "fused",
+    "blockwise": Auto().blockwise("tpu"),
+    "naive": "dense",
     "splash": splash,
 }
 CLOCK_HZ = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.64e9}
 CORES = {"v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}
-MIB = 2**20
 # Undocumented: the compiler writes a listing of its last pass for each operation.
 DUMP_FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
@@ -125,30 +121,35 @@ class Request:
 
     topology: str
     model: str
-    length: int
     direction: str
-    processor: str
     implementation: str
-    settings: Settings
+    layer: Layer
+
+
+def requests_of(settings: Settings) -> list[Request]:
+    """Return a request for every combination of the settings."""
+    axes = (settings.topologies, settings.models, settings.lengths, settings.directions)
+    requests = []
+    for topology, model, length, direction, processor, implementation in itertools.product(
+        *axes, settings.processors, settings.implementations
+    ):
+        config = DapeConfig(settings.kernel_width, settings.channels) if processor == "dape" else PlainConfig()
+        layer = layer_of(model, length=length, batch=settings.batch, bias=settings.bias, processor=config)
+        requests.append(Request(topology, model, direction, implementation, layer))
+    return requests
 
 
 def compile_layer(request: Request) -> dict[str, Any]:
     """Compile a layer for one chip and return its figures; must run in a separate process, see `in_process`."""
     mesh = Mesh(np.array(slice_devices(read_topology(request.topology))[:1]), ("chip",), axis_types=(AxisType.Auto,))
-    settings, sizes = request.settings, SIZES[request.model]
-    H, K = sizes["num_heads"], sizes["width"] // sizes["num_heads"]
-    rngs = nnx.Rngs(0)
-    bias = BIASES[settings.bias]().build(H, K, rngs)
-    dape = DapeConfig(settings.kernel_width, settings.channels) if request.processor == "dape" else None
-    config = dape or PlainConfig()
-    processor = config.build(H, has_bias=bias is not None, dtype=jnp.bfloat16, rngs=rngs)
-    function, params = layer_function(bias, processor, IMPLEMENTATIONS[request.implementation], request.direction)
+    layer = request.layer
+    function, params = layer.function(request.direction, IMPLEMENTATIONS[request.implementation])
 
     def shape(x: Any, dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     params = jax.tree.map(lambda x: shape(x.shape, x.dtype), params)
-    arrays = [shape((settings.batch, request.length, H, K), jnp.bfloat16)] * (3 + (request.direction == "backward"))
+    arrays = [shape(x, jnp.bfloat16) for x in layer.shapes()]
     with jax.set_mesh(mesh):
         try:
             program = compile_program(function, params, *arrays)
@@ -156,23 +157,14 @@ def compile_layer(request: Request) -> dict[str, Any]:
             return {"fits": False, "reason": compile_error(error)}
         except NotImplementedError as error:
             return {"fits": False, "reason": str(error)}
-        width, pad, num_channels = convolution_sizes(dape)
-        tilings = tpu.tilings(
-            arrays[0],
-            arrays[1],
-            width=width,
-            pad=pad,
-            num_channels=num_channels,
-            dtype=jnp.dtype(jnp.bfloat16),
-            row_stride=1,
-            window=None,
-        )
+        dape = layer.processor if isinstance(layer.processor, DapeConfig) else None
+        tilings = tpu.tilings(arrays[0], arrays[1], convolution_sizes(dape), dtype=jnp.dtype(jnp.bfloat16))
     num_passes, kernels = 1 + DIRECTIONS.index(request.direction), []
     if request.implementation == "fused":
-        kernels = [describe_kernel(t, settings.batch) for t in tilings[:num_passes]]
+        kernels = [describe_kernel(t, layer.batch) for t in tilings[:num_passes]]
     elif request.implementation == "splash":
-        blocks = request.length // SPLASH_BLOCK
-        runs = {"steps": settings.batch * H * blocks * (blocks + 1) // 2, "outer_steps": settings.batch * H * blocks}
+        heads, blocks = layer.batch * layer.heads, layer.length // SPLASH_BLOCK
+        runs = {"steps": heads * blocks * (blocks + 1) // 2, "outer_steps": heads * blocks}
         names = ("splash_mha_fwd", "splash_mha_dkv")[:num_passes]
         kernels = [{"name": name, "bytes": 0, "runs": runs} for name in names]
     work, moved = program.work, program.work.hbm_bytes
@@ -296,9 +288,10 @@ def measure(request: Request, libtpu: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(folder=folder)
         outcome = in_process(compile_layer, request, libtpu)
-        row = {"topology": request.topology, "model": request.model, "length": request.length}
-        row |= {"direction": request.direction, "processor": request.processor}
-        row |= {"implementation": request.implementation} | outcome
+        processor = PROCESSORS[isinstance(request.layer.processor, PlainConfig)]
+        row = {"topology": request.topology, "model": request.model, "length": request.layer.length}
+        row |= {"direction": request.direction, "processor": processor, "implementation": request.implementation}
+        row |= outcome
         if not outcome["fits"]:
             return row
         cycles = [kernel_cycles(Path(folder), kernel, chip.name) for kernel in outcome["kernels"]]
@@ -330,19 +323,11 @@ def main(_: list[str]) -> None:
     settings = from_flags(Settings)
     libtpu = find_libtpu()
     make_results_directory(Path(settings.output))
-    requests = itertools.product(
-        settings.topologies,
-        settings.models,
-        settings.lengths,
-        settings.directions,
-        settings.processors,
-        settings.implementations,
-    )
     rows = []
-    with tqdm(list(requests), unit="program", desc="tpu") as bar:
-        for names in bar:
-            bar.set_postfix_str(" ".join(map(str, names)))
-            rows.append(measure(Request(*names, settings), libtpu))
+    with tqdm(requests_of(settings), unit="program", desc="tpu") as bar:
+        for request in bar:
+            bar.set_postfix_str(" ".join((request.topology, request.model, request.direction, request.implementation)))
+            rows.append(measure(request, libtpu))
     caption = f"One layer, bias {settings.bias}, bfloat16, compiled ahead of time; dape is 1x{settings.kernel_width}."
     write("tpu", settings, rows, caption, cells(rows), libtpu=libtpu_version(libtpu))
 
