@@ -154,7 +154,8 @@ def prepare(settings: Settings, layer: Layer, direction: str, name: str) -> tupl
     on_cpu = device_platform() == "cpu"
     if name in listing.NAMES:
         call, compile_s = listing.torch_function(name, *layer.modules(), layer.arrays(), direction)
-        found, figures = listing.as_numpy(call.start()), {"compile_s": compile_s}
+        found = listing.as_numpy(call.start())
+        figures: Row = {"compile_s": compile_s}
         peak = resident_bytes_of_call(call) if on_cpu else listing.bytes_of_call(call)
         peak_mib = None if peak is None else peak / MIB
     else:
@@ -172,15 +173,15 @@ FIELDS = (
 )
 
 
-def measure_case(settings: Settings, case: Row, names: list[str], bar: tqdm) -> list[Row]:
+def measure_case(settings: Settings, model: str, length: int, direction: str, names: list[str], bar: tqdm) -> list[Row]:
     """Measure one model, length and direction; see the module's docstring. Unknown figures are None."""
-    model, length, direction = case.values()
     processor = DapeConfig(settings.kernel_width, settings.channels) if settings.kernel_width else PlainConfig()
     fields = {"batch": settings.batch, "bias": settings.bias, "processor": processor, "dtype": settings.dtype}
     layers = {name: variant_of(layer_of(model, length=length, **fields), name) for name in names}
+    labels = {"model": model, "length": length, "direction": direction}
     empty = dict.fromkeys(FIELDS) | {"all_ms": (), "errors": {}, "time_ratios": {}, "memory_ratios": {}}
     calls: dict[str, Call] = {}
-    rows = {name: case | {"name": name} | empty for name in names}
+    rows: dict[str, Row] = {name: labels | {"name": name} | empty for name in names}
     for name, layer in layers.items():
         bar.set_postfix_str(f"{model} {length} {direction} {name}")
         try:
@@ -256,14 +257,11 @@ def run(settings: Settings) -> None:
     for line in left_out:
         print(line, file=sys.stderr)
 
-    cases = [
-        {"model": model, "length": length, "direction": direction}
-        for model, length, direction in itertools.product(settings.models, settings.lengths, settings.directions)
-    ]
+    cases = list(itertools.product(settings.models, settings.lengths, settings.directions))
     rows: list[Row] = []
     with tqdm(total=len(cases) * len(names) * settings.repeats, unit="call", desc="attention") as bar:
         for case in cases:
-            rows += measure_case(settings, case, names, bar)
+            rows += measure_case(settings, *case, names, bar)
 
     def title(row: Row) -> str:
         return f"{row['name']} at {row['model']} {row['length']} {row['direction']}"

@@ -412,7 +412,8 @@ def test_unsupported_arguments_are_refused_with_the_reason():
     assert "float16" in ask(processor=Case().abstract_layer(jnp.float16)[1])
     q, k = shapes(Case())
     with pytest.raises(NotImplementedError, match="causal = False"):
-        attend_fused(q, k, k, Positions(*Case().positions()), mask=Mask(causal=False), platform="tpu")
+        run = functools.partial(attend_fused, mask=Mask(causal=False), platform="tpu")
+        jax.eval_shape(run, q, k, k, Positions(*Case().positions()))
     with pytest.raises(InputError, match="abacus"):
         Fused("abacus")
 
