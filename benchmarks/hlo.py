@@ -6,10 +6,8 @@ shapes in the text are per device. Next: `attention.py`, `step.py`, `gpu_cases.p
 The format of XLA's text is not stable. `Compiled.cost_analysis` is, but it counts the body of a loop once, and its
 bytes include VMEM, and whole operands if a fusion reads only a slice. Collectives are not counted.
 
-The parser relies on names of operations and their shapes, `calls=`, `body=`, `condition=`, and the attributes of
-convolutions. On a TPU the compiler converts every matmul to a convolution; on CPU and GPU matmuls may be dots or
-library calls. A Pallas kernel for TPUs reports its own cost (`kernels.tpu.cost`); for other kernels, operands and
-results count as traffic, and FLOPs as 0.
+The parser relies on names of operations and their shapes, `calls=`, `body=` and `condition=`. A Pallas kernel for TPUs
+reports its own traffic (`kernels.tpu.cost`); for other kernels, operands and results count.
 """
 
 import dataclasses
@@ -43,7 +41,6 @@ NAME = re.compile(r"%([\w.\-]+)")
 class Buffer:
     """Array of a program."""
 
-    dtype: str  # in the compiler's notation: bf16, s32, pred
     dims: tuple[int, ...]
     num_bytes: int  # size, padded to the tiles of the layout
     in_hbm: bool  # False for VMEM
@@ -167,12 +164,9 @@ def read_buffer(dtype: str, dims: str, layout: str, tiling: str) -> Buffer:
     if layout and (tile := re.search(r"T\(([0-9,]+)\)", tiling)):
         for dim, size in zip(map(int, layout.split(",")), map(int, reversed(tile[1].split(","))), strict=False):
             padded[dim] = -(-padded[dim] // size) * size
-    return Buffer(dtype, tuple(sizes), _bytes(dtype, padded), in_hbm=not re.search(r"S\([1-9]", tiling))
-
-
-def _bytes(dtype: str, dims: Iterable[int]) -> int:
-    """Return the size of an array without tiles: 2 bytes per element for bf16, 4 for s32, 1 for pred, 0 for token."""
-    return math.prod(dims) * (8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)) // 8
+    # 2 bytes per element for bf16, 4 for s32, 1 for pred, 0 for token
+    num_bytes = math.prod(padded) * (8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)) // 8
+    return Buffer(tuple(sizes), num_bytes, in_hbm=not re.search(r"S\([1-9]", tiling))
 
 
 def read_program(text: str) -> tuple[dict[str, Computation], str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.measure import Row, table
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.errors import require
@@ -37,7 +38,7 @@ class Settings:
         require(self.batches >= 1, "--batches", self.batches, "must be at least 1")
 
 
-def time_batches(config: TaskConfig, length: int, num_batches: int) -> dict[str, float]:
+def time_batches(config: TaskConfig, length: int, num_batches: int) -> Row:
     """Return the median milliseconds of the three parts of a batch, and the tokens of tapes per second."""
     rng = np.random.default_rng(length)
     times = []
@@ -62,24 +63,20 @@ def time_batches(config: TaskConfig, length: int, num_batches: int) -> dict[str,
 def main(_arguments: list[str]) -> None:
     """Time every task and write the report."""
     settings = from_flags(Settings)
-    directory = Path(settings.output)
-    make_results_directory(directory)
-    tasks, rows = {}, [["", *(f"{unit} at {length}" for length in LENGTHS for unit in ("ms", "million tokens/s"))]]
+    directory = make_results_directory(Path(settings.output))
+    tasks: dict[str, list[Row]] = {}
     for name in tqdm(TASKS, unit="task"):
         config = TaskConfig(name, computation_steps=0, pad_to=1, max_position=None, seed=0)
         tasks[name] = [time_batches(config, length, settings.batches) for length in LENGTHS]
-        rows.append([name])
-        for times in tasks[name]:
-            rows[-1] += [
-                f"{times['sample_ms'] + times['solve_ms'] + times['tape_ms']:.2f}",
-                f"{times['tokens_per_second'] / 1e6:.1f}",
-            ]
+    rows = [{"task": name} | times for name, of_task in tasks.items() for times in of_task]
+    figures = {f"{part} ms": (f"{part}_ms", ".3f") for part in ("sample", "solve", "tape")}
+    cells = table(rows, {"": "task", "length": "length"}, figures | {"tokens/s": ("tokens_per_second", ",")})
     caption = (
         f"Making a batch of {BATCH_SIZE} tapes (strings, answers, layout) by input length, one thread: milliseconds "
         f"per batch (median of {settings.batches}) and tokens of tapes per second."
     )
     content = {"batch_size": BATCH_SIZE, "batches": settings.batches, "tasks": tasks}
-    report.save("sampling", directory, content, caption, rows, None)
+    report.save("sampling", directory, content, caption, cells, None)
 
 
 if __name__ == "__main__":
