@@ -45,28 +45,24 @@ def run(
         positional: names of the positional arguments, for messages. Further arguments are refused.
     """
 
-    def quietly(arguments: list[str]) -> None:
+    def parse(arguments: list[str]) -> list[str]:
+        try:
+            remaining = _parse(arguments)
+        except SystemExit:  # absl has printed the help, and exits with 1
+            sys.exit(0)
+        if excess := remaining[1 + len(positional) :]:
+            accepted = " ".join([*positional, "flags of the form --name=value"])
+            raise InputError(f"command line = {excess[0]!r}: must be {accepted}")
         absl_logging.set_verbosity(absl_logging.WARNING)
         absl_logging.get_absl_handler().setFormatter(_PlainFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
         logging.getLogger("dape_jax").setLevel(logging.INFO)
-        if len(arguments) > 1 + len(positional):
-            accepted = f"{' '.join(positional)} and flags" if positional else "a flag"
-            raise InputError(
-                f"command line = {arguments[1 + len(positional)]!r}: must be {accepted} of the form --name=value"
-            )
-        main(arguments)
-
-    def parse(arguments: list[str]) -> list[str]:
-        try:
-            return _parse(arguments)
-        except SystemExit:  # absl has printed the help, and exits with 1
-            sys.exit(0)
+        return remaining
 
     sys.unraisablehook = _print_unraisable
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
     sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     try:
-        app.run(quietly, flags_parser=parse)
+        app.run(main, flags_parser=parse)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
@@ -110,11 +106,10 @@ def _parse(arguments: list[str]) -> list[str]:
     """
     of_config = [each for each in arguments[1:] if re.match("--?config[.]", each)]
     unknown = [each for each in arguments[1:] if each not in of_config and not _is_known(each)]
-    wrong = {*of_config, *unknown}
 
     def parse() -> list[str]:
         try:
-            return flags.FLAGS([each for each in arguments if each not in wrong])
+            return flags.FLAGS([each for each in arguments if each not in (*of_config, *unknown)])
         except flags.Error as error:
             missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
             lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
@@ -142,12 +137,6 @@ def _is_known(argument: str) -> bool:
     name = _name(argument)
     is_flag = argument.startswith("-") and name and not name[0].isdigit()
     return not is_flag or name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
-
-
-def config_of(flag: flags.Flag) -> dict[str, Any]:
-    """Return the nested dict of the flag of `define_config_flag`."""
-    value: Any = flag.value
-    return value
 
 
 def flag(default: Any, text: str, repeated: bool = False) -> Any:

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import cattrs
 from cattrs.gen import make_dict_structure_fn, override
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 
 from dape_jax.data.store import DataConfig
-from dape_jax.errors import InputError, check_all, did_you_mean, positive, require
+from dape_jax.errors import InputError, did_you_mean, positive, require
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
-from dape_jax.model.attention import IMPLEMENTATIONS, Auto, Fused
+from dape_jax.model.attention import IMPLEMENTATIONS, Fused
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.positions import ROTARY
@@ -38,11 +39,6 @@ CHOICES: dict[str, dict[str, Any]] = {
     "processor": PROCESSORS,
     "attention": IMPLEMENTATIONS,
 }
-
-# Fields of older versions that have no effect any more. They are dropped when a saved config is read.
-REMOVED_FIELDS: tuple[str, ...] = ()
-# Fields of the `data` section of a language model that older versions lack, with the value that they implied.
-ADDED_FIELDS = {"packing": "stream"}
 
 # Metadata of a field that may change on resume: it affects only performance, storage, evaluation or the handling of bad
 # steps. The trained model changes at most by rounding, and dropout's masks by `mesh.context` and the accumulation.
@@ -71,19 +67,15 @@ class TrainConfig:
     def __post_init__(self):
         if self.checkpoint_interval is None:
             object.__setattr__(self, "checkpoint_interval", self.eval_interval)
-        sizes = ("train_length", "batch_size", "accumulation_steps", "logits_chunk_tokens", "num_steps")
-        intervals = ("eval_interval", "validation_batches", "checkpoint_interval", "max_to_keep")
-        first, last = self.profile_steps if len(self.profile_steps) == 2 else (0, len(self.profile_steps) - 1)
-        trace = "must be empty, or the first and the last step of a trace"
-        check_all(
-            lambda: require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1"),
-            lambda: require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative"),
-            lambda: positive(self, "train", *sizes, *intervals),
-            lambda: require(self.wandb != "", "train.wandb", self.wandb, "must be the name of a project"),
-            lambda: require(
-                not self.profile_steps or 0 < first <= last, "train.profile_steps", self.profile_steps, trace
-            ),
-        )
+        positive(self, "train", "train_length", "batch_size", "accumulation_steps", "logits_chunk_tokens", "num_steps")
+        positive(self, "train", "eval_interval", "validation_batches", "checkpoint_interval", "max_to_keep")
+        require(0 <= self.seed < 2**32, "train.seed", self.seed, "must be from 0 to 2**32 - 1")
+        require(self.max_bad_steps >= 0, "train.max_bad_steps", self.max_bad_steps, "must not be negative")
+        require(self.wandb != "", "train.wandb", self.wandb, "must be the name of a project")
+        steps = self.profile_steps
+        is_trace = len(steps) == 2 and 0 < steps[0] <= steps[1]
+        allowed = "must be empty, or the first and the last step of a trace"
+        require(not steps or is_trace, "train.profile_steps", steps, allowed)
         is_validated = self.checkpoint_interval % self.eval_interval == 0
         allowed = f"must be a multiple of train.eval_interval = {self.eval_interval}: every checkpoint is validated"
         require(is_validated, "train.checkpoint_interval", self.checkpoint_interval, allowed)
@@ -122,7 +114,6 @@ class InitConfig:
 class BaseRunConfig:
     """Sections that a language model and a task have in common."""
 
-    length_divisor: typing.ClassVar[str]  # field that divides every sequence length
     model: TransformerConfig
     optimizer: OptimizerConfig
     train: TrainConfig
@@ -147,8 +138,10 @@ class BaseRunConfig:
         divisor = num_devices * num_parts
         allowed = f"must be a multiple of {divisor} = {num_devices} devices x {num_parts} accumulation_steps"
         require(batch_size % divisor == 0, "train.batch_size", batch_size, allowed)
-        section, field = self.length_divisor.split(".")
-        check_mesh(mesh, {"T": (self.length_divisor, getattr(getattr(self, section), field))})
+        length = ("train.train_length", self.train.train_length)
+        if isinstance(self, TaskRunConfig):  # the length of every tape is a multiple of this
+            length = ("data.pad_to", self.data.pad_to)
+        check_mesh(mesh, {"T": length})
         self.check_model_mesh(mesh)
 
     @classmethod
@@ -168,7 +161,6 @@ class BaseRunConfig:
 class RunConfig(BaseRunConfig):
     """Run of a language model on a corpus."""
 
-    length_divisor = "train.train_length"
     data: DataConfig
     evaluation: EvaluationConfig = dataclasses.field(metadata=RESUMABLE)
 
@@ -184,7 +176,6 @@ class RunConfig(BaseRunConfig):
 class TaskRunConfig(BaseRunConfig):
     """Run of a model on an algorithmic task."""
 
-    length_divisor = "data.pad_to"
     data: TaskConfig
     evaluation: AccuracyConfig = dataclasses.field(metadata=RESUMABLE)
 
@@ -196,9 +187,8 @@ class TaskRunConfig(BaseRunConfig):
         lengths = {"train.train_length": self.train.train_length, "evaluation.lengths": max(self.evaluation.lengths)}
         for field in sorted(lengths, key=lengths.__getitem__, reverse=True):
             self.data.check_length(field, lengths[field])
-        needs_neighbours = self.model.causal and isinstance(self.model.attention, Auto | Fused)
-        message = "must be dense or blockwise in a causal task: kernels need consecutive positions, tasks may skip some"
-        require(not needs_neighbours, "model.attention", self.model.attention, message)
+        message = "must not be fused in a task: kernels need consecutive positions, and a tape may skip some"
+        require(not isinstance(self.model.attention, Fused), "model.attention", self.model.attention, message)
         reason = self.model.processor.why_not_cached
         for field, pad_to in (("data.pad_to", self.data.pad_to), ("evaluation.pad_to", self.evaluation.pad_to)):
             require(reason is None or pad_to == 1, field, pad_to, f"must be 1: padding is appended, and {reason}")
@@ -240,37 +230,20 @@ def resolved(run: RunConfig | TaskRunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(spec))
 
 
-def without_removed(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved config without `REMOVED_FIELDS` and with `ADDED_FIELDS`."""
-
-    def strip(spec: dict[str, Any], prefix: str) -> dict[str, Any]:
-        return {
-            name: strip(value, f"{prefix}{name}.") if isinstance(value, dict) else value
-            for name, value in spec.items()
-            if f"{prefix}{name}" not in REMOVED_FIELDS
-        }
-
-    saved = strip(saved, "")
-    data = saved.get("data", {})
-    return saved | {"data": data | ADDED_FIELDS | data} if "path" in data else saved
-
-
 def differences(
-    saved: Any, new: Any, path: str = "", ignored: tuple[str, ...] = (), names: tuple[str, str] = ("saved", "now")
+    saved: dict[str, Any], new: dict[str, Any], ignored: tuple[str, ...] = (), names: tuple[str, str] = ("saved", "now")
 ) -> list[str]:
     """Return one line for each leaf in which two nested dicts differ, except at or below the dotted paths `ignored`.
 
     `names` are the two dicts' names in the lines.
     """
-    if path in ignored:
-        return []
-    if not (isinstance(saved, dict) and isinstance(new, dict)):
-        return [] if saved == new else [f"{path}: {names[0]} {saved!r}, {names[1]} {new!r}"]
-    lines = []
-    for key in sorted(set(saved) | set(new)):
-        old_value, new_value = (side[key] if key in side else "(none)" for side in (saved, new))
-        lines += differences(old_value, new_value, f"{path}.{key}" if path else key, ignored, names)
-    return lines
+    old, now = (flatten_dict(side, sep=".") for side in (saved, new))
+    return [
+        f"{path}: {names[0]} {old.get(path, '(none)')!r}, {names[1]} {now.get(path, '(none)')!r}"
+        for path in sorted(old | now)
+        if (path in old, old.get(path)) != (path in now, now.get(path))
+        and not any(f"{path}.".startswith(f"{each}.") for each in ignored)
+    ]
 
 
 # ---- conversion of nested dicts to dataclasses

@@ -65,7 +65,10 @@ def positive(config: object, section: str, *fields: str) -> None:
 
     positive(self, "model", "num_layers", "width")
     """
-    _check_fields(config, section, dict.fromkeys(fields, (lambda value: value > 0, "must be positive")))
+    values = {field: getattr(config, field) for field in fields}
+    wrong = [f"{section}.{field} = {value!r}: must be positive" for field, value in values.items() if not value > 0]
+    if wrong:
+        raise InputError(*wrong)
 
 
 def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
@@ -73,15 +76,13 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
 
     one_of(self, "model", activation=ACTIVATIONS, dtype=DTYPES)
     """
-    checks = {field: (values.__contains__, f"must be one of {list(values)}") for field, values in allowed.items()}
-    _check_fields(config, section, checks)
-
-
-def _check_fields(config: object, section: str, checks: dict[str, tuple[Callable[[Any], bool], str]]) -> None:
-    values = {field: getattr(config, field) for field in checks}
-    wrong = [(field, allowed) for field, (is_valid, allowed) in checks.items() if not is_valid(values[field])]
-    if wrong:
-        raise InputError(*(f"{section}.{field} = {values[field]!r}: {allowed}" for field, allowed in wrong))
+    for field, values in allowed.items():
+        require(
+            getattr(config, field) in values,
+            f"{section}.{field}",
+            getattr(config, field),
+            f"must be one of {list(values)}",
+        )
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -8,16 +8,18 @@ one whose marker was replaced ends within a minute.
 import contextlib
 import glob
 import json
+import math
 import os
 import re
 import socket
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec.config
 from etils import epath
 
-from dape_jax.errors import InputError, require, require_package
+from dape_jax.errors import require, require_package
 
 _PACKAGES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # package of each scheme for fsspec, and its extra
 MARKER_SECONDS, _WRITE_SECONDS = 600, 60  # age from which a marker is ignored; interval between writes
@@ -66,46 +68,44 @@ def names_in(directory: epath.Path) -> list[str]:
     return []
 
 
-class Marker:
-    """Object in a bucket that names the run that writes to its directory, from the start to the end of a block.
+@contextlib.contextmanager
+def run_marker(file: epath.Path) -> Iterator[Callable[[], None]]:
+    """Keep an object in a bucket that names the run that writes to its directory, until the block ends.
 
-    A marker that was not written for ten minutes is ignored, and one of a process of this host that has ended.
+    Yields a function that writes the object again if a minute has passed. A marker that was not written for ten minutes
+    is ignored, and one of a process of this host that has ended.
+
+    Raises:
+        InputError: it is the marker of another run; also raised by the function. The caller must not write to the
+            directory.
     """
+    mine = {"host": socket.gethostname(), "process": os.getpid()}
+    written_at = -math.inf
 
-    def __init__(self, file: epath.Path, field: str):
-        self.file, self.field, self.written_at = file, field, -_WRITE_SECONDS
-        self.mine = {"host": socket.gethostname(), "process": os.getpid()}
+    def refresh() -> None:
+        nonlocal written_at
+        if time.monotonic() - written_at >= _WRITE_SECONDS:
+            other = _other_run(file)
+            advice = f"in use by another run ({other}); if that run has ended, delete {file} or wait 10 minutes"
+            require(not other, "workdir", str(file.parent), advice)
+            file.write_bytes(json.dumps(mine | {"time": time.time()}).encode())
+            written_at = time.monotonic()
 
-    def __enter__(self) -> "Marker":
-        self.refresh()
-        return self
+    refresh()
+    try:
+        yield refresh
+    finally:
+        if not _other_run(file):
+            file.unlink(missing_ok=True)
 
-    def __exit__(self, *exception: object) -> None:
-        if not self._other():
-            self.file.unlink()
 
-    def refresh(self) -> None:
-        """Write the object if a minute has passed since it was written.
-
-        Raises:
-            InputError: it is the marker of another run. The caller must not write to the directory.
-        """
-        if time.monotonic() - self.written_at >= _WRITE_SECONDS:
-            if other := self._other():
-                message = (
-                    f"in use by another run ({other}); if that run has ended, delete {self.file} or wait 10 minutes"
-                )
-                raise InputError(f"{self.field} = {str(self.file.parent)!r}: {message}")
-            self.file.write_bytes(json.dumps(self.mine | {"time": time.time()}).encode())
-            self.written_at = time.monotonic()
-
-    def _other(self) -> str:
-        """Return the process of another run that wrote the object, or ""."""
-        try:
-            found = json.loads(self.file.read_bytes())
-        except FileNotFoundError:
-            return ""
-        is_old = time.time() - found.get("time", 0) > MARKER_SECONDS  # 0: written by an older version
-        is_here = found["host"] == self.mine["host"]
-        has_ended = is_here and (found["process"] == os.getpid() or not Path(f"/proc/{found['process']}").exists())
-        return "" if is_old or has_ended else f"process {found['process']} on {found['host']}"
+def _other_run(file: epath.Path) -> str:
+    """Return the process of another run that wrote the marker, or ""."""
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return ""
+    is_old = time.time() - found.get("time", 0) > MARKER_SECONDS  # 0: written by an older version
+    is_here = found["host"] == socket.gethostname()
+    has_ended = is_here and (found["process"] == os.getpid() or not Path(f"/proc/{found['process']}").exists())
+    return "" if is_old or has_ended else f"process {found['process']} on {found['host']}"

@@ -45,7 +45,7 @@ def main(_: list[str]) -> None:
         make_results_directory(Path(settings.output), "--output")
     hardware = read_topology(settings.topology)
     jax.config.update("jax_platforms", "cpu")  # nothing runs on a device
-    run = run_to_plan(command_line.config_of(flags.FLAGS["config"]), settings.batch)
+    run = run_to_plan(flags.FLAGS.config, settings.batch)
     mesh = None if settings.mesh is None else read_mesh("--mesh", settings.mesh)
     plans = plan_run(run, hardware, mesh, settings.eval_length)
     print(to_markdown(run, hardware, plans), end="")

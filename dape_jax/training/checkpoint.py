@@ -30,12 +30,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dape_jax.config import without_removed
 from dape_jax.distributed import first_fault, process_zero_only
 from dape_jax.errors import InputError, require
 from dape_jax.files import exclusive_lock, json_digest, read_json, write_json
 from dape_jax.model.transformer import Params
-from dape_jax.storage import Marker, absolute, is_remote, names_in
+from dape_jax.storage import absolute, is_remote, names_in, run_marker
 from dape_jax.training.step import TrainState
 
 CONFIG_FILE, LOCK_FILE = "config.json", "run.lock"
@@ -43,6 +42,7 @@ _DELETED = "deleted"  # directory next to the steps, for steps that are being de
 _COMPLETE = "commit_success.txt"  # Orbax writes it last to a step in a bucket, where nothing can be renamed
 # Errors of the machine, its network or permissions: they do not mean that a checkpoint is damaged.
 _NOT_DAMAGE = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_NOT_NOW = "cannot be read now"
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +75,11 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
     Raises:
         InputError: another run uses the directory, or it cannot be written to.
     """
-    workdir, refresh = epath.Path(workdir), []
+    refresh: list[Callable[[], None]] = []
+    is_bucket = is_remote(_directory(workdir))
+    lock = run_marker(epath.Path(workdir) / LOCK_FILE) if is_bucket else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
-
-        def enter() -> None:
-            if is_remote(_directory(workdir)):
-                refresh.append(stack.enter_context(Marker(workdir / LOCK_FILE, "workdir")).refresh)
-            else:
-                stack.enter_context(exclusive_lock(workdir, "workdir", LOCK_FILE))
-
-        process_zero_only(enter)
+        process_zero_only(lambda: refresh.append(stack.enter_context(lock) or (lambda: None)))
         yield refresh[0] if refresh else lambda: None
 
 
@@ -101,43 +96,33 @@ def read_config(workdir: epath.PathLike) -> dict[str, Any] | None:
     Raises:
         InputError: there is a run, but neither the file nor any checkpoint is intact.
     """
+    file = epath.Path(workdir) / CONFIG_FILE
     try:
-        return read_config_file(workdir)
+        record = read_json(file)
+        is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
+        require(is_record, "workdir", str(workdir), f"{file} was not written by dape-train")
+        return record
     except InputError as error:
         if step_names(workdir):
             logger.warning("%s; the copy in the newest checkpoint is used", error)
-            step, record = restore_config(workdir)
-            return _checked(record, workdir, f"the config of step {step}")
+            return restore_config(workdir)[1]
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return None
         raise
 
 
-def read_config_file(workdir: epath.PathLike) -> dict[str, Any]:
-    """Return the content of the config's file; raise `InputError` if it is missing or damaged."""
-    file = epath.Path(workdir) / CONFIG_FILE
-    return _checked(read_json(file), workdir, str(file))
-
-
-def _checked(record: dict[str, Any], workdir: epath.PathLike, source: str) -> dict[str, Any]:
-    is_record = isinstance(record.get("config"), dict) and isinstance(record.get("data_digest"), str)
-    require(is_record, "workdir", str(workdir), f"{source} was not written by dape-train")
-    return record | {"config": without_removed(record["config"])}
-
-
 def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
     """Raise `InputError` unless the file system has space for a checkpoint of this state, which may be abstract.
 
-    Call it after `Checkpoints`, which removes unfinished saves. A bucket always has space.
+    `workdir` may be missing. A bucket always has space.
     """
 
     def check() -> None:
-        num_bytes, free = (
-            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
-            shutil.disk_usage(workdir).free,
-        )
-        message = f"a checkpoint takes {num_bytes / 1e6:,.1f} MB, but the file system has {free / 1e6:,.1f} MB free"
-        require(free >= num_bytes, "workdir", str(workdir), message)
+        needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        place = absolute(workdir)
+        free = shutil.disk_usage(next(path for path in (place, *place.parents) if path.is_dir())).free
+        message = f"a checkpoint takes {needed / 1e6:,.1f} MB, but the file system has {free / 1e6:,.1f} MB free"
+        require(free >= needed, "workdir", str(workdir), message)
 
     if not is_remote(workdir):
         process_zero_only(check)
@@ -210,7 +195,7 @@ def leaf_digests(items: dict[str, Any]) -> dict[str, str]:
 
 
 class Checkpoints(ocp.CheckpointManager):
-    """Checkpoints of a run: Orbax's manager, with one-line errors. Closing it waits for the background save.
+    """Orbax's manager of a run's checkpoints. Closing it waits for the background save.
 
     A reader never sees a local step that is partly deleted: Orbax renames it into `deleted/`, which is emptied before
     the next save.
@@ -226,9 +211,10 @@ class Checkpoints(ocp.CheckpointManager):
         self.workdir, self.saving = workdir, 0
         nats = operator.itemgetter("validation_nats")
         best = preservation_policy.BestN(get_metric_fn=nats, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-        policy = preservation_policy.AnyPreservationPolicy([preservation_policy.LatestN(max_to_keep), best])
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy,
+            preservation_policy=preservation_policy.AnyPreservationPolicy(
+                [preservation_policy.LatestN(max_to_keep), best]
+            ),
             best_fn=nats,
             best_mode="min",
             cleanup_tmp_directories=True,
@@ -246,22 +232,16 @@ class Checkpoints(ocp.CheckpointManager):
         """
         return False
 
-    def save(self, step: int, *args: Any, **kwargs: Any) -> bool:
-        """Start a save, after the previous one has finished; raise `InputError` if either cannot be written."""
-        self.wait_until_finished()
-        self.saving = step
-        with self._one_line_errors():
-            return super().save(step, *args, **kwargs)
-
     def wait_until_finished(self) -> None:
         """Wait until the background save has finished; raise `InputError` if it cannot be written."""
-        with self._one_line_errors():
+        with self.one_line_errors():
             super().wait_until_finished()
         if jax.process_index() == 0 and not is_remote(self.workdir):
             shutil.rmtree(_directory(self.workdir) / _DELETED, ignore_errors=True)
 
     @contextlib.contextmanager
-    def _one_line_errors(self) -> Iterator[None]:
+    def one_line_errors(self) -> Iterator[None]:
+        """Raise `InputError` for an error of the file system, such as a full disk."""
         try:
             yield
         except Exception as error:  # TensorStore, which writes the arrays, raises ValueError
@@ -280,26 +260,10 @@ def _error_number(error: BaseException) -> int | None:
     return int(code[1]) if code else getattr(error, "errno", None)
 
 
-def _save(
-    manager: ocp.CheckpointManager, step: int, arrays: dict[str, Any], jsons: dict[str, Any], nats: float | None
-) -> None:
-    metrics = None if nats is None else {"validation_nats": nats}
-    checked = {"step": step} | jsons | ({} if metrics is None else {"metrics": metrics})
-    digests = leaf_digests(arrays) | {name: json_digest(value) for name, value in checked.items()}
-    items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
-    items |= {name: ocp.args.JsonSave(value) for name, value in (jsons | {"digests": digests}).items()}
-    manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
-
-
 def save(
-    manager: ocp.CheckpointManager,
-    step: int,
-    state: TrainState,
-    data_state: dict[str, Any],
-    config: dict[str, Any],
-    validation_nats: float | None,
+    manager: Checkpoints, step: int, arrays: dict[str, Any], jsons: dict[str, Any], validation_nats: float | None
 ) -> None:
-    """Start saving the state that a resumed run needs; return when the arrays may be overwritten.
+    """Start saving items of a step after the previous save; return when the arrays may be overwritten.
 
     A step without a validation loss (where SIGTERM stopped the run) is kept while it is among the newest, and is never
     the best.
@@ -307,13 +271,21 @@ def save(
     Raises:
         InputError: this step or the previous one cannot be written.
     """
-    _save(manager, step, state._asdict(), {"data": data_state, "config": config}, validation_nats)
+    metrics = None if validation_nats is None else {"validation_nats": validation_nats}
+    checked = {"step": step} | jsons | ({} if metrics is None else {"metrics": metrics})
+    digests = leaf_digests(arrays) | {name: json_digest(value) for name, value in checked.items()}
+    items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
+    items |= {name: ocp.args.JsonSave(value) for name, value in (jsons | {"digests": digests}).items()}
+    manager.wait_until_finished()
+    manager.saving = step
+    with manager.one_line_errors():
+        manager.save(step, args=ocp.args.Composite(**items), metrics=metrics)
 
 
 def save_params(workdir: epath.PathLike, params: Params, config: dict[str, Any]) -> None:
     """Save parameters that were not trained in `workdir` as step 0, and wait until they are written."""
     with Checkpoints(workdir, 1) as manager:
-        _save(manager, 0, {"params": params}, {"config": config}, None)
+        save(manager, 0, {"params": params}, {"config": config}, None)
 
 
 # ---- restoring
@@ -336,7 +308,7 @@ def restore_newest(workdir: epath.PathLike, abstract: TrainState) -> tuple[int, 
     faults: dict[str, str] = {}
     found = None
     for name in step_names(workdir):
-        if found and is_remote(_directory(workdir)):  # an older step may be half deleted, which Orbax finishes
+        if found and is_remote(workdir):  # an older step may be half deleted, which Orbax finishes
             break
         try:
             restored = _read(workdir, name, **jsons, **({} if found else arrays))
@@ -394,10 +366,7 @@ def restore_config(workdir: epath.PathLike, which: str = "newest") -> tuple[int,
         raise _all_damaged(workdir, faults)
     nats = {name: restored["metrics"]["validation_nats"] for name, restored in intact.items() if "metrics" in restored}
     name = min(nats, key=nats.__getitem__) if which == "best" and nats else next(iter(intact))
-    record = intact[name]["config"]
-    if isinstance(record.get("config"), dict):
-        record = record | {"config": without_removed(record["config"])}
-    return int(name), record
+    return int(name), intact[name]["config"]
 
 
 def restore_params(workdir: epath.PathLike, step: int, abstract: Params) -> Params:
@@ -405,8 +374,7 @@ def restore_params(workdir: epath.PathLike, step: int, abstract: Params) -> Para
     try:
         return _read(workdir, str(step), params=ocp.args.StandardRestore(abstract))["params"]
     except DamagedError as error:
-        others = [name for name in reversed(step_names(workdir)) if name != str(step)]
-        raise InputError(f"step = '{step}': {error}" + (f"; other steps are {others}" if others else "")) from error
+        raise InputError(f"step = '{step}': {error}; the steps are {step_names(workdir)}") from error
 
 
 def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
@@ -419,11 +387,10 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
         DamagedError: the step is damaged.
         InputError: the files cannot be read now, for a reason that does not mean damage.
     """
-    step = _directory(workdir) / name
-    is_together = any(isinstance(args, ocp.args.StandardRestore) for args in items.values())
-    agreed = first_fault if is_together else str
-    restored, digests, fault, unreadable = {}, {}, "", ""
-    process = jax.process_index()
+    step, process = _directory(workdir) / name, jax.process_index()
+    of_arrays = [item for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)]
+    agreed = first_fault if of_arrays else str
+    restored, digests, fault = {}, {}, ""
     try:
         # Each process reads on its own, without Orbax's barriers: the others would wait there for a failed process.
         alone = ocp.options.MultiprocessingOptions(
@@ -441,21 +408,17 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
         cause: BaseException = error
         while cause.__cause__ is not None and not isinstance(cause, InputError):
             cause = cause.__cause__
-        reason = " ".join(str(cause).split())[:300]
-        if _error_number(cause) in _NOT_DAMAGE or is_remote(step):  # a bucket's errors do not tell damage from network
-            unreadable = f"{step}: cannot be read now: {reason}; nothing was moved"
-        fault = f"{step}: cannot be read: {reason}"
-    if unreadable := agreed(unreadable):
-        raise InputError(unreadable)
+        # A bucket's errors do not tell damage from the network.
+        verdict = _NOT_NOW if _error_number(cause) in _NOT_DAMAGE or is_remote(step) else "cannot be read"
+        fault = f"{step}: {verdict}: {' '.join(str(cause).split())[:300]}"
     if fault := agreed(fault):
-        raise DamagedError(fault)
+        raise InputError(f"{fault}; nothing was moved") if _NOT_NOW in fault else DamagedError(fault)
     saved = {path: digest for path, digest in digests.items() if path.split("/")[0] in (*items, "metrics")}
-    arrays = {item: restored[item] for item, args in items.items() if isinstance(args, ocp.args.StandardRestore)}
-    found = {item: json_digest(value) for item, value in restored.items() if item not in arrays} | leaf_digests(arrays)
+    found = {item: json_digest(value) for item, value in restored.items() if item not in of_arrays}
+    found |= leaf_digests({item: restored[item] for item in of_arrays})
     wrong = sorted(path for path in saved.keys() | found.keys() if saved.get(path) != found.get(path))
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        fault = f"{step}: {', '.join(wrong[:3])}{more}: differs from what was saved"
+        fault = f"{step}: {', '.join(wrong[:3])}: differs from what was saved"
     if digests.get("step") not in (None, json_digest(int(name))):  # None: saved by an older version
         fault = f"{step}: was saved as another step"
     if fault := agreed(fault):

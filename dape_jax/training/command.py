@@ -36,12 +36,12 @@ class Settings:
 def main(_: list[str]) -> None:
     """Join the other processes of the run, and train."""
     settings = command_line.from_flags(Settings)
-    workdir, config = to_path(settings.workdir, "--workdir"), command_line.config_of(flags.FLAGS["config"])
+    workdir = to_path(settings.workdir, "--workdir")
     from dape_jax.distributed import join  # after the flags are checked: JAX takes seconds to import
     from dape_jax.training.loop import train
 
     join(settings.coordinator, settings.num_processes, settings.process_id)
-    train(config, workdir)
+    train(flags.FLAGS.config, workdir)
 
 
 def command() -> None:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differences, read_run, resolved
 from dape_jax.data.store import follow_corpus
-from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
+from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same
 from dape_jax.errors import InputError, StoppedError, require
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
@@ -67,20 +67,20 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     run = read_run(follow_corpus(spec))
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
-    device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
-    is_packed = isinstance(run, RunConfig) and run.data.packing == "documents"
-    attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts, is_packed)
-    config = resolved(run)
     require_wandb(run.train.wandb)
     steps = run.train.profile_steps
     require(not (steps and is_remote(workdir)), "train.profile_steps", steps, "must be empty for a workdir in a bucket")
-    require_same(workdir=str(workdir), config=config, versions=package_versions())
+    record: dict[str, Any] = {"config": resolved(run)}
+    require_same(workdir=str(workdir), config=record["config"], versions=package_versions())
     saved = checkpoint.read_config(workdir)
     if saved is not None:
         allowed = "holds an imported model, which is not trained in place; name it in init.source of another run"
         require("imported" not in saved, "workdir", str(workdir), allowed)
-        refuse_other_config(workdir, saved["config"], config)
+        refuse_differences(workdir, resolved(read_run(saved["config"])), record["config"])
     # Build and trace the model, so that the checks of its bias and processor run before any file is written.
+    device, row_parts = mesh.devices.flat[0], mesh.shape["context"] * mesh.shape["tensor"]
+    is_packed = isinstance(run, RunConfig) and run.data.packing == "documents"
+    attention_of(run.model, run.train.train_length, device.platform, device.device_kind, row_parts, is_packed)
     graphdef, abstract = model_structure(run.model)
     tokens = jnp.zeros((1, 1), jnp.int32)
     segment_ids = tokens if is_packed else None
@@ -88,18 +88,23 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
 
     # ---- data
     source = open_source(run, mesh)
-    require_same(data_digest=source.digest, saved_steps=checkpoint.step_names(workdir))
-    record = {"config": config, "data_digest": source.digest}
-    weights = None
-    if run.init.source is not None and not checkpoint.step_names(workdir):
-        weights = open_weights(run, source.tokenizer)
-        record |= {"init": weights.record}
-    elif saved is not None and "init" in saved:
-        record |= {"init": saved["init"]}
+    record |= {"data_digest": source.digest}
+    step_names = checkpoint.step_names(workdir)
+    require_same(data_digest=source.digest, saved_steps=step_names)
+    if saved is not None:
+        refuse_differences(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": source.digest})
 
     # ---- model and optimizer
     optimizer, train_only = make_optimizer(run.optimizer, run.train.num_steps), run.init.trained_kinds
     planned = abstract_state(run.model, optimizer, mesh, train_only)
+    weights = None
+    if not step_names:
+        checkpoint.require_space(workdir, planned)
+        if run.init.source is not None:
+            weights = open_weights(run, source.tokenizer)
+            record |= {"init": weights.record}
+    elif saved is not None and "init" in saved:
+        record |= {"init": saved["init"]}
     train_step = make_train_step(
         graphdef,
         optimizer,
@@ -119,9 +124,17 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     if train_only:
         logger.info("only parameters of these kinds are trained: %s", ", ".join(train_only))
 
+    def write_config() -> None:
+        allowed = "another run wrote to it during start-up"
+        require(checkpoint.read_config(workdir) == saved, "workdir", str(workdir), allowed)
+        if source.tokenizer is not None:
+            save_tokenizer(source.tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
+        # A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
+        checkpoint.write_config(workdir, saved if saved is not None and step_names else record)
+
     with jax.set_mesh(mesh), checkpoint.run_lock(workdir) as refresh_lock:
         # ---- start or resume
-        process_zero_only(lambda: write_or_compare(workdir, record, source.tokenizer))
+        process_zero_only(write_config)
         if resumed := checkpoint.restore_newest(workdir, planned):
             start, state, data_state = resumed
             logger.info("resuming from step %d of %d", start, run.train.num_steps)
@@ -143,7 +156,6 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
         ):
             if preemption.should_stop(start):
                 raise StoppedError(f"stopped by SIGTERM before step {start + 1}; the same command resumes")
-            checkpoint.require_space(workdir, planned)
             traced = run.train.profile_steps if jax.process_index() == 0 else ()
             for step in range(start + 1, run.train.num_steps + 1):
                 batch = next(source.batches)
@@ -165,7 +177,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
                     metric_logger.log_validation(step, validation)
                 if last or stop or step % run.train.checkpoint_interval == 0:
                     metric_logger.sync()
-                    checkpoint.save(manager, step, state, source.batches.get_state(), record, validation_nats)
+                    jsons = {"data": source.batches.get_state(), "config": record}
+                    checkpoint.save(manager, step, state._asdict(), jsons, validation_nats)
                 if stop and not last:
                     manager.wait_until_finished()
                     raise StoppedError(f"stopped by SIGTERM after step {step}, saved; the same command resumes")
@@ -189,24 +202,7 @@ def log_end(workdir: epath.Path, num_steps: int) -> None:
     logger.info("evaluate it: %s --workdir=%s", program, directory)
 
 
-def write_or_compare(workdir: epath.Path, record: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Compare the run's config with the one in `workdir`, if any; write the config and, for a new run, the tokenizer.
-
-    A run with a checkpoint keeps its config, also if it resumes with other resumable fields.
-
-    Raises:
-        InputError: the config or the digest of the data differs, or the directory cannot be written to.
-    """
-    saved = checkpoint.read_config(workdir)
-    if saved is not None:
-        refuse_other_config(workdir, saved["config"], record["config"])
-        refuse_other_config(workdir, {"data_digest": saved["data_digest"]}, {"data_digest": record["data_digest"]})
-    elif tokenizer is not None:
-        save_tokenizer(tokenizer, workdir)  # before the config, so that a run with a config has a tokenizer
-    checkpoint.write_config(workdir, saved if saved is not None and checkpoint.step_names(workdir) else record)
-
-
-def refuse_other_config(workdir: epath.Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
+def refuse_differences(workdir: epath.Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
     """Raise `InputError` with all differences between two configs, except those in `config.RESUMABLE_FIELDS`."""
     if lines := differences(saved, new, ignored=RESUMABLE_FIELDS):
         place, advice = str(workdir), ""
