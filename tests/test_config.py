@@ -101,15 +101,6 @@ def test_any_config_is_accepted_or_refused_in_one_line_for_each_mistake(data):
     assert all(0 < len(line) < 8000 and "\n" not in line for line in lines)
 
 
-def test_a_saved_config_may_have_fields_that_were_removed(monkeypatch):
-    saved = resolved(read_run(SPECS["quickstart"]))
-    old = copy.deepcopy(saved) | {"server": {"port": 3}}
-    old["data"]["colour"] = old["model"]["bias"]["depth"] = 3
-    monkeypatch.setattr(config, "REMOVED_FIELDS", ("data.colour", "model.bias.depth", "server"))
-    assert config.without_removed(old) == config.without_removed(saved) == saved
-    assert messages_of(old)
-
-
 def test_fields_that_may_change_on_resume_change_no_parameter():
     same = {"model.num_layers", "model.dtype", "data.seed", "optimizer.beta1", "train.seed", "train.batch_size"}
     assert not same & set(RESUMABLE_FIELDS)

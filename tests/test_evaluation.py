@@ -49,7 +49,6 @@ from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import (
     abstract_params,
-    init_params,
     init_state,
     make_nll_step,
     make_train_step,
@@ -354,7 +353,8 @@ def test_training_loss_is_the_evaluators_loss(root):
 def test_scores_are_those_of_whole_windows_dense_and_blockwise(root, caplog):
     """Score all tokens of dense windows in one call: the evaluator's are its last, without a new program."""
     mesh, model = make_mesh(ALL), untrained(root, evaluation__lengths=(16, 64), evaluation__blockwise_from=64)
-    store, params = load_corpus(model.run.data).validation, init_params(model.run.model, 0, mesh)
+    store = load_corpus(model.run.data).validation
+    params = init_state(model.run.model, make_optimizer(model.run.optimizer, 4), 0, mesh).params
     windows = choose_windows(store, 64, 8)
     with caplog.at_level(logging.INFO):
         compiled = compile_lengths(model, "rope", len(windows))
@@ -380,7 +380,7 @@ def test_unembedding_in_chunks_changes_no_value(root):
     """Test chunks that divide the number of tokens and chunks that do not."""
     run = untrained(root).run
     mesh = make_mesh(run.mesh)
-    params = init_params(run.model, 0, mesh)
+    params = init_state(run.model, make_optimizer(run.optimizer, 4), 0, mesh).params
     graphdef, _ = model_structure(run.model)
     tokens = np.random.default_rng(0).integers(0, 257, (8, 17)).astype(np.int32)
     with jax.set_mesh(mesh):

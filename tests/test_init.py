@@ -57,7 +57,7 @@ def save_run(spec: dict[str, Any], workdir: Path) -> dict[str, Any]:
     workdir.mkdir()
     checkpoint.write_config(workdir, record)
     with checkpoint.Checkpoints(workdir, 1) as manager:
-        checkpoint.save(manager, 1, state, {}, record, 1.0)
+        checkpoint.save(manager, 1, state._asdict(), {"data": {}, "config": record}, 1.0)
     return jax.device_get(state.params)
 
 

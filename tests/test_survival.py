@@ -67,7 +67,8 @@ def save_steps(workdir: Path, *steps: int) -> None:
     workdir.mkdir(exist_ok=True)
     with checkpoint.Checkpoints(workdir, max_to_keep=3) as manager:
         for step in steps:
-            checkpoint.save(manager, step, small_state(step), {"next": step}, {"config": {}, "step": step}, 10.0 - step)
+            jsons = {"data": {"next": step}, "config": {"config": {}, "step": step}}
+            checkpoint.save(manager, step, small_state(step)._asdict(), jsons, 10.0 - step)
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -213,8 +214,8 @@ def replace_by_another(step: Path) -> str:
     shutil.rmtree(step)
     other = step.parent.parent / "other"
     with checkpoint.Checkpoints(other, 1) as manager:
-        state = TrainState(*({"w": jnp.ones(3)} for _ in range(3)))
-        checkpoint.save(manager, 3, state, {"next": 3}, {"config": {}}, 1.0)
+        arrays = {name: {"w": jnp.ones(3)} for name in TrainState._fields}
+        checkpoint.save(manager, 3, arrays, {"data": {"next": 3}, "config": {"config": {}}}, 1.0)
     (other / "checkpoints" / "3").rename(step)
     return "cannot be read"
 
@@ -396,19 +397,19 @@ import sys, resource
 from pathlib import Path
 import jax.numpy as jnp, numpy as np
 from dape_jax.training import checkpoint
-from dape_jax.training.step import TrainState
 
-def state(n):
+def save(step, n):
     w = jnp.asarray(np.random.default_rng(0).standard_normal(n), jnp.float32)
-    return TrainState({"w": w}, {"m": jnp.ones(3)}, {"h": jnp.ones(3)})
+    arrays = {"params": {"w": w}, "opt_state": {"m": jnp.ones(3)}, "health": {"h": jnp.ones(3)}}
+    checkpoint.save(manager, step, arrays, {"data": {"next": 0}, "config": {"c": 1}}, 1.0)
 
 with checkpoint.Checkpoints(Path(sys.argv[1]), 1) as manager:
-    checkpoint.save(manager, 1, state(10), {"next": 0}, {"c": 1}, 1.0)
+    save(1, 10)
     manager.wait_until_finished()
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    checkpoint.save(manager, 2, state(100_000), {"next": 0}, {"c": 1}, 1.0)
+    save(2, 100_000)
     print("started")
-    checkpoint.save(manager, 3, state(10), {"next": 0}, {"c": 1}, 1.0)
+    save(3, 10)
 """
 
 

@@ -20,14 +20,14 @@ from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, differen
 from dape_jax.data.store import follow_corpus
 from dape_jax.data.tokenizers import save_tokenizer
 from dape_jax.distributed import PreemptionGuard, process_zero_only, require_same
-from dape_jax.errors import InputError, StoppedError, require
+from dape_jax.errors import InputError, StoppedError, require, require_package
 from dape_jax.model.transformer import Params, attention_of, model_structure, parameter_counts
 from dape_jax.provenance import package_versions
 from dape_jax.sharding import make_mesh, put_batch
 from dape_jax.storage import is_remote
 from dape_jax.tasks.tapes import Batch
 from dape_jax.training import checkpoint
-from dape_jax.training.metrics import MetricLogger, require_wandb
+from dape_jax.training.metrics import MetricLogger
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import open_source
 from dape_jax.training.step import (
@@ -67,7 +67,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     run = read_run(follow_corpus(spec))
     mesh = make_mesh(run.mesh)
     run.check_mesh(mesh)
-    require_wandb(run.train.wandb)
+    if run.train.wandb is not None:
+        require_package("wandb", "wandb", "train.wandb", run.train.wandb)
     steps = run.train.profile_steps
     require(not (steps and is_remote(workdir)), "train.profile_steps", steps, "must be empty for a workdir in a bucket")
     record: dict[str, Any] = {"config": resolved(run)}

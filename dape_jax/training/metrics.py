@@ -29,7 +29,7 @@ import numpy as np
 from etils import epath
 
 from dape_jax.config import RunConfig, TaskRunConfig, resolved
-from dape_jax.errors import InputError, NonFiniteError, require_package
+from dape_jax.errors import InputError, NonFiniteError
 from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.files import write_atomically
 from dape_jax.hardware import mfu
@@ -164,18 +164,18 @@ class MetricLogger:
         self.flush()
         self._upload()
 
-    def _open_record(self, start: int) -> None:
-        """Keep the lines of steps up to `start`; later steps are repeated, and a kill may have cut the last line."""
-        lines = [line for line in _lines(self.file) if (step := _step_of(line)) is not None and step <= start]
-        if not is_remote(self.file):
-            write_atomically(self.file, b"".join(lines))
-            self.record = self.stack.enter_context(self.file.open("ab"))
-        else:
-            self.record.write(b"".join(lines))
-
     def _upload(self) -> None:
         if isinstance(self.record, io.BytesIO) and self.record.tell():
             self.file.write_bytes(self.record.getvalue())
+
+    def _open_record(self, start: int) -> None:
+        """Keep the lines of steps up to `start`; later steps are repeated, and a kill may have cut the last line."""
+        kept = b"".join(f"{json.dumps(line)}\n".encode() for line in _lines(self.file) if line["step"] <= start)
+        if not is_remote(self.file):
+            write_atomically(self.file, kept)
+            self.record = self.stack.enter_context(self.file.open("ab"))
+        else:
+            self.record.write(kept)
 
     def _write(self, group: str, step: int, values: dict[str, float], more: dict[str, str] | None = None) -> None:
         if not self.is_first:
@@ -190,19 +190,12 @@ class MetricLogger:
             sink(step, named)
 
 
-def _lines(file: epath.Path) -> list[bytes]:
-    try:
-        return file.read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a line of `metrics.jsonl`, or None if the line is cut."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError):
-        return None
+def _lines(file: epath.Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `metrics.jsonl`, except a cut one; none if the file is missing."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in file.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
 
 
 def read_metrics(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
@@ -212,10 +205,9 @@ def read_metrics(workdir: epath.PathLike) -> dict[str, dict[int, float]]:
     """
     found: dict[str, dict[int, float]] = {}
     for line in _lines(epath.Path(workdir) / METRICS_FILE):
-        if (step := _step_of(line)) is not None:
-            for name, value in json.loads(line).items():
-                if "/" in name:
-                    found.setdefault(name, {})[step] = float(value)
+        for name, value in line.items():
+            if "/" in name:
+                found.setdefault(name, {})[line["step"]] = float(value)
     return found
 
 
@@ -249,12 +241,6 @@ def _tensorboard(directory: epath.Path, start: int) -> Iterator[Sink]:
         )
     finally:
         writer.close()
-
-
-def require_wandb(project: str | None) -> None:
-    """Raise `InputError` if the package of `train.wandb` is not installed."""
-    if project is not None:
-        require_package("wandb", "wandb", "train.wandb", project)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,14 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from dape_jax.config import RunConfig, TaskRunConfig
 from dape_jax.data.store import Corpus, DataConfig, find_corpus, open_corpus
 from dape_jax.data.tokenizers import Tokenizer
-from dape_jax.distributed import process_zero_first
+from dape_jax.distributed import process_zero_first, process_zero_only
 from dape_jax.errors import require
 from dape_jax.sharding import batch_part, rows_of_part
 from dape_jax.tasks.tapes import Batch, digest
@@ -19,24 +17,11 @@ from dape_jax.tasks.tapes import Batch, digest
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class Batches(Iterator[Batch], Protocol):
-    """Endless iterator over batches. Its state consists of JSON values and is saved with every checkpoint."""
-
-    def get_state(self) -> dict[str, Any]:
-        """Return the position in the data."""
-        ...
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from the position that `get_state` returned."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Input of the training loop; each process has its own rows of every batch."""
 
-    batches: Batches
+    batches: Any  # endless iterator over `Batch`; `get_state` returns its position as JSON values, `set_state` sets it
     validation: list[Batch]
     digest: str  # of the data; `config.json` records it
     tokenizer: Tokenizer | None  # of the corpus; None for a task
@@ -59,7 +44,8 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         validation = task_batches.validation_batches(run.data, longest=train.train_length, **sizes)
         data_digest, tokenizer = digest(run.data), None
     else:
-        corpus = process_zero_first(lambda: load_verified(run.data, lossy=run.init.source is not None))
+        corpus = process_zero_first(lambda: load_corpus(run.data, lossy=run.init.source is not None))
+        process_zero_only(corpus.verify)
         counts = [
             f"{n:,}" for store in (corpus.train, corpus.validation) for n in (store.num_documents, store.num_tokens)
         ]
@@ -77,18 +63,6 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         data_digest = corpus.digest
     mine = [rows_of_part(batch, part, num_parts) for batch in validation]
     return Source(batches, mine, data_digest, tokenizer)
-
-
-def load_verified(config: DataConfig, lossy: bool) -> Corpus:
-    """Return the corpus; process 0 first compares all its bytes with their digest. See `load_corpus` for `lossy`.
-
-    Raises:
-        InputError: as in `load_corpus`, or the bytes differ from their digest.
-    """
-    corpus = load_corpus(config, lossy)
-    if jax.process_index() == 0:
-        corpus.verify()
-    return corpus
 
 
 def load_corpus(config: DataConfig, lossy: bool = False) -> Corpus:

@@ -49,16 +49,6 @@ class TrainState(NamedTuple):
     health: Health
 
 
-def init_params(config: TransformerConfig, seed: int, mesh: Mesh) -> Params:
-    """Return initial parameters; each device computes its own shards."""
-    _, abstract = model_structure(config)
-    return jax.jit(lambda: _init_params(config, seed), out_shardings=parameter_shardings(abstract, mesh))()
-
-
-def _init_params(config: TransformerConfig, seed: int) -> Params:
-    return nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(seed)), nnx.Param))
-
-
 def abstract_params(config: TransformerConfig, mesh: Mesh) -> Params:
     """Return the shapes, dtypes and shardings of a model's parameters, without allocating them."""
     _, params = model_structure(config)
@@ -109,7 +99,8 @@ def init_state(
     """
 
     def make(given: Params) -> TrainState:
-        params = merge_params(_init_params(config, seed), given)
+        model = Transformer(config, rngs=nnx.Rngs(seed))
+        params = merge_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), given)
         trained, _ = split_params(params, train_only)
         return TrainState(params, optimizer.init(trained), _init_health(config))
 

@@ -4,10 +4,8 @@ Optimizer state, schedule and position in the data start from the beginning. Rot
 differ from the source's. All other parameters must match by path and shape, which is checked before any device work.
 """
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
@@ -48,20 +46,8 @@ class Weights:
         Raises:
             InputError: the checkpoint is damaged, or cannot be read.
         """
-        with _reading(f"{self.workdir}@{self.step}"):
-            flat = flat_params(checkpoint.restore_params(self.workdir, self.step, abstract_params(self.model, mesh)))
+        flat = flat_params(checkpoint.restore_params(self.workdir, self.step, abstract_params(self.model, mesh)))
         return unflatten_dict({path: flat[path] for path in self.taken})
-
-
-@contextlib.contextmanager
-def _reading(source: str) -> Iterator[None]:
-    """Raise `InputError` that names `init.source` for an `InputError` in the block."""
-    try:
-        yield
-    except InputError as error:
-        if str(error).startswith("init.source"):
-            raise
-        raise InputError(f"init.source = {source!r}: {error}") from error
 
 
 def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> Weights:
@@ -76,11 +62,13 @@ def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) ->
     """
     assert run.init.source is not None
     field, (directory, which) = run.init.source, run.init.source_and_step
-    with _reading(field):
-        workdir = to_path(directory, "init.source")
+    workdir = to_path(directory, "init.source")
+    try:
         step, saved = checkpoint.restore_config(workdir, which)
         source = read_run(saved["config"])
         names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, tokenizer)]
+    except InputError as error:
+        raise InputError(f"init.source = {field!r}: {error}") from error
     require_same(init_source=f"step {step} of {directory}")
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
