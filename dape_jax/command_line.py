@@ -14,7 +14,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 from dape_jax import recipes
-from dape_jax.errors import InputError, NonFiniteError, StoppedError, check_all, did_you_mean, printable, require
+from dape_jax.errors import InputError, NonFiniteError, StoppedError, did_you_mean, printable, require
 
 flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
 
@@ -102,41 +102,25 @@ def _parse(arguments: list[str]) -> list[str]:
     """Return the positional arguments after parsing the flags, and read the config file with its fields' flags.
 
     Raises:
-        InputError: a flag or the config file is wrong; with a line for each wrong flag.
+        InputError: flags are unknown, or else values of flags or fields are wrong; with a line for each.
     """
-    of_config = [each for each in arguments[1:] if re.match("--?config[.]", each)]
-    unknown = [each for each in arguments[1:] if each not in of_config and not _is_known(each)]
-
-    def parse() -> list[str]:
-        try:
-            return flags.FLAGS([each for each in arguments if each not in (*of_config, *unknown)])
-        except flags.Error as error:
-            missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
-            lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
-            raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
-
-    def refuse_unknown() -> None:
-        nearest = [did_you_mean(_name(each), flags.FLAGS, "--") or "; see --help" for each in unknown]
-        if unknown:
-            raise InputError(*(f"{each}: no such flag{advice}" for each, advice in zip(unknown, nearest, strict=True)))
-
-    def read_config() -> None:
-        if "config" in flags.FLAGS and (config := flags.FLAGS["config"]).value is not None:
-            config.value = recipes.read_config(config.value, of_config)
-
-    remaining, *_ = check_all(parse, refuse_unknown, read_config)
+    of_config = [each for each in arguments if re.match("--?config[.]", each)] if "config" in flags.FLAGS else []
+    others = [each for each in arguments if each not in of_config]
+    names = {each: each.lstrip("-").partition("=")[0] for each in others[1:] if re.match("--?[^-0-9]", each)}
+    unknown = {each: name for each, name in names.items() if not {name, name.removeprefix("no")} & set(flags.FLAGS)}
+    if unknown:
+        nearest = [did_you_mean(name, flags.FLAGS, "--") or "; see --help" for name in unknown.values()]
+        raise InputError(*(f"{each}: no such flag{advice}" for each, advice in zip(unknown, nearest, strict=True)))
+    try:
+        remaining = flags.FLAGS(others)
+    except flags.Error as error:
+        missing = r"flag --(\w+)=None: Flag --\1 must have a value other than None\."
+        lines = [re.sub(missing, r"--\1: must be given", line) for line in str(error).splitlines()]
+        raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
+    if "config" in flags.FLAGS:
+        config = flags.FLAGS["config"]
+        config.value = recipes.read_config(config.value, of_config)
     return remaining
-
-
-def _name(argument: str) -> str:
-    return argument.lstrip("-").partition("=")[0]
-
-
-def _is_known(argument: str) -> bool:
-    """Return whether an argument is a defined flag, or no flag: -1 is a value."""
-    name = _name(argument)
-    is_flag = argument.startswith("-") and name and not name[0].isdigit()
-    return not is_flag or name in flags.FLAGS or name.removeprefix("no") in flags.FLAGS
 
 
 def flag(default: Any, text: str, repeated: bool = False) -> Any:

@@ -2,7 +2,7 @@
 
 import difflib
 import importlib.util
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -35,23 +35,6 @@ def require_package(package: str, extra: str, field: str, value: object) -> None
     """Raise `InputError`, with the extra to install, if the package that `value` needs is missing."""
     if importlib.util.find_spec(package) is None:
         raise InputError(f"{field} = {value!r}: needs the package {package}: pip install 'dape_jax[{extra}]'")
-
-
-def check_all(*checks: Callable[[], Any]) -> list[Any]:
-    """Return the results of all checks, called in order.
-
-    Raises:
-        InputError: at least one raised it; with the messages of all that did.
-    """
-    results, messages = [], []
-    for check in checks:
-        try:
-            results.append(check())
-        except InputError as error:
-            messages += error.messages
-    if messages:
-        raise InputError(*messages)
-    return results
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:

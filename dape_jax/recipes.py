@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 from ml_collections import ConfigDict
 
-from dape_jax.errors import InputError, check_all, did_you_mean, require
+from dape_jax.errors import InputError, did_you_mean, require
 
 RECIPES = Path(__file__).with_name("configs")  # in a clone, `configs` is a link to it
 _SHARED = "common.py"  # imported by the recipes
@@ -61,7 +61,14 @@ def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """
     path, *argument = name.split(":", 1)
     config = read_module(find_recipe(path)).get_config(*argument)
-    check_all(*(functools.partial(_set, config, each) for each in arguments))
+    messages: list[str] = []
+    for argument in arguments:
+        try:
+            _set(config, argument)
+        except InputError as error:
+            messages += error.messages
+    if messages:
+        raise InputError(*messages)
     return config.to_dict()
 
 

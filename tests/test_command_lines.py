@@ -107,9 +107,7 @@ def run_all(commands: list[list[str]], scratch: Path) -> list[tuple[int, str, st
 
 TRAIN = "train.py --workdir=run --config=configs/"
 FLAGS = "--config.train.num_stpes=8 --config.num_steps=8 --config.trian.num_steps=8 --config.model.rotary.factor=4 "
-FLAGS += (
-    "--config.optimizer.beta1=low --config.data.seed=None --config.model.bias=alibi --config.train.num_steps --wokdir=a"
-)
+FLAGS += "--config.optimizer.beta1=low --config.data.seed=None --config.model.bias=alibi --config.train.num_steps"
 VALUES = "--config.model.window=wide --config.data.seed=99999999999 --config.evaluation.max_windows=0 "
 VALUES += "--config.evaluation.block_size=0 --config.train.num_steps=None --config.optimizer.beta1=2.0"
 ELSEWHERE = "abfs://x/y"  # a place that is not supported; otherwise it would name a local folder `abfs:`
@@ -133,7 +131,6 @@ REFUSED = {
         "--config.optimizer.beta1=low & float",
         "--config.model.bias=alibi & by name",
         "--config.train.num_steps & =VALUE",
-        "--wokdir=a & did you mean --workdir?",
     ],
     f"{TRAIN}quickstart.py {VALUES}": [
         "model.window = 'wide' & int",
@@ -154,12 +151,12 @@ REFUSED = {
     "eval.py --workdir=/tmp": ["workdir = '/tmp' & dape-train"],
     "-m dape_jax.tools.generate --workdir=run --max_tokens=8 --top_k=all --frobnicate": [
         "--max_tokens=8 & did you mean --max_new_tokens?",
-        "--top_k=all",
         "--frobnicate & --help",
     ],
     "-m dape_jax.tools.generate --workdir=run --prompt=a --top_p=2": ["top_p = 2.0 & at most 1"],
+    "-m dape_jax.tools.generate --workdir=run --top_k=all": ["--top_k=all"],
     "-m dape_jax.tools.attention_maps --workdir=run --length=8 --lenght=8": ["--lenght=8 & --length?"],
-    "-m dape_jax.planning --topolgy=v5e": ["--topolgy=v5e & mean --topology?", "--config", "--topology: "],
+    "-m dape_jax.planning --topolgy=v5e": ["--topolgy=v5e & mean --topology?"],
     "-m dape_jax.data.prepare --input=a --ouput=b": ["--ouput=b & mean --output?"],
     # directories and files
     f"train.py --config=configs/quickstart.py --workdir={ELSEWHERE}": ["abfs"],
