@@ -18,7 +18,7 @@ import tiny
 
 from dape_jax.config import RunConfig, resolved
 from dape_jax.errors import InputError, NonFiniteError
-from dape_jax.model.transformer import flat_params, model_structure
+from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.metrics import read_metrics
@@ -81,19 +81,6 @@ def run(whole, tmp_path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
-def test_weights_and_biases_of_position_are_decayed_and_norms_are_not():
-    """With gradients of 0, a step changes exactly the parameters that are decayed."""
-    params = {
-        "norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)},
-        "mlp": {"up_DF": jnp.ones((2, 3)), "up_bias_F": jnp.ones(3)},
-        "bias": {"p_H": jnp.ones(2)},
-    }
-    optimizer = make_optimizer(OptimizerConfig(0.1, 0.0, 1.0, 0.9, 0.95, 1e-8, 0.1, 1.0), 10)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-    changed = {path for path, update in flat_params(updates).items() if update.any()}
-    assert changed == {("mlp", "up_DF"), ("bias", "p_H")}
-
-
 def test_interrupted_and_resumed_is_bitwise_the_uninterrupted_run(root, whole, tmp_path, monkeypatch):
     """Compare parameters, optimizer and data position after kills before a checkpoint, in a validation and after it.
 
@@ -149,10 +136,9 @@ def test_a_config_is_saved_resolved(root, whole):
     assert saved["config"]["model"]["bias"] == {"name": "kerple"}
     assert saved["config"]["train"] == given["train"] | {"profile_steps": []}
     assert RunConfig.from_dict(saved["config"]) == RunConfig.from_dict(given)
-    given["model"] |= {"bias": {"name": "t5"}, "rotary": {"name": "rope"}, "dtype": "auto"}
+    given["model"] |= {"bias": {"name": "t5"}, "dtype": "auto"}
     model = resolved(RunConfig.from_dict(given))["model"]
     assert model["bias"] == {"name": "t5", "num_buckets": 32, "max_distance": 128}
-    assert model["rotary"] == {"name": "rope", "base": 10_000.0, "fraction": 1.0}
     assert model["dtype"] == "float32"
 
 
@@ -180,12 +166,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root,
     chex.assert_tree_all_finite(saved_arrays(tmp_path / "run", 4)["params"])
 
 
-@pytest.mark.parametrize("sessions", [[(3.0, 1.0, 9.0, 8.0, 7.0)], [(3.0, 1.0), (9.0,), (8.0, 7.0)]])
-def test_the_newest_and_the_best_are_kept(tmp_path, sessions):
-    """Check also with a resumed run. Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here."""
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    """Check with a resumed run. Orbax's `max_to_keep` with `best_fn` would keep steps 1 and 2 here."""
     state = TrainState({"w": jnp.zeros(3)}, {"count": jnp.zeros(())}, {"applied": jnp.zeros(())})
     step = 0
-    for losses in sessions:
+    for losses in ((3.0, 1.0), (9.0,), (8.0, 7.0)):
         with checkpoint.Checkpoints(tmp_path, max_to_keep=2) as manager:
             for loss in losses:
                 step += 1
@@ -226,10 +211,8 @@ def test_eight_devices_and_accumulated_parts_are_one_device(root):
     chex.assert_trees_all_close(jax.device_get(found.params), jax.device_get(expected.params), atol=1e-5)
 
 
-def test_schedule_and_decay_are_the_papers(root):
-    config = RunConfig.from_dict(
-        small_spec(root, optimizer__learning_rate=6e-4, optimizer__warmup_fraction=0.01)
-    ).optimizer
+def test_schedule_and_decay_are_the_papers():
+    config = OptimizerConfig(6e-4, 0.01, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0)
     schedule = make_schedule(config, 1000)
     rates = np.asarray(jax.jit(jax.vmap(schedule))(np.arange(1001)))
     assert rates[0] == 0
@@ -252,9 +235,8 @@ def test_schedule_and_decay_are_the_papers(root):
     assert decayed == {"up_DF", "p_H", "bias_WHC"}
 
 
-def test_gradients_are_clipped_by_their_global_norm(root):
-    config = RunConfig.from_dict(small_spec(root)).optimizer
-    optimizer = make_optimizer(config, 10)
+def test_gradients_are_clipped_by_their_global_norm():
+    optimizer = make_optimizer(OptimizerConfig(0.01, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0), 10)
     params = {"a_DF": np.zeros((1, 1), np.float32), "b_DF": np.zeros((1, 1), np.float32)}
 
     @jax.jit
@@ -330,12 +312,6 @@ def test_bad_input_is_refused_before_any_device_work(root, tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-def test_a_workdir_that_cannot_be_written_is_named(root, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"workdir = .*file.*cannot be written to"):
-        loop.train(small_spec(root), tmp_path / "file")
-
-
 def test_damaged_tokens_are_found_before_training(tmp_path):
     spec = tiny.spec(tmp_path)
     store = load_corpus(RunConfig.from_dict(spec).data).train
@@ -347,9 +323,7 @@ def test_damaged_tokens_are_found_before_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [None, "{", "[" * 100_000, '{"config": {}, "data_digest": 5}'],
-    ids=["missing", "cut", "deep", "no digest"],
+    "content", [None, "{", '{"config": {}, "data_digest": 5}'], ids=["missing", "cut", "no digest"]
 )
 def test_a_missing_or_damaged_config_is_restored_from_the_newest_checkpoint(root, run, caplog, content):
     """Check that the restored config is compared and written again."""
