@@ -2,12 +2,12 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import tiny
 
 from dape_jax.errors import printable
 
@@ -18,44 +18,6 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH
 def run(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-
-
-@pytest.mark.slow
-def test_train_twice_then_evaluate(tmp_path):
-    """Train two methods, one of them twice, and compare them."""
-    tiny.write_text(tmp_path / "text")
-
-    def train(name: str, config: str) -> None:
-        arguments = [
-            f"--config={config}",
-            f"--workdir={tmp_path}/{name}",
-            f"--config.data.path={tmp_path}/text/*.txt",
-            "--config.data.tokenizer=bytes",
-            "--config.data.validation_fraction=0.3",
-            "--config.model.num_layers=1",
-            "--config.model.width=16",
-            "--config.model.num_heads=2",
-            "--config.model.vocab_size=None",
-            "--config.train.train_length=16",
-            "--config.train.batch_size=4",
-            "--config.train.num_steps=4",
-            "--config.train.eval_interval=2",
-            "--config.train.validation_batches=1",
-            "--config.evaluation.lengths=(16,64)",
-            "--config.evaluation.max_windows=4",
-        ]
-        done = run("train.py", *arguments)
-        assert done.returncode == 0, done.stderr
-
-    train("kerple", "configs/quickstart.py:processor=none")
-    train("fire", "configs/paper.py:125m,bias=fire,processor=dape,kernel=5,channels=3")
-    train("kerple", "configs/quickstart.py:processor=none")
-    evaluated = run("eval.py", f"--workdir={tmp_path}/kerple,{tmp_path}/fire", "--last_tokens=8", "--lengths=16,32,64")
-    assert evaluated.returncode == 0, evaluated.stderr
-    assert str(tmp_path / "lengths.png") in evaluated.stdout
-    results = json.loads((tmp_path / "lengths.json").read_text())
-    found = [(r["name"], r["last_tokens"], len(r["lengths"])) for r in results["runs"]]
-    assert found == [("kerple", 8, 3), ("fire", 8, 3)]
 
 
 # Runs each command line as in a new process, up to its exit handlers. Finalising the interpreter as well would copy all
@@ -243,3 +205,52 @@ def test_flags_come_from_the_fields_of_a_dataclass(tmp_path):
 def test_control_characters_are_escaped():
     assert printable("a\x1b[31m\nb\u202e") == r"a\x1b[31m\nb\u202e"
     assert printable("a\x1b\n\tb", keep="\n\t") == "a\\x1b\n\tb"
+
+
+# ---- start-up
+
+JAX = {"jax", "flax"}
+LARGE = {"orbax", "grain", "jax.experimental.pallas", "matplotlib", "scipy", "tensorboardX", "lm_eval", "torch"}
+LARGE |= {"transformers", "wandb"}
+MARGIN = 2.0  # other tests run on the same cores, and share their caches
+MODULES = ("data.prepare", "planning", "pretrained.export_command", "pretrained.import_command")
+MODULES += ("tools.attention_maps", "tools.generate")
+
+# Runs a program as if by its command line, and then prints the packages that it has imported.
+PROGRAM = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+finally:
+    print("imported:", *sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "allowed", "seconds"),
+    [
+        ("train.py --help", set(), 0.5),
+        ("train.py --workdir=never --config=configs/quickstart.py --config.train.nosuch=1", JAX, 2.0),
+        ("eval.py --nosuch=1", set(), 0.5),
+        *((f"dape_jax.{module} --nosuch=1", set(), 0.5) for module in MODULES),
+    ],
+)
+def test_help_and_a_wrong_flag_need_little_time_and_no_large_package(command, allowed, seconds):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run("-c", PROGRAM, *command.split())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert "absl" in imported, done.stderr
+    assert "flags:" in done.stdout or "nosuch=1: " in done.stderr
+    assert not (JAX | LARGE) - allowed & imported
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds * MARGIN
+
+
+def test_importing_the_training_loop():
+    done = run("-c", "import sys, dape_jax.training.loop; print(*sys.modules)")
+    assert not (LARGE - {"orbax"}) & set(done.stdout.split())
+    assert done.stderr == ""

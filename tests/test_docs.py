@@ -1,11 +1,9 @@
-"""Documentation: the site builds without warnings, links resolve, pages open in a browser, the notebook runs."""
+"""Documentation: the site builds without warnings, links resolve, tables are up to date, the notebook runs."""
 
 import html.parser
-import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +14,12 @@ import cogapp
 import pytest
 
 import dape_jax
-from dape_jax.tools.maps import attention_maps
 from experiments import tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NOTEBOOK = DOCS / "quickstart.ipynb"
 PAGES = [ROOT / "README.md", ROOT / "results" / "README.md", *sorted(DOCS.glob("*.md"))]
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def markdown_links(page: Path) -> list[str]:
@@ -53,10 +49,6 @@ def test_every_page_is_in_the_index():
     """As a link with a description; Sphinx checks that it is in the site's navigation."""
     linked = {Path(target.partition("#")[0]).name for target in markdown_links(DOCS / "index.md")}
     assert linked >= {page.name for page in DOCS.glob("*.md")} - {"index.md"} | {NOTEBOOK.name}
-
-
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_every_raw_file_that_the_pages_name_exists():
@@ -124,19 +116,14 @@ def test_notebook_runs(tmp_path):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Return the directory of the site, built as by `make docs`."""
-    missing = [name for name in ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton") if not has(name)]
-    if missing:
-        pytest.skip(f"pip install '.[docs]' is needed to build the site: {', '.join(missing)} not installed")
+    for name in ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_copybutton"):
+        pytest.importorskip(name, reason="pip install '.[docs]' is needed to build the site")
     output = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", str(DOCS), str(output)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return output
-
-
-def has(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
 
 
 class Targets(html.parser.HTMLParser):
@@ -166,49 +153,3 @@ def test_links_of_the_site_resolve(site):
             assert file.exists(), f"{page.name}: {link}"
             if parts.fragment and file in pages:
                 assert unquote(parts.fragment) in pages[file].ids, f"{page.name}: {link}"
-
-
-def open_page(page: Path, screenshot: Path, width: int = 1400, height: int = 1000) -> str:
-    """Return what a headless browser logs when it opens a page, and take a screenshot."""
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr"]
-    options += ["--virtual-time-budget=5000", f"--window-size={width},{height}", f"--screenshot={screenshot}"]
-    options += [f"--user-data-dir={screenshot.parent / 'profile'}", "--disable-background-networking", "--no-first-run"]
-    command = [BROWSER, *options, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert screenshot.stat().st_size > 10_000
-    return done.stderr
-
-
-def console_lines(log: str) -> list[str]:
-    """Return the lines that a page wrote to the console, except the theme's note on its colours."""
-    return [line for line in log.splitlines() if "CONSOLE" in line and '"[PST]: ' not in line]
-
-
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt-get install chromium")
-
-
-@pytest.mark.slow
-@needs_browser
-def test_the_console_is_read(tmp_path):
-    """Otherwise the tests below could not fail."""
-    page = tmp_path / "page.html"
-    page.write_text(
-        "<body style='background: linear-gradient(red, blue)'><script>nothing.at.all()</script>" + "x " * 5000
-    )
-    assert any("nothing is not defined" in line for line in console_lines(open_page(page, tmp_path / "page.png")))
-
-
-@pytest.mark.slow
-@needs_browser
-@pytest.mark.parametrize("name", ["index", "quickstart", "kernel", "api", "results"])
-def test_pages_open_in_a_browser(site, tmp_path, name):
-    assert not console_lines(open_page(site / f"{name}.html", tmp_path / f"{name}.png"))
-
-
-@pytest.mark.slow
-@needs_browser
-def test_attention_maps_open_in_a_browser(trained_run, tmp_path):
-    page = attention_maps(trained_run, length=16, output=tmp_path / "maps")
-    assert not console_lines(open_page(page, tmp_path / "maps.png"))
-    assert all((page.parent / link).exists() for link in Targets(page).links)
