@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -46,8 +45,8 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         host, _, port = coordinator.rpartition(":")
         is_port = port.isascii() and port.isdigit() and 0 < int(port) < 2**16
         require(bool(host) and is_port, "--coordinator", coordinator, "must be the host:port of process 0")
-        require(num_processes > 0, "--num_processes", num_processes, "must be positive")
-        require(0 <= process_id < num_processes, "--process_id", process_id, f"must be from 0 to {num_processes - 1}")
+        allowed = f"must be at least 0 and below --num_processes = {num_processes}"
+        require(0 <= process_id < num_processes, "--process_id", process_id, allowed)
         jax.distributed.initialize(
             coordinator, num_processes, process_id, cluster_detection_method="deactivate", **TIMEOUTS
         )
@@ -94,11 +93,10 @@ def process_zero_first(work: Callable[[], Result]) -> Result:
 
 def first_fault(fault: str) -> str:
     """Return the same message on all processes: that of the first process with a message, or "" if there is none."""
-    return next(filter(None, texts_of_all(fault)), "")
+    return next(filter(None, _texts_of_all(fault)), "")
 
 
-def texts_of_all(text: str) -> list[str]:
-    """Return the texts of all processes, in the order of the processes."""
+def _texts_of_all(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     encoded = np.frombuffer(text.encode(errors="backslashreplace"), np.uint8)
@@ -114,14 +112,10 @@ def require_same(**facts: Any) -> None:
 
     require_same(config=config, versions=versions)
     """
-    first, *others = map(json.loads, texts_of_all(json.dumps(facts)))
-    lines = [
-        line
-        for process, other in enumerate(others, 1)
-        for line in differences(first, other, names=("process 0 has", f"process {process} has"))
-    ]
-    if lines:
-        raise InputError(f"must be the same on all processes: {'; '.join(lines)}")
+    first, *others = map(json.loads, _texts_of_all(json.dumps(facts)))
+    for process, other in enumerate(others, 1):
+        if lines := differences(first, other, names=("process 0 has", f"process {process} has")):
+            raise InputError(f"must be the same on all processes: {'; '.join(lines)}")
 
 
 def require_single_process() -> None:
@@ -143,15 +137,14 @@ class PreemptionGuard:
 
     def __init__(self):
         self.is_alone, self.is_told, self.num_asked = jax.process_count() == 1, False, 0
-        self.previous: Any = signal.SIG_DFL
 
     def __enter__(self) -> "PreemptionGuard":
-        if self.is_alone and threading.current_thread() is threading.main_thread():
+        if self.is_alone:
             self.previous = signal.signal(signal.SIGTERM, self._tell)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.is_alone and threading.current_thread() is threading.main_thread():
+        if self.is_alone:
             signal.signal(signal.SIGTERM, self.previous)
 
     def _tell(self, *_: object) -> None:

@@ -62,9 +62,9 @@ def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     path, *argument = name.split(":", 1)
     config = read_module(find_recipe(path)).get_config(*argument)
     messages: list[str] = []
-    for argument in arguments:
+    for each in arguments:
         try:
-            _set(config, argument)
+            _set(config, each)
         except InputError as error:
             messages += error.messages
     if messages:

@@ -1,6 +1,5 @@
 """Several processes: joining, stopping together, dying together, and the same results as one process."""
 
-import json
 import os
 import re
 import shutil
@@ -20,13 +19,9 @@ from hypothesis import strategies as st
 from processes import ROOT, Run, losses, steps
 
 from dape_jax import distributed
-from dape_jax.config import RunConfig
 from dape_jax.distributed import PreemptionGuard
 from dape_jax.errors import InputError, StoppedError
-from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint, loop
-from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import abstract_state
 
 # ---- joining
 
@@ -37,12 +32,10 @@ from dape_jax.training.step import abstract_state
         (("localhost:1234", None, None), ["--num_processes, --process_id", "must be set together"]),
         ((None, 2, 0), ["--coordinator", "must be set together"]),
         (("localhost", 2, 0), ["--coordinator", "'localhost'", "host:port"]),
-        (("localhost:http", 2, 0), ["--coordinator", "host:port"]),
         (("localhost:65536", 2, 0), ["--coordinator", "host:port"]),
         ((":1234", 2, 0), ["--coordinator", "host:port"]),
-        (("localhost:1234", 0, 0), ["--num_processes", "0", "must be positive"]),
-        (("localhost:1234", 2, 2), ["--process_id", "2", "from 0 to 1"]),
-        (("localhost:1234", 2, -1), ["--process_id", "-1", "from 0 to 1"]),
+        (("localhost:1234", 0, 0), ["--process_id", "0", "--num_processes = 0"]),
+        (("localhost:1234", 2, -1), ["--process_id", "-1", "--num_processes = 2"]),
     ],
 )
 def test_incomplete_or_wrong_flags_are_refused(monkeypatch, flags, words):
@@ -190,17 +183,7 @@ def test_a_stopped_run_resumes_exactly_and_its_step_is_never_the_best(root, tmp_
     assert checkpoint.restore_config(tmp_path / "stopped", "newest")[0] == 3
     loop.train(spec, tmp_path / "stopped")
     assert steps(tmp_path / "stopped") == steps(tmp_path / "whole")
-    chex.assert_trees_all_equal(state_of(tmp_path / "stopped", spec), state_of(tmp_path / "whole", spec))
-
-
-def state_of(workdir: Path, spec: dict) -> tuple:
-    """Return the newest step, its state and its position in the data."""
-    run = RunConfig.from_dict(spec)
-    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-    found = checkpoint.restore_newest(workdir, abstract_state(run.model, make_optimizer(run.optimizer, 4), mesh))
-    assert found is not None
-    step, state, data = found
-    return step, jax.device_get(state), data
+    chex.assert_trees_all_equal(saved_arrays(tmp_path / "stopped", 4), saved_arrays(tmp_path / "whole", 4))
 
 
 # ---- real processes
@@ -211,17 +194,6 @@ EIGHT_STEPS = (
     "--config.train.eval_interval=4",
     "--config.train.checkpoint_interval=4",
 )
-
-
-def result(workdir: Path) -> tuple:
-    """Return the parameters after 8 steps, the validation loss and the position in the data."""
-    _, saved = checkpoint.restore_config(workdir, "8")
-    run = RunConfig.from_dict(saved["config"])
-    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-    abstract = abstract_state(run.model, make_optimizer(run.optimizer, 8), mesh)
-    directory = workdir / "checkpoints" / "8"
-    metrics, data = (json.loads((directory / name).read_text()) for name in ("metrics/metrics", "data/metadata"))
-    return jax.device_get(checkpoint.restore_params(workdir, 8, abstract.params)), metrics["validation_nats"], data
 
 
 @pytest.fixture(scope="module")
@@ -239,12 +211,14 @@ def back_to_step_4(workdir: Path, copy: Path) -> Path:
 
 
 def assert_same_result(workdir: Path, other: Path) -> None:
-    (params, nats, data), (expected_params, expected_nats, expected_data) = result(workdir), result(other)
-    for tree in (params, expected_params):  # shifts a whole row of scores: its gradient is only rounding error
-        del tree["layers"]["attention"]["processor"]["output_bias_H"]
-    chex.assert_trees_all_close(params, expected_params, atol=2e-5)
-    assert nats == pytest.approx(expected_nats, abs=1e-5)
-    assert data == expected_data == {"global_next_index": 64}
+    """Compare the parameters after 8 steps, the validation loss and the position in the data."""
+    found, expected = saved_arrays(workdir, 8), saved_arrays(other, 8)
+    for saved in (found, expected):  # shifts a whole row of scores: its gradient is only rounding error
+        del saved["params"]["layers"]["attention"]["processor"]["output_bias_H"]
+    chex.assert_trees_all_close(found["params"], expected["params"], atol=2e-5)
+    assert found["data"] == expected["data"] == {"global_next_index": 64}
+    nats = [read_metrics(each)["validation/loss_nats"][8] for each in (workdir, other)]
+    assert nats[0] == pytest.approx(nats[1], abs=1e-5)
 
 
 @pytest.mark.slow
