@@ -38,7 +38,7 @@ from dape_jax.training.step import (
     make_train_step,
     shardings_of,
 )
-from dape_jax.training.weights import open_weights
+from dape_jax.training.weights import read_weights
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
 
     # ---- data
     source = open_source(run, mesh)
-    record |= {"data_digest": source.digest}
+    record["data_digest"] = source.digest
     step_names = checkpoint.step_names(workdir)
     require_same(data_digest=source.digest, saved_steps=step_names)
     if saved is not None:
@@ -98,14 +98,13 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     # ---- model and optimizer
     optimizer, train_only = make_optimizer(run.optimizer, run.train.num_steps), run.init.trained_kinds
     planned = abstract_state(run.model, optimizer, mesh, train_only)
-    weights = None
+    given = None
     if not step_names:
         checkpoint.require_space(workdir, planned)
         if run.init.source is not None:
-            weights = open_weights(run, source.tokenizer)
-            record |= {"init": weights.record}
+            given, record["init"] = read_weights(run, source.tokenizer, mesh)
     elif saved is not None and "init" in saved:
-        record |= {"init": saved["init"]}
+        record["init"] = saved["init"]
     train_step = make_train_step(
         graphdef,
         optimizer,
@@ -141,8 +140,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
             logger.info("resuming from step %d of %d", start, run.train.num_steps)
             source.batches.set_state(data_state)
         else:
-            assert run.init.source is None or weights is not None, "the checkpoints were deleted during start-up"
-            given = None if weights is None else weights.restore(mesh)
+            assert run.init.source is None or given is not None, "the checkpoints were deleted during start-up"
             start, state = 0, init_state(run.model, optimizer, run.train.seed, mesh, train_only, given)
         if start == run.train.num_steps:
             log_end(workdir, start)
@@ -167,7 +165,8 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
                 if traced and step == traced[1]:
                     jax.block_until_ready(metrics)
                     trace.close()
-                metric_logger.log(step, metrics, num_tokens(batch) * run.train.batch_size)
+                tokens = (batch["positions"][0] >= 0).sum() if "positions" in batch else batch["inputs"].shape[1]
+                metric_logger.log(step, metrics, int(tokens) * run.train.batch_size)
                 last, stop = step == run.train.num_steps, preemption.should_stop(step)
                 refresh_lock()
                 validation_nats = None
@@ -216,11 +215,6 @@ def refuse_differences(workdir: epath.Path, saved: dict[str, Any], new: dict[str
             f"workdir = {place!r}: holds a run with another config; choose another directory, or use the config "
             f"of that run. {'; '.join(lines)}{advice}"
         )
-
-
-def num_tokens(batch: Batch) -> int:
-    """Return the number of tokens in one sequence of a batch, without padding."""
-    return int((batch["positions"][0] >= 0).sum()) if "positions" in batch else batch["inputs"].shape[1]
 
 
 def make_validation(

@@ -4,11 +4,9 @@ Optimizer state, schedule and position in the data start from the beginning. Rot
 differ from the source's. All other parameters must match by path and shape, which is checked before any device work.
 """
 
-import dataclasses
 import logging
 from typing import Any
 
-from etils import epath
 from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
@@ -30,35 +28,23 @@ ParameterPath = tuple[str, ...]
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """Checkpoint with a run's initial parameters."""
-
-    workdir: epath.Path
-    step: int
-    model: TransformerConfig  # of the source
-    taken: tuple[ParameterPath, ...]  # parameters that are taken from the source; all others are initialised
-    record: dict[str, Any]  # origin of the parameters as JSON values, for `config.json` and checkpoints
-
-    def restore(self, mesh: Mesh) -> Params:
-        """Read the parameters in `taken`, sharded over the mesh.
-
-        Raises:
-            InputError: the checkpoint is damaged, or cannot be read.
-        """
-        flat = flat_params(checkpoint.restore_params(self.workdir, self.step, abstract_params(self.model, mesh)))
-        return unflatten_dict({path: flat[path] for path in self.taken})
-
-
-def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> Weights:
-    """Find the checkpoint named by `init.source`, and compare its config with `run`; do not read its parameters yet.
+def read_weights(
+    run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None, mesh: Mesh
+) -> tuple[Params, dict[str, Any]]:
+    """Read the parameters of the checkpoint named by `init.source`, after comparing its config with `run`.
 
     Args:
         run: config of the new run.
         tokenizer: tokenizer of the new run's corpus, or None for a task.
+        mesh: mesh over which the parameters are sharded.
+
+    Returns:
+        The parameters that the new model takes from the source (all others are initialised), and their origin as JSON
+        values, for `config.json` and checkpoints.
 
     Raises:
-        InputError: there is no such checkpoint, its tokenizer or task differs, or its parameters do not match.
+        InputError: there is no such checkpoint, it is damaged, its tokenizer or task differs, or its parameters do not
+            match.
     """
     assert run.init.source is not None
     field, (directory, which) = run.init.source, run.init.source_and_step
@@ -82,8 +68,9 @@ def open_weights(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) ->
     models = resolved(source)["model"], resolved(run)["model"]
     if lines := differences(*models, ignored=_FREE_FIELDS, names=("source", "now")):
         logger.warning("the model differs from that of %s: %s", workdir, "; ".join(lines))
+    flat = flat_params(checkpoint.restore_params(workdir, step, abstract_params(source.model, mesh)))
     record = {"workdir": str(absolute(workdir)), "step": step, "data_digest": saved["data_digest"]}
-    return Weights(workdir, step, source.model, taken, record)
+    return unflatten_dict({path: flat[path] for path in taken}), record
 
 
 def _tokens_of(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> str:
