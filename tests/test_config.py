@@ -110,6 +110,18 @@ def test_fields_that_may_change_on_resume_change_no_parameter():
     assert config.differences(saved, new, ignored=RESUMABLE_FIELDS) == ["train.seed: saved 0, now 7"]
 
 
+def test_a_task_uses_no_kernel():
+    """Positions of a tape may skip some; `auto` chooses no kernel then."""
+    for name in ("auto", "fused"):
+        spec = with_value(
+            SPECS["che"], ("model",), SPECS["che"]["model"] | {"causal": True, "attention": {"name": name}}
+        )
+        if name == "fused":
+            assert messages_of(spec)[0].startswith("model.attention = Fused(")
+        else:
+            assert read_run(spec).model.causal
+
+
 def test_the_defaults_of_a_model_are_the_papers():
     model = TransformerConfig(num_layers=2, width=64, num_heads=4, vocab_size=257)
     assert (model.num_kv_heads, model.head_dim, model.mlp_width, model.num_outputs) == (4, 16, 256, 257)

@@ -75,12 +75,12 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
     Raises:
         InputError: another run uses the directory, or it cannot be written to.
     """
-    refresh: list[Callable[[], None]] = []
     is_bucket = is_remote(_directory(workdir))
     lock = run_marker(epath.Path(workdir) / LOCK_FILE) if is_bucket else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
-        process_zero_only(lambda: refresh.append(stack.enter_context(lock) or (lambda: None)))
-        yield refresh[0] if refresh else lambda: None
+        entered: list[Callable[[], None] | None] = []
+        process_zero_only(lambda: entered.append(stack.enter_context(lock)))
+        yield next(filter(None, entered), lambda: None)
 
 
 def write_config(workdir: epath.PathLike, config: dict[str, Any]) -> None:
