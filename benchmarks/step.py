@@ -44,8 +44,7 @@ from benchmarks.measure import Row, check_names, check_positive, failure, table,
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.config import RunConfig, resolved
-from dape_jax.data.corpus import STDLIB
-from dape_jax.data.store import follow_corpus
+from dape_jax.data.store import STDLIB, follow_corpus
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
 from dape_jax.hardware import GIB, mfu
 from dape_jax.model.attention import IMPLEMENTATIONS

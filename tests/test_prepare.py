@@ -3,6 +3,7 @@
 import bz2
 import contextlib
 import dataclasses
+import datetime
 import gzip
 import itertools
 import json
@@ -10,8 +11,6 @@ import logging
 import lzma
 import os
 import random
-import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -30,17 +29,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from dape_jax.data import corpus
 from dape_jax.data.prepare import build, command
 from dape_jax.data.prepare.build import REJECTED_FILE, Conversion
-from dape_jax.data.prepare.command import PrepareConfig
+from dape_jax.data.prepare.command import PrepareConfig, prepare
+from dape_jax.data.prepare.inputs import find_files
 from dape_jax.data.prepare.megatron import read_documents as read_ids
-from dape_jax.data.prepare.records import Bad, Selection, read_documents, zstd
+from dape_jax.data.prepare.records import Bad, Selection, read_documents, split_of, zstd
 from dape_jax.data.prepare.show import show
 from dape_jax.data.store import Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import read_tokenizer
 from dape_jax.errors import InputError
-from dape_jax.files import read_json, write_json
 from dape_jax.training.source import load_corpus
 
 quick = settings(max_examples=25, deadline=None)
@@ -69,6 +67,7 @@ def record(i: int, text: str) -> dict:
         "text": text,
         "meta": {"pile_set_name": SETS[i % 2], "year": 2000 + i, "ok": True},
         "other": [{"a": None}],
+        "day": f"2020-01-0{i % 9 + 1}",
     }
 
 
@@ -109,9 +108,9 @@ def write_input(kind: str, root: Path) -> str:
             for i in range(0, len(LINES), 10):
                 (root / f"{i}.jsonl").write_bytes(b"".join(LINES[i : i + 10]))
             return f"{root}/0.jsonl,{root}/[123]*.jsonl"
-        case "jsonl" | "ndjson":
+        case "jsonl":
             content = b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n\r\n").rstrip()  # as Windows may write it
-        case "jsonl.gz" | "json.gz" | "JSONL.ZST" | "json.zst" | "jsonl.bz2" | "jsonl.xz":
+        case "jsonl.gz" | "JSONL.ZST" | "json.xz":
             content = members(COMPRESS[kind.lower().rpartition(".")[2]])
         case "text.gz":
             for i, text in enumerate(DOCUMENTS):
@@ -119,15 +118,15 @@ def write_input(kind: str, root: Path) -> str:
                 (root / f"{i:02}.tex.{suffix}").write_bytes(compress(text.encode()))
             return str(root)
         case "parquet":
-            content = parquet_file(**{name: [r[name] for r in RECORDS] for name in ("other", "text", "meta")})
+            columns = {name: [r[name] for r in RECORDS] for name in ("other", "text", "meta")}
+            content = parquet_file(**columns, day=[datetime.date.fromisoformat(r["day"]) for r in RECORDS])
         case "dictionary.parquet":
             content = parquet_file(text=pyarrow.array(DOCUMENTS).dictionary_encode(), meta=[r["meta"] for r in RECORDS])
     (root / f"file.{kind}").write_bytes(content)
     return f"{root}/*"
 
 
-KINDS = ("text", "text.gz", "parts.jsonl", "jsonl", "ndjson", "jsonl.gz", "json.gz", "JSONL.ZST", "json.zst")
-KINDS += ("jsonl.bz2", "jsonl.xz", "parquet", "dictionary.parquet")
+KINDS = ("text", "text.gz", "parts.jsonl", "jsonl", "jsonl.gz", "JSONL.ZST", "json.xz", "parquet", "dictionary.parquet")
 
 
 def config(source: str | Path, to: str | Path, **changes) -> PrepareConfig:
@@ -155,12 +154,12 @@ def write(file: Path, *parts: bytes) -> Path:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory) -> Corpus:
     root = tmp_path_factory.mktemp("expected")
-    return command.prepare(config(write_input("jsonl", root / "in"), root / "out")).corpus
+    return prepare(config(write_input("jsonl", root / "in"), root / "out")).corpus
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, expected: Corpus, kind: str):
-    prepared = command.prepare(config(write_input(kind, tmp_path / "in"), tmp_path / "out"))
+    prepared = prepare(config(write_input(kind, tmp_path / "in"), tmp_path / "out"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.corpus.digest == expected.digest
     assert prepared.record.num_text_bytes == sum(len(text.encode()) for text in DOCUMENTS)
@@ -176,13 +175,13 @@ def test_remote_files_are_read(tmp_path: Path, expected: Corpus, path: str):
     system.pipe(f"{root}/a.jsonl", b"".join(LINES[:20]))
     system.pipe(f"{root}/b.jsonl.gz", members(gzip.compress, b"".join(LINES[20:])))
     given = config(f"memory:/{root}{path.format(root)}", tmp_path / "out")
-    assert command.prepare(given).corpus.digest == expected.digest
+    assert prepare(given).corpus.digest == expected.digest
     system.pipe(f"{root}/a.jsonl", b"".join(LINES))
-    with pytest.raises(InputError, match="another recipe"):
-        command.prepare(given)
+    with pytest.raises(InputError, match="was made with"):
+        prepare(given)
     system.pipe(f"{root}/a.bin", b"\0\1")
-    with pytest.raises(InputError, match=r"copy \.bin and \.idx to a local disk"):
-        command.prepare(config(f"memory:/{root}/a.bin", tmp_path / "ids"))
+    with pytest.raises(InputError, match=r"a\.bin': must be on a local disk"):
+        prepare(config(f"memory:/{root}/a.bin", tmp_path / "ids"))
 
 
 @pytest.mark.parametrize("has_end", [True, False])
@@ -191,7 +190,7 @@ def test_ids_are_taken_as_they_are(tmp_path: Path, dtype: str, has_end: bool, na
     ids = [list(text.encode()) for text in DOCUMENTS]
     (tmp_path / "in").mkdir()
     write_pair(tmp_path / "in/pair", [[[*document, 256] if has_end else document] for document in [*ids, []]], dtype)
-    prepared = command.prepare(config(tmp_path / "in" / named, tmp_path / "out"))
+    prepared = prepare(config(tmp_path / "in" / named, tmp_path / "out"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
     assert prepared.record.skipped == {"too short": 1}
     store = prepared.corpus.train
@@ -203,7 +202,7 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
     write_pair(tmp_path / "pair", [[[1, 2]], [[3, wrong]], [[4]]], "int32")
     said = rf"pair\.bin: document 2: token id = {wrong}: must be 0 to 256, the ids of the tokenizer bytes"
     with pytest.raises(InputError, match=said):
-        command.prepare(config(tmp_path / "pair.bin", tmp_path / "out"))
+        prepare(config(tmp_path / "pair.bin", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
@@ -214,11 +213,12 @@ def test_ids_of_another_tokenizer_stop_it(tmp_path: Path, wrong: int):
         (("meta.pile_set_name=ArXiv",), lambda i: i % 2 == 0),
         (("meta.pile_set_name=ArXiv|Books3", "meta.year=2003|2004|1999"), lambda i: i in (3, 4)),
         (("meta.ok=true", "meta.year=2001|2002|2005|2010"), lambda i: i in (1, 2, 5, 10)),
+        (("day=2020-01-03",), lambda i: i % 9 == 2),
     ],
 )
 def test_where_chooses_records(tmp_path: Path, kind: str, where: tuple[str, ...], kept: Callable[[int], bool]):
     source = write_input(kind, tmp_path / "in")
-    prepared = command.prepare(config(source, tmp_path / "out", where=where, validation_fraction=0.5))
+    prepared = prepare(config(source, tmp_path / "out", where=where, validation_fraction=0.5))
     assert sorted(texts(prepared.corpus)) == sorted(text for i, text in enumerate(DOCUMENTS) if kept(i))
     assert prepared.record.skipped == {"filtered": sum(not kept(i) for i in range(len(DOCUMENTS)))}
     assert not prepared.record.rejected
@@ -229,7 +229,7 @@ def test_lengths_are_bytes_of_utf8(tmp_path: Path, kind: str):
     lengths = sorted(len(text.encode()) for text in DOCUMENTS)
     low, high = lengths[5], lengths[-6]
     source = write_input(kind, tmp_path / "in")
-    prepared = command.prepare(config(source, tmp_path / "out", min_length=low, max_length=high))
+    prepared = prepare(config(source, tmp_path / "out", min_length=low, max_length=high))
     assert sorted(texts(prepared.corpus)) == sorted(text for text in DOCUMENTS if low <= len(text.encode()) <= high)
     counted = {"too short": sum(n < low for n in lengths), "too long": sum(n > high for n in lengths)}
     assert prepared.record.skipped == counted
@@ -241,10 +241,11 @@ def test_another_field_and_mixed_files(tmp_path: Path):
     for i, text in enumerate(DOCUMENTS[30:]):
         write(tmp_path / f"c{i}.md", text.encode())
     write(tmp_path / "d.png", b"\x89PNG\0")
-    prepared = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
+    prepared = prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))
     assert sorted(texts(prepared.corpus)) == sorted(DOCUMENTS)
-    assert prepared.record.skipped == {"binary file": 1}
-    again = command.prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output is in the input
+    ((file, reason),) = ((bad["file"], bad["reason"]) for bad in rejected(tmp_path / "out"))
+    assert (Path(file).name, reason) == ("d.png", "binary file")
+    again = prepare(config(tmp_path, tmp_path / "out", text_field="a.b"))  # the output is in the input
     assert again.corpus.digest == prepared.corpus.digest
 
 
@@ -254,7 +255,6 @@ BAD_LINES = {
     b'{"text": "caf\xe9"}': "not JSON",
     b"{'text': 1}": "not JSON",
     b'{"text": "a"} {"text": "b"}': "not JSON",
-    b'{"text": "a", "n": NaN}': "not JSON",
     b'{"text": "a", "n": ' + b"9" * 5000 + b"}": "not JSON",
     b"\0": "not JSON",
     b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}": "not JSON",
@@ -264,7 +264,6 @@ BAD_LINES = {
     b'{"text": null}': "no text",
     b'{"text": 3}': "no text",
     rb'{"text": "\ud800"}': "not Unicode",
-    b'{"text": "' + b"x" * 1_049_000 + b'"}': "line too long",
 }
 
 
@@ -272,9 +271,10 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path)
     lines, expected = [], []
     name = str(tmp_path / "a\x1b[2J.jsonl")
     for i, (line, reason) in enumerate(BAD_LINES.items()):
-        lines += [LINES[i], b"  \n", line + b"\n"]
+        good = LINES[i].replace(b'"other": ', b'"score": NaN, "other": ')  # many programs write NaN
+        lines += [good, b"  \n", line + b"\n"]
         expected.append((name, 3 * i + 3, reason))
-    prepared = command.prepare(config(write(Path(name), *lines), tmp_path / "out", max_length=100))
+    prepared = prepare(config(write(Path(name), *lines), tmp_path / "out", max_length=100))
     found = rejected(tmp_path / "out")
     assert [(bad["file"], bad["line"], bad["reason"]) for bad in found] == expected
     assert all(len(bad["detail"]) <= 200 for bad in found)
@@ -287,17 +287,15 @@ def test_every_bad_record_is_named_by_file_and_line_and_left_out(tmp_path: Path)
 def reasons(source: Path, **changes) -> list[tuple[int, str]]:
     output = source.parent / "out"
     write(source.parent / "good.jsonl", *LINES)
-    command.prepare(config(f"{source},{source.parent}/good.jsonl", output, **changes))
+    prepare(config(f"{source},{source.parent}/good.jsonl", output, **changes))
     found = rejected(output)
     assert {bad["file"] for bad in found} <= {str(source)}
     return [(bad["line"], bad["reason"]) for bad in found]
 
 
 def test_bad_rows_and_files_of_parquet(tmp_path: Path):
-    invalid = pyarrow.array([b"caf\xe9", b"fine"] * 10).view(pyarrow.string())
     for name, content, expected in [
         ("nulls", parquet_file(text=["a", None] * 2), [(2, "no text"), (4, "no text")]),
-        ("invalid", parquet_file(text=invalid), [(i, "not Unicode") for i in range(1, 20, 2)]),
         ("binary", parquet_file(text=[b"a", b"\xff"]), [(2, "not Unicode")]),
         ("missing", parquet_file(other=["a"]), [(1, "no text")]),
         ("number", parquet_file(text=[1, 2]), [(1, "no text"), (2, "no text")]),
@@ -309,18 +307,11 @@ def test_bad_rows_and_files_of_parquet(tmp_path: Path):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_hostile_archives_are_bad_records(tmp_path: Path, suffix: str):
+def test_damaged_archives_are_bad_records(tmp_path: Path, suffix: str):
     whole = COMPRESS[suffix](random.Random(0).randbytes(100_000).hex().encode())
-    for name, content, reason in [
-        (f"cut.txt.{suffix}", whole[:-50], "damaged file"),
-        (f"garbage.jsonl.{suffix}", b"garbage, not compressed", "damaged file"),
-        (f"bomb.jsonl.{suffix}", COMPRESS[suffix](b"x" * 20_000_000), "line too long"),
-    ]:
-        if (suffix, reason) == ("bz2", "damaged file") and name.startswith("garbage"):
-            continue  # an OSError without a number, like one of a file system
+    for name, content in (("cut", whole[:-50]), ("garbage", b"garbage, not compressed")):
         (tmp_path / name).mkdir()
-        ((_, found),) = reasons(write(tmp_path / name / name, content), max_length=300_000)
-        assert found == reason, name
+        assert reasons(write(tmp_path / name / f"a.txt.{suffix}", content)) == [(1, "damaged file")], name
 
 
 @quick
@@ -330,7 +321,7 @@ def test_records_before_a_truncation_are_kept(compression: str, data: st.DataObj
     cut = whole[: data.draw(st.integers(0, len(whole)) | st.just(len(whole) - 1))]
     with tempfile.TemporaryDirectory() as root:
         file = write(Path(root, f"a.jsonl.{compression}"), cut)
-        found = everything(file)
+        found = list(read_documents(*find_files([str(file)]), Selection("text", (), 1, 2**24, 0.3)))
     bad = [(number, item) for number, item in found if isinstance(item, Bad)]
     kept = [item.decode() for _, item in found if isinstance(item, bytes)]
     assert kept == DOCUMENTS[: len(kept)]
@@ -343,54 +334,12 @@ def test_records_before_a_truncation_are_kept(compression: str, data: st.DataObj
         assert [item.reason for _, item in bad] == ["damaged file"]
 
 
-# reading
-
-
-def plain_selection(max_length: int = 2**24) -> Selection:
-    return Selection("text", (), 1, max_length, 0.3)
-
-
-def everything(file: Path, selection: Selection | None = None) -> list:
-    (found,) = corpus.find_files(str(file))
-    return list(read_documents(found, selection or plain_selection()))
-
-
 @contextlib.contextmanager
 def changed(module, **changes) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changes.items():
             patch.setattr(module, name, value)
         yield
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is looked up in /proc")
-def test_memory_is_bounded(tmp_path: Path):
-    """Test a line of 256 MB of zeros, rows that share one large value, and training on one long document."""
-    with open(tmp_path / "a.jsonl.zst", "wb") as file:
-        block = zstd.compress(bytes(2**26))
-        for _ in range(4):
-            file.write(block)
-    shared = pyarrow.DictionaryArray.from_arrays(
-        pyarrow.array([0] * 3000, pyarrow.int32()), pyarrow.array(["x" * 900_000])
-    )
-    parquet.write_table(pyarrow.table({"text": shared}), tmp_path / "b.parquet")
-    script = (
-        "import re, sys\n"
-        "from dape_jax.data.corpus import find_files\n"
-        "from dape_jax.data.prepare.records import Selection, read_documents\n"
-        "from dape_jax.data.tokenizers import train_bpe\n"
-        "import pyarrow.parquet, pyarrow.compute\n"
-        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
-        "before = peak()\n"
-        "for file in find_files(sys.argv[1]):\n"
-        "    print(sum(1 for _ in read_documents(file, Selection('text', (), 1, 2**20, 0.1))))\n"
-        "train_bpe(['the rows are queries ' * 200_000], 300)\n"
-        "print(peak() - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True)
-    lines, rows, kib = map(int, done.stdout.split())
-    assert (lines, rows) == (1, 3000)
-    assert kib < 100 * 2**10
 
 
 # interruptions
@@ -411,7 +360,7 @@ def mixed(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def whole(mixed: Path, tmp_path_factory) -> command.Prepared:
     """Return the corpus of an uninterrupted process."""
-    return command.prepare(config(mixed, tmp_path_factory.mktemp("whole") / "out"))
+    return prepare(config(mixed, tmp_path_factory.mktemp("whole") / "out"))
 
 
 def assert_same(made: command.Prepared, whole: command.Prepared) -> None:
@@ -421,44 +370,35 @@ def assert_same(made: command.Prepared, whole: command.Prepared) -> None:
     assert rejected(directories[0]) == rejected(directories[1])
 
 
-def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, mixed: Path, whole: command.Prepared):
-    with changed(build, _SHARD_BYTES=500):
-        assert_same(command.prepare(config(mixed, tmp_path / "two", workers=2)), whole)
+def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path, mixed: Path):
+    file = str(tmp_path / "one/tokenizer.json")
+    one = prepare(config(mixed, tmp_path / "one", tokenizer=None, train_bpe=300, workers=1))
+    assert_same(prepare(config(mixed, tmp_path / "four", tokenizer=file, workers=4)), one)
 
 
-@settings(max_examples=10, deadline=None)
-@given(stops=st.lists(st.integers(0, 150), min_size=1, max_size=4))
-def test_an_interrupted_build_resumes_to_the_same_result(mixed: Path, whole: command.Prepared, stops: list[int]):
-    with tempfile.TemporaryDirectory() as root, changed(build, _SHARD_BYTES=900):
-        given = config(mixed, f"{root}/out")
-        encode, num_finished = Conversion._encode, 0
+@settings(max_examples=15, deadline=None)
+@given(stops=st.lists(st.integers(0, 150), min_size=1, max_size=4), save_bytes=st.sampled_from([1, 900, 2**26]))
+def test_an_interrupted_build_resumes_to_the_same_result(
+    mixed: Path, whole: command.Prepared, stops: list[int], save_bytes: int
+):
+    with tempfile.TemporaryDirectory() as root, changed(build, _SAVE_BYTES=save_bytes):
+        given, document, num_complete = config(mixed, f"{root}/out"), Conversion.document, 0
         for stop in stops:
             calls = iter(range(stop))
 
             def stopped(*arguments, calls=calls):
                 if next(calls, None) is None:
                     raise KeyboardInterrupt
-                return encode(*arguments)
+                return document(*arguments)
 
-            with changed(Conversion, _encode=stopped), contextlib.suppress(KeyboardInterrupt):
-                command.prepare(given)
-            num_shards = len(list(Path(root).glob("out.partial/shards/????????")))
-            assert num_shards >= num_finished or Path(root, "out").exists(), "a finished shard was lost"
-            num_finished = num_shards
-        assert_same(command.prepare(given), whole)
+            with changed(Conversion, document=stopped), contextlib.suppress(KeyboardInterrupt):
+                prepare(given)
+            if (file := Path(root, "out.partial/progress.json")).exists():
+                assert save_bytes < 2**26 or Path(root, "out").exists()
+                assert json.loads(file.read_text())["num_files"] >= num_complete, "a complete file was lost"
+                num_complete = json.loads(file.read_text())["num_files"]
+        assert_same(prepare(given), whole)
         assert {path.name for path in Path(root).iterdir()} == {"out", ".out.lock"}
-
-
-def test_a_damaged_shard_is_one_line(tmp_path: Path, mixed: Path, whole: command.Prepared):
-    given = config(mixed, tmp_path / "out")
-    with changed(build, _combine=None), pytest.raises(TypeError):
-        command.prepare(given)
-    file = tmp_path / "out.partial/shards/00000000/train.tokens"
-    write(file, file.read_bytes()[:-1])
-    with pytest.raises(InputError, match=r"out\.partial/shards = 'train shards': are damaged; delete them"):
-        command.prepare(given)
-    shutil.rmtree(file.parent)
-    assert_same(command.prepare(given), whole)
 
 
 @contextlib.contextmanager
@@ -480,7 +420,7 @@ def start(source: str | Path, output: Path, *more: str, **options) -> subprocess
     )
 
 
-def write_many(root: Path, num_files: int = 24) -> Path:
+def write_many(root: Path, num_files: int = 12) -> Path:
     draw = random.Random(0)
     (root / "many").mkdir()
     for index in range(num_files):
@@ -489,36 +429,22 @@ def write_many(root: Path, num_files: int = 24) -> Path:
     return root / "many"
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are looked up in /proc")
 def test_killed_at_any_time_it_resumes_to_the_same_digest(tmp_path: Path):
     source = write_many(tmp_path)
     begun = time.monotonic()
-    whole = start(source, tmp_path / "whole", "--workers=2")
+    whole = start(source, tmp_path / "whole")
     _, errors = whole.communicate()
     assert whole.returncode == 0, errors
-    seconds = time.monotonic() - begun
-    draw, kills = random.Random(1), 0
-    while kills < 5:
-        running = start(source, tmp_path / "out", "--workers=2")
+    seconds, draw = time.monotonic() - begun, random.Random(1)
+    for _ in range(5):
+        running = start(source, tmp_path / "out")
         time.sleep(draw.uniform(0.2, 0.9) * seconds)
-        workers = children(running.pid) if running.poll() is None else []
         running.kill()
         running.communicate()
-        deadline = time.monotonic() + 20
-        while any(Path(f"/proc/{worker}").exists() for worker in workers):
-            assert time.monotonic() < deadline, "workers outlive the process that they work for"
-            time.sleep(0.1)
-        if (tmp_path / "out").exists():
-            shutil.rmtree(tmp_path / "out")
-        kills += running.returncode == -signal.SIGKILL
         with pytest.raises(InputError):
             open_corpus(tmp_path / "out.partial")
-    last = start(source, tmp_path / "out", "--workers=1")
+    last = start(source, tmp_path / "out")
     output, errors = last.communicate()
     assert last.returncode == 0, errors
     assert open_corpus(tmp_path / "out").digest == open_corpus(tmp_path / "whole").digest
@@ -526,41 +452,38 @@ def test_killed_at_any_time_it_resumes_to_the_same_digest(tmp_path: Path):
     assert open_corpus(tmp_path / "out").digest in output
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_length": 99}, "max_length: saved 16777216, now 99"),
-        ({"where": ("meta.ok=true",)}, "where: saved "),
-        ({"tokenizer": None, "train_bpe": 300}, "tokenizer: saved 'bytes', now"),
-        ("add", "input./.*/new.jsonl: saved"),
-        ("touch", "input./.*/a.jsonl: saved"),
-    ],
-)
 @pytest.mark.parametrize("complete", [True, False])
-def test_another_recipe_is_refused_and_named(tmp_path: Path, changes: dict | str, message: str, complete: bool):
+def test_another_recipe_is_refused_and_named(tmp_path: Path, complete: bool):
     (tmp_path / "in").mkdir()
     write(tmp_path / "in/a.jsonl", *LINES, b"{}\n")
-    given = config(tmp_path / "in", tmp_path / "out")
+    write(tmp_path / "b.jsonl", *LINES)
+    given = config(f"{tmp_path}/in,{tmp_path}/b.jsonl", tmp_path / "out")
     with contextlib.nullcontext() if complete else interrupted():
-        command.prepare(given)
-    if changes == "add":
-        write(tmp_path / "in/new.jsonl", *LINES)
-    elif changes == "touch":
-        os.utime(tmp_path / "in/a.jsonl", ns=(1, 1))
+        prepare(given)
     directory = tmp_path / ("out" if complete else "out.partial")
     before = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
-    with pytest.raises(InputError, match=rf"another recipe.*{message}"):
-        command.prepare(dataclasses.replace(given, **(changes if isinstance(changes, dict) else {})))
-    assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
+
+    def refused(message: str, **changes) -> None:
+        with pytest.raises(InputError, match=rf"{message}.*was made with") as caught:
+            prepare(dataclasses.replace(given, **changes))
+        assert "\n" not in str(caught.value)
+        assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
+
+    refused("max_length = '99'", max_length=99)
+    refused("where = ", where=("meta.ok=true",))
+    refused("tokenizer = 'None'", tokenizer=None, train_bpe=300)
+    refused(r"input = .*\[", input=given.input[::-1])
+    write(tmp_path / "in/new.jsonl", *LINES)
+    refused("new.jsonl = ")
+    os.utime(tmp_path / "in/a.jsonl", ns=(1, 1))
+    refused("a.jsonl = ")
 
 
-def test_the_same_recipe_again_does_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_the_same_recipe_again_does_nothing(tmp_path: Path):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out")
-    first = command.prepare(given)
+    first = prepare(given)
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")}
-    caplog.set_level(logging.INFO, logger="dape_jax")
-    again = command.prepare(dataclasses.replace(given, workers=3))
-    assert "already complete" in caplog.text
+    again = prepare(dataclasses.replace(given, workers=3))
     assert_same(again, first)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "out").rglob("*")} == before
 
@@ -570,7 +493,7 @@ def test_files_of_other_programs_are_not_changed(tmp_path: Path, name: str):
     (tmp_path / name).mkdir()
     write(tmp_path / name / "thesis.tex", b"text")
     with pytest.raises(InputError, match=f"{name}"):
-        command.prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
+        prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
     assert (tmp_path / name / "thesis.tex").read_bytes() == b"text"
 
 
@@ -585,32 +508,12 @@ def test_a_second_process_waits(tmp_path: Path):
         return build_corpus(*arguments, **options)
 
     with changed(command, build_corpus=slow):
-        first = threading.Thread(target=lambda: made.append(command.prepare(given)))
+        first = threading.Thread(target=lambda: made.append(prepare(given)))
         first.start()
         begun.wait()
-        second = command.prepare(given)
+        second = prepare(given)
         first.join()
     assert_same(second, made[0])
-
-
-def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
-    given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out", tokenizer=None, train_bpe=300)
-    whole = command.prepare(dataclasses.replace(given, output=str(tmp_path / "whole")))
-    directory = tmp_path / "out.partial"
-    (directory / "corpus/train").mkdir(parents=True)  # killed while the shards were combined
-    (directory / "shards/.00000000.0123").mkdir(parents=True)
-    for place in (directory, directory / "corpus/train", directory / "shards/.00000000.0123"):
-        write(place / ".tokenizer.json.0123.partial", b"{")
-    write_json(directory / "recipe.json", read_json(tmp_path / "whole/recipe.json"))
-    assert command.prepare(given).corpus.digest == whole.corpus.digest
-    directory.mkdir()  # killed just after renaming the corpus
-    write_json(directory / "recipe.json", read_json(tmp_path / "whole/recipe.json"))
-    assert command.prepare(given).corpus.digest == whole.corpus.digest
-    assert not directory.exists()
-    names = [
-        sorted(file.relative_to(root) for file in root.rglob("*")) for root in (tmp_path / "out", tmp_path / "whole")
-    ]
-    assert names[0] == names[1]
 
 
 # tokenizers
@@ -619,15 +522,15 @@ def test_a_kill_between_two_steps_leaves_nothing_behind(tmp_path: Path):
 def test_a_trained_tokenizer_is_complete_and_not_trained_again(tmp_path: Path, monkeypatch):
     given = config(write_input("jsonl", tmp_path / "in"), tmp_path / "out", tokenizer=None, train_bpe=300)
     with interrupted():
-        command.prepare(given)
+        prepare(given)
     monkeypatch.setattr(command, "train_bpe", None)
-    made = command.prepare(given).corpus
+    made = prepare(given).corpus
     assert sorted(texts(made)) == sorted(DOCUMENTS)
     assert made.train.tokenizer.vocab_size == 300
     assert made.train.num_tokens + made.validation.num_tokens < sum(len(text.encode()) for text in DOCUMENTS)
     file = str(tmp_path / "out/tokenizer.json")
     assert read_tokenizer(file).name == made.train.sidecar.tokenizer
-    named = command.prepare(config(tmp_path / "in/*", tmp_path / "named", tokenizer=file))
+    named = prepare(config(tmp_path / "in/*", tmp_path / "named", tokenizer=file))
     assert named.corpus.digest == made.digest
 
     def loaded(tokenizer: str | None) -> Corpus:
@@ -648,11 +551,11 @@ def test_a_tokenizer_is_trained_only_on_the_training_split(tmp_path: Path):
         source = write(
             tmp_path / f"{output}.jsonl", *(json.dumps({"text": text}).encode() + b"\n" for text in documents)
         )
-        made = command.prepare(config(source, tmp_path / output, tokenizer=None, train_bpe=290)).corpus
+        made = prepare(config(source, tmp_path / output, tokenizer=None, train_bpe=290)).corpus
         return made.train.sidecar.tokenizer
 
     validation = [f"zebra {i} " * 50 for i in range(40)]
-    validation = [text for text in validation if corpus.split_of(text.encode(), 0.3) == "validation"]
+    validation = [text for text in validation if split_of(text.encode(), 0.3) == "validation"]
     assert trained("one", DOCUMENTS) == trained("other", [*validation, *DOCUMENTS])
 
 
@@ -662,10 +565,10 @@ def test_raw_text_needs_a_tokenizer(tmp_path: Path):
 
 
 def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
-    first = command.prepare(config(write_input("text", tmp_path / "in"), tmp_path / "a", tokenizer=None, train_bpe=257))
+    first = prepare(config(write_input("text", tmp_path / "in"), tmp_path / "a", tokenizer=None, train_bpe=257))
     write(tmp_path / "in/zz.txt", b"caf\xe9")
     name = str(tmp_path / "a/tokenizer.json")
-    prepared = command.prepare(config(tmp_path / "in", tmp_path / "b", tokenizer=name))
+    prepared = prepare(config(tmp_path / "in", tmp_path / "b", tokenizer=name))
     assert prepared.corpus.digest == first.corpus.digest
     assert [(bad["line"], bad["reason"]) for bad in rejected(tmp_path / "b")] == [(1, "cannot be encoded")]
 
@@ -681,12 +584,9 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
         ({"tokenizer": None, "train_bpe": 3}, "train_bpe = 3: must be 257"),
         ({"where": ("meta",)}, "where = 'meta': must be field=value"),
         ({"where": ("meta.ok=no",)}, "no documents found: 40 filtered"),
-        ({"text_field": "words"}, r"no documents found: 40 bad \(no text\)"),
+        ({"text_field": "words"}, "no documents found: 40 no text"),
         ({"min_length": 9, "max_length": 8}, "max_length = 8"),
-        (
-            {"validation_fraction": 1e-9},
-            "validation_fraction = 1e-09: leaves no validation documents of the 40 .*; give a larger fraction",
-        ),
+        ({"validation_fraction": 1e-9}, "validation_fraction = 1e-09: must leave documents for both .* of the 40"),
         ({"validation_fraction": float("nan")}, "validation_fraction = nan"),
         ({"workers": 0}, "workers = 0"),
     ],
@@ -694,28 +594,32 @@ def test_text_that_a_tokenizer_cannot_take_is_bad(tmp_path: Path):
 def test_wrong_input_is_one_line(tmp_path: Path, changes: dict, message: str):
     source = write_input("jsonl", tmp_path / "in")
     with pytest.raises(InputError, match=message) as caught:
-        command.prepare(config(source, tmp_path / "out", **changes))
+        prepare(config(source, tmp_path / "out", **changes))
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "out").exists()
     # A rejected command leaves no files that would make the corrected command fail.
-    assert not (tmp_path / "out.partial").exists()
+    assert not {"out", "out.partial"} & {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_vocabulary_is_not_trained_on_ids(tmp_path: Path):
+    write_pair(tmp_path / "pair", PAIR)
+    with pytest.raises(InputError, match=r"train_bpe = 300: .*pair\.bin has ids"):
+        prepare(config(tmp_path, tmp_path / "out", tokenizer=None, train_bpe=300))
 
 
 def test_the_command_line(tmp_path: Path):
     """It prepares and then shows a corpus; it shows one alone; and it refuses other flags in one line."""
     source = write(tmp_path / "a.jsonl", *LINES, b"{}\n")
     more = ("--workers=2", "--where=meta.pile_set_name=ArXiv|Books3")
-    results = [start(source, tmp_path / "out", *more).communicate()[0], None]
+    prepared = start(source, tmp_path / "out", *more).communicate()[0]
     shown = [sys.executable, "-m", "dape_jax.data.prepare", f"--show={tmp_path}/out"]
-    results[1] = subprocess.run(shown, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+    assert subprocess.run(shown, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout == prepared
     made = open_corpus(tmp_path / "out")
-    assert results[0] == results[1]
     for said in (f"digest {made.digest}: verified", "skipped: 1 filtered", f"{made.train.num_tokens:,} tokens"):
-        assert said in results[0]
+        assert said in prepared
     refused = start(source, tmp_path / "out", *more, "--max_length=9")
     _, errors = refused.communicate()
     assert (refused.returncode, errors.count("\n")) == (2, 1)
-    assert "max_length: saved 16777216, now 9" in errors
+    assert "max_length = '9': but" in errors
 
 
 # token ids of Megatron
@@ -748,6 +652,7 @@ def flattened(documents: list[list[list[int]]]) -> list[list[int]]:
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=4), max_size=6),
 )
 def test_pairs_are_read_token_for_token(tmp_path_factory, dtype: str, documents: list[list[list[int]]]):
+    documents = [*documents, [[1]]]  # an empty file cannot be mapped
     prefix = write_pair(tmp_path_factory.getbasetemp() / "pair.0", documents, dtype)
     found = list(read_ids(f"{prefix}.bin"))
     assert [tokens.tolist() for tokens in found] == flattened(documents)
@@ -757,15 +662,15 @@ def test_pairs_are_read_token_for_token(tmp_path_factory, dtype: str, documents:
 NUM_SEQUENCES = sum(map(len, PAIR))
 SIZES, STARTS, INDEX = 34, 34 + 4 * NUM_SEQUENCES, 34 + 12 * NUM_SEQUENCES
 REFUSED: dict[str, tuple[str, int, int | bytes, str]] = {
-    "other magic": ("<9s", 0, b"TNTIDX\0\0\1", r"pair\.idx: magic = b'TNTIDX"),
-    "float": ("<B", 17, 6, r"pair\.idx: dtype = 6: must be one of .*'uint16'"),
-    "more sequences": ("<Q", 18, NUM_SEQUENCES + 1, r"pair\.idx: size = \d+: must be \d+ bytes for 8 "),
-    "sequences without end": ("<Q", 18, 2**64 - 1, r"pair\.idx: size = \d+: .* 18446744073709551615"),
+    "other magic": ("<9s", 0, b"TNTIDX\0\0\1", r"pair\.idx: magic, version, dtype = \(b'TNTIDX"),
+    "float": ("<B", 17, 6, r"pair\.idx: magic, version, dtype = .* 6\): must be .*'uint16'"),
+    "more sequences": ("<Q", 18, NUM_SEQUENCES + 1, r"pair\.idx: size = \d+: must be \d+"),
+    "sequences without end": ("<Q", 18, 2**64 - 1, r"pair\.idx: size = \d+: must be "),
     "no documents": ("<Q", 26, 0, r"pair\.idx: size"),
     "negative size": ("<i", SIZES + 8, -1, r"pair\.idx: sequences"),
-    "larger last size": ("<i", STARTS - 4, 3, r"pair\.bin: size = 18: must be 20 bytes"),
-    "index ends late": ("<q", INDEX + 8 * len(PAIR), 8, r"pair\.idx: document index = \[0, 8\]"),
-    "index decreases": ("<q", INDEX + 8, 7, r"pair\.idx: document index"),
+    "larger last size": ("<i", STARTS - 4, 3, r"pair\.bin: size = 18: must be 20"),
+    "index ends late": ("<q", INDEX + 8 * len(PAIR), 8, r"pair\.idx: documents = \[0, 8\]"),
+    "index decreases": ("<q", INDEX + 8, 7, r"pair\.idx: documents"),
 }
 
 
@@ -787,7 +692,9 @@ def test_a_damaged_pair_is_refused_by_file_and_field(tmp_path: Path, case: str):
 def test_a_truncated_or_missing_half_is_refused(tmp_path: Path, suffix: str, size: int | None):
     file = write_pair(tmp_path / "pair", PAIR).with_suffix(suffix)
     file.unlink() if size is None else write(file, file.read_bytes()[:size])
-    with pytest.raises(InputError, match=rf"pair\{suffix}: (size = {size}: must be|cannot be read)"):
+    with pytest.raises(
+        InputError, match=rf"pair\{suffix}: size = {size}: must be|pair: \.bin and \.idx must be a pair"
+    ):
         list(read_ids(str(tmp_path / "pair.bin")))
 
 
@@ -799,7 +706,7 @@ def test_show_prints_counts_lengths_and_samples(tmp_path: Path, capsys):
     source = write(
         tmp_path / "a.jsonl", *(json.dumps({"text": text}).encode() + b"\n" for text in [*texts, ""]), b"{}\n"
     )
-    made = command.prepare(config(source, tmp_path / "out", validation_fraction=0.5)).corpus
+    made = prepare(config(source, tmp_path / "out", validation_fraction=0.5)).corpus
     show(tmp_path / "out")
     printed = capsys.readouterr().out
     assert all(char.isprintable() or char == "\n" for char in printed)
@@ -815,12 +722,10 @@ def test_show_prints_counts_lengths_and_samples(tmp_path: Path, capsys):
         f"digest {made.digest}: verified",
     ):
         assert said in printed
-    counts = [int(line.split()[-2]) for line in printed.splitlines() if line.endswith("#")]
-    assert sum(counts) == len(texts)
 
 
 def test_no_text_of_a_damaged_corpus_is_shown(tmp_path: Path, capsys):
-    command.prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
+    prepare(config(write_input("jsonl", tmp_path / "in"), tmp_path / "out"))
     file = tmp_path / "out/train/tokens.bin"
     write(file, bytes([file.read_bytes()[0] ^ 1]), file.read_bytes()[1:])
     with pytest.raises(InputError, match=r"train/store\.json: digest"):

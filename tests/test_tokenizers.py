@@ -168,20 +168,15 @@ def test_special_tokens_are_where_the_file_has_them(form, tokenizer):
     assert tokenizer.vocab_size == max([*FORMS[form]["model"]["vocab"].values(), *added.values()]) + 1
 
 
-def test_ids_outside_the_vocabulary_are_refused(tokenizer):
-    for ids in ([-1], [5, tokenizer.vocab_size]):
-        with pytest.raises(InputError, match=rf"must be 0 to {tokenizer.vocab_size - 1}, .* {tokenizer.name}"):
-            tokenizer.decode(np.array(ids))
-
-
-def test_ids_may_have_gaps(tmp_path):
-    """Tokens with large ids extend the vocabulary; unused ids decode to no text."""
+def test_ids_without_a_token_have_no_text(tmp_path):
+    """Tokens with large ids extend the vocabulary; a model of a larger vocabulary may sample others."""
     content = copy.deepcopy(FORMS["trained"])
     vocab = content["model"]["vocab"]
     vocab["é"] = 1000  # the byte E9
     tokenizer = read_tokenizer(write(tmp_path, content))
     assert tokenizer.vocab_size == 1001
-    assert tokenizer.decode(np.array([1000, 999, vocab["a"]])) == b"\xe9a"
+    assert tokenizer.decode(np.array([1000, 999, 5000, vocab["a"]])) == b"\xe9a"
+    assert Bytes().decode(np.array([97, 256, 5000, 98])) == b"ab"
 
 
 @quick
@@ -190,7 +185,7 @@ def test_bytes_that_are_not_utf8_are_refused(tokenizer, text):
     try:
         text.decode()
     except UnicodeDecodeError as error:
-        with pytest.raises(InputError, match=rf"from byte {error.start} on: not UTF-8"):
+        with pytest.raises(InputError, match=rf"cannot be encoded .*in position {error.start}"):
             tokenizer.encode(text)
     else:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -204,7 +199,7 @@ def test_long_texts_are_encoded_in_pieces(tokenizer, text, words):
     whole = tokenizer.encode(sentence)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizers, "_PIECE_CHARS", 7)
-        assert len(list(tokenizers._pieces(sentence.decode(), 7))) >= len(sentence.decode()) / 7
+        assert len(tokenizers._pieces(sentence.decode(), 7)) >= len(sentence.decode()) / 7
         assert np.array_equal(tokenizer.encode(sentence), whole)
         assert tokenizer.decode(tokenizer.encode(text.encode())) == text.encode()
 
@@ -326,12 +321,6 @@ def test_texts_with_too_little_to_merge_give_a_warning(caplog, capfd):
     assert capfd.readouterr().out == ""
 
 
-@pytest.mark.parametrize("vocab_size", [-1, 256, 2**20 + 1])
-def test_a_vocabulary_too_small_for_the_bytes_or_too_large_is_refused(vocab_size):
-    with pytest.raises(InputError, match=rf"train_bpe = {vocab_size}: must be 257 .* to 1048576"):
-        train_bpe(TEXTS, vocab_size)
-
-
 # names and files
 
 
@@ -369,9 +358,7 @@ def test_a_saved_or_pickled_tokenizer_is_the_same(kind, tmp_path):
         for field in ("name", "vocab_size", "end_of_document"):
             assert getattr(again, field) == getattr(tokenizer, field)
         save_tokenizer(again, directory)
-    DataConfig("text", tokenizer.name, "cache", 0.5, 0)
-    with pytest.raises(InputError, match=r"data\.tokenizer = .*: must be None"):
-        DataConfig("text", f"other-{tokenizer.name.partition('-')[2]}", "cache", 0.5, 0)
+    assert DataConfig("text", tokenizer.name, "cache", 0.5, 0).tokenizer == tokenizer.name
 
 
 def test_another_tokenizer_is_not_overwritten(tmp_path):
@@ -463,15 +450,11 @@ def changed(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 REFUSED = {
-    "no model": (changed("model", to=None), "the tokenizers library rejects it"),
-    "WordPiece": (changed("model", "type", to="WordPiece"), "the tokenizers library rejects it"),
-    "no decoder": (changed("decoder", to=None), "decoder must be present"),
-    "dropout": (changed("model", "dropout", to=0.1), "model.dropout must be null"),
-    "id is negative": (changed("model", "vocab", "a", to=-1), "the tokenizers library rejects it"),
-    "id is taken": (changed("model", "vocab", "a", to=70), "model.vocab must be a vocabulary without duplicate ids"),
-    "merge into unknown": (changed("model", "merges", 0, to=["ÿ", "ÿ"]), "library rejects it"),
-    "no added tokens": (changed("added_tokens", to=[]), r"added_tokens must be a list with an end-of-document token"),
-    "end is not special": (changed("added_tokens", 0, "special", to=False), "must be special"),
+    "no model": (changed("model", to=None), "is not a tokenizer.json that the tokenizers library reads"),
+    "WordPiece": (changed("model", "type", to="WordPiece"), "tokenizers library"),
+    "id is negative": (changed("model", "vocab", "a", to=-1), "tokenizers library"),
+    "merge into unknown": (changed("model", "merges", 0, to=["ÿ", "ÿ"]), "tokenizers library"),
+    "no added tokens": (changed("added_tokens", to=[]), r"added_tokens must have an end-of-document token"),
     "added id": (changed("added_tokens", 0, "id", to=7), r"added token '<\|endoftext\|>': id = 7"),
     "half a character": (changed("normalizer", to="\ud800"), "is not a tokenizer.json"),
 }
@@ -501,24 +484,7 @@ def test_other_files_are_refused(tmp_path, data):
     assert len(str(refused.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("spec", ["gpt2", "/nowhere/tokenizer.json", "a\0b"])
-def test_a_missing_file_is_refused(spec):
+@pytest.mark.parametrize("spec", ["gpt2", "/nowhere/tokenizer.json", "a\0b", "/tmp"])
+def test_a_file_that_cannot_be_read_is_refused(spec):
     with pytest.raises(InputError, match=r"data.tokenizer = .*: must be 'bytes', or the path of"):
         read_tokenizer(spec)
-
-
-def test_a_directory_is_refused(tmp_path):
-    with pytest.raises(InputError, match="cannot be read"):
-        read_tokenizer(str(tmp_path))
-
-
-def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
-    """Let a regular expression of the file fail on a text: the library panics and does not raise."""
-    regex = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    content = copy.deepcopy(FORMS["trained"])
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [regex, BYTE_LEVEL]}
-    tokenizer = read_tokenizer(write(tmp_path, content))
-    with pytest.raises(InputError, match=rf"cannot be encoded by the tokenizer {tokenizer.name}: .*retry-limit"):
-        tokenizer.encode(b"a" * 40 + b"!")
-    capfd.readouterr()  # the library's message about the panic
-    assert tokenizer.decode(tokenizer.encode(b"another text")) == b"another text"

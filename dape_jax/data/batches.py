@@ -46,8 +46,6 @@ class Windows(grain.sources.RandomAccessDataSource[Window]):
         return (self.store.num_tokens - 1) // self.length  # the last target needs one more token
 
     def __getitem__(self, index: int) -> Window:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
         start = index * self.length
         tokens = self.store.tokens[start : start + self.length + 1].astype(np.int32)
         return {"inputs": tokens[:-1], "targets": tokens[1:]}
@@ -92,8 +90,6 @@ class PackedDocuments(grain.sources.RandomAccessDataSource[Window]):
         return len(self._rows[2]) - 1
 
     def __getitem__(self, index: int) -> Window:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         starts, sizes, bounds = self._rows
         row: dict[str, np.ndarray] = {
             name: np.zeros(self.length, np.int32) for name in ("inputs", "targets", "segment_ids")
@@ -151,18 +147,9 @@ def train_batches(
     global_batch_size / num_shards of them.
 
     Raises:
-        InputError: a size is invalid, or the store is shorter than one window.
+        InputError: the store is shorter than one window.
     """
     windows = _windows(store, train_length, packing)
-    require(0 <= seed < 2**32, "data.seed", seed, "must be 0 to 2**32 - 1")
-    require(num_shards > 0, "num_shards", num_shards, "must be at least 1")
-    require(0 <= shard_index < num_shards, "shard_index", shard_index, f"must be 0 to {num_shards - 1}")
-    require(
-        global_batch_size > 0 and global_batch_size % num_shards == 0,
-        "train.batch_size",
-        global_batch_size,
-        f"must be a positive multiple of the number of processes, {num_shards}",
-    )
     # seed().shuffle(), not shuffle(seed): Grain shuffles epoch e with seed + e, so epoch 2 of seed 0 would equal
     # epoch 1 of seed 1; seed() hashes the seed first.
     dataset = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
@@ -178,16 +165,11 @@ def validation_batches(
     T = `length` may be longer than in training. There are `num_batches`, or fewer if the store is too small.
 
     Raises:
-        InputError: a size is invalid, or the store is shorter than one batch.
+        InputError: the store is shorter than one window or one batch.
     """
     windows = _windows(store, length, packing)
-    require(num_batches > 0, "num_batches", num_batches, "must be at least 1")
-    require(
-        0 < batch_size <= len(windows),
-        "train.batch_size",
-        batch_size,
-        f"must be 1 to {len(windows)}, the number of windows of length {length} in {store.directory}",
-    )
+    allowed = f"must be 1 to {len(windows)}, the number of windows of length {length} in {store.directory}"
+    require(0 < batch_size <= len(windows), "train.batch_size", batch_size, allowed)
     num_windows = min(num_batches, len(windows) // batch_size) * batch_size
     spread = np.arange(num_windows) * len(windows) // num_windows
     batches = [[windows[index] for index in indices] for indices in spread.reshape(-1, batch_size).tolist()]
@@ -195,9 +177,7 @@ def validation_batches(
 
 
 def _windows(store: TokenStore, length: int, packing: str) -> Windows | PackedDocuments:
-    field = "train.train_length"
-    require(length > 0, field, length, "must be at least 1")
     windows = PackedDocuments(store, length) if packing == "documents" else Windows(store, length)
     allowed = f"must be at most {store.num_tokens - 1}: {store.directory} has {store.num_tokens} tokens"
-    require(len(windows) > 0, field, length, allowed)
+    require(len(windows) > 0, "train.train_length", length, allowed)
     return windows

@@ -11,42 +11,41 @@ In: the path of a corpus that `prepare` made. Out: a `Corpus` of two `TokenStore
 Nothing is built here: `training.source.load_corpus` first calls `prepare` if `data.path` is raw text.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import re
-import shutil
-import uuid
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import filelock
 import fsspec
 import numpy as np
 from jaxtyping import Int64, UInt
 
-from dape_jax.data.corpus import STDLIB, Split, is_remote, remote_errors
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, one_of, require
 from dape_jax.files import parse_json, read_json
 from dape_jax.progress import Progress
-from dape_jax.storage import require_local
+from dape_jax.storage import is_remote, require_local
 
 logger = logging.getLogger(__name__)
 
+Split = Literal["train", "validation"]
+
+STDLIB = "stdlib"  # `data.path` of the source of the interpreter's standard library
 FORMAT_VERSION = 2
 TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 PACKINGS = ("stream", "documents")
-_TOKENIZERS = (
-    "must be None (the prepared corpus's), 'bytes', or the path or name (bpe-<16 hex digits>) of a tokenizer.json"
-)
-_NAME = "(bpe|unigram|wordpiece|wordlevel)-[0-9a-f]{16}"
-_CHUNK = 2**20  # offsets that are checked at a time
-_DIGEST_BYTES = 2**24  # bytes that are hashed at a time
+_NAME = "bytes|[a-z]+-[0-9a-f]{16}"  # of a tokenizer
+_BLOCK = 2**23  # tokens that are hashed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +68,12 @@ class DataConfig:
     def __post_init__(self):
         one_of(self, "data", packing=PACKINGS)
         require(self.path != "", "data.path", self.path, f"must be a file, a directory, a glob or {STDLIB!r}")
-        known = self.tokenizer is None or re.fullmatch(rf"bytes|.*\.json|{_NAME}", self.tokenizer, re.DOTALL)
-        require(bool(known), "data.tokenizer", self.tokenizer, _TOKENIZERS)
-        require(self.cache_dir != "", "data.cache_dir", self.cache_dir, "must be a directory")
+        is_known = self.tokenizer is None or re.fullmatch(rf"{_NAME}|.*\.json", self.tokenizer, re.DOTALL)
+        allowed = "must be None (the prepared corpus's), 'bytes', or the path or name of a tokenizer.json"
+        require(bool(is_known), "data.tokenizer", self.tokenizer, allowed)
         require_local(self.cache_dir, "data.cache_dir")
-        require(
-            0 < self.validation_fraction < 1, "data.validation_fraction", self.validation_fraction, "must be in (0, 1)"
-        )
+        fraction = self.validation_fraction
+        require(0 < fraction < 1, "data.validation_fraction", fraction, "must be in (0, 1)")
         require(0 <= self.seed < 2**32, "data.seed", self.seed, "must be 0 to 2**32 - 1")
 
 
@@ -127,7 +125,9 @@ class TokenStore:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Tokenizer of the tokens."""
-        return saved_tokenizer(self.directory)
+        found, name = saved_tokenizer(self.directory), self.sidecar.tokenizer
+        require(found.name == name, f"{self.directory / TOKENIZER_FILE}: tokenizer", found.name, f"must be {name}")
+        return found
 
     def document(self, index: int) -> UInt[np.ndarray, "document_tokens"]:
         """Return the tokens of one document, including its end_of_document."""
@@ -136,20 +136,24 @@ class TokenStore:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     def verify(self) -> None:
-        """Compute the digest of all data and compare it with the recorded one.
+        """Read all data, and compare its digest with the recorded one and its ids with the vocabulary.
 
         Raises:
-            InputError: the files have changed since they were written.
+            InputError: the files have changed since they were written, or were written by another program.
         """
-        found, size, name = hashlib.sha256(), self.tokens.nbytes, f"checking {self.directory}"
-        bar = Progress(total=size, desc=name, unit="B", unit_scale=True, delay=1, leave=False)
-        with open(self.directory / TOKENS_FILE, "rb") as file, bar:
-            while block := file.read(_DIGEST_BYTES):
-                found.update(block)
-                bar.update(len(block))
-        found.update(np.ascontiguousarray(self.offsets, "<i8").data)
-        allowed = f"must be the digest of the files, {found.hexdigest()}"
-        require(found.hexdigest() == self.digest, f"{self.directory / SIDECAR_FILE}: digest", self.digest, allowed)
+        digest, largest = hashlib.sha256(), 0
+        size, name = self.tokens.nbytes, f"checking {self.directory}"
+        with Progress(total=size, desc=name, unit="B", unit_scale=True, delay=1, leave=False) as bar:
+            for begin in range(0, self.num_tokens, _BLOCK):
+                block = self.tokens[begin : begin + _BLOCK]
+                digest.update(block)
+                largest = max(largest, int(block.max()))
+                bar.update(block.nbytes)
+        digest.update(np.ascontiguousarray(self.offsets, "<i8"))
+        file, found = self.directory / SIDECAR_FILE, digest.hexdigest()
+        require(found == self.digest, f"{file}: digest", self.digest, f"must be the digest of the files, {found}")
+        size = self.sidecar.vocab_size
+        require(largest < size, f"{self.directory / TOKENS_FILE}: token id", largest, f"must be 0 to {size - 1}")
 
     def __reduce__(self):
         # A memory map is pickled with all of its content, which would be sent to each of Grain's worker processes.
@@ -191,9 +195,11 @@ def find_corpus(config: DataConfig) -> Path | None:
     assert config.path is not None
     sidecars = _sidecars(config.path)
     if not sidecars:
+        is_split = Path(os.path.expanduser(config.path), TOKENS_FILE).exists()
+        require(not is_split, "data.path", config.path, "is one split of a corpus; give the directory above it")
         return None
     name, given = sidecars["train"].tokenizer, config.tokenizer
-    if given is not None and not re.fullmatch(rf"bytes|{_NAME}", given):
+    if given is not None and not re.fullmatch(_NAME, given):
         given = read_tokenizer(given).name
     allowed = f"must be None or {name!r}: data.path = {config.path!r} was prepared with {name!r}"
     require(given in (None, name), "data.tokenizer", config.tokenizer, allowed)
@@ -227,58 +233,38 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def open_corpus(directory: Path) -> Corpus:
-    """Map the two stores of a corpus, after checking each (`open_store`) and one against the other.
+    """Map the two stores of a corpus. Opening reads no tokens; `Corpus.verify` reads and checks all.
 
     Raises:
-        InputError: a file is missing or damaged, or the stores do not match each other.
+        InputError: a file is missing or has another size, or the stores do not match each other.
     """
     stores = {split: open_store(directory / split) for split in SPLITS}
-    train = stores["train"].sidecar
+    fingerprint = stores["train"].sidecar.fingerprint
     for split, store in stores.items():
-        for field, value in (("split", split), ("fingerprint", train.fingerprint), ("tokenizer", train.tokenizer)):
-            found = getattr(store.sidecar, field)
-            require(found == value, f"{store.directory / SIDECAR_FILE}: {field}", found, f"must be {value!r}")
+        found, allowed = (store.sidecar.split, store.sidecar.fingerprint), f"must be {(split, fingerprint)}"
+        require(found == (split, fingerprint), f"{store.directory / SIDECAR_FILE}: split, fingerprint", found, allowed)
     return Corpus(**stores)
 
 
 def open_store(directory: Path) -> TokenStore:
-    """Map a store on disk. Everything is checked except the tokens themselves; `verify` checks those.
-
-    Raises:
-        InputError: a file is missing or damaged; the message names the sidecar, the field and its value.
-    """
+    """Map a store on disk; see `open_corpus`."""
     file = directory / SIDECAR_FILE
     sidecar = _sidecar(str(file), read_json(file))
     try:
-        tokenizer = saved_tokenizer(directory)
-        dtype = token_dtype(tokenizer.vocab_size)
-        tokens = np.memmap(directory / TOKENS_FILE, dtype, mode="r")
-        offsets = np.lib.format.open_memmap(directory / OFFSETS_FILE, mode="r")
+        tokens = np.memmap(directory / TOKENS_FILE, token_dtype(sidecar.vocab_size), mode="r")
+        offsets = np.load(directory / OFFSETS_FILE, mmap_mode="r")
     except Exception as error:  # numpy raises many kinds of errors for damaged headers, some of several lines
         raise InputError(f"{file}: the files next to it cannot be read: {error!r}") from error
-    is_whole = offsets.dtype == np.dtype("<i8") and offsets.ndim == 1 and offsets.size > 1
-    is_whole = is_whole and bool(offsets[0] == 0 and offsets[-1] == tokens.size)
-    for begin in range(0, offsets.size if is_whole else 0, _CHUNK):  # there may be hundreds of millions
-        piece = offsets[begin : begin + _CHUNK + 1]
-        is_whole = is_whole and bool(np.all(piece[1:] > piece[:-1]))
-    found = {
-        "format_version": FORMAT_VERSION,
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype.str,
-        "num_documents": offsets.size - 1,
-        "num_tokens": tokens.size,
-    }
-    for field, value in found.items():
-        require(getattr(sidecar, field) == value, f"{file}: {field}", getattr(sidecar, field), f"must be {value!r}")
-    shape = f"{offsets.dtype}{list(offsets.shape)}"
-    require(is_whole, f"{file}: {OFFSETS_FILE}", shape, "must be int64 in one dim, increasing from 0 to num_tokens")
+    sizes, found = (sidecar.num_tokens, sidecar.num_documents), (tokens.size, offsets.size - 1)
+    require(sizes == found, f"{file}: num_tokens, num_documents", sizes, f"must be {found}, as in the files next to it")
     return TokenStore(directory, sidecar, tokens, offsets)
 
 
 def _sidecar(file: str, content: dict[str, Any]) -> Sidecar:
     fields = [field.name for field in dataclasses.fields(Sidecar)]
     require(set(content) == set(fields), f"{file}: fields", sorted(content), f"must be {sorted(fields)}")
+    version = content["format_version"]
+    require(version == FORMAT_VERSION, f"{file}: format_version", version, f"must be {FORMAT_VERSION}")
     return Sidecar(**content)
 
 
@@ -286,20 +272,14 @@ def _sidecars(path: str) -> dict[str, Sidecar]:
     """Return the sidecars of the prepared corpus at a path or URL, or {} if it is raw text."""
     if path == STDLIB:
         return {}
-    files = {split: f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}" for split in SPLITS}
-    contents = {}
-    with remote_errors("data.path", path):
-        for split, file in files.items():
+    sidecars: dict[str, Sidecar] = {}
+    for split, file in {split: f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}" for split in SPLITS}.items():
+        with read_errors("data.path", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             system, name = fsspec.url_to_fs(os.path.expanduser(file))
-            try:
-                contents[split] = system.cat_file(name)
-            except (FileNotFoundError, NotADirectoryError):
-                contents[split] = None
-    if set(contents.values()) == {None}:
-        return {}
-    for split, file in files.items():
-        require(contents[split] is not None, file, None, "must be there: the corpus is incomplete")
-    return {split: _sidecar(file, parse_json(file, contents[split])) for split, file in files.items()}
+            sidecars[split] = _sidecar(file, parse_json(file, system.cat_file(name)))
+    allowed = "must be a whole corpus, with train/store.json and validation/store.json"
+    require(len(sidecars) != 1, "data.path", path, allowed)
+    return sidecars
 
 
 def _local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
@@ -312,22 +292,29 @@ def _local_copy(url: str, sidecars: dict[str, Sidecar], cache: Path) -> Path:
     if directory.exists():
         return directory
     cache.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(cache / f".{directory.name}.lock"):
+    with filelock.FileLock(cache / f".{directory.name}.lock"), tempfile.TemporaryDirectory(dir=cache) as temporary:
         if not directory.exists():
             logger.info("copying %s to %s", url, directory)
-            temporary = cache / f".tmp-{directory.name}-{uuid.uuid4().hex}"
-            try:
-                for split, sidecar in sidecars.items():
-                    (temporary / split).mkdir(parents=True)
-                    names = [TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE]
-                    names += [TOKENIZER_FILE] if sidecar.tokenizer != Bytes.name else []
-                    with remote_errors("data.path", url):
-                        system, root = fsspec.url_to_fs(f"{url.rstrip('/')}/{split}")
-                        system.get(
-                            [f"{root}/{name}" for name in names], [f"{temporary}/{split}/{name}" for name in names]
-                        )
-                open_corpus(temporary).verify()
-                temporary.rename(directory)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            copy = Path(temporary, "corpus")
+            for split, sidecar in sidecars.items():
+                names = [TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE]
+                names += [TOKENIZER_FILE] if sidecar.tokenizer != Bytes.name else []
+                (copy / split).mkdir(parents=True)
+                with read_errors("data.path", url):
+                    system, root = fsspec.url_to_fs(f"{url.rstrip('/')}/{split}")
+                    system.get([f"{root}/{name}" for name in names], [f"{copy / split / name}" for name in names])
+            open_corpus(copy).verify()
+            copy.rename(directory)
     return directory
+
+
+@contextlib.contextmanager
+def read_errors(field: str, path: str) -> Iterator[None]:
+    """Raise `InputError` for any error in the block: file systems define their own exceptions."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # ImportError names the missing package
+        text = " ".join(str(error).split())
+        raise InputError(f"{field} = {path!r}: cannot be read: {type(error).__name__}: {text}") from error

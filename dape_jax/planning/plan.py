@@ -20,8 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.stages import Wrapped
 
 from dape_jax.config import RunConfig, is_algorithmic, resolved
-from dape_jax.data.corpus import STDLIB
-from dape_jax.data.store import follow_corpus
+from dape_jax.data.store import STDLIB, follow_corpus
 from dape_jax.errors import InputError
 from dape_jax.evaluation.programs import batch_size_at, model_at
 from dape_jax.files import write_json

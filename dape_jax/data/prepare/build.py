@@ -1,302 +1,256 @@
-"""Documents -> tokens on disk, in one process or several, resumable per input file.
+"""Documents -> tokens on disk, resumable per input file.
 
-In: input files (`corpus`), a selection (`records`) and a tokenizer. Out: a directory that `store` opens, and in it
+In: input files (`inputs`), a selection (`records`) and a tokenizer. Out: WORK/corpus, a directory that `store` opens.
 
-    record.json      the fields of `Record`
-    rejected.jsonl   the bad records: file, line, reason, detail
+    corpus/             train/ and validation/: see `store`
+                        record.json     the fields of `Record`
+                        rejected.jsonl  the bad records: file, line, reason, detail
+    train.lengths  validation.lengths   int64[num_documents]: tokens of each document
+    progress.json       number of complete input files, sizes of the files above at that time, and the record
 
-`build_corpus` first converts each input file to a shard (consecutive small files share one), in any number of
-processes. A shard is a directory that is renamed when it is complete; a kill loses only the shards in progress:
-
-    input files -> shards/00000000/, ..   {train,validation}.{tokens,lengths}  rejected.jsonl  record.json
-
-It then concatenates the shards in the order of the input, so the result does not depend on the number of processes.
+An interrupted build resumes at the last saved progress: the files are truncated to the saved sizes.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-import uuid
 from collections import Counter
-from collections.abc import Generator, Iterator
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
 
-from dape_jax.data.corpus import InputFile, Split, split_of
-from dape_jax.data.prepare.records import Bad, Content, Selection, Skipped, read_documents
-from dape_jax.data.store import FORMAT_VERSION, OFFSETS_FILE, SIDECAR_FILE, SPLITS, TOKENS_FILE, Sidecar, token_dtype
+from dape_jax.data.prepare.inputs import InputFile
+from dape_jax.data.prepare.records import Bad, Content, Selection, Skipped, read_documents, split_of
+from dape_jax.data.store import (
+    FORMAT_VERSION,
+    OFFSETS_FILE,
+    SIDECAR_FILE,
+    SPLITS,
+    TOKENS_FILE,
+    Sidecar,
+    Split,
+    token_dtype,
+)
 from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require
-from dape_jax.files import read_json, sync_directory, write_json
+from dape_jax.files import read_json, write_json
 from dape_jax.progress import Progress
 
+CORPUS_DIRECTORY, PROGRESS_FILE = "corpus", "progress.json"
 RECORD_FILE, REJECTED_FILE = "record.json", "rejected.jsonl"
-CORPUS_DIRECTORY, SHARDS_DIRECTORY = "corpus", "shards"
 
-MAX_LISTED = 100_000  # maximum bad records of a shard in rejected.jsonl; the rest are only counted
-_SHARD_BYTES = 2**22  # maximum bytes of input of small files that share a shard
-_BLOCK_BYTES = 2**22
+MAX_LISTED = 100_000  # maximum bad records in rejected.jsonl; the rest are only counted
+_SAVE_BYTES = 2**26  # bytes of input between two saves of the progress, at least
 
 
 @dataclasses.dataclass
 class Record:
-    """Counts of a shard, or of a whole corpus."""
+    """Counts of a corpus."""
 
     num_input_bytes: int = 0
     num_text_bytes: int = 0  # total size of the documents that are text
-    num_documents: Counter[str] = dataclasses.field(default_factory=lambda: Counter(train=0, validation=0))
-    num_tokens: Counter[str] = dataclasses.field(default_factory=lambda: Counter(train=0, validation=0))
+    num_documents: Counter[str] = dataclasses.field(default_factory=Counter)  # by split
+    num_tokens: Counter[str] = dataclasses.field(default_factory=Counter)  # by split
     skipped: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     rejected: Counter[str] = dataclasses.field(default_factory=Counter)  # by reason
     num_lossy: int = 0  # documents that their ids do not decode to
 
-    def add(self, counts: dict[str, Any]) -> None:
-        """Add the fields of another record to these."""
-        for name, count in counts.items():
-            if isinstance(count, int):
-                setattr(self, name, getattr(self, name) + count)
-            else:
-                getattr(self, name).update(count)
+
+def read_record(file: Path) -> Record:
+    """Return the record in a file."""
+    return _record_of(read_json(file))
 
 
-def read_record(*files: Path) -> Record:
-    """Return the sum of the records in files."""
-    record = Record()
-    for file in files:
-        record.add(read_json(file))
-    return record
+def _record_of(saved: dict[str, Any]) -> Record:
+    return Record(**{name: Counter(count) if isinstance(count, dict) else count for name, count in saved.items()})
+
+
+class Document(NamedTuple):
+    """Document of a corpus."""
+
+    split: Split
+    ids: Integer[np.ndarray, "_"]  # without end_of_document
+    num_text_bytes: int
+    is_lossy: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """Everything that the content of a shard depends on, except its input files."""
+    """Everything that the documents of a corpus depend on, except its input files."""
 
     selection: Selection
     tokenizer: Tokenizer
     lossy: bool  # accept documents that their ids do not decode to
 
-    def write_shard(self, files: list[InputFile], shard: Path) -> Path:
-        """Write the documents of input files, in order, to a directory that appears when it is complete; return it.
+    def document(self, where: str, content: Content | Skipped | Bad) -> Document | Skipped | Bad:
+        """Return a record as a document, or why it is skipped or bad.
 
         Raises:
-            InputError: a file cannot be read, ids are outside the vocabulary, or a document needs `lossy`.
+            InputError: ids are outside the vocabulary, or a document needs `lossy`. The message names `where`.
         """
-        partial = shard.with_name(f".{shard.name}.{uuid.uuid4().hex}")
-        partial.mkdir(parents=True)
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        end = np.array([self.tokenizer.end_of_document], dtype).tobytes()
-        record = Record(num_input_bytes=sum(file.num_bytes for file in files))
-        names = [*(f"{split}.{kind}" for split in SPLITS for kind in ("tokens", "lengths")), REJECTED_FILE]
-        with contextlib.ExitStack() as stack:
-            out = {name: stack.enter_context(_new_file(partial / name)) for name in names}
-            for file in files:
-                for number, content in read_documents(file, self.selection):
-                    found = content if isinstance(content, str | Bad) else self._encode(file, number, content, record)
-                    if isinstance(found, str):
-                        record.skipped[found] += 1
-                    elif isinstance(found, Bad):
-                        record.rejected[found.reason] += 1
-                        if record.rejected.total() <= MAX_LISTED:
-                            detail = " ".join(found.detail.split())[:200]
-                            bad = {"file": file.path, "line": number, "reason": found.reason, "detail": detail}
-                            out[REJECTED_FILE].write(json.dumps(bad).encode() + b"\n")
-                    else:
-                        split, ids = found
-                        out[f"{split}.tokens"].write(ids.astype(dtype, casting="unsafe").tobytes() + end)
-                        out[f"{split}.lengths"].write((len(ids) + 1).to_bytes(8, "little"))
-                        record.num_documents[split] += 1
-                        record.num_tokens[split] += len(ids) + 1
-        write_json(partial / RECORD_FILE, vars(record))
-        os.rename(partial, shard)
-        sync_directory(shard.parent)
-        return shard
-
-    def _encode(
-        self, file: InputFile, number: int, content: Content, record: Record
-    ) -> tuple[Split, Integer[np.ndarray, "_"]] | Bad | Skipped:
-        """Return split and ids without end_of_document, or why the document is skipped or bad."""
-        selection, tokenizer = self.selection, self.tokenizer
-        where = f"{file.path}: document {number}"
-        if isinstance(content, bytes):
-            if reason := selection.skips_length(len(content)):
-                return reason
-            try:
-                ids = tokenizer.encode(content)
-            except InputError as error:
-                return Bad("cannot be encoded", str(error))
-            if tokenizer.decode(ids) != content:
-                allowed = "must decode to the text; --lossy accepts and counts documents that differ"
-                require(self.lossy, f"{where}: tokenizer", tokenizer.name, allowed)
-                record.num_lossy += 1
-            record.num_text_bytes += len(content)
-            return split_of(content, selection.validation_fraction), ids
-        if len(content) and content[-1] == tokenizer.end_of_document:
+        if isinstance(content, str | Bad):
+            return content
+        tokenizer, fraction = self.tokenizer, self.selection.validation_fraction
+        if not isinstance(content, bytes) and len(content) and content[-1] == tokenizer.end_of_document:
             content = content[:-1]
-        if reason := selection.skips_length(len(content)):
+        if reason := self.selection.skips_length(len(content)):
             return reason
-        low, high = int(content.min()), int(content.max())
-        allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
-        require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
-        return split_of(content.astype("<i8").tobytes(), selection.validation_fraction), content
-
-
-@contextlib.contextmanager
-def _new_file(file: Path) -> Iterator[BinaryIO]:
-    """Open a new file; its content is on disk when the block ends."""
-    with open(file, "wb", _BLOCK_BYTES) as opened:
-        yield opened
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-class NoDocumentsError(InputError):
-    """Split without documents: the shards cannot become a corpus."""
+        if not isinstance(content, bytes):
+            low, high = int(content.min()), int(content.max())
+            allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
+            require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
+            return Document(split_of(content.astype("<i8").tobytes(), fraction), content, 0, is_lossy=False)
+        try:
+            ids = tokenizer.encode(content)
+        except InputError as error:
+            return Bad("cannot be encoded", str(error))
+        is_lossy = tokenizer.decode(ids) != content
+        allowed = "must decode to the text; --lossy accepts and counts documents that differ"
+        require(self.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
+        return Document(split_of(content, fraction), ids, len(content), is_lossy)
 
 
 def build_corpus(
     work: Path, files: list[InputFile], conversion: Conversion, *, source: str, fingerprint: str, workers: int
 ) -> Record:
-    """Build a corpus in `work / "corpus"`, and return its counts.
+    """Build a corpus in `work / "corpus"`, and return its counts. `workers` is the number of threads that tokenize.
 
-    `work` is empty or has shards of the same files and conversion. The sidecars record `source`, the input as given by
-    the user, and `fingerprint`. Each of the `workers` writes one shard at a time; 1 uses only this process.
+    `work` is empty or has the progress of the same files and conversion. The sidecars record `source`, the input as
+    given by the user, and `fingerprint`.
 
     Raises:
-        NoDocumentsError: a split has no documents.
-        InputError: as `Conversion.write_shard`, or a worker died.
+        InputError: a split has no documents, a file cannot be read, or as `Conversion.document`.
     """
-    shards = {work / SHARDS_DIRECTORY / f"{index:08}": unit for index, unit in enumerate(_units(files))}
-    for killed in (work / SHARDS_DIRECTORY).glob(".*"):
-        shutil.rmtree(killed)
-    missing = {shard: unit for shard, unit in shards.items() if not shard.exists()}
-    num_bytes = sum(file.num_bytes for unit in missing.values() for file in unit)
-    if workers > 1:
-        written = _write_in_pool(conversion, missing, workers)
-    else:
-        written = (conversion.write_shard(unit, shard) for shard, unit in missing.items())
-    bar = Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False)
-    with bar, contextlib.closing(written):
-        for shard in written:
-            bar.update(sum(file.num_bytes for file in missing[shard]))
-    record = read_record(*(shard / RECORD_FILE for shard in shards))
-    if not (num_documents := record.num_documents.total()):
-        counts = record.skipped | {f"bad ({reason})": count for reason, count in record.rejected.items()}
-        found = ", ".join(f"{count:,} {what}" for what, count in counts.items()) or "no records"
-        raise NoDocumentsError(f"input = {source!r}: no documents found: {found}")
-    for split, other in zip(SPLITS, ("smaller", "larger"), strict=True):
-        if not record.num_documents[split]:
-            raise NoDocumentsError(
-                f"validation_fraction = {conversion.selection.validation_fraction}: leaves no {split} documents of the "
-                f"{num_documents:,} in {source!r} (each split needs one); give a {other} fraction"
-            )
-    _combine(list(shards), work / CORPUS_DIRECTORY, conversion.tokenizer, record, source, fingerprint)
-    return record
-
-
-def _units(files: list[InputFile]) -> list[list[InputFile]]:
-    """Return the files of each shard: one file, or consecutive files of at most `_SHARD_BYTES` in total."""
-    units: list[list[InputFile]] = []
-    size = 0
-    for file in files:
-        if not units or size + file.num_bytes > _SHARD_BYTES:
-            units.append([])
-            size = 0
-        units[-1].append(file)
-        size += file.num_bytes
-    return units
-
-
-def _write_in_pool(
-    conversion: Conversion, missing: dict[Path, list[InputFile]], workers: int
-) -> Generator[Path, None, None]:
-    """Yield the shards as worker processes complete them; the workers end with this process, also if it is killed."""
-    context = multiprocessing.get_context("spawn")  # a process that runs JAX has threads and must not be forked
-    alive, stop = context.Pipe(duplex=False)  # workers end when `stop` is closed
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (conversion, alive))
-    try:
-        futures = [pool.submit(_work, unit, shard) for shard, unit in missing.items()]
-        for future in concurrent.futures.as_completed(futures):
-            yield future.result()
-    except BrokenProcessPool as error:
-        raise InputError(
-            f"workers = {workers}: a worker died, possibly for lack of memory; the same command resumes, and fewer "
-            "workers need less memory"
-        ) from error
-    finally:
-        stop.close()
-        pool.shutdown(cancel_futures=True)
-
-
-# Set once in each worker process by `_start_worker`, so that the tokenizer is not sent with each task.
-_conversion: Conversion
-
-
-def _start_worker(conversion: Conversion, alive: Any) -> None:
-    global _conversion
-    _conversion = conversion
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, which all processes receive
-    threading.Thread(target=lambda: (alive.poll(None), os._exit(1)), daemon=True).start()
-
-
-def _work(unit: list[InputFile], shard: Path) -> Path:
-    return _conversion.write_shard(unit, shard)
-
-
-def _combine(
-    shards: list[Path], directory: Path, tokenizer: Tokenizer, record: Record, source: str, fingerprint: str
-) -> None:
-    """Write the two stores in `directory` from the shards."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    shutil.rmtree(directory, ignore_errors=True)
+    tokenizer, fraction = conversion.tokenizer, conversion.selection.validation_fraction
+    record = _write_documents(work, files, conversion, workers)
+    if len(record.num_documents) < len(SPLITS):
+        shutil.rmtree(work)  # otherwise it would refuse the corrected flags
+        found = record.num_documents.total()
+        require(found > 0, "input", source, f"no documents found: {described(record.skipped, record.rejected)}")
+        allowed = f"must leave documents for both splits of the {found} in {source!r}; change it, or split the text"
+        raise InputError(f"validation_fraction = {fraction}: {allowed} into more files or records")
     for split in SPLITS:
-        store, sha = directory / split, hashlib.sha256()
-        store.mkdir(parents=True)
-        save_tokenizer(tokenizer, store)
-        with _new_file(store / TOKENS_FILE) as tokens:
-            for block in _blocks(shards, f"{split}.tokens"):
-                tokens.write(block)
-                sha.update(block)
-        lengths = np.frombuffer(b"".join(_blocks(shards, f"{split}.lengths")), "<i8")
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
-        sha.update(offsets.data)
-        with _new_file(store / OFFSETS_FILE) as file:
+        store, dtype = work / CORPUS_DIRECTORY / split, token_dtype(tokenizer.vocab_size)
+        lengths = np.fromfile(work / f"{split}.lengths", "<i8")
+        offsets = np.cumsum(np.concatenate([[0], lengths]), dtype="<i8")
+        assert (store / TOKENS_FILE).stat().st_size == offsets[-1] * dtype.itemsize
+        with open(store / TOKENS_FILE, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+        digest.update(offsets)
+        with open(store / OFFSETS_FILE, "wb") as file:
             np.save(file, offsets)
-        num_documents, num_tokens = len(lengths), int(offsets[-1])
-        is_whole = (num_documents, num_tokens) == (record.num_documents[split], record.num_tokens[split])
-        is_whole = is_whole and (store / TOKENS_FILE).stat().st_size == num_tokens * dtype.itemsize
-        require(is_whole, str(shards[0].parent), f"{split} shards", "are damaged; delete them to build them again")
+            _sync(file)
+        save_tokenizer(tokenizer, store)
         sidecar = Sidecar(
             format_version=FORMAT_VERSION,
             tokenizer=tokenizer.name,
             vocab_size=tokenizer.vocab_size,
             dtype=dtype.str,
-            num_documents=num_documents,
-            num_tokens=num_tokens,
-            digest=sha.hexdigest(),
+            num_documents=len(lengths),
+            num_tokens=int(offsets[-1]),
+            digest=digest.hexdigest(),
             split=split,
             source=source,
             fingerprint=fingerprint,
         )
-        write_json(store / SIDECAR_FILE, dataclasses.asdict(sidecar))
-    with _new_file(directory / REJECTED_FILE) as rejected:
-        rejected.writelines(_blocks(shards, REJECTED_FILE))
-    write_json(directory / RECORD_FILE, vars(record))
-    sync_directory(directory)
+        write_json(store / SIDECAR_FILE, vars(sidecar))
+    write_json(work / CORPUS_DIRECTORY / RECORD_FILE, vars(record))
+    return record
 
 
-def _blocks(shards: list[Path], name: str) -> Iterator[bytes]:
-    for shard in shards:
-        with open(shard / name, "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+def _write_documents(work: Path, files: list[InputFile], conversion: Conversion, workers: int) -> Record:
+    """Write the documents of all files that are not yet complete, and return the counts of all."""
+    paths = {f"{split}.tokens": work / CORPUS_DIRECTORY / split / TOKENS_FILE for split in SPLITS}
+    paths |= {f"{split}.lengths": work / f"{split}.lengths" for split in SPLITS}
+    paths |= {REJECTED_FILE: work / CORPUS_DIRECTORY / REJECTED_FILE}
+    progress: dict[str, Any] = {"num_files": 0, "sizes": dict.fromkeys(paths, 0), "record": {}}
+    if (work / PROGRESS_FILE).exists():
+        progress = read_json(work / PROGRESS_FILE)
+    record, num_complete, unsaved = _record_of(progress["record"]), progress["num_files"], 0
+    dtype = token_dtype(conversion.tokenizer.vocab_size)
+    end = np.array([conversion.tokenizer.end_of_document], dtype).tobytes()
+
+    def convert(item: tuple[int, int, Any]) -> tuple[int, int, Document | Skipped | Bad]:
+        index, number, content = item
+        return index, number, conversion.document(f"{files[index].path}: document {number}", content)
+
+    def save(num_files: int) -> None:
+        for file in out.values():
+            _sync(file)
+        sizes = {name: file.tell() for name, file in out.items()}
+        write_json(work / PROGRESS_FILE, {"num_files": num_files, "sizes": sizes, "record": vars(record)})
+
+    with contextlib.ExitStack() as stack:
+        out: dict[str, BinaryIO] = {}
+        for name, path in paths.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            out[name] = stack.enter_context(open(path, "ab"))
+            out[name].truncate(progress["sizes"][name])
+            out[name].seek(0, os.SEEK_END)
+        records = (
+            (index, number, content)
+            for index in range(num_complete, len(files))
+            for number, content in read_documents(files[index], conversion.selection)
+        )
+        num_bytes = sum(file.num_bytes for file in files[num_complete:])
+        bar = stack.enter_context(Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False))
+        for index, number, found in _map_in_order(convert, records, workers):
+            for file in files[num_complete:index]:
+                bar.update(file.num_bytes)
+                unsaved += file.num_bytes
+            num_complete = index
+            if unsaved >= _SAVE_BYTES:
+                save(num_complete)
+                unsaved = 0
+            if isinstance(found, str):
+                record.skipped[found] += 1
+            elif isinstance(found, Bad):
+                record.rejected[found.reason] += 1
+                if record.rejected.total() <= MAX_LISTED:
+                    detail = " ".join(found.detail.split())[:200]
+                    bad = {"file": files[index].path, "line": number, "reason": found.reason, "detail": detail}
+                    out[REJECTED_FILE].write(json.dumps(bad).encode() + b"\n")
+            else:
+                out[f"{found.split}.tokens"].write(found.ids.astype(dtype, casting="unsafe").tobytes() + end)
+                out[f"{found.split}.lengths"].write((len(found.ids) + 1).to_bytes(8, "little"))
+                record.num_documents[found.split] += 1
+                record.num_tokens[found.split] += len(found.ids) + 1
+                record.num_text_bytes += found.num_text_bytes
+                record.num_lossy += found.is_lossy
+        record.num_input_bytes = sum(file.num_bytes for file in files)
+        save(len(files))
+    return record
+
+
+def _map_in_order(function: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> Iterator[Any]:
+    """Yield `function` of every item, computed in threads; few items are in memory at a time."""
+    if num_threads == 1:
+        yield from map(function, items)
+        return
+    pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
+        for item in items:
+            if len(pending) == 2 * num_threads:
+                yield pending.popleft().result()
+            pending.append(pool.submit(function, item))
+        while pending:
+            yield pending.popleft().result()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def described(*counts: Counter[str]) -> str:
+    """Return counts by reason as text: "3 filtered, 1 not JSON"."""
+    found = sum(counts, Counter())
+    return ", ".join(f"{count:,} {reason}" for reason, count in found.items()) or "none"

@@ -18,40 +18,36 @@ with the unfinished input files; the result is the same. A command with other op
 
 import contextlib
 import dataclasses
-import io
 import json
 import logging
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import filelock
-from absl import flags
 
 from dape_jax import command_line
 from dape_jax.command_line import flag
-from dape_jax.data import corpus
-from dape_jax.data.corpus import InputFile
 from dape_jax.data.prepare.build import (
     CORPUS_DIRECTORY,
     RECORD_FILE,
+    REJECTED_FILE,
     Conversion,
-    NoDocumentsError,
     Record,
     build_corpus,
+    described,
     read_record,
 )
-from dape_jax.data.prepare.records import Selection, holds_ids, read_documents
+from dape_jax.data.prepare.inputs import InputFile, find_files
+from dape_jax.data.prepare.records import Selection, holds_ids, read_documents, split_of
 from dape_jax.data.prepare.show import show
 from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import (
     TOKENIZER_FILE,
     Tokenizer,
-    check_trained_vocab_size,
     read_tokenizer,
     save_tokenizer,
     saved_tokenizer,
@@ -89,7 +85,7 @@ class PrepareConfig:
     min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
     max_length: int = flag(2**24, "Maximum length of a document, in the same units. It bounds the memory.")
     validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
-    workers: int = flag(1, "Number of processes that tokenize, each one shard at a time; 1 starts no other process.")
+    workers: int = flag(os.cpu_count() or 1, "Number of threads that tokenize; by default, of the machine's CPUs.")
 
     def __post_init__(self):
         is_given = len(self.input) > 0 and all(self.input)
@@ -99,8 +95,8 @@ class PrepareConfig:
         chosen = (self.tokenizer, self.train_bpe)
         allowed = "give exactly one: --tokenizer=bytes, --tokenizer=PATH of a tokenizer.json, or --train_bpe=SIZE"
         require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, allowed)
-        if self.train_bpe is not None:
-            check_trained_vocab_size(self.train_bpe)
+        allowed = "must be 257 (the bytes and the end of a document) to 1048576"
+        require(self.train_bpe is None or 257 <= self.train_bpe <= 2**20, "train_bpe", self.train_bpe, allowed)
         require(self.text_field != "", "text_field", self.text_field, "must be the name of a field")
         for where in self.where:
             is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
@@ -109,7 +105,7 @@ class PrepareConfig:
         allowed = f"must be min_length = {self.min_length} to {MAX_LENGTH}: it bounds the memory"
         require(self.min_length <= self.max_length <= MAX_LENGTH, "max_length", self.max_length, allowed)
         require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction, "must be in (0, 1)")
-        require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 processes")
+        require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 threads")
 
     @property
     def selection(self) -> Selection:
@@ -118,8 +114,7 @@ class PrepareConfig:
         return Selection(self.text_field, where, self.min_length, self.max_length, self.validation_fraction)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """Result of `prepare`."""
 
     corpus: Corpus
@@ -129,28 +124,19 @@ class Prepared:
 def prepare(config: PrepareConfig) -> Prepared:
     """Build a corpus, resume building it, or open it if it is complete. Wait for another process that is building it.
 
-    With more than one worker, the calling program must be importable: guard its entry point with
-    `if __name__ == "__main__":`.
-
     Raises:
-        InputError: the input is invalid, the output was made with another recipe, or a worker died.
+        InputError: the input is invalid, or the output was made with another recipe.
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
-    partial = output.with_name(output.name + ".partial")
-    files, tokenizer = _inputs(config, output, partial)
-    recipe = _recipe(config, tokenizer, files)
-    if os.path.lexists(output):
-        _check_recipe(output, recipe)
-        logger.info("%s is already complete, made with the same recipe", output)
-    else:
+    work = output.with_name(output.name + ".partial")
+    files, tokenizer = _inputs(config, output, work)
+    recipe = _recipe(config, files, tokenizer)
+    if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(output.with_name(f".{output.name}.lock")):
-            if os.path.lexists(output):  # made by the process that had the lock
-                _check_recipe(output, recipe)
-            else:
-                _build(config, files, tokenizer, recipe, output, partial)
-    if (partial / RECIPE_FILE).exists():  # a process may also have been killed just before this
-        shutil.rmtree(partial, ignore_errors=True)
+            if not output.exists():  # unless the process that had the lock made it
+                _build(config, files, tokenizer, recipe, output, work)
+    _check_recipe(output, recipe)
     record = read_record(output / RECORD_FILE)
     allowed = f"{record.num_lossy:,} documents of {output} differ from their text; --lossy accepts them"
     require(config.lossy or not record.num_lossy, "lossy", config.lossy, allowed)
@@ -176,39 +162,39 @@ def prepare_text(data: DataConfig, lossy: bool) -> Path:
             lossy=lossy,
             max_length=MAX_LENGTH,
             validation_fraction=data.validation_fraction,
+            workers=1,  # of the longest documents, few fit in memory
         )
-        files, tokenizer = _inputs(config)
-        output = Path(data.cache_dir, json_digest(_recipe(config, tokenizer, files))[:16])
-        prepared = prepare(dataclasses.replace(config, output=str(output)))
+        output = Path(data.cache_dir, json_digest(_recipe(config, *_inputs(config)))[:16])
+        corpus, record = prepare(dataclasses.replace(config, output=str(output)))
     except InputError as error:
         raise InputError(f"data.path = {data.path!r}: {error}") from error
-    directory = prepared.corpus.train.directory.parent
+    directory = corpus.train.directory.parent
     logger.info("text of %r, prepared in %s", data.path, directory)
-    if prepared.record.num_lossy:
-        logger.warning("%d documents cannot be decoded exactly from their tokens", prepared.record.num_lossy)
+    if record.rejected:
+        logger.warning("left out: %s; see %s", described(record.rejected), directory / REJECTED_FILE)
+    if record.num_lossy:
+        logger.warning("%d documents cannot be decoded exactly from their tokens", record.num_lossy)
     return directory
 
 
 def _inputs(config: PrepareConfig, *excluded: Path) -> tuple[list[InputFile], Tokenizer | None]:
     """Return the input files outside `excluded` directories, and the tokenizer, or None if it has to be trained."""
-    found = (file for path in config.input for file in corpus.find_files(path, "input"))
-    files = corpus.unique_files(found, excluded)
-    require(len(files) > 0, "input", ",".join(config.input), "must contain files other than the output")
+    files = find_files(config.input, excluded)
     if config.tokenizer is not None:
         return files, read_tokenizer(config.tokenizer, "tokenizer")
-    has_ids = any(holds_ids(file.path) for file in files)
-    require(not has_ids, "train_bpe", config.train_bpe, ".bin files contain ids; set --tokenizer to their tokenizer")
+    of_ids = next((file.path for file in files if holds_ids(file.path)), None)
+    require(of_ids is None, "train_bpe", config.train_bpe, f"{of_ids} has ids: give their tokenizer, --tokenizer")
     return files, None
 
 
-def _recipe(config: PrepareConfig, tokenizer: Tokenizer | None, files: list[InputFile]) -> dict[str, Any]:
+def _recipe(config: PrepareConfig, files: list[InputFile], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return everything that the result depends on, as JSON."""
     trained = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
     recipe = {
         "format_version": FORMAT_VERSION,
         **({"tokenizer": tokenizer.name} if tokenizer else trained),
         **dataclasses.asdict(config.selection),
-        "input": {corpus.absolute(file.path): [file.num_bytes, file.version] for file in files},
+        "input": {file.path: [file.num_bytes, file.version] for file in files},
     }
     return json.loads(json.dumps(recipe))
 
@@ -217,15 +203,12 @@ def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     """Raise `InputError` unless the directory was made or started with this recipe."""
     file = directory / RECIPE_FILE
     require(file.is_file(), "output", str(directory), "must be a new directory, or one made by this program")
-    saved = read_json(file)
-    if saved == recipe and list(saved["input"]) == list(recipe["input"]):
-        return
-    old, new = (each | {f"input.{path}": file for path, file in each["input"].items()} for each in (saved, recipe))
-    names = [name for name in old | new if name != "input" and old.get(name) != new.get(name)]
-    difference = (
-        f"{names[0]}: saved {old.get(names[0])!r}, now {new.get(names[0])!r}" if names else "order of the input"
-    )
-    raise InputError(f"{directory}: was made with another recipe: {difference}; choose another output or delete it")
+    old, new = ({**each, "input": [*each["input"]], **each["input"]} for each in (read_json(file), recipe))
+    for name in sorted(old | new, key="input".__eq__):  # the order of the files is compared last
+        found, given = (str(each.get(name))[:200] for each in (old, new))
+        require(
+            old.get(name) == new.get(name), name, given, f"but {directory} was made with {found!r}; give a new output"
+        )
 
 
 def _build(
@@ -234,45 +217,41 @@ def _build(
     tokenizer: Tokenizer | None,
     recipe: dict[str, Any],
     output: Path,
-    partial: Path,
+    work: Path,
 ) -> None:
-    """Build a corpus in `partial`, or resume, and rename it to `output`."""
-    if partial.exists() and any(partial.iterdir()):
-        _check_recipe(partial, recipe)
-    partial.mkdir(exist_ok=True)
-    write_json(partial / RECIPE_FILE, recipe)
-    if tokenizer is None and (partial / TOKENIZER_FILE).exists():
-        tokenizer = saved_tokenizer(partial)
+    """Build a corpus in `work`, or resume, and rename it to `output`."""
+    if work.exists() and any(work.iterdir()):
+        _check_recipe(work, recipe)
+    work.mkdir(exist_ok=True)
+    write_json(work / RECIPE_FILE, recipe)
+    if tokenizer is None and (work / TOKENIZER_FILE).exists():
+        tokenizer = saved_tokenizer(work)
     elif tokenizer is None:
         assert config.train_bpe is not None
         tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
-        save_tokenizer(tokenizer, partial)
+        save_tokenizer(tokenizer, work)
     conversion = Conversion(config.selection, tokenizer, config.lossy)
-    try:
-        source, fingerprint = ",".join(config.input), json_digest(recipe)
-        build_corpus(partial, files, conversion, source=source, fingerprint=fingerprint, workers=config.workers)
-    except NoDocumentsError:
-        shutil.rmtree(partial)  # otherwise it would refuse the corrected flags
-        raise
-    complete = partial / CORPUS_DIRECTORY
+    source, fingerprint = ",".join(config.input), json_digest(recipe)
+    build_corpus(work, files, conversion, source=source, fingerprint=fingerprint, workers=config.workers)
+    complete = work / CORPUS_DIRECTORY
     save_tokenizer(tokenizer, complete)
     write_json(complete / RECIPE_FILE, recipe)
     os.rename(complete, output)
     sync_directory(output.parent)
+    shutil.rmtree(work)
 
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
     """Yield the first training documents, up to `TRAIN_BPE_BYTES`."""
-    num_bytes = 0
-    for file in files:
-        for _, content in read_documents(file, config.selection):
-            if isinstance(content, bytes) and config.selection.skips_length(len(content)) is None:
-                if corpus.split_of(content, config.validation_fraction) == "train":
-                    with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
-                        yield content.decode()
-                        num_bytes += len(content)
-                if num_bytes >= TRAIN_BPE_BYTES:
-                    return
+    num_bytes, selection = 0, config.selection
+    for _, content in (found for file in files for found in read_documents(file, selection)):
+        is_kept = isinstance(content, bytes) and selection.skips_length(len(content)) is None
+        if is_kept and split_of(content, selection.validation_fraction) == "train":
+            with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
+                yield content.decode()
+                num_bytes += len(content)
+        if num_bytes >= TRAIN_BPE_BYTES:
+            return
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,17 +261,8 @@ class ShowConfig:
     show: str | None = flag(None, "Prepared corpus to show, instead of preparing one.")
 
 
-def define_flags() -> None:
-    """Define the flags of the command line, which uses all CPUs by default."""
-    command_line.define_flags(PrepareConfig)
-    command_line.define_flags(ShowConfig)
-    flags.FLAGS.set_default("workers", os.cpu_count() or 1)
-
-
 def main(_: list[str]) -> None:
     """Parse flags, prepare the corpus and show it; or show another one."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not be UTF-8
     if (shown := command_line.from_flags(ShowConfig).show) is None:
         shown = prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
     show(Path(os.path.expanduser(shown)))
@@ -300,5 +270,6 @@ def main(_: list[str]) -> None:
 
 def command() -> None:
     """Run the command line `dape-prepare`."""
-    define_flags()
+    command_line.define_flags(PrepareConfig)
+    command_line.define_flags(ShowConfig)
     command_line.run(main, "interrupted: the same command resumes")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, read_record
+from dape_jax.data.prepare.build import RECORD_FILE, REJECTED_FILE, described, read_record
 from dape_jax.data.store import TokenStore, open_corpus
 from dape_jax.errors import printable
 
@@ -12,7 +12,6 @@ QUANTILES = {"smallest": 0.0, "5 %": 0.05, "25 %": 0.25, "median": 0.5, "75 %": 
 FEW_DOCUMENTS = 20  # with fewer, the intervals of an evaluation are wide
 _SAMPLES = 3  # documents of each store whose beginning is printed
 _SHOWN_CHARS = 200
-_BAR_CHARS = 50  # width of the longest bar
 
 
 def show(directory: Path) -> None:
@@ -23,14 +22,10 @@ def show(directory: Path) -> None:
     """
     corpus = open_corpus(directory)
     sidecar, record = corpus.train.sidecar, read_record(directory / RECORD_FILE)
-
-    def counts(of: dict[str, int]) -> str:
-        return ", ".join(f"{count:,} {printable(reason)}" for reason, count in of.items()) or "none"
-
     print(f"{directory}: made from {sidecar.source!r}, {record.num_input_bytes / 1e6:,.1f} MB of input")
     print(f"tokenizer {sidecar.tokenizer}: {sidecar.vocab_size:,} ids, each stored as {corpus.train.tokens.dtype.name}")
-    print(f"skipped: {counts(record.skipped)}")
-    print(f"bad: {counts(record.rejected)}" + (f"; see {directory / REJECTED_FILE}" if record.rejected else ""))
+    print(f"skipped: {described(record.skipped)}")
+    print(f"bad: {described(record.rejected)}" + (f"; see {directory / REJECTED_FILE}" if record.rejected else ""))
     print(f"documents that cannot be decoded exactly from their tokens: {record.num_lossy:,}")
     if corpus.validation.num_documents < FEW_DOCUMENTS:
         print("few documents to evaluate on: a larger --validation_fraction holds out more")
@@ -46,15 +41,6 @@ def _show_store(store: TokenStore) -> None:
     at = np.quantile(lengths, list(QUANTILES.values()), method="inverted_cdf")
     quantiles = ", ".join(f"{name} {value:,}" for name, value in zip(QUANTILES, at.tolist(), strict=True))
     print(f"  tokens per document, without its end (mean {lengths.mean():,.1f}): {quantiles}")
-    counts = np.bincount(np.frexp(lengths.astype(np.float64))[1])  # by the number of binary digits
-    for digits in range(int(np.flatnonzero(counts)[0]), len(counts)):
-        low, high, bar = (
-            2**digits // 2,
-            max(2**digits - 1, 0),
-            "#" * -(-int(counts[digits]) * _BAR_CHARS // counts.max()),
-        )
-        span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
-        print(f"  {span:>27} {counts[digits]:>13,}  {bar}".rstrip())
     store.verify()
     for index in np.random.default_rng(0).permutation(store.num_documents)[:_SAMPLES].tolist():
         # A character has at most 4 bytes, and a token at least one.
