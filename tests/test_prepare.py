@@ -30,11 +30,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from dape_jax.data.prepare import build, command
-from dape_jax.data.prepare.build import REJECTED_FILE, Conversion
+from dape_jax.data.prepare.build import REJECTED_FILE
 from dape_jax.data.prepare.command import PrepareConfig, prepare
 from dape_jax.data.prepare.inputs import find_files
 from dape_jax.data.prepare.megatron import read_documents as read_ids
-from dape_jax.data.prepare.records import Bad, Selection, read_documents, split_of, zstd
+from dape_jax.data.prepare.records import Bad, read_documents, split_of, zstd
 from dape_jax.data.prepare.show import show
 from dape_jax.data.store import Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import read_tokenizer
@@ -321,7 +321,7 @@ def test_records_before_a_truncation_are_kept(compression: str, data: st.DataObj
     cut = whole[: data.draw(st.integers(0, len(whole)) | st.just(len(whole) - 1))]
     with tempfile.TemporaryDirectory() as root:
         file = write(Path(root, f"a.jsonl.{compression}"), cut)
-        found = list(read_documents(*find_files([str(file)]), Selection("text", (), 1, 2**24, 0.3)))
+        found = list(read_documents(*find_files([str(file)]), config(file, "out")))
     bad = [(number, item) for number, item in found if isinstance(item, Bad)]
     kept = [item.decode() for _, item in found if isinstance(item, bytes)]
     assert kept == DOCUMENTS[: len(kept)]
@@ -382,16 +382,16 @@ def test_an_interrupted_build_resumes_to_the_same_result(
     mixed: Path, whole: command.Prepared, stops: list[int], save_bytes: int
 ):
     with tempfile.TemporaryDirectory() as root, changed(build, _SAVE_BYTES=save_bytes):
-        given, document, num_complete = config(mixed, f"{root}/out"), Conversion.document, 0
+        given, convert, num_complete = config(mixed, f"{root}/out"), build.to_document, 0
         for stop in stops:
             calls = iter(range(stop))
 
             def stopped(*arguments, calls=calls):
                 if next(calls, None) is None:
                     raise KeyboardInterrupt
-                return document(*arguments)
+                return convert(*arguments)
 
-            with changed(Conversion, document=stopped), contextlib.suppress(KeyboardInterrupt):
+            with changed(build, to_document=stopped), contextlib.suppress(KeyboardInterrupt):
                 prepare(given)
             if (file := Path(root, "out.partial/progress.json")).exists():
                 assert save_bytes < 2**26 or Path(root, "out").exists()

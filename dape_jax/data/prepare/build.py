@@ -27,8 +27,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import Integer
 
+from dape_jax.data.prepare.config import PrepareConfig, Skipped
 from dape_jax.data.prepare.inputs import InputFile
-from dape_jax.data.prepare.records import Bad, Content, Selection, Skipped, read_documents, split_of
+from dape_jax.data.prepare.records import Bad, Content, read_documents, split_of
 from dape_jax.data.store import (
     FORMAT_VERSION,
     OFFSETS_FILE,
@@ -39,7 +40,7 @@ from dape_jax.data.store import (
     Split,
     token_dtype,
 )
-from dape_jax.data.tokenizers import Tokenizer, save_tokenizer
+from dape_jax.data.tokenizers import HfTokenizer, Tokenizer, save_tokenizer
 from dape_jax.errors import InputError, require
 from dape_jax.files import read_json, write_json
 from dape_jax.progress import Progress
@@ -82,61 +83,53 @@ class Document(NamedTuple):
     is_lossy: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversion:
-    """Everything that the documents of a corpus depend on, except its input files."""
+def to_document(
+    config: PrepareConfig, tokenizer: Tokenizer, where: str, content: Content | Skipped | Bad
+) -> Document | Skipped | Bad:
+    """Return a record as a document, or why it is skipped or bad.
 
-    selection: Selection
-    tokenizer: Tokenizer
-    lossy: bool  # accept documents that their ids do not decode to
-
-    def document(self, where: str, content: Content | Skipped | Bad) -> Document | Skipped | Bad:
-        """Return a record as a document, or why it is skipped or bad.
-
-        Raises:
-            InputError: ids are outside the vocabulary, or a document needs `lossy`. The message names `where`.
-        """
-        if isinstance(content, str | Bad):
-            return content
-        tokenizer, fraction = self.tokenizer, self.selection.validation_fraction
-        if not isinstance(content, bytes) and len(content) and content[-1] == tokenizer.end_of_document:
-            content = content[:-1]
-        if reason := self.selection.skips_length(len(content)):
-            return reason
-        if not isinstance(content, bytes):
-            low, high = int(content.min()), int(content.max())
-            allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
-            require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
-            return Document(split_of(content.astype("<i8").tobytes(), fraction), content, 0, is_lossy=False)
-        try:
-            ids = tokenizer.encode(content)
-        except InputError as error:
-            return Bad("cannot be encoded", str(error))
-        is_lossy = tokenizer.decode(ids) != content
-        allowed = "must decode to the text; --lossy accepts and counts documents that differ"
-        require(self.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
-        return Document(split_of(content, fraction), ids, len(content), is_lossy)
+    Raises:
+        InputError: ids are outside the vocabulary, or a document needs `lossy`. The message names `where`.
+    """
+    if isinstance(content, str | Bad):
+        return content
+    if not isinstance(content, bytes) and len(content) and content[-1] == tokenizer.end_of_document:
+        content = content[:-1]
+    if reason := config.skips_length(len(content)):
+        return reason
+    if not isinstance(content, bytes):
+        low, high = int(content.min()), int(content.max())
+        allowed = f"must be 0 to {tokenizer.vocab_size - 1}, the ids of the tokenizer {tokenizer.name}"
+        require(0 <= low and high < tokenizer.vocab_size, f"{where}: token id", low if low < 0 else high, allowed)
+        split = split_of(content.astype("<i8").tobytes(), config.validation_fraction)
+        return Document(split, content, num_text_bytes=0, is_lossy=False)
+    try:
+        ids = tokenizer.encode(content)
+    except InputError as error:
+        return Bad("cannot be encoded", str(error))
+    is_lossy = tokenizer.decode(ids) != content
+    allowed = "must decode to the text; --lossy accepts and counts documents that differ"
+    require(config.lossy or not is_lossy, f"{where}: tokenizer", tokenizer.name, allowed)
+    return Document(split_of(content, config.validation_fraction), ids, len(content), is_lossy)
 
 
 def build_corpus(
-    work: Path, files: list[InputFile], conversion: Conversion, *, source: str, fingerprint: str, workers: int
+    work: Path, files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer, fingerprint: str
 ) -> Record:
-    """Build a corpus in `work / "corpus"`, and return its counts. `workers` is the number of threads that tokenize.
+    """Build a corpus in `work / "corpus"`, and return its counts.
 
-    `work` is empty or has the progress of the same files and conversion. The sidecars record `source`, the input as
-    given by the user, and `fingerprint`.
+    `work` is empty or has the progress of the same files and options; `fingerprint` identifies these in the sidecars.
 
     Raises:
-        InputError: a split has no documents, a file cannot be read, or as `Conversion.document`.
+        InputError: a split has no documents, a file cannot be read, or as in `to_document`.
     """
-    tokenizer, fraction = conversion.tokenizer, conversion.selection.validation_fraction
-    record = _write_documents(work, files, conversion, workers)
+    record, source = _write_documents(work, files, config, tokenizer), ",".join(config.input)
     if len(record.num_documents) < len(SPLITS):
         shutil.rmtree(work)  # otherwise it would refuse the corrected flags
         found = record.num_documents.total()
         require(found > 0, "input", source, f"no documents found: {described(record.skipped, record.rejected)}")
         allowed = f"must leave documents for both splits of the {found} in {source!r}; change it, or split the text"
-        raise InputError(f"validation_fraction = {fraction}: {allowed} into more files or records")
+        raise InputError(f"validation_fraction = {config.validation_fraction}: {allowed} into more files or records")
     for split in SPLITS:
         store, dtype = work / CORPUS_DIRECTORY / split, token_dtype(tokenizer.vocab_size)
         lengths = np.fromfile(work / f"{split}.lengths", "<i8")
@@ -166,7 +159,7 @@ def build_corpus(
     return record
 
 
-def _write_documents(work: Path, files: list[InputFile], conversion: Conversion, workers: int) -> Record:
+def _write_documents(work: Path, files: list[InputFile], config: PrepareConfig, tokenizer: Tokenizer) -> Record:
     """Write the documents of all files that are not yet complete, and return the counts of all."""
     paths = {f"{split}.tokens": work / CORPUS_DIRECTORY / split / TOKENS_FILE for split in SPLITS}
     paths |= {f"{split}.lengths": work / f"{split}.lengths" for split in SPLITS}
@@ -175,12 +168,13 @@ def _write_documents(work: Path, files: list[InputFile], conversion: Conversion,
     if (work / PROGRESS_FILE).exists():
         progress = read_json(work / PROGRESS_FILE)
     record, num_complete, unsaved = _record_of(progress["record"]), progress["num_files"], 0
-    dtype = token_dtype(conversion.tokenizer.vocab_size)
-    end = np.array([conversion.tokenizer.end_of_document], dtype).tobytes()
+    num_threads = config.workers if isinstance(tokenizer, HfTokenizer) else 1
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_document], dtype).tobytes()
 
     def convert(item: tuple[int, int, Any]) -> tuple[int, int, Document | Skipped | Bad]:
         index, number, content = item
-        return index, number, conversion.document(f"{files[index].path}: document {number}", content)
+        return index, number, to_document(config, tokenizer, f"{files[index].path}: document {number}", content)
 
     def save(num_files: int) -> None:
         for file in out.values():
@@ -198,11 +192,11 @@ def _write_documents(work: Path, files: list[InputFile], conversion: Conversion,
         records = (
             (index, number, content)
             for index in range(num_complete, len(files))
-            for number, content in read_documents(files[index], conversion.selection)
+            for number, content in read_documents(files[index], config)
         )
         num_bytes = sum(file.num_bytes for file in files[num_complete:])
         bar = stack.enter_context(Progress(total=num_bytes, desc="tokenizing", unit="B", unit_scale=True, leave=False))
-        for index, number, found in _map_in_order(convert, records, workers):
+        for index, number, found in _map_in_order(convert, records, num_threads):
             for file in files[num_complete:index]:
                 bar.update(file.num_bytes)
                 unsaved += file.num_bytes

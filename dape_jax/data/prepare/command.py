@@ -21,7 +21,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,14 +34,14 @@ from dape_jax.data.prepare.build import (
     CORPUS_DIRECTORY,
     RECORD_FILE,
     REJECTED_FILE,
-    Conversion,
     Record,
     build_corpus,
     described,
     read_record,
 )
+from dape_jax.data.prepare.config import MAX_LENGTH, PrepareConfig
 from dape_jax.data.prepare.inputs import InputFile, find_files
-from dape_jax.data.prepare.records import Selection, holds_ids, read_documents, split_of
+from dape_jax.data.prepare.records import holds_ids, read_documents, split_of
 from dape_jax.data.prepare.show import show
 from dape_jax.data.store import FORMAT_VERSION, Corpus, DataConfig, open_corpus
 from dape_jax.data.tokenizers import (
@@ -60,58 +59,6 @@ logger = logging.getLogger(__name__)
 
 RECIPE_FILE = "recipe.json"
 TRAIN_BPE_BYTES = 2**30  # bytes of text on which a BPE is trained
-MAX_LENGTH = 2**30  # maximum of max_length, and the limit for raw text
-
-
-@dataclasses.dataclass(frozen=True)
-class PrepareConfig:
-    """Input files, output directory and the conversion between them; each field is a flag."""
-
-    input: tuple[str, ...] = flag(
-        (), "Comma-separated files, directories, globs (quoted; ** descends) and URLs of these."
-    )
-    output: str = flag("", "New directory for the corpus. Train on it with --config.data.path=OUTPUT.")
-    tokenizer: str | None = flag(
-        None,
-        "bytes, or the path of a Hugging Face tokenizer.json; for .bin files, the tokenizer that made their ids. Give "
-        "either this flag or --train_bpe.",
-    )
-    lossy: bool = flag(False, "Accept a tokenizer that changes text, and count the documents that it changes.")
-    train_bpe: int | None = flag(None, "Train a byte-level BPE of this vocabulary size, instead of --tokenizer.")
-    text_field: str = flag("text", "Field with the text of a record; a dot descends into an object.")
-    where: tuple[str, ...] = flag(
-        (), "field=value or field=value|value: keep only matching records. If repeated, all must match.", repeated=True
-    )
-    min_length: int = flag(1, "Minimum length of a document in bytes of UTF-8, or in ids for .bin files.")
-    max_length: int = flag(2**24, "Maximum length of a document, in the same units. It bounds the memory.")
-    validation_fraction: float = flag(0.01, "Share of the documents for validation, by a hash of their content.")
-    workers: int = flag(os.cpu_count() or 1, "Number of threads that tokenize; by default, of the machine's CPUs.")
-
-    def __post_init__(self):
-        is_given = len(self.input) > 0 and all(self.input)
-        require(is_given, "input", ",".join(self.input), "must be comma-separated files, directories, globs or URLs")
-        allowed = "must be a new local directory; copy it to a bucket when it is complete"
-        require(bool(self.output.strip("/")) and "://" not in self.output, "output", self.output, allowed)
-        chosen = (self.tokenizer, self.train_bpe)
-        allowed = "give exactly one: --tokenizer=bytes, --tokenizer=PATH of a tokenizer.json, or --train_bpe=SIZE"
-        require(chosen.count(None) == 1, "tokenizer, train_bpe", chosen, allowed)
-        allowed = "must be 257 (the bytes and the end of a document) to 1048576"
-        require(self.train_bpe is None or 257 <= self.train_bpe <= 2**20, "train_bpe", self.train_bpe, allowed)
-        require(self.text_field != "", "text_field", self.text_field, "must be the name of a field")
-        for where in self.where:
-            is_condition = re.fullmatch(r"[^=]+=.+", where, re.DOTALL) is not None
-            require(is_condition, "where", where, "must be field=value or field=value|value")
-        require(self.min_length > 0, "min_length", self.min_length, "must be positive: an empty document has no text")
-        allowed = f"must be min_length = {self.min_length} to {MAX_LENGTH}: it bounds the memory"
-        require(self.min_length <= self.max_length <= MAX_LENGTH, "max_length", self.max_length, allowed)
-        require(0 < self.validation_fraction < 1, "validation_fraction", self.validation_fraction, "must be in (0, 1)")
-        require(0 < self.workers <= 1024, "workers", self.workers, "must be 1 to 1024 threads")
-
-    @property
-    def selection(self) -> Selection:
-        """Selection of the records that become documents."""
-        where = tuple((field, tuple(values.split("|"))) for field, _, values in (w.partition("=") for w in self.where))
-        return Selection(self.text_field, where, self.min_length, self.max_length, self.validation_fraction)
 
 
 class Prepared(NamedTuple):
@@ -193,7 +140,11 @@ def _recipe(config: PrepareConfig, files: list[InputFile], tokenizer: Tokenizer 
     recipe = {
         "format_version": FORMAT_VERSION,
         **({"tokenizer": tokenizer.name} if tokenizer else trained),
-        **dataclasses.asdict(config.selection),
+        "text_field": config.text_field,
+        "where": config.conditions,
+        "min_length": config.min_length,
+        "max_length": config.max_length,
+        "validation_fraction": config.validation_fraction,
         "input": {file.path: [file.num_bytes, file.version] for file in files},
     }
     return json.loads(json.dumps(recipe))
@@ -230,9 +181,7 @@ def _build(
         assert config.train_bpe is not None
         tokenizer = train_bpe(_training_texts(config, files), config.train_bpe)
         save_tokenizer(tokenizer, work)
-    conversion = Conversion(config.selection, tokenizer, config.lossy)
-    source, fingerprint = ",".join(config.input), json_digest(recipe)
-    build_corpus(work, files, conversion, source=source, fingerprint=fingerprint, workers=config.workers)
+    build_corpus(work, files, config, tokenizer, fingerprint=json_digest(recipe))
     complete = work / CORPUS_DIRECTORY
     save_tokenizer(tokenizer, complete)
     write_json(complete / RECIPE_FILE, recipe)
@@ -243,10 +192,10 @@ def _build(
 
 def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]:
     """Yield the first training documents, up to `TRAIN_BPE_BYTES`."""
-    num_bytes, selection = 0, config.selection
-    for _, content in (found for file in files for found in read_documents(file, selection)):
-        is_kept = isinstance(content, bytes) and selection.skips_length(len(content)) is None
-        if is_kept and split_of(content, selection.validation_fraction) == "train":
+    num_bytes = 0
+    for _, content in (found for file in files for found in read_documents(file, config)):
+        is_kept = isinstance(content, bytes) and config.skips_length(len(content)) is None
+        if is_kept and split_of(content, config.validation_fraction) == "train":
             with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
                 yield content.decode()
                 num_bytes += len(content)

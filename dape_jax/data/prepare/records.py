@@ -23,12 +23,13 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import fsspec
 import numpy as np
 from jaxtyping import Integer
 
+from dape_jax.data.prepare.config import PrepareConfig, Skipped
 from dape_jax.data.prepare.inputs import InputFile
 from dape_jax.data.prepare.megatron import read_documents as read_ids
 from dape_jax.data.store import Split
@@ -41,28 +42,12 @@ else:
     from backports import zstd
 
 Content = bytes | Integer[np.ndarray, "_"]  # text, or token ids of a .bin file
-Skipped = Literal["filtered", "too short", "too long"]
 
 _OPEN: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": zstd.open}
 # Also BadGzipFile, an OSError; the errors of pyarrow, ValueErrors and OSErrors; and InputError, a ValueError.
 _DAMAGE = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _BINARY_PROBE_BYTES = 8192
 _ROWS = 16  # rows of parquet in memory at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class Selection:
-    """Records that become documents, and the share of them for validation."""
-
-    text_field: str  # field with the text of a record; a dot descends into an object
-    where: tuple[tuple[str, tuple[str, ...]], ...]  # fields and their accepted values, numbers and booleans as in JSON
-    min_length: int  # minimum length of a document in bytes of UTF-8, or in ids for a .bin file
-    max_length: int  # maximum length, in the same units
-    validation_fraction: float
-
-    def skips_length(self, length: int) -> Skipped | None:
-        """Return why a document of this length is skipped, or None if it is not."""
-        return "too short" if length < self.min_length else "too long" if length > self.max_length else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +73,7 @@ def holds_ids(path: str) -> bool:
     return path.lower().endswith((".bin", ".idx"))
 
 
-def read_documents(file: InputFile, selection: Selection) -> Iterator[tuple[int, Content | Skipped | Bad]]:
+def read_documents(file: InputFile, config: PrepareConfig) -> Iterator[tuple[int, Content | Skipped | Bad]]:
     """Yield every record of a file, in order: its number from 1, and its content, why it is skipped, or why it is bad.
 
     The number is that of the line, the row of parquet or the document of a .bin file. Lengths are not checked.
@@ -102,7 +87,7 @@ def read_documents(file: InputFile, selection: Selection) -> Iterator[tuple[int,
     require(is_local, "input", file.path, "must be on a local disk with its .idx: token ids are mapped into memory")
     number = 0
     try:
-        for number, found in _records(file.path, selection):
+        for number, found in _records(file.path, config):
             yield number, found
     except _DAMAGE as error:
         if isinstance(error, OSError) and (error.errno is not None or is_remote(file.path)):
@@ -110,10 +95,10 @@ def read_documents(file: InputFile, selection: Selection) -> Iterator[tuple[int,
         yield number + 1, Bad("damaged file", f"{type(error).__name__}: {error}")
 
 
-def _records(path: str, selection: Selection) -> Iterator[tuple[int, Content | Skipped | Bad]]:
+def _records(path: str, config: PrepareConfig) -> Iterator[tuple[int, Content | Skipped | Bad]]:
     name, suffix = os.path.splitext(path.lower())
     is_lines = suffix in (".jsonl", ".ndjson") or (suffix in _OPEN and name.endswith((".jsonl", ".ndjson", ".json")))
-    if selection.where and not is_lines and suffix != ".parquet":
+    if config.where and not is_lines and suffix != ".parquet":
         yield 1, "filtered"  # it has no fields, so none match
         return
     if holds_ids(path):
@@ -126,41 +111,41 @@ def _records(path: str, selection: Selection) -> Iterator[tuple[int, Content | S
         if is_lines:
             for number, line in enumerate(content, 1):
                 if not line.isspace():
-                    yield number, _parse(line, selection)
+                    yield number, _parse(line, config)
         elif suffix == ".parquet":
-            yield from enumerate((_select(row, selection) for row in _rows(content, selection)), 1)
+            yield from enumerate((_select(row, config) for row in _rows(content, config)), 1)
         else:
             text = content.read(_BINARY_PROBE_BYTES)
             is_binary = b"\0" in text
-            yield 1, Bad("binary file", "a NUL byte") if is_binary else text + content.read(selection.max_length + 1)
+            yield 1, Bad("binary file", "a NUL byte") if is_binary else text + content.read(config.max_length + 1)
 
 
-def _rows(content: Any, selection: Selection) -> Iterator[dict[str, Any]]:
+def _rows(content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet  # large, and needed only here
 
-    fields = [selection.text_field, *(field for field, _ in selection.where)]
+    fields = [config.text_field, *(field for field, _ in config.conditions)]
     for batch in parquet.ParquetFile(content, pre_buffer=False).iter_batches(_ROWS, columns=fields, use_threads=False):
         yield from batch.to_pylist()
 
 
-def _parse(line: bytes, selection: Selection) -> bytes | Skipped | Bad:
+def _parse(line: bytes, config: PrepareConfig) -> bytes | Skipped | Bad:
     try:
-        return _select(json.loads(line), selection)
+        return _select(json.loads(line), config)
     except (ValueError, RecursionError) as error:
         return Bad("not JSON", str(error))
 
 
-def _select(record: Any, selection: Selection) -> bytes | Skipped | Bad:
+def _select(record: Any, config: PrepareConfig) -> bytes | Skipped | Bad:
     """Return the text of a record, or why it is skipped or bad."""
-    if any(_spelled(_lookup(record, field)) not in accepted for field, accepted in selection.where):
+    if any(_spelled(_lookup(record, field)) not in accepted for field, accepted in config.conditions):
         return "filtered"
-    text = _lookup(record, selection.text_field)
+    text = _lookup(record, config.text_field)
     try:
         if isinstance(text, str | bytes):  # bytes from parquet
             return (text if isinstance(text, str) else text.decode()).encode()
     except UnicodeError as error:  # half a surrogate pair is JSON, but not Unicode
         return Bad("not Unicode", str(error))
-    return Bad("no text", f"{selection.text_field!r} is {'missing' if text is None else type(text).__name__}")
+    return Bad("no text", f"{config.text_field!r} is {'missing' if text is None else type(text).__name__}")
 
 
 def _lookup(record: Any, field: str) -> Any:
