@@ -15,27 +15,7 @@ from ml_collections import ConfigDict
 from dape_jax.errors import InputError, did_you_mean, require
 
 RECIPES = Path(__file__).with_name("configs")  # in a clone, `configs` is a link to it
-_SHARED = "common.py"  # imported by the recipes
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
-
-
-def recipe_names() -> list[str]:
-    """Return the names of the package's recipes, as `--config` takes them."""
-    return [f"configs/{file.name}" for file in sorted(RECIPES.glob("*.py")) if file.name != _SHARED]
-
-
-def find_recipe(name: str) -> Path:
-    """Return the path of a config file: `name` itself if it exists, or the package's recipe of this name.
-
-    Raises:
-        InputError: neither exists.
-    """
-    file = Path(name)
-    if file.exists():
-        return file
-    recipes = recipe_names()
-    require(file.as_posix() in recipes, "config file", name, f"does not exist; the recipes are {', '.join(recipes)}")
-    return RECIPES / file.name
 
 
 def read_module(file: Path) -> ModuleType:
@@ -56,11 +36,18 @@ def read_module(file: Path) -> ModuleType:
 def read_config(name: str, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Return the nested dict of the config file `PATH[:ARGUMENT]`, after flags such as `--config.train.num_steps=8`.
 
+    If there is no such file, PATH names a recipe of the package, in any directory.
+
     Raises:
-        InputError: the file rejects its argument, or flags are wrong; with a line for each flag.
+        InputError: there is neither, the file rejects its argument, or flags are wrong; with a line for each flag.
     """
     path, *argument = name.split(":", 1)
-    config = read_module(find_recipe(path)).get_config(*argument)
+    file = Path(path)
+    if not file.exists():
+        names = [f"configs/{each.name}" for each in sorted(RECIPES.glob("*.py")) if each.name != "common.py"]
+        require(file.as_posix() in names, "config file", path, f"does not exist; the recipes are {', '.join(names)}")
+        file = RECIPES / file.name
+    config = read_module(file).get_config(*argument)
     messages: list[str] = []
     for each in arguments:
         try:

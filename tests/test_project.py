@@ -17,8 +17,6 @@ import pytest
 
 import dape_jax
 from dape_jax import provenance
-from dape_jax.errors import InputError
-from dape_jax.recipes import find_recipe, recipe_names
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dape_jax"
@@ -115,17 +113,6 @@ def test_one_version():
     releases = re.findall(r"^## \[?(\d\S*?)\]? - ", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert releases[0] == dape_jax.__version__
     assert f"\nversion: {dape_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-
-
-def test_recipes_of_the_package_are_found_in_any_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert "configs/small.py" in recipe_names()
-    assert find_recipe("configs/small.py") == PACKAGE / "configs" / "small.py"
-    with pytest.raises(InputError, match=r"configs/nothing\.py"):
-        find_recipe("configs/nothing.py")
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "small.py").touch()
-    assert find_recipe("configs/small.py") == Path("configs/small.py")  # the reader's own
 
 
 def test_the_recorded_command_is_the_one_that_was_typed(monkeypatch):
