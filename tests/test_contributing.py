@@ -44,6 +44,7 @@ CONTRACTS = """
 import jax, numpy as np
 from flax import nnx
 from dape_jax import BIASES, PROCESSORS, Blockwise, attend
+from dape_jax.tasks import TASKS
 
 bias = BIASES["inverse"]().build(2, 4, nnx.Rngs(0))
 processor = PROCESSORS["talking_heads"]().build(2, has_bias=True, rngs=nnx.Rngs(0))
@@ -61,11 +62,12 @@ np.testing.assert_allclose(run(k, Blockwise(block_size=4, num_buckets=2)), out, 
 later = run(np.where(np.arange(11)[None, :, None, None] > 6, other, k))
 np.testing.assert_array_equal(later[:, :7], out[:, :7])
 assert np.abs(later - out)[:, 7:].max() > 1e-2
+assert TASKS["has_pair"].solve(np.array([[0, 1, 0, 1], [0, 1, 1, 0]])).tolist() == [[0], [1]]
 """
 TRAIN = "from dape_jax.training.command import command; command()"
 
 
-def test_the_added_bias_and_processor_are_causal_and_used(changed):
+def test_the_added_bias_and_processor_are_causal_and_used_and_the_added_task_is_solved(changed):
     done = run(changed, "-c", CONTRACTS)
     assert done.returncode == 0, done.stderr
 
@@ -91,12 +93,6 @@ def test_a_model_with_the_added_bias_and_processor_trains(changed, tmp_path):
     assert done.returncode == 0, done.stderr
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["model"]
     assert (saved["bias"], saved["processor"]) == ({"name": "inverse"}, {"name": "talking_heads"})
-
-
-def test_the_added_task_is_solved(changed):
-    code = "from dape_jax.tasks import TASKS; import numpy as np; print(TASKS['has_pair'].solve(np.array({})).tolist())"
-    done = run(changed, "-c", code.format([[0, 1, 0, 1], [0, 1, 1, 0]]))
-    assert done.stdout == "[[0], [1]]\n", done.stderr
 
 
 def test_the_added_experiment_is_shown(changed):
