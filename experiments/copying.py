@@ -19,23 +19,13 @@ from jaxtyping import Float64, Int
 
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
-from dape_jax.data.store import TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.options import STEP_HELP
-from dape_jax.evaluation.perplexity import (
-    NllByLength,
-    ScoredWindow,
-    choose_windows,
-    common_corpus,
-    compile_lengths,
-    score_windows,
-)
-from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
-from dape_jax.evaluation.trained import read_trained, require_different_names, require_same, restore
-from dape_jax.provenance import make_results_directory
-from dape_jax.storage import to_path
+from dape_jax.evaluation.perplexity import compile_lengths, score_windows
+from dape_jax.evaluation.trained import require_same, restore
 from experiments.repetition import latest_match
+from experiments.studies import interval, read_study, with_interval
 
 CLASSES = ("near", "far", "other")
 
@@ -85,68 +75,47 @@ def measure(
         if not count:
             continue
         with_class = is_class.any(1)  # no draw of documents must be without tokens of the class
-        sums = ((base - nll) * is_class).sum(1)[with_class], is_class.sum(1)[with_class].astype(float)
-        low, high = bootstrap_interval(documents[with_class], sums, ratio_of_sums)
-        records.append({"class": name, "share": count / classes.size, "nats": float(nll[is_class].mean())})
-        records[-1] |= {"decrease_nats": float(sums[0].sum() / count), "low": low, "high": high}
-        records[-1]["decrease_share"] = float(sums[0].sum() / total) if total else None
+        sums, counts = ((base - nll) * is_class).sum(1)[with_class], is_class.sum(1)[with_class].astype(float)
+        record = {"class": name, "share": count / classes.size, "nats": float(nll[is_class].mean())}
+        record |= {"decrease_nats": float(sums.sum() / count), **interval(documents[with_class], sums, counts)}
+        records.append(record | {"decrease_share": float(sums.sum() / total) if total else None})
     return records
-
-
-def classify(
-    store: TokenStore, windows: list[ScoredWindow], nll: NllByLength, match: int, train_length: int
-) -> dict[int, Int[np.ndarray, "W T"]]:
-    """Return the classes of the scored tokens of all windows, by length."""
-    found = {}
-    for length, nll_WT in nll.items():
-        tokens = [window.tokens(store, length) for window in windows]
-        found[length] = np.stack([classes_of(each, match, nll_WT.shape[1], train_length) for each in tokens])
-    return found
 
 
 def main(_: list[str]) -> None:
     """Measure all models, print the table, write the files."""
     settings = from_flags(Settings)
-    changes = {"lengths": settings.lengths, "max_windows": settings.windows}
-    models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
-    require_different_names(models, "--workdir")
-    require_same(models, "train.train_length", "evaluation.last_tokens")
-    corpus = common_corpus(models, settings.data)
-    directory = make_results_directory(to_path(settings.output, "--output"), "--output")
-    store, train_length = corpus.validation, models[0].run.train.train_length
-    windows = choose_windows(store, max(settings.lengths), settings.windows)
-    documents = np.array([each.document for each in windows])
-
-    results, base, classes = [], {}, {}
-    for model in models:
-        programs = compile_lengths(model, "rope", len(windows))
+    study = read_study(settings)
+    require_same(study.models, "train.train_length", "evaluation.last_tokens")
+    first, store, scores = study.models[0], study.corpus.validation, {}
+    for model in study.models:
+        programs = compile_lengths(model, "rope", len(study.windows))
         mesh, params = restore(model)
-        nll = score_windows(programs, params, mesh, store, windows, model.name)
-        if model is models[0]:
-            base, classes = nll, classify(store, windows, nll, settings.match, train_length)
+        scores[model.name] = score_windows(programs, params, mesh, store, study.windows, model.name)
+    base, train_length = scores[first.name], first.run.train.train_length
+    classes = {}
+    for length, nll in base.items():
+        tokens = (window.tokens(store, length) for window in study.windows)
+        classes[length] = np.stack([classes_of(each, settings.match, nll.shape[1], train_length) for each in tokens])
+    results, rows = [], [["model", "length", "tokens", "share", "loss", "decrease", "part of it"]]
+    for model in study.models:
         records = [
             {"length": length} | record
-            for length in settings.lengths
-            for record in measure(nll[length], base[length], classes[length], documents)
+            for length, nll in scores[model.name].items()
+            for record in measure(nll, base[length], classes[length], study.documents)
         ]
+        for each in records:
+            row = [model.name, f"{each['length']:,}", each["class"], f"{each['share']:.1%}", f"{each['nats']:.3f}"]
+            part = "" if each["decrease_share"] is None else f"{each['decrease_share']:.0%}"
+            rows.append([*row, with_interval(each, "decrease_nats", ".3f"), part])
         results.append({"name": model.name, "step": model.step, "train_length": train_length, "lengths": records})
-    rows = [["model", "length", "tokens", "share", "loss", "decrease", "part of it"]]
-    for result in results:
-        for each in result["lengths"]:
-            row = [result["name"], f"{each['length']:,}", each["class"], f"{each['share']:.1%}", f"{each['nats']:.3f}"]
-            if result is not results[0]:
-                interval = "" if each["low"] is None else f" [{each['low']:.3f}, {each['high']:.3f}]"
-                part = "" if each["decrease_share"] is None else f"{each['decrease_share']:.0%}"
-                row += [f"{each['decrease_nats']:.3f}{interval}", part]
-            rows.append(row + [""] * (len(rows[0]) - len(row)))
     caption = (
-        f"Loss in nats per token, and its decrease from {results[0]['name']}, on tokens that copying predicts after "
+        f"Loss in nats per token, and its decrease from {first.name}, on tokens that copying predicts after "
         f"{settings.match} equal tokens, from the last {train_length} tokens (near) or from farther (far), and on the "
-        f"others. {len(windows)} windows from {len(set(documents.tolist()))} validation documents; 95 % bootstrap "
-        "intervals over documents."
+        f"others. {study.sample}"
     )
-    content = {"data": corpus.digest, "match": settings.match, "num_windows": len(windows), "runs": results}
-    report.save("copying", directory, content, caption, rows, None)
+    content = {"data": study.corpus.digest, "match": settings.match, "num_windows": len(study.windows), "runs": results}
+    report.save("copying", study.directory, content, caption, rows, None)
 
 
 if __name__ == "__main__":

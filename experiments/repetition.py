@@ -27,11 +27,11 @@ from dape_jax.data.store import DataConfig, TokenStore, follow_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.perplexity import choose_windows
-from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.storage import to_path
 from dape_jax.training.source import load_corpus
+from experiments.studies import interval, with_interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +84,17 @@ def latest_match(
 
 def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
     """Return the results of one text at every length of the context."""
-    num_inputs = max(settings.lengths) + settings.scored - 1
+    num_inputs, records = max(settings.lengths) + settings.scored - 1, []
     windows = choose_windows(store, num_inputs, settings.windows)
-    shape = (len(windows), len(settings.lengths))
-    repeated_WN, predicted_WN = np.zeros(shape), np.zeros(shape)
-    for row, window in enumerate(Progress(windows, desc=name, unit="window")):
-        tokens = window.tokens(store, num_inputs)
-        reach, copied = latest_match(tokens, settings.match, settings.scored)
-        within = reach <= np.array(settings.lengths)[:, None]
-        repeated_WN[row] = within.mean(1)
-        predicted_WN[row] = (within & (copied == tokens[-settings.scored :])).mean(1)
+    tokens = [window.tokens(store, num_inputs) for window in windows]
+    found = [latest_match(each, settings.match, settings.scored) for each in Progress(tokens, desc=name, unit="window")]
+    reach, copied = (np.stack(each) for each in zip(*found, strict=True))
+    is_right = copied == np.stack(tokens)[:, -settings.scored :]
     documents = np.array([window.document for window in windows])
-    records = []
-    for column, length in enumerate(settings.lengths):
-        share = predicted_WN[:, column]
-        low, high = bootstrap_interval(documents, (share, np.ones_like(share)), ratio_of_sums)
-        repeated = float(repeated_WN[:, column].mean())
-        records.append({"length": length, "repeated": repeated, "predicted": float(share.mean())})
-        records[-1] |= {"low": low, "high": high}
+    for length in settings.lengths:
+        predicted = ((reach <= length) & is_right).mean(1)
+        shares = {"repeated": float((reach <= length).mean()), "predicted": float(predicted.mean())}
+        records.append({"length": length, **shares, **interval(documents, predicted)})
     counts = {"num_windows": len(windows), "num_documents": len(set(documents.tolist()))}
     return {"name": name, **counts, "lengths": records}
 
@@ -110,19 +103,15 @@ def main(_: list[str]) -> None:
     """Measure all texts, print the table, write the files."""
     settings = from_flags(Settings)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
-    results = []
+    results, rows = [], [["text", "context", "repeated", "predictable"]]
     for path in settings.data:
         fields = {"path": path, "tokenizer": settings.tokenizer, "cache_dir": "data"}
         fields = follow_corpus({"data": fields, "model": {"vocab_size": None}})["data"]
         corpus = load_corpus(DataConfig(**fields, validation_fraction=0.05, seed=0))
         results.append(measure(corpus.validation, settings, path) | {"data": corpus.digest})
-    rows = [["text", "context", "repeated", "predictable"]]
-    for result in results:
-        for each in result["lengths"]:
-            interval = "" if each["low"] is None else f" [{each['low']:.1%}, {each['high']:.1%}]"
-            rows.append(
-                [result["name"], f"{each['length']:,}", f"{each['repeated']:.1%}", f"{each['predicted']:.1%}{interval}"]
-            )
+        for each in results[-1]["lengths"]:
+            shown = f"{each['repeated']:.1%}", with_interval(each, "predicted", ".1%")
+            rows.append([path, f"{each['length']:,}", *shown])
     caption = (
         f"Share of tokens whose last {settings.match} tokens occur in the context, and of those that copying the token "
         f"after their latest occurrence predicts. The last {settings.scored} tokens of held-out windows; 95 % "

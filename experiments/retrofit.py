@@ -13,14 +13,12 @@ Recall is measured on text: the last bytes of a sequence are replaced by a passa
 the sequences the first bytes are replaced by the same passage. Recall is the difference in loss of the last passage
 between the two halves. The passage's first bytes are the cue and are not scored.
 
-Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. A WORKDIR
-has one corpus and one number of steps. OUTPUT has `points.jsonl.zst` with the loss of every window, `retrofit.png`, and
-`retrofit.json` with perplexities after the last step and, on half of the windows, after fewer, with the effect of DAPE,
-recall, and the position where the loss breaks.
+Finished parts are kept: the same command resumes, and commands for different seeds can run at the same time. OUTPUT has
+`points.jsonl.zst` with the loss of every window, `retrofit.png`, and `retrofit.json` with perplexities after the last
+step and, on half of the windows, after fewer, with the effect of DAPE, recall, and the position where the loss breaks.
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import subprocess
@@ -30,7 +28,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
@@ -43,27 +40,20 @@ from dape_jax.data.store import Corpus, DataConfig, TokenStore
 from dape_jax.data.tokenizers import byte_tokenizer_json
 from dape_jax.errors import require
 from dape_jax.evaluation import report
-from dape_jax.evaluation.perplexity import (
-    ScoredWindow,
-    choose_windows,
-    compile_lengths,
-    score_windows,
-    window_batch,
-)
-from dape_jax.evaluation.programs import Program, run_in_batches
-from dape_jax.evaluation.statistics import bootstrap_interval, positions_result, ratio_of_sums
+from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, compile_lengths, score_windows
+from dape_jax.evaluation.statistics import positions_result
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.files import read_json, write_json
-from dape_jax.model.transformer import Params
 from dape_jax.pretrained.load import import_run
 from dape_jax.provenance import make_results_directory
 from dape_jax.training.checkpoint import step_names
 from dape_jax.training.source import load_corpus
 from experiments.runs import write_lines
+from experiments.studies import interval
 
 ROOT = Path(__file__).resolve().parent.parent
 
-TRAIN_LENGTH, BATCH_SIZE = 128, 16
+TRAIN_LENGTH, BATCH_SIZE, STEPS = 128, 16, 1500
 SIZES = {"num_hidden_layers": 4, "hidden_size": 320, "num_attention_heads": 5, "intermediate_size": 1280}
 PEAK, CONTINUED = 1e-3, 5e-4  # learning rates
 PERCENTS = (2, 5, 10, 20, 40)
@@ -98,7 +88,7 @@ WAYS: dict[str, list[Stage]] = {
         (25, "rotary=none", ()),
     ],
 }
-# Lines of the original with each rotary embedding at evaluation; positions and steps have the first two.
+# Rotary embeddings of the original at evaluation, with their lines in the figure.
 ORIGINALS = {"rope": ":", "yarn": "--", "ntk": "-.", "pi": ":"}
 DRAWN_ORIGINALS = ("original, rope", "original, yarn")
 # Pairs of ways to compare, which differ in DAPE, a bias or the start.
@@ -119,25 +109,16 @@ PAIRS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
-    """Checked flags, and the paths and sizes that follow from them."""
+class Settings:
+    """Checked flags, and the paths that follow from them."""
 
     data: str = flag("data/manuals", "Corpus of bytes written by `prepare`.")
     workdir: str = flag("runs/retrofit", "Directory of the run directories.")
     output: str = flag("results/retrofit", "Directory of the results.")
     seeds: tuple[int, ...] = flag((0, 1), "Seeds of the models.")
-    steps: int = flag(1500, "Steps of the original training; a multiple of 100.")
-    way: tuple[str, ...] = flag((), "Name of a way to continue; may be repeated. All if not given.", repeated=True)
 
     def __post_init__(self):
         require(bool(self.seeds), "--seeds", self.seeds, "must have one or more seeds")
-        require(self.steps > 0 and self.steps % 100 == 0, "--steps", self.steps, "must be a positive multiple of 100")
-        for name in self.way:
-            require(name in WAYS, "--way", name, f"must be one of {list(WAYS)}")
-
-    def percent(self, percent: float) -> int:
-        """Return the number of steps that is this percentage of the original steps."""
-        return round(self.steps * percent / 100)
 
     def original(self, seed: int) -> Path:
         """Return the directory of the model trained in PyTorch."""
@@ -157,53 +138,42 @@ class Study:
         return load_corpus(DataConfig(self.data, None, str(Path(self.workdir, "cache")), 0.05, seed))
 
 
+def steps_of(percent: float) -> int:
+    """Return the number of steps that is this percentage of the original steps."""
+    return round(STEPS * percent / 100)
+
+
 def main(_: list[str]) -> None:
     """Train, import, continue, evaluate, and write the results."""
-    study = from_flags(Study)
-    output = make_results_directory(Path(study.output))
-    ways = {name: WAYS[name] for name in (study.way or WAYS)}
-    keep_settings(study)
-    for seed in study.seeds:
-        train_original(study, seed)
-        if not step_names(study.imported(seed)):
-            import_run(study.original(seed), study.imported(seed), tokenizer="bytes")
+    settings = from_flags(Settings)
+    output = make_results_directory(Path(settings.output))
     points: list[dict[str, Any]] = []
-    for seed in study.seeds:
-        points += [evaluate(study, seed, "original", study.imported(seed), 0, 0, rotary) for rotary in ORIGINALS]
-    for seed, (way, stages) in itertools.product(study.seeds, ways.items()):
-        points += continue_way(study, way, stages, seed)
+    for seed in settings.seeds:
+        imported = settings.imported(seed)
+        train_original(settings, seed)
+        if not step_names(imported):
+            import_run(settings.original(seed), imported, tokenizer="bytes")
+        points += [evaluate(settings, seed, "original", imported, 0, 0, rotary) for rotary in ORIGINALS]
+    for seed, (way, stages) in itertools.product(settings.seeds, WAYS.items()):
+        points += continue_way(settings, way, stages, seed)
     write_lines(Path(output, "points.jsonl.zst"), points)
     content = summarise(points)
     rows = [["continued as", *map(str, LENGTHS)]]
     rows += [[way, *(f"{value:.2f}" for value in of_way.values())] for way, of_way in content["perplexity"].items()]
     caption = (
         f"Perplexity per byte of the last {TRAIN_LENGTH} bytes by length, {WINDOWS} windows, mean of "
-        f"{len(study.seeds)} seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of the "
-        "original steps."
+        f"{len(settings.seeds)} seeds; trained at {TRAIN_LENGTH} bytes and continued there for {max(PERCENTS)} % of "
+        "the original steps."
     )
     report.save("retrofit", output, content, caption, rows, steps_figure(content["steps"]))
-
-
-def keep_settings(study: Study) -> None:
-    """Record corpus and steps in the directory, or check that its finished parts have the same.
-
-    Raises:
-        InputError: the directory has another corpus or number of steps.
-    """
-    file, settings = Path(study.workdir, "study.json"), {"data": study.data, "steps": study.steps}
-    if file.exists():
-        require(read_json(file) == settings, "--workdir", study.workdir, f"was begun with {read_json(file)}")
-    else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, settings)
 
 
 # ---- training
 
 
-def train_original(study: Study, seed: int) -> None:
+def train_original(settings: Settings, seed: int) -> None:
     """Train the model in PyTorch with AdamW, warm-up and a cosine schedule, and save it with transformers."""
-    directory = study.original(seed)
+    directory = settings.original(seed)
     if (directory / "config.json").exists():
         return
     import torch
@@ -214,27 +184,21 @@ def train_original(study: Study, seed: int) -> None:
     config = transformers.GPTNeoXConfig(vocab_size=257, max_position_embeddings=TRAIN_LENGTH, **SIZES, **ends)
     model = transformers.GPTNeoXForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, study.percent(2), study.steps, min_lr_rate=0.1
-    )
+    schedule = transformers.get_cosine_with_min_lr_schedule_with_warmup(optimizer, steps_of(2), STEPS, min_lr_rate=0.1)
     sizes: dict[str, Any] = {"train_length": TRAIN_LENGTH, "global_batch_size": BATCH_SIZE}
-    batches = train_batches(study.corpus(seed).train, seed=seed, shard_index=0, num_shards=1, **sizes)
+    batches = train_batches(settings.corpus(seed).train, seed=seed, shard_index=0, num_shards=1, **sizes)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     losses = []
-    with tqdm(total=study.steps, desc=f"{directory.name}, {num_params / 1e6:.1f}M parameters") as bar:
-        for _ in range(study.steps):
-            batch = next(batches)
-            logits = model(torch.tensor(np.asarray(batch["inputs"], np.int64))).logits
-            targets = torch.tensor(np.asarray(batch["targets"], np.int64))
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            bar.set_postfix_str(f"loss {np.mean(losses[-50:]):.3f}", refresh=False)
-            bar.update()
+    for _ in tqdm(range(STEPS), desc=f"{directory.name}, {num_params / 1e6:.1f}M parameters"):
+        batch = {name: torch.tensor(np.asarray(each, np.int64)) for name, each in next(batches).items()}
+        logits = model(batch["inputs"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     partial = directory.with_name(f"{directory.name}.partial")
     model.save_pretrained(partial)
     (partial / "tokenizer.json").write_text(byte_tokenizer_json())
@@ -242,18 +206,16 @@ def train_original(study: Study, seed: int) -> None:
     partial.rename(directory)
 
 
-def continue_way(study: Study, way: str, stages: list[Stage], seed: int) -> list[dict[str, Any]]:
+def continue_way(settings: Settings, way: str, stages: list[Stage], seed: int) -> list[dict[str, Any]]:
     """Continue the imported model in one way, and return its perplexities at all points of its last stage."""
-    source, done = study.imported(seed), 0.0
+    source, done, interval = settings.imported(seed), 0.0, steps_of(1)
     for stage, (percent, argument, more) in enumerate(stages):
-        workdir = study.continued(way, seed, stage)
-        num_steps, is_last = study.percent(percent), stage == len(stages) - 1
-        interval = study.percent(1)
+        workdir, num_steps = settings.continued(way, seed, stage), steps_of(percent)
         if str(num_steps) not in step_names(workdir):
             arguments = ",".join(filter(None, (f"source={source}", argument)))
             command = [sys.executable, str(ROOT / "train.py"), f"--config={ROOT}/configs/continued.py:{arguments}"]
-            settings = {
-                "data.path": study.data,
+            fields = {
+                "data.path": settings.data,
                 "data.tokenizer": "bytes",
                 "data.seed": 100 + seed,  # windows in another order than in the original training
                 "train.train_length": TRAIN_LENGTH,
@@ -262,39 +224,39 @@ def continue_way(study: Study, way: str, stages: list[Stage], seed: int) -> list
                 "train.eval_interval": interval,
                 "train.validation_batches": 4,
                 "train.checkpoint_interval": interval,
-                "train.max_to_keep": 100 if is_last else 1,
+                "train.max_to_keep": 100,
                 "optimizer.learning_rate": CONTINUED,
-                "optimizer.warmup_fraction": study.percent(1) / num_steps,
+                "optimizer.warmup_fraction": interval / num_steps,
                 "optimizer.final_fraction": 1.0,
             }
-            command += [f"--config.{field}={value}" for field, value in settings.items()]
+            command += [f"--config.{field}={value}" for field, value in fields.items()]
             subprocess.run([*command, *more, f"--workdir={workdir}"], check=True)
-        if is_last:
-            steps = {p: study.percent(p - done) for p in PERCENTS if p > done}
-            return [evaluate(study, seed, way, workdir, p, step, "rope") for p, step in steps.items()]
-        source, done = workdir, done + percent
-    raise AssertionError("a way has at least one stage")
+        if stage < len(stages) - 1:
+            source, done = workdir, done + percent
+    steps = {percent: steps_of(percent - done) for percent in PERCENTS if percent > done}
+    return [evaluate(settings, seed, way, workdir, percent, step, "rope") for percent, step in steps.items()]
 
 
 # ---- evaluation
 
 
-def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, step: int, rotary: str) -> dict[str, Any]:
+def evaluate(
+    settings: Settings, seed: int, way: str, workdir: Path, percent: int, step: int, rotary: str
+) -> dict[str, Any]:
     """Return the loss of every window by length, in nats per byte of the last 128, and save it in a file.
 
     The original and the last point of a way also have the loss by position, and recall.
     """
-    file = Path(study.workdir, "scores") / f"{workdir.name}-{step}-{rotary}.json"
+    file = Path(settings.workdir, "scores") / f"{workdir.name}-{step}-{rotary}.json"
     if file.exists():
         return read_json(file)
     is_last = percent in (0, max(PERCENTS))
     lengths, num_windows = (LENGTHS, WINDOWS) if is_last else (QUICK_LENGTHS, QUICK_WINDOWS)
     overrides = {"lengths": lengths, "last_tokens": max(LENGTHS), "max_windows": num_windows, "batch_tokens": 4096}
-    model = read_trained(workdir, str(step), overrides)
-    store = study.corpus(seed).validation
+    model, store = read_trained(workdir, str(step), overrides), settings.corpus(seed).validation
     windows = choose_windows(store, max(LENGTHS), WINDOWS)
     enough = len({window.document for window in windows}) == WINDOWS
-    require(enough, "--data", study.data, f"must hold out {WINDOWS} documents of more than {max(LENGTHS):,} bytes")
+    require(enough, "--data", settings.data, f"must hold out {WINDOWS} documents of more than {max(LENGTHS):,} bytes")
     windows = windows[:num_windows]
     programs = compile_lengths(model, rotary, len(windows))
     mesh, params = restore(model)
@@ -307,46 +269,44 @@ def evaluate(study: Study, seed: int, way: str, workdir: Path, percent: int, ste
         "nll_nats": {str(length): each[:, -TRAIN_LENGTH:].mean(axis=1).tolist() for length, each in nll.items()},
     }
     if is_last:
-        documents = np.array(result["documents"])
-        result["positions"] = positions_result(documents, nll[max(LENGTHS)], TRAIN_LENGTH)
+        result["positions"] = positions_result(np.array(result["documents"]), nll[max(LENGTHS)], TRAIN_LENGTH)
         recalled = [program for program in programs if program.length in RECALL_LENGTHS]
-        result["recall_nats"] = recall(recalled, params, mesh, store, windows)
+        unseen, seen = (
+            score_windows(recalled, params, mesh, store, with_passages(store, windows, is_repeated), f"{way}, recall")
+            for is_repeated in (False, True)
+        )
+        result["recall_nats"] = {
+            str(length): (unseen[length] - seen[length])[:, CUE - PASSAGE :].mean(axis=1).tolist() for length in unseen
+        }
     file.parent.mkdir(exist_ok=True)
     write_json(file, result)
     jax.clear_caches()
     return result
 
 
-def recall(
-    programs: list[Program], params: Params, mesh: Mesh, store: TokenStore, windows: list[ScoredWindow]
-) -> dict[str, list[float]]:
-    """Return, by length, the decrease in loss of each passage if it was also at the start, in nats."""
-    passages = [store.document(window.document)[-PASSAGE:] for window in (*windows[1:], windows[0])]
+@dataclasses.dataclass(frozen=True)
+class RecallWindow(ScoredWindow):
+    """Window that ends with a passage of another document, and begins with it too if `is_repeated`."""
 
-    def batch(length: int, is_repeated: bool, rows: Int[np.ndarray, "B"]) -> dict[str, np.ndarray]:
-        text = window_batch(store, windows, length, rows)
-        tokens = np.concatenate([text["inputs"], text["targets"][:, -1:]], axis=1)
-        tokens[:, -PASSAGE:] = [passages[row] for row in rows]
-        if is_repeated:
-            tokens[:, :PASSAGE] = tokens[:, -PASSAGE:]
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    passage: Int[np.ndarray, "passage"]
+    is_repeated: bool
 
-    gains = {}
-    with jax.set_mesh(mesh):
-        for program in programs:
-            unseen, seen = (
-                run_in_batches(
-                    functools.partial(program.step, params),
-                    functools.partial(batch, program.length, is_repeated),
-                    num_rows=len(windows),
-                    batch_size=program.batch_size,
-                    mesh=mesh,
-                    progress=lambda _: None,
-                )[:, CUE - PASSAGE :].mean(axis=1)
-                for is_repeated in (False, True)
-            )
-            gains[str(program.length)] = (unseen - seen).tolist()
-    return gains
+    def tokens(self, store: TokenStore, length: int) -> Int[np.ndarray, "N"]:
+        """Return the tokens of the window with the passage."""
+        tokens = super().tokens(store, length)
+        tokens[-PASSAGE:] = self.passage
+        if self.is_repeated:
+            tokens[:PASSAGE] = self.passage
+        return tokens
+
+
+def with_passages(store: TokenStore, windows: list[ScoredWindow], is_repeated: bool) -> list[RecallWindow]:
+    """Return the windows, each with the last bytes of the next window's document."""
+    passages = [store.document(window.document)[-PASSAGE:].astype(np.int32) for window in (*windows[1:], windows[0])]
+    return [
+        RecallWindow(window.document, window.end, passage, is_repeated)
+        for window, passage in zip(windows, passages, strict=True)
+    ]
 
 
 # ---- report
@@ -381,58 +341,43 @@ def change(ours: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], len
         documents += point["documents"]
         differences = np.subtract(point["nll_nats"][str(length)], base[seed]["nll_nats"][str(length)])
         changes += differences.tolist()
-        each[seed] = in_percent(float(differences.mean()))
-    sums = np.array(changes), np.ones(len(changes))
-    low, high = bootstrap_interval(np.array(documents), sums, ratio_of_sums)
-    mean = in_percent(float(np.mean(changes)))
-    return {"percent": mean, "low": in_percent(low), "high": in_percent(high), "seeds": each}
-
-
-def in_percent(difference_nats: float) -> float:
-    """Return the change of perplexity, in per cent, that corresponds to a difference of losses."""
-    return 100 * math.expm1(difference_nats)
+        each[seed] = 100 * math.expm1(float(differences.mean()))
+    found = {"percent": float(np.mean(changes)), **interval(np.array(documents), np.array(changes))}
+    return {name: 100 * math.expm1(nats) for name, nats in found.items()} | {"seeds": each}
 
 
 def summarise(points: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the points say: perplexities, their paired changes, recall, and where the loss breaks."""
     table, last = by_seed(points), max(PERCENTS)
-    recalled = [
-        {
-            "way": way,
-            "percent": percent,
-            "seeds": list(seeds),
-            "recall_nats": {
-                length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()]
-                for length in RECALL_LENGTHS
-            },
-            "breaks_at": [point["positions"]["breaks_at"] for point in seeds.values()],
-            "last_octave_nats": [point["positions"]["last_octave_nats"] for point in seeds.values()],
-        }
-        for (way, percent), seeds in table.items()
-        if percent in (0, last)
-    ]
+    ends = {key: seeds for key, seeds in table.items() if key[1] in (0, last)}
+    pairs = [pair for pair in PAIRS if all((way, last) in table for way in pair)]
     return {
         "ways": WAYS,
-        "perplexity": {
-            way: perplexities(seeds, LENGTHS, WINDOWS)
-            for (way, percent), seeds in table.items()
-            if percent in (0, last)
-        },
+        "perplexity": {way: perplexities(seeds, LENGTHS, WINDOWS) for (way, _), seeds in ends.items()},
         "steps": [
             {"way": way, "percent": percent, "perplexity": perplexities(seeds, QUICK_LENGTHS, QUICK_WINDOWS)}
             for (way, percent), seeds in table.items()
             if way in WAYS or way in DRAWN_ORIGINALS
         ],
         "pairs": [
+            {"way": way, "against": base}
+            | {"changes": {length: change(table[way, last], table[base, last], length) for length in LENGTHS}}
+            for way, base in pairs
+        ],
+        "recall": [
             {
                 "way": way,
-                "against": base,
-                "changes": {length: change(table[way, last], table[base, last], length) for length in LENGTHS},
+                "percent": percent,
+                "seeds": list(seeds),
+                "recall_nats": {
+                    length: [np.mean(point["recall_nats"][str(length)]) for point in seeds.values()]
+                    for length in RECALL_LENGTHS
+                },
+                "breaks_at": [point["positions"]["breaks_at"] for point in seeds.values()],
+                "last_octave_nats": [point["positions"]["last_octave_nats"] for point in seeds.values()],
             }
-            for way, base in PAIRS
-            if (way, last) in table and (base, last) in table
+            for (way, percent), seeds in ends.items()
         ],
-        "recall": recalled,
     }
 
 
@@ -470,5 +415,5 @@ def steps_figure(steps: list[dict[str, Any]]) -> Figure:
 
 
 if __name__ == "__main__":
-    define_flags(Study)
+    define_flags(Settings)
     command_line.run(main)

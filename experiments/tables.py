@@ -16,6 +16,7 @@ from dape_jax.evaluation.perplexity import PROTOCOLS
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
 from experiments.runs import read_runs
+from experiments.studies import with_interval
 
 RESULTS = Path(__file__).parents[1] / "results"
 NAMES = {
@@ -53,12 +54,6 @@ def table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     numeric = [i > 0 and all(not row[i] or row[i][0] in "+-<0123456789" for row in cells) for i in range(len(names))]
     rule = ["---:" if is_numeric else "---" for is_numeric in numeric]
     return "\n".join("| " + " | ".join(row) + " |" for row in (names, rule, *cells))
-
-
-def with_interval(row: Row, field: str, form: str = ".2f", unit: str = "") -> str:
-    """Return a number with its interval, if it has one."""
-    interval = "" if row["low"] is None else f" [{row['low']:{form}}, {row['high']:{form}}]"
-    return f"{row[field]:{form}}{unit}{interval}"
 
 
 def plain(value: float) -> str:

