@@ -27,7 +27,7 @@ from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
 from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
 from dape_jax.evaluation.perplexity import evaluate
-from dape_jax.files import exclusive_lock, json_digest, read_json
+from dape_jax.files import exclusive_lock, read_json
 from dape_jax.model.flops import model_flops_per_token
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
@@ -51,7 +51,7 @@ from experiments.methods import (
     lengths_from,
     models_of,
 )
-from experiments.runs import add_run, identity, read_runs
+from experiments.runs import add_run, identity, identity_of_stored, read_runs
 from experiments.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -197,23 +197,21 @@ class PlannedRun:
     data_digest: str
     group: str
 
-    @property
-    def key(self) -> str:
-        """Digest of everything that determines the run's results."""
-        settings = identity(resolved(self.config), self.metric)
-        return json_digest([settings, self.data_digest, self.metric, self.run.lengths])
+    def identity(self, *, seeds: bool = True) -> str:
+        """Return the digest of all that determines the results; see `runs.identity`."""
+        return identity(self.config, self.data_digest, self.metric, self.run.lengths, seeds=seeds)
 
     @property
     def workdir_name(self) -> str:
         """Digest of everything that determines the run's model."""
-        return json_digest([identity(resolved(self.config), self.metric), self.data_digest])[:16]
+        return identity(self.config, self.data_digest, "", ())[:16]
 
     def content(self, results: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Return the run's line: what was run, the results, and their provenance."""
         fields = ("task",) if self.run.task else ("paper_size", "size", "paper_train_length")
         about = {field: getattr(self.run, field) for field in ("method", *fields, "train_length", "seed")}
         return {
-            **{"key": self.key, "data": self.data_digest, **about, "metric": self.metric},
+            **{"key": self.identity(), "data": self.data_digest, **about, "metric": self.metric},
             **{"train_command": train_command(self.run), "wall_seconds": round(seconds, 1), **results},
             **provenance("flax", "optax"),
             "config": resolved(self.config),
@@ -257,12 +255,16 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
         stored = read_runs(results)
         own = stored[name].get(planned[0].group, {})
         _check_existing(planned, own)
-        finished = {run["key"]: run for groups in stored.values() for runs in groups.values() for run in runs.values()}
-        for item in planned:
-            if item.run.name not in own and item.key in finished:
+        needed = {(item.data_digest, item.metric) for item in planned}
+        every = [run for groups in stored.values() for runs in groups.values() for run in runs.values()]
+        finished = {identity_of_stored(run): run for run in every if (run["data"], run["metric"]) in needed}
+        unfinished = []
+        for item in (item for item in planned if item.run.name not in own):
+            if item.identity() in finished:
                 logger.info("%s: stored already, by another experiment", item.run.name)
-                add_run(results, name, item.group, finished[item.key])
-        unfinished = [item for item in planned if item.run.name not in own and item.key not in finished]
+                add_run(results, name, item.group, finished[item.identity()])
+            else:
+                unfinished.append(item)
         logger.info("%s: %d runs, %d of them finished", name, len(planned), len(planned) - len(unfinished))
         if planned[0].metric == "step_ms":
             for item, content in _timings(planned, {item.run.name for item in unfinished}):
@@ -279,15 +281,12 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
 
 
 def _check_existing(planned: list[PlannedRun], own: dict[str, dict[str, Any]]) -> None:
-    """Raise `InputError` if the stored runs are of other data, or of these runs with another config."""
-    expected = {item.run.name: item.key for item in planned}
-    digests = {item.run.model: item.data_digest for item in planned}
+    """Raise `InputError` if stored runs of a model, also with other seeds, are of another text or config."""
+    expected = {item.run.model: item.identity(seeds=False) for item in planned}
     for name, found in own.items():
         model = name.rpartition("-seed")[0]
-        same_data = model not in digests or found["data"] == digests[model]
-        same_config = name not in expected or found["key"] == expected[name]
-        allowed = "is a stored run with another config or text; choose another --results"
-        require(same_data and same_config, name, found["key"], allowed)
+        same = model not in expected or identity_of_stored(found, seeds=False) == expected[model]
+        require(same, name, found["key"], "is a stored run with another config or text; choose another --results")
 
 
 def _timings(planned: list[PlannedRun], unfinished: set[str]) -> Iterator[tuple[PlannedRun, dict[str, Any]]]:
@@ -324,12 +323,9 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
 def training_curve(workdir: Path) -> dict[str, Any]:
     """Return the validation losses of a trained model by step, in nats, and the median time of a training step.
 
-    Their product is the loss by training time, without compilation, validation and checkpoints. Empty for a model
-    that was trained by a version without `metrics.jsonl`.
+    Their product is the loss by training time, without compilation, validation and checkpoints.
     """
     scalars = read_metrics(workdir)
-    if not {"validation/loss_nats", "train/step_seconds"} <= set(scalars):
-        return {}
     return {
         "validation_nats": {str(step): nats for step, nats in scalars["validation/loss_nats"].items()},
         "train_step_ms": 1000 * statistics.median(scalars["train/step_seconds"].values()),

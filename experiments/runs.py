@@ -3,9 +3,10 @@
     {"group": "small-stdlib", "key": "9a31..", "method": "kerple", ..}    a run: config, results, provenance
     {"group": "small-stdlib", "key": "e336..", "stored_in": "fig2"}       the same run, stored by another experiment
 
-A group is a preset with the name of the text, or the preset alone for algorithmic tasks. The key is a digest of all
-that determines a run's results. `Series` and `Group` are runs by model, and the paper's numbers in the same form. Their
-sizes and lengths, like those of claims, are the paper's.
+A group is a preset with the name of the text, or the preset alone for algorithmic tasks. A run is recognised by its
+`identity`, all that determines its results; its key is a digest of this, in the version that stored it. `Series` and
+`Group` are runs by model, and the paper's numbers in the same form. Their sizes and lengths, like those of claims, are
+the paper's.
 """
 
 import dataclasses
@@ -18,12 +19,11 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from dape_jax.config import RESUMABLE_FIELDS
-from dape_jax.errors import InputError, require
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved, without_removed
 from dape_jax.evaluation.report import FIXED_BELOW
-from dape_jax.files import write_atomically
-from dape_jax.model.transformer import GPT_NEOX
+from dape_jax.files import json_digest, write_atomically
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, PRESETS, Cell, Model, Score, length_divisor, models_of, paper_tables
 from experiments.verdicts import Lookup, Sample, is_log
@@ -35,8 +35,6 @@ else:
 
 FILE = "runs.jsonl.zst"
 PROVENANCE = ("commit", "device", "num_devices", "num_cpus", "versions")
-FIELDS = {"key", "data", "method", "train_length", "seed", "metric", "wall_seconds", "config", *PROVENANCE}
-
 # Config fields that do not change results: fields that may change when a run resumes, and evaluation fields that affect
 # only performance. The text and the evaluation lengths are separate parts of a run's key.
 UNIDENTIFYING_FIELDS = (
@@ -47,46 +45,32 @@ UNIDENTIFYING_FIELDS = (
 Run = dict[str, Any]
 
 
-def _added_fields(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the sections and fields that configs of earlier versions lack, with values that change nothing."""
-    model = spec["model"]
-    same = ("parallel_residual", "norm", "norm_epsilon", "gated_mlp", "mlp_bias", "tied_embeddings")
-    fields = {name: GPT_NEOX[name] for name in same}
-    fields |= {"head_dim": model["width"] // model["num_heads"], "mlp_width": 4 * model["width"]}
-    fields |= {"attention_output_bias": model["projection_bias"]}
-    fields |= {"rotary": {} if model["rotary"]["name"] == "none" else {"fraction": 1.0}}
-    train = {"wandb": None, "profile_steps": []}
-    unused = {"init": {"source": None, "train_only": None}, "data": {"packing": "stream"}}
-    return unused | {"model": fields, "train": train}
+def identity(
+    config: RunConfig | TaskRunConfig, data: str, metric: str, lengths: Sequence[int], *, seeds: bool = True
+) -> str:
+    """Return a digest of all that determines a run's results; for step times, of the complete config.
 
-
-def _without_added(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a resolved config without the sections and fields that newer versions added and that have no effect.
-
-    Equivalent configs saved by different versions give equal results, so they can be compared.
+    Args:
+        config: config of the run.
+        data: digest of the text, or of the task's strings.
+        metric: metric of the experiment.
+        lengths: evaluation lengths.
+        seeds: whether the digest depends on the seeds.
     """
+    fields = {
+        field: value
+        for field, value in flatten_dict(resolved(config), keep_empty_nodes=False, sep=".").items()
+        if (metric == "step_ms" or not any(f"{field}.".startswith(f"{name}.") for name in UNIDENTIFYING_FIELDS))
+        and (seeds or not field.endswith(".seed"))
+    }
+    return json_digest([fields, data, metric, [] if metric == "step_ms" else list(lengths)])
 
-    def strip(spec: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in spec.items() if not (name in added and added[name] == value)}
-        return {k: strip(v, added[k]) if k in added and isinstance(v, dict) else v for k, v in kept.items()}
 
-    return strip(spec, _added_fields(spec))
-
-
-def identity(config: dict[str, Any], metric: str) -> dict[str, Any]:
-    """Return the part of a resolved config that determines a run's results; for step times, the complete config.
-
-    It is equal for equivalent configs of different versions of this package.
-    """
-
-    def of_section(spec: dict[str, Any], prefix: str) -> dict[str, Any]:
-        return {
-            key: of_section(value, f"{prefix}{key}.") if isinstance(value, dict) else value
-            for key, value in spec.items()
-            if metric == "step_ms" or f"{prefix}{key}" not in UNIDENTIFYING_FIELDS
-        }
-
-    return of_section(_without_added(config), "")
+def identity_of_stored(run: Run, *, seeds: bool = True) -> str:
+    """Return the identity of a stored run. Config fields that its version did not have are the defaults of today's."""
+    config = read_run(without_removed(run["config"]))
+    lengths = [result["length"] for result in run["lengths"]] if "lengths" in run else []
+    return identity(config, run["data"], run["metric"], lengths, seeds=seeds)
 
 
 def run_name(run: Run) -> str:
@@ -96,15 +80,8 @@ def run_name(run: Run) -> str:
 
 
 def read_lines(file: Path) -> list[Run]:
-    """Return the lines of a compressed file of JSON lines; none if it does not exist.
-
-    Raises:
-        InputError: it is damaged.
-    """
-    try:
-        return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
-    except (ValueError, zstd.ZstdError) as error:
-        raise InputError(f"{file}: cannot be read as compressed JSON lines: {error}") from error
+    """Return the lines of a compressed file of JSON lines; none if it does not exist."""
+    return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:
@@ -114,20 +91,14 @@ def write_lines(file: Path, lines: list[Run]) -> None:
 
 
 def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
-    """Return the finished runs under a directory, by experiment, group and name.
-
-    Raises:
-        InputError: a file is damaged, or a line is no run and does not name one.
-    """
+    """Return the finished runs under a directory, by experiment, group and name."""
     lines = {name: read_lines(results / name / FILE) for name in EXPERIMENTS}
     stored = {(name, line["key"]): line for name in lines for line in lines[name] if "stored_in" not in line}
     found: dict[str, dict[str, dict[str, Run]]] = {name: {} for name in EXPERIMENTS}
     for name, of_file in lines.items():
         for line in of_file:
-            whole = stored.get((line["stored_in"], line["key"]), line) if "stored_in" in line else line
+            whole = stored[line["stored_in"], line["key"]] if "stored_in" in line else line
             run = {field: value for field, value in whole.items() if field not in ("group", "name")}
-            missing = sorted(FIELDS - run.keys())
-            require(not missing, str(results / name / FILE), line["name"], f"is a run without {', '.join(missing)}")
             found[name].setdefault(line["group"], {})[line["name"]] = run
     return found
 
@@ -221,61 +192,34 @@ class Group:
 
 
 def read_groups(results: Path) -> list[Group]:
-    """Return the finished runs under a directory in the catalogue's order.
-
-    Raises:
-        InputError: a file is damaged, a run does not measure its experiment's metric, or does not match the others.
-    """
-    groups = []
-    for name, by_group in read_runs(results).items():
-        for group, runs in sorted(by_group.items()):
-            preset, _, data = group.partition("-")
-            where = f"{results / name / FILE}, {group}"
-            found = _group(where, name, preset, data, runs)
-            groups += [found] if found.series else []
-    return groups
+    """Return the finished runs under a directory in the catalogue's order."""
+    groups = [_group(name, *each) for name, of_name in read_runs(results).items() for each in sorted(of_name.items())]
+    return [group for group in groups if group.series]
 
 
-def _group(where: str, name: str, preset: str, data: str, runs: dict[str, Run]) -> Group:
+def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
+    preset, _, data = group.partition("-")
     experiment, divisor = EXPERIMENTS[name], length_divisor(EXPERIMENTS[name], preset)
     order, by_model, about = models_of(experiment), defaultdict[Model, list[Run]](list), []
-    texts: dict[str, str] = {}  # digest of the text, or of each task
     for run in runs.values():
-        model: Model = (
-            (run["method"], "", run["train_length"], run["task"])
-            if experiment.tasks
-            else (run["method"], run["paper_size"], run["paper_train_length"], "")
-        )
+        length = run["train_length"] if experiment.tasks else run["paper_train_length"]
+        model: Model = (run["method"], run.get("paper_size", ""), length, run.get("task", ""))
         if model in order:  # else removed from the catalogue
             by_model[model].append(run)
             about.append(run)
-            # Must be equal for all seeds of a model: otherwise their range would not show the effect of the seed alone.
-            seedless = [
-                {part: values | {"seed": 0} for part, values in identity(each["config"], experiment.metric).items()}
-                for each in (run, by_model[model][0])
-            ]
-            same = seedless[0] == seedless[1] and run["data"] == texts.setdefault(model[-1], run["data"])
-            allowed = "must have the text of the other runs and the config of its other seeds"
-            require(same, where, run_name(run), allowed)
     series = []
     for model in (model for model in order if model in by_model):
-        of_model = by_model[model]
-        try:
-            values = {run["seed"]: measured(run, experiment.metric) for run in of_model}
-            samples = {run["seed"]: samples_of(run, experiment.metric, values[run["seed"]]) for run in of_model}
-        except (KeyError, TypeError, ValueError) as error:
-            message = f"{where}, {run_name(of_model[0])}: must measure {experiment.metric}: {error!r}"
-            raise InputError(message) from error
-        flops = [float(run["train_flops"]) for run in of_model if "train_flops" in run]
-        made = _series(
-            model,
-            {seed: {at * divisor: value for at, value in each.items()} for seed, each in values.items()},
-            {seed: {at * divisor: sample for at, sample in each.items()} for seed, each in samples.items()},
-        )
+        values, samples = {}, {}
+        for run in by_model[model]:
+            found = measured(run, experiment.metric)
+            values[run["seed"]] = {at * divisor: value for at, value in found.items()}
+            of_run = samples_of(run, experiment.metric, found)
+            samples[run["seed"]] = {at * divisor: sample for at, sample in of_run.items()}
+        made = _series(model, values, samples)
         more = {
-            "train_flops": flops[-1] if flops else None,
-            "num_steps": of_model[-1]["config"]["train"]["num_steps"],
-            "seconds": sum(run["wall_seconds"] for run in of_model),
+            "train_flops": run["train_flops"] if "train_flops" in run else None,
+            "num_steps": run["config"]["train"]["num_steps"],
+            "seconds": sum(run["wall_seconds"] for run in by_model[model]),
         }
         series.append(dataclasses.replace(made, **more))
     found = {field: sorted({json.dumps(run[field]) for run in about}) for field in PROVENANCE}

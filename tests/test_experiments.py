@@ -190,54 +190,51 @@ def test_the_papers_printed_deltas_are_differences_of_its_perplexities():
             assert local - full == pytest.approx(delta, abs=0.011), (method, length)
 
 
-# ---- keys
+# ---- identities
 
 
-def test_keys_depend_on_the_fields_that_change_results_and_on_no_others(tmp_path: Path):
+def test_identities_depend_on_the_fields_that_change_results_and_on_no_others():
     (item, *_) = runs_with_one_seed("fig2", "small")
     spec = config_of(item)
 
-    def key(metric: str = "perplexity", **changes: object) -> str:
+    def identity(metric: str = "perplexity", seeds: bool = True, **changes: object) -> str:
         changed = json.loads(json.dumps(spec))
         for field, value in changes.items():
             section, name = field.split("__")
             changed[section][name] = value
-        return PlannedRun(item, metric, {}, read_run(changed), "digest", "group").key
+        return PlannedRun(item, metric, {}, read_run(changed), "digest", "group").identity(seeds=seeds)
 
-    assert key() != key(metric="delta")
-    for change in ({"train__num_steps": 7}, {"model__width": 8}, {"optimizer__learning_rate": 1.0}, {"train__seed": 9}):
-        assert key() != key(**change)
-    assert key() != key(evaluation__last_tokens=32)
+    assert identity() != identity(metric="delta")
+    for change in ({"train__num_steps": 7}, {"model__width": 8}, {"optimizer__learning_rate": 1.0}):
+        assert identity() != identity(**change)
+        assert identity(seeds=False) != identity(seeds=False, **change)
+    assert identity() != identity(evaluation__last_tokens=32)
+    for change in ({"train__seed": 9}, {"data__seed": 9}):
+        assert identity() != identity(**change)
+        assert identity(seeds=False) == identity(seeds=False, **change)
     for change in ({"train__logits_chunk_tokens": 64}, {"data__path": "copy"}, {"evaluation__batch_tokens": 4096}):
-        assert key() == key(**change)
-        assert key("step_ms") != key("step_ms", **change)
+        assert identity() == identity(**change)
+        assert identity("step_ms") != identity("step_ms", **change)
 
 
-def test_runs_on_an_accelerator_have_larger_blocks_and_the_same_keys(tmp_path: Path, monkeypatch):
-    runs = runs_with_one_seed("converged", "converged")
+def test_runs_on_an_accelerator_have_larger_blocks_and_the_same_identities(monkeypatch):
+    (item, *_) = runs_with_one_seed("converged", "converged")
 
-    def planned() -> list[PlannedRun]:
-        specs = [config_of(item) for item in runs]
-        return [
-            PlannedRun(item, "perplexity", spec, read_run(spec), "digest", "group")
-            for item, spec in zip(runs, specs, strict=True)
-        ]
+    def planned() -> PlannedRun:
+        spec = config_of(item)
+        return PlannedRun(item, "perplexity", spec, read_run(spec), "digest", "group")
 
     on_cpu = planned()
     monkeypatch.setattr(run, "device_platform", lambda: "gpu")
     on_gpu = planned()
-    assert all(a.config != b.config for a, b in zip(on_cpu, on_gpu, strict=True))
-    assert [a.key for a in on_cpu] == [b.key for b in on_gpu]
-    assert [a.workdir_name for a in on_cpu] == [b.workdir_name for b in on_gpu]
-    assert {b.config.model.dtype for b in on_gpu} == {"float32"}
-    assert all(
-        b.config.evaluation.block_size > a.config.evaluation.block_size for a, b in zip(on_cpu, on_gpu, strict=True)
-    )
+    assert on_gpu.config.evaluation.block_size > on_cpu.config.evaluation.block_size
+    assert (on_cpu.identity(), on_cpu.workdir_name) == (on_gpu.identity(), on_gpu.workdir_name)
+    assert on_gpu.config.model.dtype == "float32"
 
 
-def test_committed_results_are_of_the_catalogues_runs():
-    """Compare the keys: otherwise all runs would be trained again."""
-    checked, keys = Counter(), {}
+def test_committed_results_are_of_the_catalogues_runs_and_stored_once():
+    """Compare identities: otherwise all runs would be trained again."""
+    checked, planned_identities, identities = Counter(), {}, {}
     for name, groups in read_runs(ROOT / "results").items():
         experiment = EXPERIMENTS[name]
         for group, stored in groups.items():
@@ -248,22 +245,20 @@ def test_committed_results_are_of_the_catalogues_runs():
             for run_name, found in stored.items():
                 item = planned[run_name]
                 same = (item.recipe, item.argument, str(item.overrides), item.lengths, found["data"], experiment.metric)
-                if same not in keys:
+                if same not in planned_identities:
                     spec = config_of(item)
                     if text not in ("", "stdlib"):  # a prepared corpus, which has its own tokenizer
                         spec["data"] |= {"path": f"data/{text}", "tokenizer": None}
-                    keys[same] = PlannedRun(item, experiment.metric, {}, read_run(spec), found["data"], group).key
-                assert found["key"] == keys[same], (name, group, run_name)
+                    ours = PlannedRun(item, experiment.metric, {}, read_run(spec), found["data"], group)
+                    planned_identities[same] = ours.identity()
+                if found["key"] not in identities:
+                    identities[found["key"]] = runs.identity_of_stored(found)
+                assert identities[found["key"]] == planned_identities[same], (name, group, run_name)
                 checked[name] += 1
-    assert (checked["fig2"], checked["fig5"]) == (84, 70)
-    assert sum(checked.values()) == 906
-
-
-def test_a_run_is_stored_once():
+    assert (checked["fig2"], checked["fig5"], sum(checked.values())) == (84, 70, 906)
     lines = [line for name in EXPERIMENTS for line in read_lines(ROOT / "results" / name / runs.FILE)]
     stored = [line["key"] for line in lines if "stored_in" not in line]
-    assert len(stored) == len(set(stored)) == 708
-    assert len(lines) == 906
+    assert len(stored) == len(set(stored)) == len(identities) == len(set(identities.values())) == 708
 
 
 def test_run_files_of_earlier_versions_are_packed(tmp_path, capsys):
@@ -274,8 +269,8 @@ def test_run_files_of_earlier_versions_are_packed(tmp_path, capsys):
         for run_name, content in committed[name]["small-stdlib"].items():
             (old / name / "small-stdlib").mkdir(parents=True, exist_ok=True)
             write_json(old / name / "small-stdlib" / f"{run_name}.json", content)
-    for _ in range(2):
-        pack.main(old, new)
+    for source in (old, old, new):
+        pack.main(source, new)
         assert "62 runs, 37 of them distinct" in capsys.readouterr().out
     changed = new / "widths" / runs.FILE
     write_lines(changed, [line | {"wall_seconds": 0.0} for line in read_lines(changed)])
@@ -453,41 +448,13 @@ def test_two_processes_cannot_use_one_directory(small_world, trained, monkeypatc
     run_tiny("two", small_world, (0,))  # the locks are released
 
 
-def test_damaged_results_are_named(small_world, trained):
+def test_runs_of_a_method_that_is_not_in_the_catalogue_are_left_out(small_world, trained):
     run_tiny("one", small_world)
-    results = Path(small_world["results"])
-    file = results / "one" / runs.FILE
-    *others, good = read_lines(file)
-    optimizer = good["config"]["optimizer"] | {"learning_rate": 1.0}
-    for changes in (
-        {"lengths": 3},
-        {"lengths": [{"length": 16}]},
-        {"lengths": [{"length": 16, "perplexity": "low"}]},
-        {"data": "another text"},
-        {"config": good["config"] | {"optimizer": optimizer}},  # the range would not be one over seeds
-    ):
-        write_lines(file, [*others, good | changes])
-        with pytest.raises(InputError, match=r"one/runs\.jsonl\.zst.*b-xs-T16-seed") as error:
+    file = Path(small_world["results"]) / "one" / runs.FILE
+    write_lines(file, [each | {"method": "z"} for each in read_lines(file) if each["method"] == "b"])
+    for results in (file.parents[1], file.parents[1] / "nothing"):
+        with pytest.raises(InputError, match="finished runs"):
             report.write(results)
-        assert "\n" not in str(error.value)
-    reference = {"group": "tiny-text", "name": "b-xs-T16-seed1", "key": "0", "stored_in": "two"}
-    for line in ({field: good[field] for field in ("group", "name", "key")}, reference):
-        write_lines(file, [*others, line])
-        with pytest.raises(InputError, match=r"runs\.jsonl\.zst = 'b-xs-T16-seed1': is a run without"):
-            report.write(results)
-    whole = file.read_bytes()
-    for content in (b"{}", whole[: len(whole) // 2]):
-        file.write_bytes(content)
-        with pytest.raises(InputError, match=r"runs\.jsonl\.zst: cannot be read"):
-            report.write(results)
-        with pytest.raises(InputError, match=r"runs\.jsonl\.zst: cannot be read"):
-            run_tiny("two", small_world)
-    # A method that is no longer in the catalogue is left out.
-    write_lines(file, [each | {"method": "z"} for each in (*others, good) if each["method"] == "b"])
-    with pytest.raises(InputError, match="finished runs"):
-        report.write(results)
-    with pytest.raises(InputError, match="finished runs"):
-        report.write(results / "nothing")
 
 
 def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
