@@ -9,6 +9,8 @@ from dape_jax.errors import require
 from experiments.methods import (
     CHANGES,
     COSTLIER,
+    DAPE1X1,
+    DAPE1X3,
     KERNELS,
     LONGER,
     LONGER_25M,
@@ -28,7 +30,7 @@ from experiments.methods import (
 from experiments.paper import BASELINES, PAPER
 
 WIDTHS = tuple(f"dape1x{kernel}-kerple" for kernel in KERNELS)
-CONVERGED = ("rope", "alibi", "kerple", "dape1x1-kerple", "dape1x3-kerple", "dape1x3-rope")
+CONVERGED = ("rope", "alibi", "kerple", DAPE1X1, DAPE1X3, "dape1x3-rope")
 
 
 def dape_is_better(methods: Iterable[str], train_length: int, lengths: tuple[int, ...]) -> tuple[Claim, ...]:
@@ -36,7 +38,7 @@ def dape_is_better(methods: Iterable[str], train_length: int, lengths: tuple[int
     return tuple(
         Claim(
             f"trained at {train_length}, DAPE1x3-Kerple is better than {method} {where}",
-            better("dape1x3-kerple", method, (train_length,), lambda _, compared=compared: compared),
+            better(DAPE1X3, method, (train_length,), lambda _, compared=compared: compared),
         )
         for method in methods
         for where, compared in (("at the train length", lengths[:1]), ("at every length beyond", lengths[1:]))
@@ -47,16 +49,10 @@ def after_fifty_tokens(train_length: int) -> tuple[Claim, ...]:
     """Return the claims of `converged` on models trained at one length."""
     at, where = (train_length,), f"trained at {train_length}, "
     return (
-        *dape_is_better(("kerple", "dape1x1-kerple", "alibi"), train_length, to_16384(train_length)),
-        Claim(
-            f"{where}DAPE1x3-Kerple is better than RoPE at the train length",
-            better("dape1x3-kerple", "rope", at, within),
-        ),
+        *dape_is_better(("kerple", DAPE1X1, "alibi"), train_length, to_16384(train_length)),
+        Claim(f"{where}DAPE1x3-Kerple is better than RoPE at the train length", better(DAPE1X3, "rope", at, within)),
         Claim(f"{where}DAPE1x3 improves RoPE at every length", better("dape1x3-rope", "rope", at, to_16384)),
-        Claim(
-            f"{where}DAPE1x3-Kerple is better at 16384 than at {train_length}",
-            easier_at(16384, "dape1x3-kerple", at),
-        ),
+        Claim(f"{where}DAPE1x3-Kerple is better at 16384 than at {train_length}", easier_at(16384, DAPE1X3, at)),
     )
 
 
@@ -68,9 +64,9 @@ def gains_from_context(train_length: int) -> tuple[Claim, ...]:
             f"{where}more context helps {method} at every length (delta above 0)",
             tuple(Less(0.0, Cell(method, train_length, length)) for length in lengths),
         )
-        for method in ("dape1x3-kerple", "dape1x1-kerple", "kerple")
+        for method in (DAPE1X3, DAPE1X1, "kerple")
     )
-    more = better("kerple", "dape1x3-kerple", (train_length,), lambda _: lengths)
+    more = better("kerple", DAPE1X3, (train_length,), lambda _: lengths)
     return (*helped, Claim(f"{where}it helps DAPE1x3-Kerple more than Kerple", more))
 
 
@@ -87,23 +83,20 @@ EXPERIMENTS = PAPER | {
             ),
             Claim(
                 "a causal kernel of 2 is better than one of 1 at every length",
-                better("dape1x2-kerple", "dape1x1-kerple", (128,)),
+                better("dape1x2-kerple", DAPE1X1, (128,)),
             ),
             Claim(
                 "a centered kernel of 3 is better than a causal one of 2 at every length",
-                better("dape1x3-kerple", "dape1x2-kerple", (128,)),
+                better(DAPE1X3, "dape1x2-kerple", (128,)),
             ),
-            Claim(
-                "kernels wider than 3 are better than one of 3 at every length",
-                better(WIDTHS[3:], "dape1x3-kerple", (128,)),
-            ),
+            Claim("kernels wider than 3 are better than one of 3 at every length", better(WIDTHS[3:], DAPE1X3, (128,))),
         ),
     ),
     "variants": Experiment(
         title="variants of DAPE1x3: inputs, alignment, residual, window, grouped keys",
         source=NOT_IN_PAPER,
         methods=(
-            *("kerple", "kerple-window", "kerple-grouped", "dape1x3-kerple", *CHANGES),
+            *("kerple", "kerple-window", "kerple-grouped", DAPE1X3, *CHANGES),
             *("dape1x3-kerple-window", "dape1x3-kerple-grouped"),
         ),
         train_lengths=(512,),
@@ -113,10 +106,7 @@ EXPERIMENTS = PAPER | {
                 for method, change in CHANGES.items()
             ),
             *(
-                Claim(
-                    f"DAPE1x3 is better than DAPE1x3 {change} at every length",
-                    better("dape1x3-kerple", method, (512,)),
-                )
+                Claim(f"DAPE1x3 is better than DAPE1x3 {change} at every length", better(DAPE1X3, method, (512,)))
                 for method, change in CHANGES.items()
             ),
             Claim(
@@ -157,18 +147,14 @@ EXPERIMENTS = PAPER | {
         claims=(
             Claim(
                 "DAPE1x3-Kerple at the common learning rate is better than others at any of three, at every length",
-                better(
-                    "dape1x3-kerple",
-                    tuple(f"{method}{rate}" for method in RATED[:-1] for rate in RATES),
-                    (128,),
-                ),
+                better(DAPE1X3, tuple(f"{method}{rate}" for method in RATED[:-1] for rate in RATES), (128,)),
             ),
         ),
     ),
     "cost": Experiment(
         title="Kerple with the FLOPs of DAPE1x3-Kerple or more: more steps, wider, deeper",
         source=NOT_IN_PAPER,
-        methods=("kerple", *COSTLIER, "dape1x1-kerple", "dape1x3-kerple"),
+        methods=("kerple", *COSTLIER, DAPE1X1, DAPE1X3),
         train_lengths=(512,),
         presets=("small",),
         claims=dape_is_better(COSTLIER, 512, lengths_from(512)),
@@ -176,14 +162,7 @@ EXPERIMENTS = PAPER | {
     "times": Experiment(
         title="time of a training step of every method",
         source=NOT_IN_PAPER,
-        methods=(
-            *BASELINES,
-            "transformer-xl",
-            "dape1x1-kerple",
-            "dape1x3-kerple",
-            "kerple-width-116",
-            "kerple-5-layers",
-        ),
+        methods=(*BASELINES, "transformer-xl", DAPE1X1, DAPE1X3, "kerple-width-116", "kerple-5-layers"),
         train_lengths=(128, 256, 512),
         metric="step_ms",
         presets=("small", "converged"),
@@ -200,7 +179,7 @@ EXPERIMENTS = PAPER | {
     "equal_time": Experiment(
         title="Kerple trained for longer than DAPE1x3-Kerple, which has fifty tokens per parameter",
         source=NOT_IN_PAPER,
-        methods=("kerple", *LONGER, "dape1x3-kerple"),
+        methods=("kerple", *LONGER, DAPE1X3),
         train_lengths=(256,),
         longest=16384,
         presets=("converged",),
@@ -209,13 +188,13 @@ EXPERIMENTS = PAPER | {
     "larger": Experiment(
         title="25 million parameters, trained on 131 million tokens",
         source=NOT_IN_PAPER,
-        methods=("kerple", "dape1x3-kerple", "rope", *LONGER_25M, "dape1x1-kerple"),
+        methods=("kerple", DAPE1X3, "rope", *LONGER_25M, DAPE1X1),
         train_lengths=(256,),
         longest=16384,
         presets=("25m",),
         claims=(
-            *dape_is_better(("kerple", "rope", *LONGER_25M, "dape1x1-kerple"), 256, to_16384(256)),
-            Claim("DAPE1x3-Kerple is better at 16384 than at 256", easier_at(16384, "dape1x3-kerple", (256,))),
+            *dape_is_better(("kerple", "rope", *LONGER_25M, DAPE1X1), 256, to_16384(256)),
+            Claim("DAPE1x3-Kerple is better at 16384 than at 256", easier_at(16384, DAPE1X3, (256,))),
         ),
     ),
     "context": Experiment(

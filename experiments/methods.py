@@ -15,6 +15,7 @@ from dape_jax.tasks import CHE
 
 KERNELS = (1, 2, 3, 5, 7, 9, 11)
 ADDITIVE = ("alibi", "kerple", "fire")
+DAPE1X1, DAPE1X3 = "dape1x1-kerple", "dape1x3-kerple"
 KERPLE, DAPE = "bias=kerple", "processor=dape,kernel="
 
 # Config argument of each method, by its name in the paper's tables.

@@ -6,6 +6,8 @@ Lengths and sizes are the paper's.
 from dape_jax.tasks import CHE
 from experiments.methods import (
     ADDITIVE,
+    DAPE1X1,
+    DAPE1X3,
     TABLE6_BASELINES,
     TABLE6_DAPE,
     Cell,
@@ -22,8 +24,8 @@ from experiments.methods import (
 )
 
 BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "cope")
-TABLE2_BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple")
-TABLE3_BASELINES = ("rope", "t5", "kerple", "dape1x1-kerple")
+TABLE2_BASELINES = ("nope", "rope", "t5", "alibi", "kerple", "fire", DAPE1X1)
+TABLE3_BASELINES = ("rope", "t5", "kerple", DAPE1X1)
 WITH_DAPE = tuple(f"dape1x{kernel}-kerple" for kernel in (1, 3, 5, 7))
 PRINTED_TASKS = tuple(task for task in CHE if task != "binary_multiplication")  # table 6 does not contain it
 ORDERED_TASKS = tuple(task for task in PRINTED_TASKS if not CHE[task].permutation_invariant)
@@ -37,9 +39,7 @@ LEAK_NOTE = (
     "A model must learn to read the next token through the convolution, and a preset with few training steps stops "
     "before its perplexity is 1. Compare with the same methods in figure 5, which have no leak."
 )
-WIDER_IS_BETTER = Claim(
-    "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length", better("dape1x3-kerple", "dape1x1-kerple")
-)
+WIDER_IS_BETTER = Claim("DAPE1x3-Kerple is better than DAPE-Kerple (1x1) at every length", better(DAPE1X3, DAPE1X1))
 
 
 def dape_improves(method: str, name: str, note: str = "") -> Claim:
@@ -61,10 +61,10 @@ def larger_kernels(number: int, train_length: int) -> Experiment:
                 "DAPE with any kernel size is better than Kerple, within and beyond the train length",
                 better(WITH_DAPE, "kerple", at),
             ),
-            Claim("DAPE1x3 is better than DAPE (1x1) at every length", better("dape1x3-kerple", "dape1x1-kerple", at)),
+            Claim("DAPE1x3 is better than DAPE (1x1) at every length", better(DAPE1X3, DAPE1X1, at)),
             Claim(
                 "kernels of 5 and 7 are no worse than 3 (to 1 %) at every length",
-                better(more, "dape1x3-kerple", at, factor=1.01),
+                better(more, DAPE1X3, at, factor=1.01),
             ),
             Claim(
                 "with DAPE, perplexity at the longest length is below that at the train length",
@@ -92,52 +92,49 @@ PAPER = {
     "fig2": Experiment(
         title="comparison with baselines, trained at 128 and 512",
         source="figure 2, section 4.1",
-        methods=(*BASELINES, "dape1x1-kerple", "dape1x3-kerple"),
+        methods=(*BASELINES, DAPE1X1, DAPE1X3),
         train_lengths=(128, 512),
         claims=(
             Claim(
                 "DAPE1x3-Kerple is the best of all at the train length",
-                better("dape1x3-kerple", (*BASELINES, "dape1x1-kerple"), lengths=within),
+                better(DAPE1X3, (*BASELINES, DAPE1X1), lengths=within),
             ),
             Claim(
                 "DAPE1x3-Kerple is the best of all at every length beyond",
-                better("dape1x3-kerple", (*BASELINES, "dape1x1-kerple"), lengths=beyond),
+                better(DAPE1X3, (*BASELINES, DAPE1X1), lengths=beyond),
             ),
             WIDER_IS_BETTER,
             Claim(
                 "RoPE fails at twice the train length: perplexity there is more than doubled",
                 tuple(Less(Cell("rope", t, t), Cell("rope", t, 2 * t), 0.5) for t in (128, 512)),
             ),
-            Claim(
-                "the longest length is easier for DAPE1x3-Kerple than the train length",
-                easier_at(8192, "dape1x3-kerple"),
-            ),
+            Claim("the longest length is easier for DAPE1x3-Kerple than the train length", easier_at(8192, DAPE1X3)),
         ),
     ),
     "fig3": Experiment(
         title="the same training tokens at different train lengths",
         source="figure 3, section 4.2",
-        methods=("dape1x3-kerple", "rope"),
+        methods=(DAPE1X3, "rope"),
         train_lengths=SAME_TOKENS,
         skipped=tuple(("rope", t) for t in (256, 512, 1024, 2048)),
         step_tokens=32_768,
         claims=(
             Claim(
                 "DAPE1x3-Kerple trained at 128 is as good as RoPE trained at 4096 (to 2 %), both evaluated at 4096",
-                (Less(Cell("dape1x3-kerple", 128, 4096), Cell("rope", 4096, 4096), 1.02),),
+                (Less(Cell(DAPE1X3, 128, 4096), Cell("rope", 4096, 4096), 1.02),),
             ),
             Claim(
                 "DAPE1x3-Kerple trained at 512 is better than RoPE trained at 4096, both evaluated at 4096",
-                (Less(Cell("dape1x3-kerple", 512, 4096), Cell("rope", 4096, 4096)),),
+                (Less(Cell(DAPE1X3, 512, 4096), Cell("rope", 4096, 4096)),),
             ),
             Claim(
                 "RoPE trained at 4096 is worse at 128 than DAPE1x3-Kerple trained at 128, and than RoPE trained there",
-                tuple(Less(Cell(method, 128, 128), Cell("rope", 4096, 128)) for method in ("dape1x3-kerple", "rope")),
+                tuple(Less(Cell(method, 128, 128), Cell("rope", 4096, 128)) for method in (DAPE1X3, "rope")),
             ),
             Claim(
                 "at lengths of 128 to 2048, the best DAPE1x3-Kerple is the one trained at that length",
                 tuple(
-                    Less(Cell("dape1x3-kerple", at, at), Cell("dape1x3-kerple", t, at))
+                    Less(Cell(DAPE1X3, at, at), Cell(DAPE1X3, t, at))
                     for at in SAME_TOKENS[:-1]
                     for t in SAME_TOKENS
                     if t != at
@@ -148,13 +145,13 @@ PAPER = {
     "fig4": Experiment(
         title="350M parameters",
         source="figure 4, section 4.3",
-        methods=("kerple", "dape1x1-kerple", "dape1x3-kerple"),
+        methods=("kerple", DAPE1X1, DAPE1X3),
         train_lengths=(128, 512),
         sizes=("350m",),
         claims=(
             Claim(
                 "DAPE1x3-Kerple is better than DAPE-Kerple (1x1) within the train length and at the longest",
-                better("dape1x3-kerple", "dape1x1-kerple", lengths=lambda t: (t, 8192), size="350m"),
+                better(DAPE1X3, DAPE1X1, lengths=lambda t: (t, 8192), size="350m"),
             ),
         ),
     ),
@@ -180,7 +177,7 @@ PAPER = {
     "fig6": Experiment(
         title="information leakage: the convolution without the mask before it",
         source="figure 6, section 4.5",
-        methods=("dape1x3-alibi", "dape1x3-kerple", "dape1x3-fire"),
+        methods=("dape1x3-alibi", DAPE1X3, "dape1x3-fire"),
         train_lengths=(128,),
         overrides={"model.processor.leak": True},
         claims=(
@@ -191,7 +188,7 @@ PAPER = {
             ),
             Claim(
                 "with the leak and Kerple, perplexity is about 1 (below 1.1) up to 8192",
-                tuple(Less(Cell("dape1x3-kerple", 128, at), 1.1) for at in lengths_from(128)),
+                tuple(Less(Cell(DAPE1X3, 128, at), 1.1) for at in lengths_from(128)),
                 note=LEAK_NOTE,
             ),
         ),
@@ -199,17 +196,17 @@ PAPER = {
     "table1": Experiment(
         title="delta perplexity: the gain from the text before the last train length of tokens",
         source="table 1, appendix A, equation 6",
-        methods=("rope", "alibi", "kerple", "dape1x1-kerple", "dape1x3-kerple"),
+        methods=("rope", "alibi", "kerple", DAPE1X1, DAPE1X3),
         train_lengths=(512,),
         metric="delta",
         claims=(
             Claim(
                 "more context helps DAPE1x3-Kerple at every length (delta above 0)",
-                tuple(Less(0.0, Cell("dape1x3-kerple", 512, length)) for length in beyond(512)),
+                tuple(Less(0.0, Cell(DAPE1X3, 512, length)) for length in beyond(512)),
             ),
             Claim(
                 "it helps DAPE1x3-Kerple more than DAPE-Kerple (1x1)",
-                better("dape1x1-kerple", "dape1x3-kerple", (512,), beyond),  # a lower delta is worse
+                better(DAPE1X1, DAPE1X3, (512,), beyond),  # a lower delta is worse
             ),
             Claim(
                 "more context harms RoPE at every length (delta below 0)",
@@ -224,25 +221,22 @@ PAPER = {
     "table2": Experiment(
         title="comparison with baselines, trained at 1024",
         source="table 2, appendix B",
-        methods=(*TABLE2_BASELINES, "dape1x3-kerple"),
+        methods=(*TABLE2_BASELINES, DAPE1X3),
         train_lengths=(1024,),
         claims=(
-            Claim(
-                "DAPE1x3-Kerple is the best of all at every length",
-                better("dape1x3-kerple", TABLE2_BASELINES, (1024,)),
-            ),
+            Claim("DAPE1x3-Kerple is the best of all at every length", better(DAPE1X3, TABLE2_BASELINES, (1024,))),
         ),
     ),
     "table3": Experiment(
         title="2.7B parameters",
         source="table 3, appendix C",
-        methods=(*TABLE3_BASELINES, "dape1x3-kerple"),
+        methods=(*TABLE3_BASELINES, DAPE1X3),
         train_lengths=(512,),
         sizes=("2.7b",),
         claims=(
             Claim(
                 "DAPE1x3-Kerple is the best of all at every length up to 4096",
-                better("dape1x3-kerple", TABLE3_BASELINES, (512,), lambda t: lengths_from(t, 4096), size="2.7b"),
+                better(DAPE1X3, TABLE3_BASELINES, (512,), lambda t: lengths_from(t, 4096), size="2.7b"),
             ),
         ),
     ),
@@ -258,12 +252,12 @@ PAPER = {
         claims=(
             Claim(
                 "DAPE1x3-Kerple is better than Kerple on 8 of 11 permutation-variant tasks",
-                outscores("dape1x3-kerple", "kerple", ORDERED_TASKS),
+                outscores(DAPE1X3, "kerple", ORDERED_TASKS),
                 at_least=8,
             ),
             Claim(
                 "DAPE1x3-Kerple is better than Kerple on even pairs and on missing duplicate, two of the eight",
-                outscores("dape1x3-kerple", "kerple", ("even_pairs", "missing_duplicate_string")),
+                outscores(DAPE1X3, "kerple", ("even_pairs", "missing_duplicate_string")),
             ),
             Claim(
                 "DAPE1x3-FIRE is better than FIRE on 6 of 11 permutation-variant tasks",
@@ -273,11 +267,11 @@ PAPER = {
             ),
             Claim(
                 "on missing duplicate, DAPE1x3-Kerple is better than DAPE-Kerple (1x1)",
-                outscores("dape1x3-kerple", "dape1x1-kerple", ("missing_duplicate_string",)),
+                outscores(DAPE1X3, DAPE1X1, ("missing_duplicate_string",)),
             ),
             Claim(
                 "on stack manipulation, DAPE-Kerple (1x1) is better than DAPE1x3-Kerple",
-                outscores("dape1x1-kerple", "dape1x3-kerple", ("stack_manipulation",)),
+                outscores(DAPE1X1, DAPE1X3, ("stack_manipulation",)),
             ),
             Claim(
                 "on most tasks, the best of all methods is one with DAPE (1x1 or 1x3)",
@@ -300,7 +294,7 @@ PAPER = {
     "table7": Experiment(
         title="time of a training step",
         source="table 7, appendix H, section 4.9",
-        methods=("rope", "t5", "alibi", "kerple", "fire", "dape1x1-kerple", "dape1x3-kerple"),
+        methods=("rope", "t5", "alibi", "kerple", "fire", DAPE1X1, DAPE1X3),
         train_lengths=(512,),
         sizes=("350m", "2.7b", "6.7b"),
         metric="step_ms",
@@ -309,7 +303,7 @@ PAPER = {
             Claim(
                 "the larger the model, the nearer Kerple's time is to DAPE1x3-Kerple's (ratio above 0.75, 0.82, 0.89)",
                 tuple(
-                    Less(Cell("dape1x3-kerple", 512, 512, size), Cell("kerple", 512, 512, size), 1 / ratio)
+                    Less(Cell(DAPE1X3, 512, 512, size), Cell("kerple", 512, 512, size), 1 / ratio)
                     for size, ratio in (("350m", 0.75), ("2.7b", 0.82), ("6.7b", 0.89))
                 ),
             ),
@@ -318,14 +312,14 @@ PAPER = {
     "table9": Experiment(
         title="against other methods whose positions depend on the data",
         source="table 9, appendix J",
-        methods=("transformer-xl", "cope", "dape1x1-kerple", "dape1x3-kerple"),
+        methods=("transformer-xl", "cope", DAPE1X1, DAPE1X3),
         train_lengths=(128,),
         claims=(
             Claim(
                 "DAPE1x3-Kerple is better than Transformer-XL at every length",
-                better("dape1x3-kerple", "transformer-xl", (128,)),
+                better(DAPE1X3, "transformer-xl", (128,)),
             ),
-            Claim("DAPE1x3-Kerple is better than CoPE at every length", better("dape1x3-kerple", "cope", (128,))),
+            Claim("DAPE1x3-Kerple is better than CoPE at every length", better(DAPE1X3, "cope", (128,))),
         ),
     ),
     "appendixE": Experiment(

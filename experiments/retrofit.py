@@ -77,9 +77,7 @@ WAYS: dict[str, list[Stage]] = {
     "ALiBi": [(40, "rotary=none,bias=alibi", ())],
     "ALiBi + DAPE1x1": [(40, f"rotary=none,bias=alibi,{DAPE},kernel=1", ())],
     "ALiBi + DAPE1x3": [(40, f"rotary=none,bias=alibi,{DAPE},kernel=3", ())],
-    "Kerple + DAPE1x3, only these": [
-        (40, f"{KERPLE},{DAPE},kernel=3", ("--config.init.train_only=bias,processor",)),
-    ],
+    "Kerple + DAPE1x3, only these": [(40, f"{KERPLE},{DAPE},kernel=3", ("--config.init.train_only=bias,processor",))],
     # Angles are divided by increasing factors, and then removed.
     "Kerple + DAPE1x3, RoPE faded": [
         (5, f"rotary=pi,bias=kerple,{DAPE},kernel=3", ("--config.model.rotary.factor=2.0",)),
