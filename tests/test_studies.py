@@ -1,35 +1,21 @@
-"""Test the studies beside the experiments: needles, copying, repetition, continued models, and their corpora."""
+"""Test the studies beside the experiments: needles, copying, repetition, and their corpora."""
 
-import json
-import math
 import zipfile
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tiny
-from absl import flags
 from flax import nnx
 
 from dape_jax.config import read_model
-from dape_jax.data.store import DataConfig, open_corpus
+from dape_jax.data.store import open_corpus
 from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
-from dape_jax.evaluation.perplexity import choose_windows
 from dape_jax.files import read_json
 from dape_jax.model.transformer import Transformer, flat_params, model_structure
-from dape_jax.training.source import load_corpus
 from dape_jax.training.step import make_nll_step
-from experiments import copying, needle, repetition, retrofit
-from experiments.runs import read_lines
-
-with pytest.MonkeyPatch.context() as patch:  # its flags are those of a program
-    patch.setattr(flags, "FLAGS", flags.FlagValues())
-    from experiments import corpora
-
-RETROFIT = Path(__file__).parents[1] / "results" / "retrofit"
-
+from experiments import copying, corpora, needle, repetition
 
 # ---- needle
 
@@ -144,71 +130,6 @@ def test_the_decrease_is_divided_among_the_classes():
     assert sum(each["decrease_share"] for each in records.values()) == pytest.approx(1)
     without_far = np.where(classes == 1, 0, classes)
     assert {each["class"] for each in copying.measure(nll, base, without_far, np.arange(6))} == {"near", "other"}
-
-
-# ---- continued models
-
-
-def point(nll_nats, documents=None):
-    documents = list(range(len(nll_nats))) if documents is None else documents
-    return {"nll_nats": {"128": list(nll_nats)}, "documents": documents}
-
-
-def test_change_is_paired_by_window_and_drawn_by_document():
-    """Windows differ by much more than the two runs do; windows of one document are drawn together."""
-    rng = np.random.default_rng(0)
-    base = {seed: point(rng.uniform(1, 5, 32)) for seed in (0, 1)}
-    ours = {seed: point(np.array(each["nll_nats"]["128"]) - 0.1) for seed, each in base.items()}
-    found = retrofit.change(ours, base, 128)
-    expected = pytest.approx(100 * math.expm1(-0.1))
-    assert [found[key] for key in ("percent", "low", "high")] == [expected] * 3
-    assert found["seeds"] == {0: expected, 1: expected}
-    effects = np.repeat(rng.normal(0, 0.1, 8), 8)
-
-    def width(documents):
-        found = retrofit.change({0: point(effects, documents)}, {0: point(np.zeros(64), documents)}, 128)
-        return found["high"] - found["low"]
-
-    assert width(list(np.repeat(range(8), 8))) > 1.5 * width(list(range(64)))
-    with pytest.raises(AssertionError):
-        retrofit.change({0: point([1.0], [0])}, {0: point([1.0], [1])}, 128)
-
-
-def test_the_committed_summary_is_that_of_the_committed_points():
-    summary = json.loads(json.dumps(retrofit.summarise(read_lines(RETROFIT / "points.jsonl.zst"))))
-    committed = read_json(RETROFIT / "retrofit.json")
-    assert {way for pair in summary["pairs"] for way in (pair["way"], pair["against"])} == set(retrofit.WAYS)
-    assert summary == {field: committed[field] for field in summary}
-
-
-def test_models_that_were_trained_again_have_the_same_losses():
-    """Compare committed results with those of the named commit, which trained one way from the beginning."""
-    points = {(each["way"], each["seed"], each["percent"]): each for each in read_lines(RETROFIT / "points.jsonl.zst")}
-    repeated = read_lines(RETROFIT / "again" / "points.jsonl.zst")
-    assert {each["way"] for each in repeated} >= {"original, rope", "ALiBi + DAPE1x3"}
-    for each in repeated:
-        other = points[each["way"], each["seed"], each["percent"]]
-        assert (each["nll_nats"], each["documents"]) == (other["nll_nats"], other["documents"])
-
-
-def test_every_stage_has_its_own_run_directory_and_points_are_at_whole_steps():
-    settings = retrofit.Settings()
-    stages = [(way, stage) for way, stages in retrofit.WAYS.items() for stage in range(len(stages))]
-    assert len({settings.continued(way, 0, stage).name for way, stage in stages}) == len(stages)
-    assert [retrofit.steps_of(percent) for percent in retrofit.PERCENTS] == [30, 75, 150, 300, 600]
-
-
-def test_recall_windows_end_with_another_documents_passage_and_may_begin_with_it(tmp_path):
-    store = load_corpus(DataConfig(**tiny.spec(tmp_path)["data"])).train
-    windows, size = choose_windows(store, 99, 2), retrofit.PASSAGE
-    passages = [store.document(window.document)[-size:].tolist() for window in windows[::-1]]
-    assert passages[0] != passages[1]
-    for is_repeated in (False, True):
-        for window, own, passage in zip(
-            retrofit.with_passages(store, windows, is_repeated), windows, passages, strict=True
-        ):
-            found, text = window.tokens(store, 99).tolist(), own.tokens(store, 99).tolist()
-            assert found == (passage if is_repeated else text[:size]) + text[size:-size] + passage
 
 
 # ---- corpora
