@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved, without_removed
+from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.files import json_digest, write_atomically
 from experiments.catalogue import EXPERIMENTS
@@ -68,7 +68,7 @@ def identity(
 
 def identity_of_stored(run: Run, *, seeds: bool = True) -> str:
     """Return the identity of a stored run. Config fields that its version did not have are the defaults of today's."""
-    config = read_run(without_removed(run["config"]))
+    config = read_run(run["config"])
     lengths = [result["length"] for result in run["lengths"]] if "lengths" in run else []
     return identity(config, run["data"], run["metric"], lengths, seeds=seeds)
 
