@@ -14,6 +14,7 @@ and rows inside it (`attention.attend_on_mesh`).
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,6 @@ from dape_jax.errors import InputError, require
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")
 ROW_AXES = ("context", "tensor")  # attention splits query rows over these
-BATCH = PartitionSpec(BATCH_AXES)
 
 # Dims with letters in neither table are replicated.
 BOTH_AXES = {"F": "tensor", "V": "tensor", "H": "tensor", "G": "tensor"}
@@ -41,30 +41,21 @@ ACTIVATION_AXES = BOTH_AXES | {"B": BATCH_AXES, "T": "context"}
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; one of them may be -1, for all remaining devices.
+    """Sizes of the mesh axes; one of them may be -1, for all remaining devices."""
 
-    Args:
-        data: number of copies of the parameters; a multiple of the number of slices.
-        fsdp: number of shards of the parameters.
-        context: number of parts of each sequence.
-        tensor: number of parts of heads, feed-forward width and vocabulary.
-    """
-
-    data: int
-    fsdp: int
-    context: int
-    tensor: int
+    data: int  # copies of the parameters; a multiple of the number of slices
+    fsdp: int  # shards of the parameters
+    context: int  # parts of each sequence
+    tensor: int  # parts of heads, feed-forward width and vocabulary
 
     def __post_init__(self):
-        for axis in AXES:
-            size = getattr(self, axis)
+        for axis, size in vars(self).items():
             require(size > 0 or size == -1, f"mesh.{axis}", size, "must be positive, or -1 for all remaining devices")
         require(dataclasses.astuple(self).count(-1) < 2, "mesh", self.asked(), "must have -1 for at most one axis")
 
     def asked(self) -> str:
         """Return the sizes other than 1 as a flag: fsdp=4,context=2."""
-        sizes = [f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) != 1]
-        return ",".join(sizes) or "data=1"
+        return ",".join(f"{axis}={size}" for axis, size in vars(self).items() if size != 1) or "data=1"
 
     def sizes(self, num_devices: int) -> tuple[int, ...]:
         """Return the sizes in the order of `AXES`, with -1 resolved.
@@ -73,26 +64,18 @@ class MeshConfig:
             InputError: the product of the sizes is not the number of devices.
         """
         asked = dataclasses.astuple(self)
-        given = int(np.prod([size for size in asked if size != -1]))
+        given = math.prod(size for size in asked if size != -1)
         sizes = tuple(num_devices // given if size == -1 else size for size in asked)
-        require(int(np.prod(sizes)) == num_devices, "mesh", self.asked(), f"must multiply to {num_devices} devices")
+        require(math.prod(sizes) == num_devices, "mesh", self.asked(), f"must multiply to {num_devices} devices")
         return sizes
 
 
 def read_mesh(field: str, text: str) -> MeshConfig:
-    """Parse a flag such as `fsdp=4,context=2`; axes that are not given have size 1.
-
-    Raises:
-        InputError: an axis is unknown, or a size is not a number.
-    """
-    given: dict[str, int] = {}
-    for item in text.split(","):
-        axis, _, size = item.partition("=")
-        is_size = size.removeprefix("-").isascii() and size.removeprefix("-").isdigit() and axis not in given
-        require(
-            axis in AXES and is_size, field, text, f"must be axis=size,axis=size with axes of {list(AXES)}, each once"
-        )
-        given[axis] = int(size)
+    """Parse the value of a flag, such as `fsdp=4,context=2`; axes that are not given have size 1."""
+    items = [item.partition("=")[::2] for item in text.split(",")]
+    given = {axis: int(size) for axis, size in items if axis in AXES and re.fullmatch("-?[0-9]+", size)}
+    allowed = f"must be axis=size,axis=size with axes of {list(AXES)}, each once"
+    require(len(given) == len(items), field, text, allowed)
     return MeshConfig(**dict.fromkeys(AXES, 1) | given)
 
 
@@ -121,8 +104,8 @@ def mesh_of_all_devices(width: int) -> MeshConfig:
 def parameter_spec(name: str, ndim: int) -> PartitionSpec:
     """Return the PartitionSpec of a parameter, from the letters at the end of its name.
 
-    Leading dims without letters are stacked layers. Vectors and parameters without letters are replicated, and so are
-    the heads of parameters without D: only projections are split by head, not biases and score convolutions.
+    Leading dims without letters are stacked layers. Vectors, and parameters without letters, are replicated, and so are
+    heads without D: only projections are split by head, not biases and score convolutions.
     """
     letters = name.rsplit("_", 1)[-1]
     if not letters.isupper() or len(letters) < 2:
@@ -134,11 +117,9 @@ def parameter_spec(name: str, ndim: int) -> PartitionSpec:
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """Return the NamedSharding of every leaf of a nested dict of parameters."""
-
-    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, parameter_spec(path[-1].key, leaf.ndim))
-
-    return jax.tree_util.tree_map_with_path(sharding, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, parameter_spec(path[-1].key, leaf.ndim)), params
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -208,15 +189,10 @@ def vary_alike(*trees: Any) -> Any:
 def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """Compute an einsum of an activation and a parameter, "BTD,DF->BTF", also in the mesh of `jax.set_mesh`.
 
-    On a mesh, each device gathers the weight's shards over `fsdp` and multiplies them with its part of the activation.
-    If the summed dim is split over `tensor`, the partial sums are added. The collectives are explicit, so that nothing
-    is computed twice, weights are gathered in the dtype of the matmul, and gradients are reduce-scattered.
-
-    Args:
-        equation: einsum with the letters of the tables.
-        x: activation, sharded by its letters.
-        weight: parameter, cast to the dtype of the matmul; it is gathered in this dtype.
-        dtype: dtype of the result; None for that of the arguments.
+    The letters are those of the tables. On a mesh, each device gathers the weight's shards over `fsdp` and multiplies
+    them with its part of the activation. If the summed dim is split over `tensor`, the partial sums are added. The
+    collectives are explicit, so that nothing is computed twice, weights are gathered in the dtype of the matmul, and
+    gradients are reduce-scattered. The result has the dtype of the arguments, or `dtype`.
     """
     precision = full_precision(x.dtype)
     if not in_mesh():
@@ -224,8 +200,7 @@ def matmul(equation: str, x: jax.Array, weight: jax.Array, dtype: DTypeLike | No
     inputs, result = equation.split("->")
     x_letters, weight_letters = inputs.split(",")
     weight_spec = parameter_spec(f"_{weight_letters}", weight.ndim)
-    summed_letters = [letter for letter in x_letters if letter not in result]
-    summed = tuple({ACTIVATION_AXES[letter] for letter in summed_letters if letter in ACTIVATION_AXES})
+    summed = tuple({ACTIVATION_AXES[letter] for letter in set(x_letters) - set(result) if letter in ACTIVATION_AXES})
 
     def on_device(x: jax.Array, weight: jax.Array) -> jax.Array:
         if "fsdp" in weight_spec:
@@ -279,15 +254,10 @@ def _transposed(x: jax.Array, dim: int, parts: tuple[int, int]) -> jax.Array:
 
 
 def check_mesh(mesh: Mesh, sizes: dict[str, tuple[str, int]]) -> None:
-    """Raise `InputError` unless every dim in the table is divisible by the size of its axis.
-
-    Args:
-        mesh: mesh of the run.
-        sizes: letter -> config field of its size, and the size.
-    """
+    """Raise `InputError` unless the sizes, letter -> (config field, size), are divisible by the sizes of their axes."""
     needed = {"D": ("fsdp",), "T": ROW_AXES} | {letter: (axis,) for letter, axis in BOTH_AXES.items()}
     for letter, (field, size) in sizes.items():
-        parts = int(np.prod([mesh.shape[axis] for axis in needed[letter]]))
+        parts = math.prod(mesh.shape[axis] for axis in needed[letter])
         axes = " x ".join(f"mesh.{axis}" for axis in needed[letter])
         require(size % parts == 0, field, size, f"must be a multiple of {axes} = {parts}")
 
@@ -327,9 +297,7 @@ def rows_of_part(batch: dict[str, np.ndarray], part: int, num_parts: int) -> dic
 def put_batch(batch: dict[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     """Make global arrays of this process's part of a batch: rows split over `BATCH_AXES`, sequences over `context`.
 
-    Args:
-        batch: arrays with dims B, or B and T, of the rows of `batch_part`, each with its whole sequence.
-        mesh: mesh of the run.
+    The arrays have dims B, or B and T, and the rows of `batch_part`, each with its whole sequence.
     """
 
     def put(local: np.ndarray) -> jax.Array:

@@ -20,7 +20,7 @@ from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.evaluation import trained
 from dape_jax.model.attention import Blockwise
-from dape_jax.model.contextual import ContextualBias
+from dape_jax.model.contextual import Content, ContextualBias
 from dape_jax.model.transformer import Block, Places, Transformer, TransformerConfig, model_structure
 from dape_jax.tools import maps as module
 from dape_jax.tools.maps import attention_maps, layer_maps
@@ -111,7 +111,7 @@ def dense_maps(
         attention, pos_T = layer_of(model, 1).attention, jnp.arange(LENGTH)
         bias = model.shared_bias if attention.bias is None else attention.bias
         if isinstance(bias, ContextualBias):
-            bias_BHTT = bias.from_content(q_BTHK, k_BTGK, scores_BHTT, mask_TT, pos_T, pos_T, True)
+            bias_BHTT = bias.from_content(Content(q_BTHK, k_BTGK, scores_BHTT, mask_TT, pos_T, pos_T), causal=True)
         else:
             bias_BHTT = None if bias is None else bias(pos_T, pos_T)[None]
         return None if bias_BHTT is None else bias_BHTT[0], attention.processor(scores_BHTT, bias_BHTT, mask_TT)[0]

@@ -44,7 +44,7 @@ from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, a
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.processors import DapeConfig, key_convolution
-from dape_jax.model.scores import Mask, causal_runs, products
+from dape_jax.model.scores import Mask, Positions, causal_runs, products
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
 POS = np.arange(LENGTH, dtype=np.int32)
@@ -159,8 +159,8 @@ def test_the_mask_agrees_with_its_docstring():
     seen = np.array([[mark == "x" for mark in row] for row in drawn])
     assert seen.shape == (5, 5)
     pos = jnp.arange(5)
-    chex.assert_trees_all_equal(np.asarray(Mask(True, 3).visible(pos, pos)), seen)
-    chex.assert_trees_all_equal(np.asarray(Mask(False, 3).visible(pos, pos)), seen | seen.T)
+    chex.assert_trees_all_equal(np.asarray(Mask(True, 3).visible(Positions(pos, pos))), seen)
+    chex.assert_trees_all_equal(np.asarray(Mask(False, 3).visible(Positions(pos, pos))), seen | seen.T)
 
 
 BIDIRECTIONAL = ([bias for bias in ALL_BIASES if bias != "cope"], ("none", "dape3", "causal2", "of_scores"), KINDS)
@@ -174,7 +174,7 @@ def test_bidirectional_rows_depend_on_both_sides(bias, processor, kind):
     weight = make_weight(qkv[0])
     expected = dense(qkv, POS, POS, weight)
     chex.assert_trees_all_close(blockwise(qkv, POS, POS, weight), expected, **close(bias))
-    sees_TS = np.asarray(jax.jit(Mask(False, KINDS[kind].get("window")).visible)(POS, POS))
+    sees_TS = np.asarray(Mask(False, KINDS[kind].get("window")).visible(Positions(POS, POS)))
     for row in range(LENGTH):
         _, (_, (_, _, grad)) = dense(qkv, POS, POS, np.where((POS == row)[None, :, None, None], weight, 0))
         np.testing.assert_array_equal(np.abs(grad).max((0, 2, 3)) > 0, sees_TS[row])

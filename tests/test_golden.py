@@ -20,7 +20,7 @@ from flax import nnx
 
 from dape_jax.model import biases, contextual, positions
 from dape_jax.model.attention import Blockwise, Dense, attend, score
-from dape_jax.model.processors import Dape, DapeConfig, Plain
+from dape_jax.model.processors import DapeConfig, Plain
 from dape_jax.model.scores import masked_softmax
 
 FOLDERS = [Path(__file__).parent / "golden"]
@@ -137,7 +137,7 @@ def build(params: dict, meta: dict, **options) -> tuple:
 
     first, second = kernel(params["mlp2.0.weight"]), kernel(params["mlp2.2.weight"])
     config = DapeConfig(kernel_width=first.shape[0], channels=first.shape[2], **{"edge": "listing"} | options)
-    processor = Dape(H, bias is not None, config, rngs=nnx.Rngs(0))
+    processor = config.build(H, has_bias=bias is not None, rngs=nnx.Rngs(0))
     processor.scores_WHC = nnx.Param(first[:, :H])
     processor.bias_WHC = None if bias is None else nnx.Param(first[:, H:])
     processor.hidden_bias_C = nnx.Param(params["mlp2.0.bias"])

@@ -22,7 +22,7 @@ from dape_jax.kernels import tpu
 from dape_jax.model import flops
 from dape_jax.model.attention import Blockwise, Dense, Fused
 from dape_jax.model.processors import PROCESSORS, DapeConfig
-from dape_jax.model.scores import Mask
+from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import model_structure
 from dape_jax.planning import compile as compiling
 from dape_jax.planning import plan as planning
@@ -50,7 +50,7 @@ def make_run(**changes) -> RunConfig:
 @pytest.mark.parametrize(("length", "window"), [(1, None), (9, None), (9, 1), (9, 4), (9, 9), (9, 12)])
 def test_pairs_are_those_of_the_mask(length, window):
     positions = jnp.arange(length)
-    assert flops.num_pairs(length, window) == int(Mask(window=window).visible(positions, positions).sum())
+    assert flops.num_pairs(length, window) == int(Mask(window=window).visible(Positions(positions, positions)).sum())
 
 
 @settings(deadline=None)

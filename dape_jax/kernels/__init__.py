@@ -70,7 +70,7 @@ def why_not_fused(
         if dtype not in DTYPES or (name == "k" and dtype != q_BTHK.dtype):
             known = " or ".join(jnp.dtype(dtype).name for dtype in DTYPES)
             return f"{name} is {jnp.dtype(dtype).name}; the kernels take {known}, the same for q, k and v"
-    if mask.row_stride is None or not mask.consecutive:
+    if mask.row_stride is None:
         return "positions are given; the kernels take consecutive positions, which are those of None"
     if has_segments:
         return "segment_ids are given; the kernels do not stop at the edges of documents"

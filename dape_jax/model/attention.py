@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from dape_jax.errors import positive, require
 from dape_jax.kernels import KERNELS, attend_fused, why_not_fused
 from dape_jax.model.biases import Bias, DistanceBias
-from dape_jax.model.contextual import ContextualBias
+from dape_jax.model.contextual import Content, ContextualBias
 from dape_jax.model.processors import Dape, Plain, Processor, ScoreMod
 from dape_jax.model.scores import (
     MIN_BLOCK_ROWS,
@@ -36,7 +36,6 @@ from dape_jax.model.scores import (
     products,
     rows_in_block,
     segment_starts,
-    visible_pairs,
 )
 from dape_jax.sharding import AXES, activation_spec, axis_sizes, device_platform, full_precision
 
@@ -110,36 +109,29 @@ def attend(
     if isinstance(implementation, str):
         allowed = f"must be one of {list(IMPLEMENTATIONS)}, or an instance of one"
         require(implementation in IMPLEMENTATIONS, "implementation", implementation, allowed)
-    chosen: Implementation = IMPLEMENTATIONS[implementation]() if isinstance(implementation, str) else implementation
+        implementation = IMPLEMENTATIONS[implementation]()
     check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
     given = q_pos_T is not None or k_pos_S is not None
+    starts_BS = None
     if segment_ids is not None:
         require(not given, "q_pos_T, k_pos_S", "given", "must be None with segment_ids")
         shape, expected = jnp.shape(segment_ids), k_BSGK.shape[:2]
         require(shape == expected, "segment_ids.shape", shape, f"must be [B, S] = {expected}")
-    starts_BS = None if segment_ids is None else segment_starts(segment_ids)
+        starts_BS = segment_starts(segment_ids)
     positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], q_pos_T, k_pos_S, starts_BS)
-    mask = Mask(causal, window, row_stride=None, consecutive=False) if given else Mask(causal, window)
+    mask = Mask(causal, window, row_stride=None if given else 1)
     score_mod = ScoreMod(bias, Plain() if processor is None else processor, scale)
     check_modules(score_mod)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
     if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
-        return _attend_compiled(chosen, mask, *args)
-    return chosen.attend_rows(*args, mask)  # a bias or processor is a plain function
+        return _attend_compiled(implementation, mask, *args)
+    return implementation.attend_rows(*args, mask)  # a bias or processor is a plain function
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _attend_compiled(
-    implementation: "Implementation",
-    mask: Mask,
-    q: Array,
-    k: Array,
-    v: Array,
-    positions: Positions,
-    score_mod: ScoreMod,
-) -> Array:
+def _attend_compiled(implementation: "Implementation", mask: Mask, *args: Any) -> Array:
     """Call an implementation. Outside a user's `jit`, its loops would be compiled again in every call."""
-    return implementation.attend_rows(q, k, v, positions, score_mod, mask)
+    return implementation.attend_rows(*args, mask)
 
 
 def _positions(
@@ -152,32 +144,27 @@ def _positions(
 
 
 def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = None, k_pos_S: Any = None) -> None:
-    """Raise `InputError` if dtypes or shapes are wrong; the message points out a [B, H, T, K] layout."""
+    """Raise `InputError` if dtypes or shapes are wrong."""
     for name, x, layout, pos_name, pos in (
         ("q_BTHK", q_BTHK, "B, T, H, K", "q_pos_T", q_pos_T),
         ("k_BSGK", k_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
         ("v_BSGK", v_BSGK, "B, S, G, K", "k_pos_S", k_pos_S),
     ):
-        rows, heads = layout[3], layout[6]
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         require(is_float, f"{name}.dtype", x.dtype.name, "must be float16, bfloat16, float32 or float64")
-        require(x.ndim == 4, f"{name}.shape", x.shape, f"must be [{layout}]")
-        require(0 not in x.shape, f"{name}.shape", x.shape, f"must be [{layout}], all above 0")
-        if pos is None:
-            continue
-        require(hasattr(pos, "ndim"), pos_name, pos, f"must be an array of positions, [{rows}]")
-        require(pos.ndim == 1, f"{pos_name}.shape", pos.shape, f"must be [{rows}], the same for the whole batch")
-        if x.shape[1] != pos.size:
-            swapped = f"looks like [B, {heads}, {rows}, K]; " if x.shape[2] == pos.size else ""
-            allowed = f"{swapped}must be [{layout}] with {rows} = {pos.size}, the length of {pos_name}"
-            require(False, f"{name}.shape", x.shape, allowed)
+        allowed = f"must be [{layout}], rows before heads, all above 0"
+        require(x.ndim == 4 and 0 not in x.shape, f"{name}.shape", x.shape, allowed)
+        if pos is not None:
+            rows = layout[3]
+            require(jnp.ndim(pos) == 1, pos_name, jnp.shape(pos) or pos, f"must be [{rows}], the same for the batch")
+            allowed = f"must be [{layout}], rows before heads, with {rows} = {pos.size}, the length of {pos_name}"
+            require(x.shape[1] == pos.size, f"{name}.shape", x.shape, allowed)
     (batch, num_rows, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
-    require(k_BSGK.shape[0] == batch, "k_BSGK.shape", k_BSGK.shape, f"must have B = {batch}, like q_BTHK")
-    require(k_BSGK.shape[3] == head_dim, "k_BSGK.shape", k_BSGK.shape, f"must have K = {head_dim}, like q_BTHK")
+    allowed = f"must have B = {batch} and K = {head_dim}, like q_BTHK"
+    require((k_BSGK.shape[0], k_BSGK.shape[3]) == (batch, head_dim), "k_BSGK.shape", k_BSGK.shape, allowed)
     require(k_BSGK.shape == v_BSGK.shape, "v_BSGK.shape", v_BSGK.shape, f"must be k_BSGK.shape = {k_BSGK.shape}")
-    if q_pos_T is None:
-        allowed = "[B, T, H, K] must have T <= S if q_pos_T is None"
-        require(num_rows <= k_BSGK.shape[1], "q_BTHK.shape", q_BTHK.shape, f"{allowed}; S = {k_BSGK.shape[1]}")
+    allowed = f"[B, T, H, K] must have T <= S if q_pos_T is None; S = {k_BSGK.shape[1]}"
+    require(q_pos_T is not None or num_rows <= k_BSGK.shape[1], "q_BTHK.shape", q_BTHK.shape, allowed)
     require(heads % groups == 0, "num_kv_heads", groups, f"must divide num_heads = {heads}")
 
 
@@ -203,55 +190,40 @@ def _score(
     score_mod: ScoreMod,
     mask: Mask,
 ) -> Scores:
-    """Return scores, bias and mask of a block of query rows.
-
-    With segments, biases are functions of positions that restart, except those of the distance, which is the same.
-    """
-    bias: Any = score_mod.bias
-    scale, (q_pos_T, k_pos_S, q_start_BT, k_start_BS) = score_mod.scale, positions
+    """Return scores, bias and mask of a block of query rows."""
     dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
-    visible = visible_pairs(mask, positions)
-    scores_BHTS = products(q_BTHK, k_BSGK, dtype) * (q_BTHK.shape[-1] ** -0.5 if scale is None else scale)
+    scale = q_BTHK.shape[-1] ** -0.5 if score_mod.scale is None else score_mod.scale
+    scores_BHTS = products(q_BTHK, k_BSGK, dtype) * scale
+    visible = mask.visible(positions)
+    content = Content(q_BTHK, k_BSGK, scores_BHTS, visible, positions.q_pos_T, positions.k_pos_S)
+    return Scores(scores_BHTS, _bias(score_mod.bias, content, positions, mask.causal), visible)
 
-    def of_positions(q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Float[Array, "H T S"]:
-        bias_HTS = bias(q_pos_T, k_pos_S, causal=mask.causal)
-        _check_returned("bias", bias, bias_HTS, "H, T, S", scores_BHTS.shape[1:])
+
+def _bias(bias: Any, content: Content, positions: Positions, causal: bool) -> Float[Array, "#B H T S"] | None:
+    """Return the bias of a block of query rows, or None if there is none.
+
+    With segments, positions restart in each; for a bias of the distance this makes no difference.
+    """
+
+    def of_positions(q_pos_T: Array, k_pos_S: Array) -> Float[Array, "H T S"]:
+        bias_HTS = bias(q_pos_T, k_pos_S, causal=causal)
+        _check_returned("bias", bias, bias_HTS, "H, T, S", content.scores_BHTS.shape[1:])
         return bias_HTS
 
-    def of_content(q: Array, k: Array, scores: Array, visible: Array, q_pos: Array, k_pos: Array) -> Array:
-        return bias.from_content(q, k, scores, visible, q_pos, k_pos, mask.causal)
+    def of_sequence(content: Content) -> Float[Array, "H T S"]:
+        with_batch = Content(*(x[None] for x in content[:4]), *content[4:])
+        return bias.from_content(with_batch, causal=causal)[0]
 
+    q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
+    is_contextual = isinstance(bias, ContextualBias)
     if bias is None:
-        bias_BHTS = None
-    elif q_start_BT is None or k_start_BS is None or isinstance(bias, DistanceBias):
-        if isinstance(bias, ContextualBias):
-            bias_BHTS = of_content(q_BTHK, k_BSGK, scores_BHTS, visible, q_pos_T, k_pos_S)
-        else:
-            bias_BHTS = of_positions(q_pos_T, k_pos_S)[None]
-    else:
-        pos = q_pos_T[None] - q_start_BT, k_pos_S[None] - k_start_BS
-        if isinstance(bias, ContextualBias):
-
-            def of_sequence(q: Array, k: Array, scores: Array, visible: Array, q_pos: Array, k_pos: Array) -> Array:
-                return of_content(q[None], k[None], scores[None], visible[0], q_pos, k_pos)[0]
-
-            bias_BHTS = jax.vmap(of_sequence)(q_BTHK, k_BSGK, scores_BHTS, visible, *pos)
-        else:
-            bias_BHTS = jax.vmap(of_positions)(*pos)
-    return Scores(scores_BHTS, bias_BHTS, visible)
-
-
-def _process(processor: Processor, scores: Scores, positions: Positions) -> Float[Array, "B H T S"]:
-    """Return the processed scores."""
-    options = {}
-    if positions.q_start_BT is not None and processor.key_halo != (0, 0):
-        takes_it = "first_BT" in inspect.signature(processor.__call__).parameters
-        name, allowed = f"processor {type(processor).__name__}", "must take first_BT to be used with segment_ids"
-        require(takes_it, name, "mixes keys", allowed)
-        options = {"first_BT": positions.q_start_BT - positions.k_pos_S[0]}
-    processed_BHTS = processor(*scores, **options)
-    _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
-    return processed_BHTS
+        return None
+    if q_start_BT is None or k_start_BS is None or isinstance(bias, DistanceBias):
+        return bias.from_content(content, causal=causal) if is_contextual else of_positions(q_pos_T, k_pos_S)[None]
+    pos = q_pos_T[None] - q_start_BT, k_pos_S[None] - k_start_BS
+    if is_contextual:
+        return jax.vmap(of_sequence)(content._replace(q_pos_T=pos[0], k_pos_S=pos[1]))
+    return jax.vmap(of_positions)(*pos)
 
 
 class Implementation:
@@ -266,16 +238,7 @@ class Implementation:
         score_mod: ScoreMod,
         mask: Mask,
     ) -> Float[Array, "B T H K"]:
-        """Attend a block of query rows, as `attend` does for its arguments and `attend_on_mesh` for those of a device.
-
-        Args:
-            q_BTHK: queries.
-            k_BSGK: keys.
-            v_BSGK: values.
-            positions: positions of queries and keys, and their segments.
-            score_mod: bias, processor and scale.
-            mask: which keys a query sees, and where the rows are among the columns.
-        """
+        """Attend a block of query rows, at any positions, to the keys that `mask` lets them see."""
         raise NotImplementedError
 
 
@@ -286,8 +249,15 @@ class Dense(Implementation):
     def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
         """See `Implementation`."""
         dtype = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+        processor, options = score_mod.processor, {}
         scores = _score(q_BTHK, k_BSGK, positions, score_mod, mask)
-        processed_BHTS = _process(score_mod.processor, scores, positions)
+        if positions.q_start_BT is not None and processor.key_halo != (0, 0):
+            takes_it = "first_BT" in inspect.signature(processor.__call__).parameters
+            name, allowed = f"processor {type(processor).__name__}", "must take first_BT to be used with segment_ids"
+            require(takes_it, name, "mixes keys", allowed)
+            options = {"first_BT": positions.q_start_BT - positions.k_pos_S[0]}
+        processed_BHTS = processor(*scores, **options)
+        _check_returned("processor", processor, processed_BHTS, "B, H, T, S", scores.scores_BHTS.shape)
         probs_BHTS = masked_softmax(processed_BHTS, scores.mask).astype(v_BSGK.dtype)
         batch, num_rows, heads, head_dim = q_BTHK.shape
         probs_BGRTS = probs_BHTS.reshape(batch, v_BSGK.shape[2], -1, *probs_BHTS.shape[2:])
@@ -301,18 +271,13 @@ class Dense(Implementation):
 class Blockwise(Implementation):
     """Scan over blocks of rows, each recomputed in the backward pass: memory grows with block_size x S.
 
-    The rows are cut into `num_buckets` runs, each with its own number of keys: see `causal_runs`. The program has one
-    scan for each run and does not grow with T. With a window and more than one bucket, each block reads only the
-    block_size + window keys that it needs, so time grows linearly with T. With one bucket, and if positions are given,
-    every block reads all keys.
-
-    Args:
-        block_size: rows in a block.
-        num_buckets: runs of rows, each with its own number of keys: n buckets compute (n + 1) / 2n of all pairs.
+    The program has one scan for each run of blocks and does not grow with T. With a window and more than one bucket,
+    each block reads only the block_size + window keys that it needs, so time grows linearly with T. With one bucket,
+    and if positions are given, every block reads all keys.
     """
 
-    block_size: int = 64
-    num_buckets: int = 1
+    block_size: int = 64  # rows in a block
+    num_buckets: int = 1  # runs of blocks: n buckets compute (n + 1) / 2n of all pairs; see `causal_runs`
 
     def __post_init__(self):
         positive(self, "model.attention", "block_size", "num_buckets")
@@ -341,9 +306,9 @@ class Blockwise(Implementation):
         window = mask.window or 0
         windowed = mask.causal and mask.window is not None and self.num_buckets > 1 and mask.row_stride is not None
         outs = []
-        for run in causal_runs(num_rows, num_keys, block, self.num_buckets, mask, halo):
+        for start, stop, num_read in causal_runs(num_rows, num_keys, block, self.num_buckets, mask, halo):
 
-            def keys_of(first_column, num_read=run.num_keys):
+            def keys_of(first_column, num_read=num_read):
                 """Return keys, values, positions and starts of segments of the columns that a block reads."""
                 arrays = (k_BGSK, 2), (v_BGSK, 2), (k_pos_S, 0), (k_start_BS, 1)
                 if not windowed:
@@ -353,13 +318,13 @@ class Blockwise(Implementation):
                 return [x if x is None else read(x, axis=axis) for x, axis in arrays]
 
             @jax.checkpoint
-            def attend_block(q, pos, first_column, start, keys_of=keys_of):
+            def attend_block(q, q_pos, first_column, q_start, keys_of=keys_of):
                 k, v, k_pos, k_start = keys_of(first_column)
                 q, k, v = (jnp.moveaxis(x, 1, 2) for x in (q, k, v))
-                out = Dense().attend_rows(q, k, v, Positions(pos, k_pos, start, k_start), score_mod, mask)
+                out = Dense().attend_rows(q, k, v, Positions(q_pos, k_pos, q_start, k_start), score_mod, mask)
                 return jnp.moveaxis(out, 2, 1)
 
-            blocks = jax.tree.map(lambda x, run=run: x[run.start : run.stop], all_blocks)
+            blocks = jax.tree.map(lambda x, start=start, stop=stop: x[start:stop], all_blocks)
             outs.append(jax.lax.map(lambda block, attend_block=attend_block: attend_block(*block), blocks))
         out_blocks = jnp.concatenate(outs)
         out_BHTK = jnp.moveaxis(out_blocks, 0, 2).reshape(batch, heads, num_blocks * block, head_dim)[:, :, :num_rows]
@@ -372,12 +337,10 @@ class Fused(Implementation):
 
     It supports DAPE with a `DistanceBias`. Without a processor it supports a `DistanceBias` on a TPU, and no bias on a
     GPU. Positions must be None. For other arguments it raises `NotImplementedError` with the reason.
-
-    Args:
-        platform: "tpu" or "gpu", the platform of the kernel; None for that of the devices. On devices of another
-            platform the kernel is interpreted, which is slow and meant for tests.
     """
 
+    # "tpu" or "gpu", the platform of the kernel; None for that of the devices. On devices of another platform the
+    # kernel is interpreted, which is slow and meant for tests.
     platform: str | None = None
 
     def __post_init__(self):
@@ -402,17 +365,13 @@ BLOCKWISE = {"cpu": Blockwise(32, 4), "gpu": Blockwise(128, 4), "tpu": Blockwise
 class Auto(Implementation):
     """Implementation chosen by platform and length for each call; logged when first chosen.
 
-        dense      if all rows are one block; on a GPU with a kernel, up to 128 rows
-        fused      on a TPU or GPU, if a kernel supports this bias and processor
-        blockwise  otherwise
-
-    Args:
-        block_size: rows in a block of `Blockwise`; None for the platform's default.
-        num_buckets: buckets of `Blockwise`; None for the platform's default.
+    dense      if all rows are one block; on a GPU with a kernel, up to 128 rows
+    fused      on a TPU or GPU, if a kernel supports this bias and processor
+    blockwise  otherwise
     """
 
-    block_size: int | None = None
-    num_buckets: int | None = None
+    block_size: int | None = None  # of `Blockwise`; None for the platform's default
+    num_buckets: int | None = None  # of `Blockwise`; None for the platform's default
 
     def __post_init__(self):
         self.blockwise("cpu")  # checks the fields
@@ -434,18 +393,18 @@ class Auto(Implementation):
         device_kind: str | None = None,
     ) -> Dense | Blockwise | Fused:
         """Return the implementation for a call. Arrays may be `ShapeDtypeStruct`s; see `kernels.why_not_fused`."""
-        blockwise = self.blockwise(platform)
+        blockwise, (batch, num_rows, heads, _) = self.blockwise(platform), q_BTHK.shape
         if mask.window is not None and self.num_buckets is None:  # with one bucket, every block would read all keys
             blockwise = dataclasses.replace(blockwise, num_buckets=max(2, blockwise.num_buckets))
-        if platform == "gpu" and self.block_size is None:
-            blockwise = dataclasses.replace(blockwise, block_size=_rows_on_gpu(q_BTHK, k_BSGK, score_mod, blockwise))
+        if platform == "gpu" and self.block_size is None:  # scores and hidden features determine a block's memory
+            channels = score_mod.processor.config.channels if isinstance(score_mod.processor, Dape) else 0
+            rows = rows_in_block(batch * (heads + channels), num_rows, k_BSGK.shape[1], blockwise.num_buckets)
+            blockwise = dataclasses.replace(blockwise, block_size=rows)
         options = {"has_segments": has_segments, "platform": platform, "device_kind": device_kind}
         why = why_not_fused(q_BTHK, k_BSGK, score_mod, mask, **options)
         # On a GPU a block has many rows, and the kernel was faster than `Dense` where both were measured.
-        longest_dense = blockwise.block_size
-        if platform == "gpu" and why is None:
-            longest_dense = min(longest_dense, MIN_BLOCK_ROWS)
-        if q_BTHK.shape[1] <= longest_dense:
+        has_gpu_kernel = platform == "gpu" and why is None
+        if num_rows <= min(blockwise.block_size, MIN_BLOCK_ROWS if has_gpu_kernel else num_rows):
             implementation, why = Dense(), "all rows are one block"
         else:
             implementation = Fused() if why is None else blockwise
@@ -454,22 +413,9 @@ class Auto(Implementation):
 
     def attend_rows(self, q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask):
         """See `Implementation`."""
-        has_segments = positions.q_start_BT is not None
-        platform = device_platform()
-        chosen = self.choose(q_BTHK, k_BSGK, score_mod, mask, has_segments=has_segments, platform=platform)
+        options = {"has_segments": positions.q_start_BT is not None, "platform": device_platform()}
+        chosen = self.choose(q_BTHK, k_BSGK, score_mod, mask, **options)
         return chosen.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
-
-
-def _rows_on_gpu(
-    q_BTHK: jax.ShapeDtypeStruct | Array,
-    k_BSGK: jax.ShapeDtypeStruct | Array,
-    score_mod: ScoreMod,
-    blockwise: Blockwise,
-) -> int:
-    """Return the number of rows in a block of `Blockwise`; scores and hidden features determine its memory."""
-    batch, num_rows, heads = q_BTHK.shape[:3]
-    channels = score_mod.processor.config.channels if isinstance(score_mod.processor, Dape) else 0
-    return rows_in_block(batch * (heads + channels), num_rows, k_BSGK.shape[1], blockwise.num_buckets)
 
 
 @functools.cache
@@ -498,13 +444,11 @@ def attend_on_mesh(
         k v all-gather over tensor and over context
         out all-to-all over tensor        rows -> heads
 
-    Attention is not split over heads, since the score convolution mixes them: a device with some of the heads would
-    need the scores of all others. Every row is computed by `attend`, whatever the mesh, so this is exact for every bias
-    and processor, and so are its gradients.
+    Attention is not split over heads, since the score convolution mixes them. Every row is computed by the
+    implementation, whatever the mesh, so this is exact for every bias and processor, and so are its gradients.
 
-    On one device, or without a mesh, this is a plain call of the implementation. On more devices `shard_map` is used
-    even if only the batch is split: the compiler would sum the gradient of a bias, [H, T, S], over all devices, while
-    here each device first reduces it to the gradient of the parameters.
+    On more than one device `shard_map` is used even if only the batch is split: the compiler would sum the gradient of
+    a bias, [H, T, S], over all devices, while here each device first reduces it to the gradient of the parameters.
 
     Args:
         implementation: implementation of attention on each device.
@@ -518,8 +462,9 @@ def attend_on_mesh(
     """
     sizes = axis_sizes()
     num_context, num_tensor = sizes["context"], sizes["tensor"]
+    num_parts = num_context * num_tensor  # of the rows
     check_modules(score_mod)
-    mask = dataclasses.replace(mask, row_stride=num_context * num_tensor, consecutive=pos_S is None)
+    mask = dataclasses.replace(mask, row_stride=num_parts if pos_S is None else None)
     if math.prod(sizes.values()) == 1:
         positions = _positions(q_BTHK.shape[1], k_BSGK.shape[1], None, pos_S, starts_BS)
         return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
@@ -547,7 +492,7 @@ def attend_on_mesh(
 
         def rows_of(x: Array) -> Array:
             """Return the elements of this device's rows, from those of all columns."""
-            return x.reshape(*x.shape[:-1], -1, mask.row_stride)[..., -q.shape[1] :, index]
+            return x.reshape(*x.shape[:-1], -1, num_parts)[..., -q.shape[1] :, index]
 
         starts = None if k_start_BS is None else rows_of(k_start_BS)
         positions = Positions(rows_of(k_pos_S), k_pos_S, starts, k_start_BS)

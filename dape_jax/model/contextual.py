@@ -10,74 +10,65 @@ To add one, follow the instructions in `biases.py`, but add the line to `CONTEXT
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import positive, require
 from dape_jax.model.biases import BiasConfig
-from dape_jax.model.scores import products
+from dape_jax.model.scores import VisiblePairs, over_heads, products
 from dape_jax.sharding import full_precision
 
-Queries = Float[Array, "B T H K"]
-Keys = Float[Array, "B S G K"]
 Pairs = Float[Array, "B H T S"]
-QueryPos = Int[Array, "T"]
-KeyPos = Int[Array, "S"]
-Visible = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
+
+
+class Content(NamedTuple):
+    """Arguments of a contextual encoding.
+
+    Args:
+        q_BTHK: queries, not divided by sqrt(K).
+        k_BSGK: keys of G heads, shared by H query heads; see `scores.products`.
+        scores_BHTS: A = Q K^T / sqrt(K).
+        mask: True where the query sees the key.
+        q_pos_T: positions of the queries.
+        k_pos_S: positions of the keys.
+    """
+
+    q_BTHK: Float[Array, "B T H K"]
+    k_BSGK: Float[Array, "B S G K"]
+    scores_BHTS: Pairs
+    mask: VisiblePairs
+    q_pos_T: Int[Array, "T"]
+    k_pos_S: Int[Array, "S"]
 
 
 @runtime_checkable
 class ContextualBias(Protocol):
     """Contextual encoding, as `attention.py` calls it."""
 
-    def from_content(
-        self,
-        q_BTHK: Queries,
-        k_BSGK: Keys,
-        scores_BHTS: Pairs,
-        mask: Visible,
-        q_pos_T: QueryPos,
-        k_pos_S: KeyPos,
-        causal: bool,
-    ) -> Pairs:
-        """Return the term to add to the scores, in their dtype; where the mask is False, any finite number.
-
-        Args:
-            q_BTHK: queries.
-            k_BSGK: keys of G heads, shared by H query heads; see `scores.products`.
-            scores_BHTS: Q K^T / sqrt(K).
-            mask: True where the query sees the key: one for the whole batch, or one for each sequence.
-            q_pos_T: query positions.
-            k_pos_S: key positions.
-            causal: whether attention is causal.
-        """
+    def from_content(self, content: Content, *, causal: bool) -> Pairs:
+        """Return the term to add to the scores, in their dtype; where the mask is False, any finite number."""
         ...
 
 
-def cope(q_BTHK: Queries, scores_BHTS: Pairs, mask: Visible, table_KP: Float[Array, "K P"]) -> Pairs:
+def cope(content: Content, table_KP: Float[Array, "K P"]) -> Pairs:
     """Return CoPE's bias: a key's position is the sum of the gates from the key to the query.
 
-        pos(i, j) = min(sum over j <= m <= i of sigmoid(scores(i, m)), P - 1)
+        pos(i, j) = min(sum over j <= m <= i of sigmoid(A(i, m)), P - 1)
         bias(i, j) = w q_i . table[ceil(pos)] + (1 - w) q_i . table[floor(pos)]        w = pos - floor(pos)
 
-    The gradient is that of this formula: it flows through w, but not through ceil, floor or a clamped position.
-
-    Args:
-        q_BTHK: queries, not divided by sqrt(K).
-        scores_BHTS: Q K^T / sqrt(K).
-        mask: True where the query sees the key; other gates are 0.
-        table_KP: embeddings of P positions, the same for all heads.
+    Gates of masked keys are 0. The table has embeddings of P positions, the same for all heads. The gradient is that of
+    this formula: it flows through w, but not through ceil, floor or a clamped position.
 
     Source: Golovneva et al. 2024, equations 3 to 5, and the official DAPE code.
     Differs: nothing.
     """
-    mask_BHTS = mask.reshape(-1, 1, *mask.shape[-2:])
-    pos_BHTS = jax.lax.cumsum(jnp.where(mask_BHTS, jax.nn.sigmoid(scores_BHTS), 0), axis=3, reverse=True)
+    q_BTHK, _, scores_BHTS, mask, *_ = content
+    pos_BHTS = jax.lax.cumsum(jnp.where(over_heads(mask), jax.nn.sigmoid(scores_BHTS), 0), axis=3, reverse=True)
     last = table_KP.shape[1] - 1
     pos_BHTS = jnp.where(pos_BHTS <= last, pos_BHTS, last)
     floor_BHTS, ceil_BHTS = jax.lax.stop_gradient((jnp.floor(pos_BHTS), jnp.ceil(pos_BHTS)))
@@ -98,16 +89,7 @@ class Cope(nnx.Module):
     def __init__(self, num_heads: int, head_dim: int, config: "CopeConfig", rngs: nnx.Rngs):
         self.table_KP = nnx.Param(jnp.zeros((head_dim, config.num_positions)))
 
-    def from_content(
-        self,
-        q_BTHK: Queries,
-        k_BSGK: Keys,
-        scores_BHTS: Pairs,
-        mask: Visible,
-        q_pos_T: QueryPos,
-        k_pos_S: KeyPos,
-        causal: bool,
-    ) -> Pairs:
+    def from_content(self, content: Content, *, causal: bool) -> Pairs:
         """See `cope`.
 
         Raises:
@@ -115,7 +97,7 @@ class Cope(nnx.Module):
         """
         allowed = "must be another bias: CoPE counts earlier keys, so it needs causal attention"
         require(causal, "model.bias", "cope", allowed)
-        return cope(q_BTHK, scores_BHTS, mask, self.table_KP[...])
+        return cope(content, self.table_KP[...])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,17 +138,9 @@ class TransformerXL(nnx.Module):
         self.content_HK = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
         self.position_HK = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape))
 
-    def from_content(
-        self,
-        q_BTHK: Queries,
-        k_BSGK: Keys,
-        scores_BHTS: Pairs,
-        mask: Visible,
-        q_pos_T: QueryPos,
-        k_pos_S: KeyPos,
-        causal: bool,
-    ) -> Pairs:
+    def from_content(self, content: Content, *, causal: bool) -> Pairs:
         """Return the terms for every (query, key) pair; matmuls accumulate in the scores' dtype."""
+        q_BTHK, k_BSGK, scores_BHTS, _, q_pos_T, k_pos_S = content
         dtype, operands = scores_BHTS.dtype, q_BTHK.dtype
         matmul = {"precision": full_precision(operands), "preferred_element_type": dtype}
         relative_DHK, content_HK, position_HK = self.relative_DHK[...], self.content_HK[...], self.position_HK[...]

@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 from dape_jax.errors import positive, require
 
 Heads = Float[Array, "B T H K"]
-Positions = Int[Array, "T"] | Int[Array, "B T"]
+RowPositions = Int[Array, "T"] | Int[Array, "B T"]
 
 
 @dataclasses.dataclass(frozen=True)
 class NoRotary:
     """Identity in place of rotary embedding."""
 
-    def __call__(self, x_BTHK: Heads, pos: Positions) -> Heads:
+    def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         """Return `x_BTHK` unchanged."""
         return x_BTHK
 
@@ -73,7 +73,7 @@ class Rope:
         """Return the factor that multiplies rotated queries and keys."""
         return 1.0
 
-    def __call__(self, x_BTHK: Heads, pos: Positions) -> Heads:
+    def __call__(self, x_BTHK: Heads, pos: RowPositions) -> Heads:
         """Rotate `x_BTHK` by its positions, computing in float32 or better; return the dtype of `x_BTHK`."""
         num_rotated = self.num_rotated(x_BTHK.shape[-1])
         dtype = jnp.promote_types(x_BTHK.dtype, jnp.float32)

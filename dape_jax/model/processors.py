@@ -9,7 +9,7 @@ To add one, write a pure function, a module and a frozen config, and add a line 
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class Processor:
 
 
 class PairFlops(NamedTuple):
-    """Matmul FLOPs of a processor for one pair of a query and a key, all heads, forward.
+    """Matmul FLOPs of a processor for one pair of a query and a key, all heads, forward; a multiply-add is 2.
 
     Args:
         of_scores: FLOPs for every sequence of the batch.
@@ -68,7 +68,13 @@ class PairFlops(NamedTuple):
 
 
 class ProcessorConfig:
-    """Base class of processor configs, which are frozen dataclasses. Subclasses must define `build`."""
+    """Base class of processor configs, which are frozen dataclasses.
+
+    `build` calls `module` with the number of heads, whether there is a bias, the config, the dtype and the random
+    numbers; a config without `module` defines `build`.
+    """
+
+    module: ClassVar[Any]
 
     @property
     def why_not_cached(self) -> str | None:
@@ -76,12 +82,10 @@ class ProcessorConfig:
         return None
 
     def pair_flops(self, num_heads: int, has_bias: bool) -> PairFlops:
-        """Return the cost of a pair of a query and a key: 2 FLOPs for a multiply-add. The default is 0."""
+        """Return the cost of a pair of a query and a key; 0 by default."""
         return PairFlops(0, 0)
 
-    def build(
-        self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs
-    ) -> Processor:
+    def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Any:
         """Make the module.
 
         Args:
@@ -90,7 +94,7 @@ class ProcessorConfig:
             dtype: dtype of the convolutions' operands; None for the dtype of the scores.
             rngs: random keys of the parameters.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define build")
+        return self.module(num_heads, has_bias, self, dtype, rngs)
 
 
 def add_bias(
@@ -118,15 +122,10 @@ def _broadcast_batch(x_1XYZ: Array, batch: int) -> Array:
     return jnp.broadcast_to(x_1XYZ, (batch, *x_1XYZ.shape[1:]))
 
 
-def _broadcast_batch_forward(x_1XYZ: Array, batch: int) -> tuple[Array, None]:
-    return _broadcast_batch(x_1XYZ, batch), None
-
-
-def _broadcast_batch_backward(batch: int, _: None, dy_BXYZ: Array) -> tuple[Array]:
-    return (functools.reduce(jnp.add, jnp.split(dy_BXYZ, batch)),)
-
-
-_broadcast_batch.defvjp(_broadcast_batch_forward, _broadcast_batch_backward)
+_broadcast_batch.defvjp(
+    lambda x_1XYZ, batch: (_broadcast_batch(x_1XYZ, batch), None),
+    lambda batch, _, dy_BXYZ: (functools.reduce(jnp.add, jnp.split(dy_BXYZ, batch)),),
+)
 
 
 class Plain(nnx.Module, Processor):
@@ -190,22 +189,15 @@ def key_convolution(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right: int) -> Array:
-    dtype, precision = jnp.promote_types(x_BTSI.dtype, jnp.float32), full_precision(x_BTSI.dtype)
+    dtype, width = jnp.promote_types(x_BTSI.dtype, jnp.float32), kernel_WIO.shape[0]
+    options = {"precision": full_precision(x_BTSI.dtype), "preferred_element_type": dtype}
     if device_platform() == "tpu":
         padded = jnp.pad(x_BTSI, ((0, 0), (0, 0), (pad_left, pad_right), (0, 0)))
-        num_columns = padded.shape[2] - kernel_WIO.shape[0] + 1
-        taps = (
-            jnp.einsum(
-                "BTJI,IO->BTJO",
-                padded[:, :, w : w + num_columns],
-                kernel_IO,
-                precision=precision,
-                preferred_element_type=dtype,
-            )
-            for w, kernel_IO in enumerate(kernel_WIO)
-        )
-        return functools.reduce(jnp.add, taps)
-    longer_by = pad_left + pad_right - kernel_WIO.shape[0] + 1  # columns
+        num_columns = padded.shape[2] - width + 1
+        taps = (padded[:, :, w : w + num_columns] for w in range(width))
+        multiply = functools.partial(jnp.einsum, "BTJI,IO->BTJO", **options)
+        return functools.reduce(jnp.add, map(multiply, taps, kernel_WIO))
+    longer_by = pad_left + pad_right - width + 1  # columns
     if device_platform() == "cpu" and 0 < longer_by <= pad_right:
         x_BTSI = jax.lax.optimization_barrier(jnp.pad(x_BTSI, ((0, 0), (0, 0), (0, longer_by), (0, 0))))
         pad_right -= longer_by
@@ -215,13 +207,8 @@ def _key_convolution(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right:
         window_strides=(1, 1),
         padding=((0, 0), (pad_left, pad_right)),
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        precision=precision,
-        preferred_element_type=dtype,
+        **options,
     )
-
-
-def _key_convolution_forward(x_BTSI: Array, kernel_WIO: Array, pad_left: int, pad_right: int) -> tuple[Array, Any]:
-    return _key_convolution(x_BTSI, kernel_WIO, pad_left, pad_right), (x_BTSI, kernel_WIO)
 
 
 def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO: Array) -> tuple[Array, Array]:
@@ -235,11 +222,9 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
         """Return [W, narrow channels, wide channels]; the operand with fewer channels is shifted and transposed."""
         narrow = jnp.pad(narrow, ((0, 0), (0, 0), pad, (0, 0)))
         flat_wide = wide.reshape(-1, wide.shape[-1])
-        shifted = [narrow[:, :, w : w + wide.shape[2]].reshape(-1, narrow.shape[-1]) for w in range(width)]
-        precision = full_precision(wide.dtype)
-        return jnp.stack(
-            [jnp.matmul(x.T, flat_wide, precision=precision, preferred_element_type=dtype) for x in shifted]
-        )
+        shifted = (narrow[:, :, w : w + wide.shape[2]].reshape(-1, narrow.shape[-1]) for w in range(width))
+        options = {"precision": full_precision(wide.dtype), "preferred_element_type": dtype}
+        return jnp.stack([jnp.matmul(x.T, flat_wide, **options) for x in shifted])
 
     if inputs <= outputs:
         dkernel_WIO = correlate(x_BTSI, dy_BTJO, (pad_left, pad_right))
@@ -248,7 +233,10 @@ def _key_convolution_backward(pad_left: int, pad_right: int, saved: Any, dy_BTJO
     return dx_BTSI.astype(x_BTSI.dtype), dkernel_WIO.astype(kernel_WIO.dtype)
 
 
-_key_convolution.defvjp(_key_convolution_forward, _key_convolution_backward)
+_key_convolution.defvjp(
+    lambda x_BTSI, kernel_WIO, *padding: (_key_convolution(x_BTSI, kernel_WIO, *padding), (x_BTSI, kernel_WIO)),
+    _key_convolution_backward,
+)
 
 
 def leaky_relu_change(x: Array, knee: Array) -> Array:
@@ -319,16 +307,16 @@ def dape(
         hidden_bias_C: bias of Conv1.
         output_WCH: kernel of Conv2.
         output_bias_H: bias of Conv2. It shifts a whole row of scores and cancels in the softmax: its gradient is 0.
-        alignment: see `DapeConfig`.
-        edge: see `DapeConfig`.
-        residual: see `DapeConfig`.
-        leak: see `DapeConfig`.
+        alignment: see `DapeConfig`, also for `edge`, `residual` and `leak`.
+        edge: see above.
+        residual: see above.
+        leak: see above.
         dtype: dtype of the convolutions' operands, except those that depend only on B; None for the dtype of the
             scores. Accumulation is in float32 or better.
 
     Raises:
-        InputError: an option is unknown, a centered kernel has an even W, bias_WHC is given without a bias, neither
-            scores_WHC nor bias_WHC is given, or the kernels and the scores have different numbers of heads.
+        InputError: an option is wrong, bias_WHC is given without a bias, neither scores_WHC nor bias_WHC is given, or
+            the kernels and the scores have different numbers of heads.
 
     Source: the paper's equations 3 to 5, its listing (appendix L) for "centered", section 3.3 ("padding of k-1") for
         "causal", section 4.5 for the leak; without the residual, equation 2.
@@ -339,15 +327,15 @@ def dape(
         raise InputError("bias_WHC: must be None without a bias (bias_BHTS is None)")
     if scores_WHC is None and bias_WHC is None:
         raise InputError("scores_WHC, bias_WHC: at least one of them must be given")
-    require(edge in EDGES, "edge", edge, f"must be one of {EDGES}")
+    width, channels, num_outputs = output_WCH.shape
+    config = DapeConfig(width, channels, alignment, edge, residual, leak)  # checks the options
+    (left_1, right_1), (left_2, right_2) = config.paddings
     if first_BT is not None:  # the right edge of a segment is not known here
         ends_anywhere = not leak and (edge == "prefix" or alignment == "causal")
         name = "leak=True" if leak else f"edge={edge!r}"
         require(ends_anywhere, "segment_ids", "given", f"must be None with {name}, which depends on keys after a row")
-    heads = {kernel.shape[1] for kernel in (scores_WHC, bias_WHC) if kernel is not None} | {output_WCH.shape[2]}
+    heads = {kernel.shape[1] for kernel in (scores_WHC, bias_WHC) if kernel is not None} | {num_outputs}
     require(heads == {scores_BHTS.shape[1]}, "heads of the kernels", heads, f"must be {scores_BHTS.shape[1]}")
-    width = output_WCH.shape[0]
-    (left_1, right_1), (left_2, right_2) = _paddings(width, alignment, edge)
     dtype = jnp.dtype(scores_BHTS.dtype if dtype is None else dtype)
 
     def convolved(x_BHTS: Float[Array, "_ H T S"], kernel_WHC: Float[Array, "W H C"]) -> Float[Array, "_ T J C"]:
@@ -384,22 +372,10 @@ def dape(
     return base_BHTS + jnp.moveaxis(update_BTSH, -1, 1).astype(scores_BHTS.dtype)
 
 
-def _paddings(width: int, alignment: str, edge: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the padding (left, right) of the input of Conv1, and of Conv2."""
-    require(alignment in ALIGNMENTS, "alignment", alignment, f"must be one of {ALIGNMENTS}")
-    if alignment == "causal":
-        return (width - 1, 0), (width - 1, 0)
-    require(width % 2 == 1, "W", width, "must be odd for a centered kernel; alignment='causal' takes any")
-    half = width // 2
-    return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[edge]
-
-
 class Dape(nnx.Module, Processor):
     """DAPE V2 as a module. Kernels and biases are initialised U(+-1/sqrt(fan_in)), as in PyTorch's Conv2d."""
 
-    def __init__(
-        self, num_heads: int, has_bias: bool, config: "DapeConfig", *, dtype: DTypeLike | None = None, rngs: nnx.Rngs
-    ):
+    def __init__(self, num_heads: int, has_bias: bool, config: "DapeConfig", dtype: DTypeLike | None, rngs: nnx.Rngs):
         def uniform(shape: tuple[int, ...], fan_in: int) -> nnx.Param:
             limit = 1 / math.sqrt(fan_in)
             return nnx.Param(jax.random.uniform(rngs.params(), shape, minval=-limit, maxval=limit))
@@ -413,12 +389,9 @@ class Dape(nnx.Module, Processor):
         self.scores_WHC = uniform((width, num_heads, channels), fan_in) if reads_scores else None
         self.bias_WHC = uniform((width, num_heads, channels), fan_in) if reads_bias else None
         self.hidden_bias_C = uniform((channels,), fan_in)
-        if config.init == "identity":
-            self.output_WCH = nnx.Param(jnp.zeros((width, channels, num_heads)))
-            self.output_bias_H = nnx.Param(jnp.zeros((num_heads,)))
-        else:
-            self.output_WCH = uniform((width, channels, num_heads), channels * width)
-            self.output_bias_H = uniform((num_heads,), channels * width)
+        output = uniform if config.init == "uniform" else lambda shape, _: nnx.Param(jnp.zeros(shape))
+        self.output_WCH = output((width, channels, num_heads), channels * width)
+        self.output_bias_H = output((num_heads,), channels * width)
         self.has_bias, self.config, self.key_halo = has_bias, config, config.key_halo
         self.dtype = None if dtype is None else jnp.dtype(dtype)
 
@@ -436,11 +409,7 @@ class Dape(nnx.Module, Processor):
         *,
         first_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B H T S"]:
-        """See `dape`.
-
-        Raises:
-            InputError: see `check_bias`.
-        """
+        """See `dape`."""
         self.check_bias(bias_BHTS is not None)
         return dape(
             scores_BHTS,
@@ -469,12 +438,11 @@ class DapeConfig(ProcessorConfig):
     edge: str = "prefix"  # or "listing", for exactly the paper's listing: see `dape`
     residual: bool = True  # add B outside the convolution as well; False is the paper's equation 2
     leak: bool = False  # omit tril, so that a centered kernel reads the future: the paper's experiment on leakage
-    inputs: str = (
-        "both"  # inputs of the convolution: "both", "scores" or "bias"; without a bias "both" means the scores
-    )
+    inputs: str = "both"  # of the convolution: "both", "scores" or "bias"; without a bias "both" means the scores
     # "identity" initialises the second convolution to zero, so that the layer starts as scores + bias. The first
     # convolution then has a zero gradient in the first step.
     init: str = "uniform"
+    module = Dape
 
     def __post_init__(self):
         positive(self, "model.processor", "kernel_width", "channels")
@@ -482,6 +450,14 @@ class DapeConfig(ProcessorConfig):
         fits = self.kernel_width % 2 == 1 or self.alignment == "causal"
         allowed = "must be odd for a centered kernel; alignment='causal' takes any"
         require(fits, "model.processor.kernel_width", self.kernel_width, allowed)
+
+    @property
+    def paddings(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the padding (left, right) of the input of Conv1, and of Conv2."""
+        width, half = self.kernel_width, self.kernel_width // 2
+        if self.alignment == "causal":
+            return (width - 1, 0), (width - 1, 0)
+        return {"prefix": ((half, 2 * half), (half, 0)), "listing": ((half, half), (half, half))}[self.edge]
 
     @property
     def key_halo(self) -> tuple[int, int]:
@@ -515,10 +491,6 @@ class DapeConfig(ProcessorConfig):
             of_scores=taps * ((self.inputs != "bias") + 1),
             of_bias=taps * (has_bias and self.inputs != "scores"),
         )
-
-    def build(self, num_heads: int, *, has_bias: bool = True, dtype: DTypeLike | None = None, rngs: nnx.Rngs) -> Dape:
-        """Make the module."""
-        return Dape(num_heads, has_bias, self, dtype=dtype, rngs=rngs)
 
 
 PROCESSORS = {"none": PlainConfig, "dape": DapeConfig}

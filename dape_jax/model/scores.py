@@ -15,6 +15,29 @@ from dape_jax.errors import require
 from dape_jax.sharding import full_precision
 
 
+class Positions(NamedTuple):
+    """Positions of query rows and keys, and the first positions of their segments.
+
+        segment_ids_BS   3 3 3 7 7        Keys of other segments are masked, and columns left of a row's segment are
+        start_BS         0 0 0 3 3        outside its array, as if the segment were alone.
+
+    Args:
+        q_pos_T: positions of the queries.
+        k_pos_S: positions of the keys; those of padding are negative.
+        q_start_BT: for each query, the first position of its segment; None if each row is one segment.
+        k_start_BS: the same for each key.
+    """
+
+    q_pos_T: Int[Array, "T"]
+    k_pos_S: Int[Array, "S"]
+    q_start_BT: Int[Array, "B T"] | None = None
+    k_start_BS: Int[Array, "B S"] | None = None
+
+
+# True where the query sees the key. Masks with segments have a batch dim.
+VisiblePairs = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
+
+
 @jax.tree_util.register_static  # makes a mask a valid argument of a jitted function
 @dataclasses.dataclass(frozen=True)
 class Mask:
@@ -29,22 +52,19 @@ class Mask:
     q 3   . x x x .
     q 4   . . x x x
 
-    A key with a negative position is padding; no query at a position >= 0 sees it.
+    No query at a position >= 0 sees padding, nor a key of another segment.
 
     Args:
         causal: a query sees no key after it. If False, it sees both sides (encoders).
         window: a query sees keys at a distance below this, or None for all keys.
         row_stride: step between the columns of neighbouring query rows, the last at one of the last `row_stride`
-            columns. n > 1 is striped context parallelism: a device has every n-th row, and all keys. None if the rows
-            are anywhere. It does not change which keys a query sees, only how many keys blockwise and fused attention
-            read for a block of rows.
-        consecutive: positions are the numbers of the columns, as the kernels need.
+            columns; n > 1 if a device has every n-th row, and all keys. None if positions are given: the rows are
+            anywhere. It does not change which keys a query sees, only how many are read for a block of rows.
     """
 
     causal: bool = True
     window: int | None = None
     row_stride: int | None = 1
-    consecutive: bool = True
 
     def __post_init__(self):
         for name in ("causal", "window"):
@@ -52,37 +72,19 @@ class Mask:
             require(not isinstance(value, jax.Array), name, type(value).__name__, allowed)
         require(self.window is None or self.window >= 1, "window", self.window, "must be 1 or more, or None")
 
-    def visible(self, q_pos_T: Int[Array, "T"], k_pos_S: Int[Array, "S"]) -> Bool[Array, "T S"]:
-        """Return the mask: True where the query sees the key."""
+    def visible(self, positions: Positions) -> VisiblePairs:
+        """Return the mask of a block of query rows."""
+        q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
         distance_TS = q_pos_T[:, None] - k_pos_S[None, :]
         if self.causal:  # as unsigned numbers, negative positions are larger than all others: one comparison, not two
             mask_TS = k_pos_S.astype(jnp.uint32)[None, :] <= q_pos_T.astype(jnp.uint32)[:, None]
         else:
             mask_TS = jnp.broadcast_to(k_pos_S[None, :] >= 0, distance_TS.shape)
-        return mask_TS if self.window is None else mask_TS & (jnp.abs(distance_TS) < self.window)
-
-
-# True where the query sees the key. Masks with segments have a batch dim.
-VisiblePairs = Bool[Array, "T S"] | Bool[Array, "B 1 T S"]
-
-
-class Positions(NamedTuple):
-    """Positions of query rows and keys, and the columns at which their segments start.
-
-        segment_ids_BS   3 3 3 7 7        Keys of other segments are masked, and columns left of a row's segment are
-        start_BS         0 0 0 3 3        outside its array, as if the segment were alone.
-
-    Args:
-        q_pos_T: positions of the queries.
-        k_pos_S: positions of the keys.
-        q_start_BT: for each query, the first position of its segment; None if each row is one segment.
-        k_start_BS: the same for each key.
-    """
-
-    q_pos_T: Int[Array, "T"]
-    k_pos_S: Int[Array, "S"]
-    q_start_BT: Int[Array, "B T"] | None = None
-    k_start_BS: Int[Array, "B S"] | None = None
+        if self.window is not None:
+            mask_TS &= jnp.abs(distance_TS) < self.window
+        if q_start_BT is None or k_start_BS is None:
+            return mask_TS
+        return mask_TS[None, None] & (q_start_BT[:, None, :, None] == k_start_BS[:, None, None, :])
 
 
 def segment_starts(segment_ids_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
@@ -90,15 +92,6 @@ def segment_starts(segment_ids_BS: Int[Array, "B S"]) -> Int[Array, "B S"]:
     columns_S = jnp.arange(segment_ids_BS.shape[1])
     is_first_BS = jnp.pad(jnp.diff(segment_ids_BS, axis=1) != 0, ((0, 0), (1, 0)), constant_values=True)
     return jax.lax.cummax(jnp.where(is_first_BS, columns_S[None], 0), axis=1)
-
-
-def visible_pairs(mask: Mask, positions: Positions) -> VisiblePairs:
-    """Return the mask of a block of query rows; with segments, a query sees no key of another one."""
-    q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions
-    mask_TS = mask.visible(q_pos_T, k_pos_S)
-    if q_start_BT is None or k_start_BS is None:
-        return mask_TS
-    return mask_TS[None, None] & (q_start_BT[:, None, :, None] == k_start_BS[:, None, None, :])
 
 
 def over_heads(mask: VisiblePairs) -> Bool[Array, "_ 1 T S"]:
@@ -151,38 +144,18 @@ MIN_BLOCK_ROWS = 128
 def rows_in_block(features: int, num_rows: int, num_keys: int, num_runs: int) -> int:
     """Return the number of rows in a block on a GPU: as many as memory allows, to launch few kernels.
 
-    The result is at most T / `num_runs`, or 256 if that is larger, so that each of `num_runs` runs reads only the keys
-    that it needs (see `causal_runs`).
-
-    Args:
-        features: float32 numbers that a block needs for each pair of a row and a key, over all sequences.
-        num_rows: T.
-        num_keys: S.
-        num_runs: runs of blocks.
+    `features` is the number of float32 numbers for each pair of a row and a key, over all sequences. The result is at
+    most T / `num_runs`, or 256 if that is larger, so that each run reads only the keys that it needs.
     """
     fitting = BLOCK_BYTES // (4 * features * num_keys) // MIN_BLOCK_ROWS * MIN_BLOCK_ROWS
     wanted = max(2 * MIN_BLOCK_ROWS, -(-num_rows // num_runs))
     return max(MIN_BLOCK_ROWS, min(fitting, wanted))
 
 
-class Run(NamedTuple):
-    """Consecutive blocks of query rows that read the same number of keys.
-
-    Args:
-        start: first block.
-        stop: one after the last block.
-        num_keys: keys that every block of the run reads.
-    """
-
-    start: int
-    stop: int
-    num_keys: int
-
-
 def causal_runs(
     num_rows: int, num_keys: int, block: int, num_runs: int, mask: Mask, halo: tuple[int, int] = (0, 0)
-) -> list[Run]:
-    """Split query rows into runs of blocks, each with the number of keys that it needs.
+) -> list[tuple[int, int, int]]:
+    """Split query rows into runs of blocks: return (first block, end, number of keys that every block reads) of each.
 
     The rows must be at the last key positions, as in self-attention: row t is at one of the `row_stride` columns that
     start at S - row_stride (T - t). With 8 rows and keys, blocks of 2 rows and two runs:
@@ -192,25 +165,17 @@ def causal_runs(
 
     so n runs compute (n + 1) / (2 n) of all pairs. With a window there is one run, and each block reads its own keys
     and window - 1 keys before them. With `num_runs` = 1, or if attention is not causal or rows are anywhere, each
-    block reads all keys.
-
-    Args:
-        num_rows: T.
-        num_keys: S.
-        block: rows in a block.
-        num_runs: number of runs, at most one per block.
-        mask: causality, window and row stride.
-        halo: additional keys to read, to the left and to the right; see `Processor.key_halo`.
+    block reads all keys. `block` is the number of rows in a block; for `halo`, see `Processor.key_halo`.
     """
     num_blocks = -(-num_rows // block)
     left, right = halo
     if num_runs == 1 or not mask.causal or mask.row_stride is None:
-        return [Run(0, num_blocks, num_keys)]
+        return [(0, num_blocks, num_keys)]
     if mask.window is not None:
-        return [Run(0, num_blocks, min(num_keys, left + mask.window - 1 + mask.row_stride * block + right))]
+        return [(0, num_blocks, min(num_keys, left + mask.window - 1 + mask.row_stride * block + right))]
     num_runs = min(num_runs, num_blocks)
     cuts = [num_blocks * i // num_runs for i in range(num_runs + 1)]
     return [
-        Run(start, stop, min(num_keys, num_keys - mask.row_stride * (num_rows - stop * block) + right))
+        (start, stop, min(num_keys, num_keys - mask.row_stride * (num_rows - stop * block) + right))
         for start, stop in itertools.pairwise(cuts)
     ]

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from dape_jax.errors import InputError, one_of, positive, require
@@ -200,8 +201,11 @@ def bias_parameter(is_present: bool, *shape: int) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(shape)) if is_present else None
 
 
-def with_bias(y: Float[Array, "B T ..."], bias: nnx.Param | None) -> Float[Array, "B T ..."]:
-    """Return `y` plus the bias, cast to the dtype of `y`; `y` unchanged if there is no bias."""
+def project(
+    equation: str, x: Float[Array, "B T ..."], weight: Any, bias: nnx.Param | None, dtype: DTypeLike | None = None
+) -> Float[Array, "B T ..."]:
+    """Return `sharding.matmul` of `x` and a weight, in the dtype of `x`, plus the bias of the projection."""
+    y = matmul(equation, x, weight.astype(x.dtype), dtype)
     return y if bias is None else y + bias[None, None].astype(y.dtype)
 
 
@@ -218,12 +222,7 @@ class Cache(NamedTuple):
 
 
 def make_cache(config: TransformerConfig, batch: int, length: int) -> Cache:
-    """Return an empty cache.
-
-    Args:
-        config: config of the model.
-        batch: B.
-        length: S, the maximum number of tokens of a sequence.
+    """Return an empty cache for sequences of up to `length` tokens.
 
     Raises:
         InputError: the model cannot use a cache, because appending keys changes earlier rows.
@@ -242,11 +241,17 @@ class Places(NamedTuple):
         pos: positions for rotary embedding, in the order of `sharding.stripe`; with packed documents, of each sequence.
         given_S: increasing positions for attention, or None if they are 0..S-1.
         starts_BS: see `scores.segment_starts`; None if each row is one document.
+        num_rows: number of rows at the end to compute, from the keys and values of all positions; None for all rows.
     """
 
     pos: Int[Array, "S"] | Int[Array, "B S"]
     given_S: Int[Array, "S"] | None = None
     starts_BS: Int[Array, "B S"] | None = None
+    num_rows: int | None = None
+
+    def rows(self, x: Float[Array, "B S ..."]) -> Float[Array, "B T ..."]:
+        """Return the rows to compute."""
+        return x if self.num_rows is None else last_rows(x, self.num_rows, 1)
 
 
 class SelfAttention(nnx.Module):
@@ -273,28 +278,15 @@ class SelfAttention(nnx.Module):
         self.rotary = config.rotary
         self.mask = Mask(config.causal, config.window)
         self.attention = config.attention
-        self.dtype = config.compute_dtype
 
     def project(
-        self,
-        x_BSD: Float[Array, "B S D"],
-        pos: Int[Array, "S"] | Int[Array, "B S"],
-        num_rows: int | None = None,
-    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B S G K"], Float[Array, "B S G K"]]:
-        """Return queries, keys and values; queries and keys are rotated if the model uses rotary embedding.
-
-        Queries are those of the last `num_rows` positions, or of all if None.
-        """
-        x_BTD, q_pos = x_BSD, pos
-        if num_rows is not None:
-            x_BTD, q_pos = last_rows(x_BSD, num_rows, 1), last_rows(pos, num_rows, pos.ndim - 1)
-
-        def project(x: Array, weight_DHK: nnx.Param, bias_HK: nnx.Param | None) -> Float[Array, "B _ H K"]:
-            return with_bias(matmul("BTD,DHK->BTHK", x, weight_DHK.astype(self.dtype)), bias_HK)
-
-        q_BTHK = self.rotary(project(x_BTD, self.query_DHK, self.query_bias_HK), q_pos)
-        k_BSGK = self.rotary(project(x_BSD, self.key_DGK, self.key_bias_GK), pos)
-        return q_BTHK, k_BSGK, project(x_BSD, self.value_DGK, self.value_bias_GK)
+        self, x_BTD: Float[Array, "B T D"], pos: Int[Array, "T"] | Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
+        """Return rotated queries, rotated keys, and values."""
+        q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
+        k_BTGK = project("BTD,DGK->BTGK", x_BTD, self.key_DGK, self.key_bias_GK)
+        v_BTGK = project("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
+        return self.rotary(q_BTHK, pos), self.rotary(k_BTGK, pos), v_BTGK
 
     def __call__(
         self,
@@ -303,14 +295,14 @@ class SelfAttention(nnx.Module):
         shared_bias: Bias | ContextualBias | None,
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
-        num_rows: int | None = None,
     ) -> tuple[Float[Array, "B _ D"], Cache | None]:
         """Attend to the visible positions of `x_BTD` or, if there is a cache, of the cache after adding `x_BTD` to it.
 
         Returns:
-            The update of the residual stream, of the last `num_rows` positions if given, and the updated cache.
+            The update of the rows of the residual stream that are computed, and the updated cache.
         """
-        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, places.pos, num_rows)
+        q_BTHK, k_BSGK, v_BSGK = self.project(x_BTD, places.pos)
+        q_BTHK = places.rows(q_BTHK)
         score_mod = ScoreMod(shared_bias if self.bias is None else self.bias, self.processor)
         if cache is None:
             where = places.given_S, places.starts_BS
@@ -323,11 +315,10 @@ class SelfAttention(nnx.Module):
             )
             k_BSGK, v_BSGK = cache.k_LBSGK[layer], cache.v_LBSGK[layer]
             positions = Positions(places.pos, jnp.arange(k_BSGK.shape[1]))
-            mask = dataclasses.replace(self.mask, row_stride=None, consecutive=False)  # rows are anywhere in the cache
+            mask = dataclasses.replace(self.mask, row_stride=None)  # rows are anywhere in the cache
             attention = Auto() if isinstance(self.attention, Fused) else self.attention
             out_BTHK = attention.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
-        out_BTD = matmul("BTHK,HKD->BTD", out_BTHK, self.output_HKD.astype(self.dtype))
-        return with_bias(out_BTD, self.output_bias_D), cache
+        return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D), cache
 
 
 class MLP(nnx.Module):
@@ -342,20 +333,15 @@ class MLP(nnx.Module):
         self.gate_DF = nnx.Param(initializer(config, D)(rngs.params(), (D, F))) if config.gated_mlp else None
         self.gate_bias_F = bias_parameter(config.mlp_bias and config.gated_mlp, F)
         self.activation = ACTIVATIONS[config.activation]
-        self.dtype = config.compute_dtype
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""
-
-        def project(weight_DF: nnx.Param, bias_F: nnx.Param | None) -> Float[Array, "B T F"]:
-            return with_bias(matmul("BTD,DF->BTF", x_BTD, weight_DF.astype(self.dtype)), bias_F)
-
-        h_BTF = project(self.up_DF, self.up_bias_F)
+        h_BTF = project("BTD,DF->BTF", x_BTD, self.up_DF, self.up_bias_F)
         if self.gate_DF is None:
             h_BTF = self.activation(h_BTF)
         else:
-            h_BTF *= self.activation(project(self.gate_DF, self.gate_bias_F))
-        return with_bias(matmul("BTF,FD->BTD", h_BTF, self.down_FD.astype(self.dtype)), self.down_bias_D)
+            h_BTF *= self.activation(project("BTD,DF->BTF", x_BTD, self.gate_DF, self.gate_bias_F))
+        return project("BTF,FD->BTD", h_BTF, self.down_FD, self.down_bias_D)
 
 
 class Block(nnx.Module):
@@ -383,26 +369,20 @@ class Block(nnx.Module):
         cache: Cache | None = None,
         layer: Int[Array, ""] | int = 0,
         dropout_key: Array | None = None,
-        num_rows: int | None = None,
     ) -> tuple[Float[Array, "B _ D"], Cache | None]:
-        """Apply the layer to the residual stream, which is float32; return it and the updated cache.
-
-        With `num_rows`, only the last rows of the result are computed, from the keys and values of all positions.
-        """
+        """Apply the layer to the residual stream, which is float32; return the rows computed and the updated cache."""
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
 
         def branch_input(norm: Norm, x_BTD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
             return (norm(x_BTD) if self.norm_first else x_BTD).astype(self.dtype)
 
-        def add(
-            norm: Norm, x_BTD: Float[Array, "B _ D"], update_BTD: Float[Array, "B _ D"], key: Array | None
-        ) -> Float[Array, "B _ D"]:
+        def add(norm: Norm, x_BTD: Array, update_BTD: Array, key: Array | None) -> Float[Array, "B _ D"]:
             x_BTD += self.dropout(update_BTD, deterministic=key is None, rngs=key).astype(x_BTD.dtype)
             return x_BTD if self.norm_first else norm(x_BTD)
 
         attention_input_BTD = branch_input(self.attention_norm, x_BTD)
-        attended_BTD, cache = self.attention(attention_input_BTD, places, shared_bias, cache, layer, num_rows)
-        x_BTD = x_BTD if num_rows is None else last_rows(x_BTD, num_rows, 1)
+        attended_BTD, cache = self.attention(attention_input_BTD, places, shared_bias, cache, layer)
+        x_BTD = places.rows(x_BTD)
         added_BTD = add(self.attention_norm, x_BTD, attended_BTD, keys[0])
         mlp_input_BTD = branch_input(self.mlp_norm, x_BTD if self.parallel_residual else added_BTD)
         return add(self.mlp_norm, added_BTD, self.mlp(mlp_input_BTD), keys[1]), cache
@@ -450,13 +430,12 @@ class Transformer(nnx.Module):
 
         Args:
             tokens_BT: the tokens.
-            pos_T: positions of the tokens, increasing; 0..T-1 if None. Padding, at the end, has negative positions, and
-                no other token sees it.
+            pos_T: positions of the tokens, increasing, negative for padding at the end; 0..T-1 if None.
             dropout_key: random key of dropout, or None to disable dropout.
             num_last: number of positions at the end whose features are returned, or None for all. The last layer
-                computes only these rows: query rows are independent.
-            segment_ids: document of each token, for rows of packed documents, or None. Positions restart at each
-                document, and its features are those of the document alone; see `attend`. Needs `pos_T` None.
+                computes only these rows.
+            segment_ids: document of each token, for packed documents, or None. Positions restart at each document, and
+                its features are those of the document alone. Needs `pos_T` None.
         """
         require(pos_T is None or segment_ids is None, "pos_T", "given", "must be None with segment_ids")
 
@@ -469,9 +448,7 @@ class Transformer(nnx.Module):
         places = Places(pos, pos_T, starts_BT)
         x_BTD = self._scaled(embed(self.embedding_VD[...], stripe(tokens_BT, 1)))
 
-        def layer(
-            x_BTD: Float[Array, "B T D"], block_and_key: tuple[Block, Array | None]
-        ) -> tuple[Float[Array, "B T D"], None]:
+        def layer(x_BTD: Array, block_and_key: tuple[Block, Array | None]) -> tuple[Float[Array, "B T D"], None]:
             block, key = block_and_key
             return constrain(block(x_BTD, places, self.shared_bias, dropout_key=key)[0], "BTD"), None
 
@@ -484,7 +461,7 @@ class Transformer(nnx.Module):
             assert dropout_key is None
             # Blocks are taken out of the stack one at a time: a slice with all but the last would be a copy.
             x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self._block(i), None)), x_BTD, jnp.arange(num_layers - 1))
-            x_BTD, _ = self._block(num_layers - 1)(x_BTD, places, self.shared_bias, num_rows=num_rows)
+            x_BTD, _ = self._block(num_layers - 1)(x_BTD, places._replace(num_rows=num_rows), self.shared_bias)
         return constrain(unstripe(self._normed(x_BTD), 1), "BTD")[:, -num_last:]
 
     def _block(self, number: Int[Array, ""] | int) -> Block:
@@ -504,15 +481,14 @@ class Transformer(nnx.Module):
         Args:
             tokens_BT: the tokens.
             pos_T: positions of the tokens, consecutive. The cache must contain all earlier tokens. Positions beyond its
-                last column give wrong results, not an error: their values are unknown during tracing. (For sequences
-                of different lengths, `jax.vmap` the whole call, as in `tools/completion.py`.)
+                last column give wrong results, not an error. For sequences of different lengths, `jax.vmap` the call.
             cache: result of `make_cache` or of an earlier call. Columns at the first position and later are overwritten
                 before they are read.
         """
         x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
 
         def layer(
-            carry: tuple[Float[Array, "B T D"], Cache], block_and_number: tuple[Block, Int[Array, ""]]
+            carry: tuple[Array, Cache], block_and_number: tuple[Block, Array]
         ) -> tuple[tuple[Float[Array, "B T D"], Cache], None]:
             (x_BTD, cache), (block, number) = carry, block_and_number
             x_BTD, written = block(x_BTD, Places(pos_T), self.shared_bias, cache, number)
@@ -525,10 +501,9 @@ class Transformer(nnx.Module):
 
     def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the logits of features, float32 (float64 if the compute dtype is)."""
-        dtype = self.config.compute_dtype
-        sum_dtype = jnp.promote_types(dtype, jnp.float32)
-        logits_BTV = matmul("BTD,DV->BTV", x_BTD.astype(dtype), self.output_DV.astype(dtype), sum_dtype)
-        return with_bias(logits_BTV, self.output_bias_V)
+        x_BTD = x_BTD.astype(self.config.compute_dtype)
+        dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
+        return project("BTD,DV->BTV", x_BTD, self.output_DV, self.output_bias_V, dtype)
 
     def __call__(
         self,
@@ -550,13 +525,7 @@ def attention_of(
 ) -> Implementation:
     """Return the implementation of a model's self-attention: `config.attention`, or the choice of `Auto`.
 
-    Args:
-        config: config of the model.
-        length: T, in tokens.
-        platform: platform of the devices.
-        device_kind: kind of the devices; see `kernels.why_not_fused`.
-        row_stride: number of devices that share the rows: mesh.context x mesh.tensor.
-        has_segments: whether rows are packed documents.
+    `row_stride` is the number of devices that share the rows: mesh.context x mesh.tensor.
 
     Raises:
         InputError: the model uses `Fused`, and no kernel supports it.
@@ -576,10 +545,10 @@ def attention_of(
         for rows, heads in ((length // row_stride, H), (length, config.num_kv_heads))
     )
     args = q_BTHK, k_BSGK, nnx.eval_shape(make), Mask(config.causal, config.window, row_stride)
+    options: dict[str, Any] = {"has_segments": has_segments, "device_kind": device_kind}
     if isinstance(attention, Auto):
-        return attention.choose(*args, has_segments=has_segments, platform=platform, device_kind=device_kind)
-    platform = attention.platform or platform
-    reason = why_not_fused(*args, has_segments=has_segments, platform=platform, device_kind=device_kind)
+        return attention.choose(*args, **options, platform=platform)
+    reason = why_not_fused(*args, **options, platform=attention.platform or platform)
     require(reason is None, "model.attention.name", "fused", f"must be auto, blockwise or dense: {reason}")
     return attention
 
@@ -589,10 +558,9 @@ PARAMETER_KINDS = ("bias", "processor")  # position biases and processors; other
 
 def parameter_kind(path: tuple[str, ...]) -> str | None:
     """Return the kind of the parameter at this path, one of `PARAMETER_KINDS`, or None."""
-    *modules, _ = path
-    if "processor" in modules:
+    if "processor" in path[:-1]:
         return "processor"
-    return "bias" if "bias" in modules or "shared_bias" in modules else None
+    return "bias" if {"bias", "shared_bias"} & set(path[:-1]) else None
 
 
 def flat_params(params: Params) -> dict[tuple[str, ...], Any]:
@@ -602,12 +570,9 @@ def flat_params(params: Params) -> dict[tuple[str, ...], Any]:
 
 def parameter_counts(params: Params) -> dict[str, int]:
     """Count the parameters: in `total`, and of each of `PARAMETER_KINDS`."""
-    counts: dict[str, int] = dict.fromkeys(("total", *PARAMETER_KINDS), 0)
-    for path, leaf in flat_params(params).items():
-        counts["total"] += leaf.size
-        if (kind := parameter_kind(path)) is not None:
-            counts[kind] += leaf.size
-    return counts
+    sizes = [(parameter_kind(path), leaf.size) for path, leaf in flat_params(params).items()]
+    counts = {kind: sum(size for other, size in sizes if other == kind) for kind in PARAMETER_KINDS}
+    return {"total": sum(size for _, size in sizes)} | counts
 
 
 def split_params(params: Params, kinds: tuple[str, ...]) -> tuple[Params, Params]:
@@ -619,9 +584,9 @@ def split_params(params: Params, kinds: tuple[str, ...]) -> tuple[Params, Params
     if not kinds:
         return params, {}
     flat = flat_params(params)
-    found = {parameter_kind(path) for path in flat}
-    missing = [kind for kind in kinds if kind not in found]
-    require(not missing, "init.train_only", ",".join(kinds), f"the model has no parameters of: {', '.join(missing)}")
+    missing = set(kinds) - set(map(parameter_kind, flat))
+    allowed = f"the model has no parameters of: {', '.join(sorted(missing))}"
+    require(not missing, "init.train_only", ",".join(kinds), allowed)
     chosen = {path: leaf for path, leaf in flat.items() if parameter_kind(path) in kinds}
     others = {path: leaf for path, leaf in flat.items() if path not in chosen}
     return unflatten_dict(chosen), unflatten_dict(others)

@@ -34,7 +34,7 @@ from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
-from dape_jax.sharding import BATCH
+from dape_jax.sharding import activation_spec
 from dape_jax.storage import absolute
 
 # Rows per prefill step. Lengths of caches are multiples of it, so that prompts of many lengths share a program.
@@ -120,7 +120,7 @@ class Latest(NamedTuple):
 def make_caches(config: TransformerConfig, batch: int, length: int, mesh: Mesh) -> Cache:
     """Return one cache per sequence, split over the devices: every array of `Cache` has a leading dim B."""
     caches = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape)), make_cache(config, 1, length))
-    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, BATCH))
+    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, activation_spec("B")))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="caches")
@@ -135,7 +135,7 @@ def prefill(
 ) -> Cache:
     """Append tokens to the caches, starting at position `first`."""
     _, caches = extend(decoding_model(config, params), tokens_BT, first, caches)
-    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, BATCH))
+    return jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, activation_spec("B")))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "sampling", "num_ids", "mesh"), donate_argnames="caches")
@@ -163,7 +163,7 @@ def decode(
     token_B = sample(logits_BV, jax.vmap(key)(jnp.arange(len(pos_B)), pos_B), sampling).astype(jnp.int32)
     token_B = jnp.where(latest.finished_B, end_token, token_B)
     return jax.lax.with_sharding_constraint(
-        (Latest(token_B, pos_B, token_B == end_token), caches), NamedSharding(mesh, BATCH)
+        (Latest(token_B, pos_B, token_B == end_token), caches), NamedSharding(mesh, activation_spec("B"))
     )
 
 
@@ -175,7 +175,7 @@ def read_prompts(
     max_new_tokens: int,
 ) -> tuple[Latest, Cache]:
     """Prefill caches with all but the last token of every prompt; return the last tokens and the caches."""
-    batch = NamedSharding(mesh, BATCH)
+    batch = NamedSharding(mesh, activation_spec("B"))
     last_B = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
     num_rows = int(last_B.max())
     caches = make_caches(config, len(prompts), math.ceil((num_rows + max_new_tokens) / CHUNK) * CHUNK, mesh)
