@@ -21,7 +21,6 @@ from helpers import (
     AXES,
     KINDS,
     LENGTH,
-    SMALL_BIAS,
     Cached,
     compiled,
     each_value,
@@ -40,9 +39,10 @@ from hypothesis import strategies as st
 
 from dape_jax.errors import InputError
 from dape_jax.model import attention
-from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh, check_arrays
+from dape_jax.model.attention import Blockwise, Dense, Implementation, attend, attend_on_mesh
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
+from dape_jax.model.positions import NtkAware, PositionInterpolation, Yarn
 from dape_jax.model.processors import DapeConfig, key_convolution
 from dape_jax.model.scores import Mask, Positions, causal_runs, products
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
@@ -56,11 +56,9 @@ def close(bias: str) -> dict[str, float]:
 
 def test_the_sample_has_every_method_with_every_implementation():
     cases = [case.values for case in every_case(AXES, ())]
-    assert ("nope", "of_bias") not in {case[:2] for case in cases}
     assert len(sample()) < len(cases) / 10
     for axis in (0, 1, 3):
         assert {(case[axis], case[2]) for case in sample()} == {(case[axis], case[2]) for case in cases}
-    assert pairwise(AXES) == pairwise(AXES) != pairwise(AXES, seed=1)
 
 
 @pytest.mark.parametrize(("bias", "processor", "implementation", "kind"), every_case(AXES, sample()))
@@ -180,20 +178,12 @@ def test_bidirectional_rows_depend_on_both_sides(bias, processor, kind):
         np.testing.assert_array_equal(np.abs(grad).max((0, 2, 3)) > 0, sees_TS[row])
 
 
-def test_cope_is_causal():
-    params, attend = make_layer("cope", "none")
-    with pytest.raises(InputError, match=r"cope.*causal"):
-        attend(params, *make_qkv(5), Dense(), causal=False)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 7])
-@pytest.mark.parametrize("alignment", ["centered", "causal"])
+@pytest.mark.parametrize(
+    ("width", "alignment"),
+    [(1, "centered"), (3, "centered"), (7, "centered"), (1, "causal"), (2, "causal"), (7, "causal")],
+)
 def test_columns_that_a_convolution_reads(width, alignment):
     """Two convolutions: centered, 2 (W//2) columns on either side; causal, 2 (W - 1) columns to the left."""
-    if alignment == "centered" and width % 2 == 0:
-        with pytest.raises(InputError, match=rf"{width}.*odd"):
-            DapeConfig(kernel_width=width, alignment=alignment)
-        return
     length, column = 60, 30
     config = DapeConfig(kernel_width=width, channels=7, alignment=alignment)
 
@@ -205,30 +195,24 @@ def test_columns_that_a_convolution_reads(width, alignment):
     scores = np.random.default_rng(0).standard_normal((1, 2, 1, length), np.float32)
     moved = np.subtract(process(scores), process(scores + (np.arange(length) == column)))
     left, right = (0, 2 * (width - 1)) if alignment == "causal" else (2 * (width // 2),) * 2
-    np.testing.assert_array_equal(
-        np.flatnonzero(np.abs(moved).max((0, 1, 2)) > 0), range(column - left, column + right + 1)
-    )
+    changed = np.flatnonzero(np.abs(moved).max((0, 1, 2)) > 0)
+    np.testing.assert_array_equal(changed, range(column - left, column + right + 1))
 
 
-@pytest.mark.parametrize("width", [1, 5])
-@pytest.mark.parametrize("implementation", ["dense", "blockwise"])
+@pytest.mark.parametrize(("width", "implementation"), [(1, "dense"), (5, "dense"), (5, "blockwise")])
 def test_the_listing_edge_differs_only_in_the_last_rows(width, implementation):
     """Appending a key changes the last W//2 rows of the paper's listing; all other rows are those of "prefix"."""
-    bias = BIASES["alibi"]().build(2, 4, nnx.Rngs(0))
-    qkv = make_qkv(13)
-    half = width // 2
+    qkv, end = make_qkv(13), 13 - width // 2
 
-    def run(edge, implementation):
+    def run(edge):
         processor = DapeConfig(kernel_width=width, channels=5, edge=edge).build(2, rngs=nnx.Rngs(0))
-        options = {"bias": bias, "processor": processor, "implementation": ALL_IMPLEMENTATIONS[implementation]}
-        return jax.jit(functools.partial(attend, **options))(*qkv)
+        options = {"bias": make_bias("alibi", 2, 4), "processor": processor}
+        return jax.jit(functools.partial(attend, **options, implementation=ALL_IMPLEMENTATIONS[implementation]))(*qkv)
 
-    prefix, listing = run("prefix", implementation), run("listing", implementation)
-    chex.assert_trees_all_close(prefix[:, : 13 - half], listing[:, : 13 - half], atol=2e-6)
-    for row in range(13 - half, 13):
+    prefix, listing = run("prefix"), run("listing")
+    chex.assert_trees_all_close(prefix[:, :end], listing[:, :end], atol=2e-6)
+    for row in range(end, 13):
         assert np.abs(prefix[:, row] - listing[:, row]).max() > 1e-4
-    if implementation != "dense":
-        chex.assert_trees_all_close(listing, run("listing", "dense"), atol=2e-6)
 
 
 @pytest.mark.parametrize("length", [1, 2, 23])
@@ -453,48 +437,36 @@ def test_bidirectional_biases_are_of_the_distance(bias):
     np.testing.assert_allclose(np.tril(both), np.tril(causal), rtol=1e-6)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 5 else pytest.mark.slow) for seed in range(40)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 4 else pytest.mark.slow) for seed in range(20)])
 def test_matmuls_and_convolution_agree(monkeypatch, seed):
     """Values and gradients, on a TPU and elsewhere, are those that JAX derives for the plain convolution."""
-    draw = random.Random(seed)
+    draw, normal = random.Random(seed), np.random.default_rng(seed).normal
     width = draw.randint(1, 7)
-    left, right = draw.randint(0, width - 1), draw.randint(0, width - 1)
-    columns, dtype = draw.randint(width, width + 4), draw.choice(["float32", "bfloat16"])
-    channels = [(4, 5), (5, 4), (3, 3)][seed % 3]
-    normal = np.random.default_rng(seed).normal
-    x, kernel, dy = (
-        jnp.asarray(normal(size=shape), jnp.float32)
-        for shape in [
-            (2, 3, columns, channels[0]),
-            (width, *channels),
-            (2, 3, columns + left + right - width + 1, channels[1]),
-        ]
-    )
+    left, right, columns = draw.randint(0, width - 1), draw.randint(0, width - 1), draw.randint(width, width + 4)
+    dtype, (inputs, outputs) = draw.choice(["float32", "bfloat16"]), [(4, 5), (5, 4), (3, 3)][seed % 3]
+    shapes = (2, 3, columns, inputs), (width, inputs, outputs), (2, 3, columns + left + right - width + 1, outputs)
+    x, kernel, dy = (jnp.asarray(normal(size=shape), jnp.float32) for shape in shapes)
 
     def plain(x, kernel):
-        padding = ((0, 0), (left, right))
         names = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel[None], (1, 1), padding, dimension_numbers=names)
+        return jax.lax.conv_general_dilated(x, kernel[None], (1, 1), ((0, 0), (left, right)), dimension_numbers=names)
 
-    def value_and_grads(function):
-        @jax.jit
+    def value_and_grads(function, *args):
         def run(x, kernel):
             y, pullback = jax.vjp(function, x, kernel)
             return y, *pullback(dy)
 
-        return run
+        return jax.jit(run)(*args)
 
-    rounded = [y.astype(dtype).astype(jnp.float32) for y in (x, kernel)]
-    expected = value_and_grads(plain)(*rounded)
+    expected = value_and_grads(plain, *(y.astype(dtype).astype(jnp.float32) for y in (x, kernel)))
     assert min(np.abs(y).max() for y in expected) > 0.1
     for platform in ("tpu", "cpu"):
         monkeypatch.setattr("dape_jax.model.processors.device_platform", lambda platform=platform: platform)
-        ours = value_and_grads(lambda x, kernel: key_convolution(x, kernel, left, right))
-        found = ours(x.astype(dtype), kernel.astype(dtype))
+        ours = functools.partial(key_convolution, pad_left=left, pad_right=right)
+        found = value_and_grads(lambda x, kernel: ours(x, kernel), x.astype(dtype), kernel.astype(dtype))  # noqa: B023
         assert [y.dtype for y in found] == [jnp.float32, dtype, dtype]
-        chex.assert_trees_all_close(
-            [y.astype(jnp.float32) for y in found], list(expected), atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5
-        )
+        found = tuple(y.astype(jnp.float32) for y in found)
+        chex.assert_trees_all_close(found, expected, atol=1e-5 if dtype == "float32" else 0.1, rtol=1e-5)
 
 
 def test_no_convolution_on_a_cpu_is_longer_than_its_input():
@@ -538,54 +510,25 @@ def test_output_has_the_shape_of_queries_and_the_dtype_of_values():
             assert out.dtype == dtype
 
 
-LARGE = (("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")), ALL_IMPLEMENTATIONS
+LARGE = ([("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")], ALL_IMPLEMENTATIONS)
 
 
 @pytest.mark.parametrize(
-    ("bias", "processor", "implementation"),
-    [
-        pytest.param(*layer, implementation, marks=marks)
-        for layer, implementation in itertools.product(*LARGE)
-        for marks in [() if implementation == "dense" or layer == ("kerple", "dape3") else pytest.mark.slow]
-    ],
+    ("method", "implementation"),
+    every_case(
+        LARGE,
+        [*((LARGE[0][0], name) for name in ALL_IMPLEMENTATIONS), *((method, "dense") for method in LARGE[0])],
+        valid=lambda *_: True,
+    ),
 )
-def test_large_inputs_give_finite_values_and_gradients(bias, processor, implementation):
+def test_large_inputs_give_finite_values_and_gradients(method, implementation):
     """Scores of 1e4: the softmax is one key, and a masked score is a finite number below all of them."""
     q, k, v = make_qkv()
     pos = jnp.arange(LENGTH)
-    found = compiled(bias, processor, implementation)([100 * q, 100 * k, v], pos, pos, jnp.ones_like(q))
+    found = compiled(*method, implementation)([100 * q, 100 * k, v], pos, pos, jnp.ones_like(q))
     chex.assert_tree_all_finite(found)
     probs = found[1][1][2][0, :, 0, 0]  # the gradient of a value is the sum of the probabilities of its key
     np.testing.assert_allclose(probs.sum(), LENGTH, rtol=1e-5)
-
-
-NARROW = [x[..., :-1] for x in make_qkv(5)[1:]]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: attend(*make_qkv(3, heads=3, kv_heads=2), *[jnp.arange(3)] * 2), ["num_kv_heads", "2", "3"]),
-        (lambda: attend(*make_qkv(3), *[jnp.arange(3)] * 2, window=0), ["window", "0", "None"]),
-        # Not through `attend`, whose annotations refuse these first wherever they are checked, as in tests.
-        (
-            lambda: check_arrays(*(jnp.moveaxis(x, 1, 2) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
-            ["q_BTHK.shape", "[B, T, H, K]", "[B, H, T, K]"],
-        ),
-        (lambda: check_arrays(*make_qkv(5), jnp.arange(4), jnp.arange(5)), ["q_BTHK.shape", "4"]),
-        (lambda: check_arrays(*make_qkv(5), 4, jnp.arange(5)), ["q_pos_T = 4", "array of positions"]),
-        (lambda: check_arrays(*(x[:, :0] for x in make_qkv(5)), *[jnp.arange(0)] * 2), ["q_BTHK.shape", "above 0"]),
-        (
-            lambda: check_arrays(*(x.astype(int) for x in make_qkv(5)), *[jnp.arange(5)] * 2),
-            ["q_BTHK.dtype = 'int32'", "float32"],
-        ),
-        (lambda: check_arrays(make_qkv(5)[0], *NARROW, *[jnp.arange(5)] * 2), ["k_BSGK.shape", "K = 4"]),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(make, words):
-    with pytest.raises(InputError) as error:
-        make()
-    assert all(word in str(error.value) for word in words)
 
 
 def test_inputs_of_the_convolution_and_residual():
@@ -615,30 +558,27 @@ def test_inputs_of_the_convolution_and_residual():
     "bias",
     [pytest.param(b, marks=() if b in ("nope", "kerple", "cope") else pytest.mark.slow) for b in ALL_BIASES],
 )
-def test_identity_starts_as_the_base(bias):
-    """With init="identity" results are bitwise plain attention's, and the second convolution has a gradient."""
+def test_identity_starts_as_the_base_and_trains(bias):
+    """With init="identity" results are bitwise plain attention's; both convolutions change within two steps."""
+    layer = make_bias(bias, 2, 4)
 
     @jax.jit
     def build():
-        layer = ALL_BIASES[bias](**SMALL_BIAS.get(bias, {})).build(2, 4, nnx.Rngs(0))
         configs = (DapeConfig(channels=5, init="identity"), DapeConfig(channels=5), ALL_PROCESSORS["none"])
-        return layer, [config.build(2, has_bias=layer is not None, rngs=nnx.Rngs(0)) for config in configs]
+        return [config.build(2, has_bias=layer is not None, rngs=nnx.Rngs(0)) for config in configs]
 
-    layer, (identity, random, plain) = build()
-    q, k, v = make_qkv(9)
-    pos = jnp.asarray(np.arange(9))
-
-    @jax.jit
-    def run(processor):
-        return attend(q, k, v, pos, pos, bias=layer, processor=processor)
-
+    identity, random, plain = build()
+    qkv, weight = make_qkv(9), make_weight(make_qkv(9)[0])
+    run = jax.jit(lambda processor: attend(*qkv, bias=layer, processor=processor))
     base = jax.device_get(run(plain))
     np.testing.assert_array_equal(run(identity), base)
     assert np.abs(run(random) - base).max() > 1e-3
-    weight = make_weight(q)
-    grads = nnx.to_pure_dict(nnx.state(nnx.jit(nnx.grad(lambda processor: (run(processor) * weight).sum()))(identity)))
-    assert np.abs(grads["output_WCH"]).max() > 1e-3
-    np.testing.assert_array_equal(grads["scores_WHC"], 0)  # it is read through a kernel that is still 0
+    gradient = jax.jit(jax.grad(lambda processor: (run(processor) * weight).sum()))
+    first = gradient(identity)
+    second = gradient(jax.tree.map(lambda p, g: p - g, identity, first))
+    assert np.abs(first.output_WCH[...]).max() > 1e-3
+    np.testing.assert_array_equal(first.scores_WHC[...], 0)  # it is read through a kernel that is still 0
+    assert np.abs(second.scores_WHC[...]).max() > 1e-3
 
 
 @pytest.mark.parametrize("row_stride", [1, 3])
@@ -649,58 +589,59 @@ def test_runs_read_the_keys_that_their_rows_see(num_runs, halo, row_stride):
     rows, block, (left, right) = 11, 2, halo
     keys = rows * row_stride
     runs = causal_runs(rows, keys, block, num_runs, Mask(row_stride=row_stride), halo)
-    assert [run.stop for run in runs][-1] == -(-rows // block)
-    assert [run.start for run in runs] == [0, *[run.stop for run in runs[:-1]]]
-    for run in runs:
-        last_row = min(run.stop * block, rows) - 1
-        assert run.num_keys == (keys if num_runs == 1 else min(keys, (last_row + 1) * row_stride + right))
+    assert runs[-1][1] == -(-rows // block)
+    assert [start for start, _, _ in runs] == [0, *[stop for _, stop, _ in runs[:-1]]]
+    for _, stop, num_read in runs:
+        last_row = min(stop * block, rows) - 1
+        assert num_read == (keys if num_runs == 1 else min(keys, (last_row + 1) * row_stride + right))
     if num_runs > 1:
-        (run,) = causal_runs(rows, keys, block, num_runs, Mask(window=4, row_stride=row_stride), halo)
-        assert run.num_keys == left + 3 + block * row_stride + right
+        ((_, _, num_read),) = causal_runs(rows, keys, block, num_runs, Mask(window=4, row_stride=row_stride), halo)
+        assert num_read == left + 3 + block * row_stride + right
+
+
+def lowered(length, implementation, *, heads=4, head_dim=16, gradient=True, **options):
+    """Return the program of a layer, with its gradients, before it is compiled."""
+    params, attend = make_layer("kerple", "dape3", heads, head_dim)
+    qkv = make_qkv(length, 1, heads, head_dim)
+
+    def forward(params, qkv):
+        return attend(params, *qkv, implementation, **options)
+
+    program = jax.grad(lambda *args: forward(*args).sum(), (0, 1)) if gradient else forward
+    return jax.jit(program).lower(params, qkv)
+
+
+def temporary_bytes(length, implementation, **options):
+    """Return the peak memory of a layer, by the compiler's plan."""
+    return lowered(length, implementation, **options).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_compile_time_does_not_grow_with_length():
     """Blockwise attention compiles to the same number of instructions at any length."""
-
-    def num_instructions(length, block_size=16):
-        params, attend = make_layer("kerple", "dape3")
-        qkv = make_qkv(length, batch=1)
-
-        def loss(params, qkv):
-            return attend(params, *qkv, Blockwise(block_size=block_size, num_buckets=2)).sum()
-
-        return len(jax.jit(jax.grad(loss, (0, 1))).lower(params, qkv).as_text().splitlines())
-
-    assert num_instructions(128) == num_instructions(1024) != num_instructions(128, block_size=128)
+    num_instructions = [
+        len(lowered(length, Blockwise(block_size, 2)).as_text().splitlines())
+        for length, block_size in ((128, 16), (1024, 16), (128, 128))
+    ]
+    assert num_instructions[0] == num_instructions[1] != num_instructions[2]
 
 
 def test_blockwise_memory_is_linear_in_length():
-    """Peak memory of forward and backward, by the compiler's plan, grows with T, not with T squared."""
-
-    def temporary_bytes(length, implementation):
-        params, attend = make_layer("kerple", "dape3", heads=4, head_dim=16)
-        qkv = make_qkv(length, batch=1, heads=4, head_dim=16)
-
-        def loss(params, qkv):
-            return attend(params, *qkv, implementation).sum()
-
-        return jax.jit(jax.grad(loss, (0, 1))).lower(params, qkv).compile().memory_analysis().temp_size_in_bytes
-
-    blockwise = Blockwise(block_size=32, num_buckets=2)
-    assert temporary_bytes(2048, blockwise) < 2.5 * temporary_bytes(1024, blockwise)
-    assert temporary_bytes(2048, blockwise) < temporary_bytes(2048, Dense()) / 8
+    """Peak memory of forward and backward grows with T, not with T squared."""
+    blockwise = Blockwise(32, 2)
+    whole, half, dense = (temporary_bytes(*case) for case in ((2048, blockwise), (1024, blockwise), (2048, Dense())))
+    assert whole < 2.5 * half
+    assert whole < dense / 8
 
 
 def test_a_window_bounds_the_memory_of_a_block():
     """With a window, temporary memory grows only by queries, keys, values and results in blocks."""
+    row_bytes = 4 * 16 * 4
 
-    def temporary_bytes(length, window):
-        params, attend = make_layer("kerple", "dape3", heads=4, head_dim=16)
-        qkv = make_qkv(length, batch=1, heads=4, head_dim=16)
-        forward = jax.jit(lambda params, qkv: attend(params, *qkv, Blockwise(32, 2), window=window))
-        return forward.lower(params, qkv).compile().memory_analysis().temp_size_in_bytes / (qkv[0].nbytes / length)
+    def growth(window):
+        sizes = [temporary_bytes(length, Blockwise(32, 2), gradient=False, window=window) for length in (4096, 2048)]
+        return (sizes[0] - sizes[1]) / row_bytes
 
-    windowed, whole = (temporary_bytes(4096, window) - temporary_bytes(2048, window) for window in (128, None))
+    windowed, whole = growth(128), growth(None)
     assert windowed < 4.1 * 2048  # in rows of queries
     assert whole > 4 * windowed
 
@@ -713,11 +654,15 @@ REFUSED = [
     (lambda: DapeConfig(alignment="left"), ["model.processor.alignment", "left", "causal"]),
     (lambda: DapeConfig(inputs="none"), ["model.processor.inputs", "none", "scores"]),
     (lambda: DapeConfig(init="zero"), ["model.processor.init", "zero", "identity"]),
-    (
-        lambda: DapeConfig(inputs="bias").build(2, has_bias=False, rngs=nnx.Rngs(0)),
-        ["model.processor.inputs", "bias", "both"],
-    ),
+    (lambda: DapeConfig(inputs="bias").build(2, has_bias=False, rngs=nnx.Rngs(0)), ["model.processor.inputs", "both"]),
     (lambda: CONTEXTUAL["cope"](num_positions=0), ["model.bias.num_positions", "0"]),
+    (lambda: attend(*make_qkv(5), bias=make_bias("cope", 2, 4), causal=False), ["model.bias", "cope", "causal"]),
+    (lambda: attend(*make_qkv(3), window=0), ["window", "0", "None"]),
+    (lambda: PositionInterpolation(factor=0.5), ["model.rotary.factor", "0.5", "1 or more"]),
+    (lambda: NtkAware(base=0.5), ["model.rotary.base", "0.5"]),
+    (lambda: NtkAware(factor=2.0).frequencies(2), ["2", "NTK"]),
+    (lambda: Yarn(train_length=0), ["model.rotary.train_length", "0"]),
+    (lambda: Yarn(beta_fast=1.0, beta_slow=2.0), ["model.rotary.beta_fast", "1.0", "2.0"]),
     (lambda: CONTEXTUAL["transformer_xl"]().build(3, 5, nnx.Rngs(0)), ["model.width", "15", "even"]),
     (lambda: BIASES["sandwich"](position_dim=5), ["model.bias.position_dim", "5", "even"]),
     (lambda: Blockwise(block_size=0), ["model.attention.block_size", "0"]),

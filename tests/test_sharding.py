@@ -1,7 +1,5 @@
 """Sharding: eight simulated devices equal one device, on every mesh axis, alone and combined."""
 
-import json
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,12 +8,10 @@ import optax
 import pytest
 import tiny
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from dape_jax.config import RunConfig, choose
-from dape_jax.errors import InputError, NonFiniteError
+from dape_jax.errors import InputError
 from dape_jax.model.attention import Blockwise, Dense, attend, attend_on_mesh
 from dape_jax.model.biases import KerpleConfig
 from dape_jax.model.loss import nll_of_features
@@ -30,12 +26,13 @@ from dape_jax.sharding import (
     make_mesh,
     put_batch,
     read_mesh,
+    rows_of_part,
     stripe,
     unstripe,
 )
 from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
-from dape_jax.training.step import FIRST_SCALE, abstract_state, init_state, make_train_step, shardings_of
+from dape_jax.training.step import abstract_state, init_state, make_train_step, shardings_of
 
 # (data, fsdp, context, tensor)
 MESHES = {"fsdp": (1, 8, 1, 1), "context": (1, 1, 8, 1), "tensor": (2, 1, 1, 4), "mix": (1, 2, 2, 2)}
@@ -147,13 +144,9 @@ def test_state_is_where_the_table_says(root, mesh):
     """Parameters follow the table, moments their parameters, and the state has the planned shardings."""
     run = make_run(root, "kerple", "dape")
     optimizer = make_optimizer(run.optimizer, 10)
-    made, planned = (
-        f(run.model, optimizer, *rest)
-        for f, rest in (
-            (init_state, (0, make_mesh(MeshConfig(*MESHES[mesh])))),
-            (abstract_state, (make_mesh(MeshConfig(*MESHES[mesh])),)),
-        )
-    )
+    mesh_of_run = make_mesh(MeshConfig(*MESHES[mesh]))
+    made = init_state(run.model, optimizer, 0, mesh_of_run)
+    planned = abstract_state(run.model, optimizer, mesh_of_run)
     assert shardings_of(made) == shardings_of(planned)
     chex.assert_trees_all_equal_shapes_and_dtypes(made, planned)
     moments = made.opt_state[1][0]
@@ -161,33 +154,26 @@ def test_state_is_where_the_table_says(root, mesh):
         jax.tree.map(lambda m, p: chex.assert_equal(m.sharding, p.sharding), moment, made.params)
     _, fsdp, _, tensor = MESHES[mesh]
     layers, V, D, K = made.params["layers"], 260, 16, 4
-    shards = {
-        "up_DF": (layers["mlp"]["up_DF"], (2, D // fsdp, 4 * D // tensor)),
-        "query_DHK": (layers["attention"]["query_DHK"], (2, D // fsdp, 4 // tensor, K)),
-        "output_HKD": (layers["attention"]["output_HKD"], (2, 4 // tensor, K, D // fsdp)),
-        "scores_WHC": (layers["attention"]["processor"]["scores_WHC"], (2, 3, 4, 4)),
-        "embedding_VD": (made.params["embedding_VD"], (V // tensor, D // fsdp)),
-    }
-    assert {name: leaf.addressable_shards[0].data.shape for name, (leaf, _) in shards.items()} == {
-        name: shape for name, (_, shape) in shards.items()
-    }
+    for leaf, shape in (
+        (layers["mlp"]["up_DF"], (2, D // fsdp, 4 * D // tensor)),
+        (layers["attention"]["query_DHK"], (2, D // fsdp, 4 // tensor, K)),
+        (layers["attention"]["output_HKD"], (2, 4 // tensor, K, D // fsdp)),
+        (layers["attention"]["processor"]["scores_WHC"], (2, 3, 4, 4)),
+        (made.params["embedding_VD"], (V // tensor, D // fsdp)),
+    ):
+        assert leaf.addressable_shards[0].data.shape == shape
 
 
-@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 5), st.integers(0, 2))
-@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize(("num_context", "rows_each", "dim"), [(1, 3, 0), (2, 1, 1), (4, 5, 2), (8, 2, 0)])
 def test_striped_rows_are_restored(num_context, rows_each, dim):
     """Striped, device i of n has rows i, n + i, ..; unstriped, the sequence is restored."""
     length = num_context * rows_each
     shape = tuple(length if d == dim else 2 for d in range(3))
     x = np.arange(np.prod(shape)).reshape(shape)
 
-    @jax.jit
-    def deal(x):
-        dealt = stripe(x, dim)
-        return dealt, unstripe(dealt, dim)
-
     with jax.set_mesh(make_mesh(MeshConfig(1, 1, num_context, 1), jax.devices()[:num_context])):
-        dealt, collected = deal(x)
+        dealt = stripe(x, dim)
+        collected = unstripe(dealt, dim)
     np.testing.assert_array_equal(collected, x)
     for device, rows in enumerate(np.split(np.asarray(dealt), num_context, axis=dim)):
         np.testing.assert_array_equal(rows, np.take(x, np.arange(device, length, num_context), axis=dim))
@@ -225,177 +211,21 @@ def test_unembedding_in_parts_is_the_whole(root, sizes, parts):
     assert logits not in step.as_text()
 
 
-@jax.jit
-def scaled(params, factor):
-    return jax.tree.map(lambda x: x * factor, params)
-
-
-def make_step(root, **model):
-    """Return a state, and the step as a function of it and of a factor that first multiplies its parameters."""
-    run = make_run(root, "nope", "none", num_layers=1, attention={"name": "dense"}, **model)
-    graphdef, _ = model_structure(run.model)
-    state = init_state(run.model, make_optimizer(run.optimizer, 100), 0, ONE)
-    step = make_train_step(graphdef, make_optimizer(run.optimizer, 100), shardings_of(state))
-    rows = random_rows(8, 33)
-    batch = {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
-
-    def take(state, factor=None):
-        if factor is not None:
-            state = state._replace(params=scaled(state.params, factor))
-        with jax.set_mesh(ONE):
-            state, metrics = step(state, batch)
-        return state, {name: float(value) for name, value in metrics.items()}
-
-    return state, take
-
-
-@pytest.mark.slow
-def test_float16_trains_as_float32_does(root, monkeypatch):
-    """Compare losses and parameters after three steps, after which the scale doubles if there is no overflow."""
-    monkeypatch.setattr("dape_jax.training.step.STEPS_TO_DOUBLE", 3)
-    expected_losses, expected = three_steps(make_run(root, "kerple", "dape"), ONE)
-    losses, found = three_steps(make_run(root, "kerple", "dape", dtype="float16"), ONE)
-    np.testing.assert_allclose(losses, expected_losses, atol=5e-3)
-    chex.assert_trees_all_close(found.params, expected.params, atol=5e-3)
-    assert {leaf.dtype for leaf in jax.tree.leaves(found.params)} == {jnp.dtype("float32")}
-    assert found.health.loss_scale == 2 * FIRST_SCALE
-
-
-def test_an_overflow_in_float16_is_skipped_and_halves_the_scale(root):
-    """Overflows are not bad steps; the first scale without an overflow is found."""
-    state, take = make_step(root, dtype="float16")
-    scale = jax.device_put(np.float32(2.0**40), state.health.loss_scale.sharding)
-    state = state._replace(health=state.health._replace(loss_scale=scale))
-    before = jax.device_get((state.params, state.opt_state))
-    scales = []
-    for _ in range(3):
-        state, metrics = take(state)
-        scales.append(metrics["loss_scale"])
-        assert not metrics["applied"]
-        assert not metrics["bad"]
-        chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
-    assert scales[:2] == [2.0**40, 2.0**32]  # the largest that is tried
-    while not metrics["applied"]:
-        state, metrics = take(state)
-    assert 1 < metrics["loss_scale"] < 2.0**32
-    assert state.health.applied == 1
-    assert np.isfinite(metrics["loss_nats"])
-
-
-@pytest.mark.slow
-def test_small_gradients_survive_in_float16(root):
-    """Gradients that underflow in float16 without a loss scale are right with it."""
-
-    def gradient(dtype, scale=None):
-        run = make_run(root, "kerple", "dape", dtype=dtype)
-        graphdef, _ = model_structure(run.model)
-        state = init_state(run.model, optax.sgd(1.0), 0, ONE)
-        # A small unembedding makes gradients small.
-        params = state.params | {"unembedding_DV": state.params["unembedding_DV"] * 1e-4}
-        health = state.health if scale is None else state.health._replace(loss_scale=jnp.float32(scale))
-        before = jax.device_get(params["layers"]["mlp"]["up_DF"])
-        rows = random_rows(8, 33)
-        with jax.set_mesh(ONE):
-            step = make_train_step(graphdef, optax.sgd(1e6), shardings_of(state))
-            state, _ = step(
-                state._replace(params=params, health=health), {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
-            )
-        return before - jax.device_get(state.params["layers"]["mlp"]["up_DF"])
-
-    expected = gradient("float32")
-    error = {scale: np.linalg.norm(gradient("float16", scale) - expected) for scale in (1.0, None)}
-    assert error[None] < 0.02 * np.linalg.norm(expected)
-    assert error[1.0] > 0.2 * np.linalg.norm(expected)
-
-
-def test_a_bad_step_changes_nothing_but_the_count(root):
-    """NaN or infinite losses change neither parameters nor optimizer."""
-    state, take = make_step(root)
-    for _ in range(2):
-        state, metrics = take(state)
-        assert metrics["applied"]
-    before = jax.device_get(state)
-    for number, factor in enumerate((jnp.nan, jnp.inf, jnp.nan), 1):
-        bad, metrics = take(state, factor)
-        assert metrics["bad"]
-        assert not metrics["applied"]
-        assert metrics["bad_in_a_row"] == number
-        assert metrics["num_applied"] == 2
-        chex.assert_trees_all_equal(jax.device_get(bad.opt_state), before.opt_state)
-        state = bad._replace(params=jax.device_put(before.params, shardings_of(bad).params))
-    state, metrics = take(state)
-    assert metrics["applied"]
-    assert metrics["bad_in_a_row"] == 0
-    assert metrics["skipped"] == 3
-
-
-def poisoned(monkeypatch, bad: set[int]):
-    """Make the loop's steps with these numbers return NaN, without changing their input."""
-
-    def make(graphdef, *args, **options):
-        step, number = make_train_step(graphdef, *args, **options), []
-
-        def run(state, batch):
-            number.append(None)
-            if len(number) not in bad:
-                return step(state, batch)
-            kept = scaled(state.params, 1)
-            state, metrics = step(state._replace(params=scaled(state.params, np.nan)), batch)
-            return state._replace(params=kept), metrics
-
-        return run
-
-    monkeypatch.setattr(loop, "make_train_step", make)
-
-
-def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monkeypatch, caplog):
-    def spec(max_bad_steps):
-        spec = tiny.spec(root, train__max_bad_steps=max_bad_steps, train__validation_batches=1)
-        spec["model"] |= {"num_layers": 1, "bias": {"name": "nope"}, "processor": {"name": "none"}}
-        return spec
-
-    monkeypatch.setattr(loop, "make_mesh", lambda config: ONE)
-    poisoned(monkeypatch, {3, 4})
-    with pytest.raises(
-        NonFiniteError, match=r"step 4: loss_nats = nan.*bad steps skipped before it: 1; .*max_bad_steps = 1"
-    ):
-        loop.train(spec(max_bad_steps=1), tmp_path / "stopped")
-    loop.train(spec(max_bad_steps=2), tmp_path / "skipped")
-    assert "step 3: skipped (bad): loss_nats = nan" in caplog.text
-
-    def recorded(name: str) -> list[tuple[int, str | None]]:
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        return [(line["step"], line.get("reason")) for line in lines if "train/loss_nats" in line]
-
-    skipped = [(1, None), (2, None), (3, "bad"), (4, "bad"), (5, None), (6, None)]
-    assert recorded("skipped") == skipped
-    assert (tmp_path / "skipped" / "checkpoints" / "6").exists()
-    assert recorded("stopped") == skipped[:4]
-    # A run that resumes from step 2 repeats steps 3 and 4, which are recorded once.
-    monkeypatch.setattr(loop, "make_train_step", make_train_step)
-    loop.train(spec(max_bad_steps=1), tmp_path / "stopped")
-    assert recorded("stopped") == [(step, None) for step in range(1, 7)]
-
-
-def test_bad_meshes_are_named():
+def test_meshes_are_read_and_bad_ones_are_named():
+    assert read_mesh("--mesh", "context=2,fsdp=-1") == MeshConfig(data=1, fsdp=-1, context=2, tensor=1)
+    assert read_mesh("--mesh", "fsdp=-1").sizes(8) == (1, 8, 1, 1)
+    assert MeshConfig(1, 4, 2, 1).asked() == "fsdp=4,context=2"
     for text, words in (
         ("fsdp", ["--mesh", "'fsdp'", "axis=size"]),
         ("fsdp=4,expert=2", ["expert", "'context'"]),
         ("fsdp=0", ["mesh.fsdp", "0", "positive"]),
         ("fsdp=-1,data=-1", ["mesh", "-1", "one axis"]),
         ("fsdp=2,fsdp=4", ["fsdp=2,fsdp=4", "each once"]),
+        ("fsdp=3", ["fsdp=3", "8 devices"]),
     ):
         with pytest.raises(InputError) as error:
-            read_mesh("--mesh", text)
+            make_mesh(read_mesh("--mesh", text))
         assert all(word in str(error.value) for word in words), error.value
-
-
-def test_meshes_are_read():
-    assert read_mesh("--mesh", "context=2,fsdp=-1") == MeshConfig(data=1, fsdp=-1, context=2, tensor=1)
-    assert read_mesh("--mesh", "fsdp=-1").sizes(8) == (1, 8, 1, 1)
-    assert MeshConfig(1, 4, 2, 1).asked() == "fsdp=4,context=2"
-    with pytest.raises(InputError, match=r"fsdp=3.*8 devices"):
-        make_mesh(read_mesh("--mesh", "fsdp=3"))
 
 
 @pytest.mark.parametrize(
@@ -423,11 +253,14 @@ def test_sizes_that_do_not_divide_are_named(root, tmp_path, mesh, model, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_tables_specs():
+def test_the_tables_specs_and_parts_of_a_batch():
     assert tuple(activation_spec("BTD")) == (("data", "fsdp"), "context", None)
     assert tuple(activation_spec("BTHK")) == (("data", "fsdp"), "context", "tensor", None)
     assert axis_sizes() == dict.fromkeys(AXES, 1)
     assert batch_part(ONE) == (0, 1)
+    batch = {"inputs": np.arange(8).reshape(4, 2)}
+    parts = [rows_of_part(batch, part, 2)["inputs"] for part in range(2)]
+    np.testing.assert_array_equal(np.concatenate(parts), batch["inputs"])
 
 
 def test_attention_on_one_device_is_the_implementations_own():
@@ -478,11 +311,3 @@ def test_gradients_in_a_users_shard_map(split):
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2, 3)))(*args) for f in (split_loss, loss))
     chex.assert_trees_all_close(found, expected, atol=1e-5, rtol=1e-5)
     assert all(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(found[1][1:]))
-
-
-def test_parts_of_a_batch_are_its_rows_in_order():
-    from dape_jax.sharding import rows_of_part
-
-    batch = {"inputs": np.arange(8).reshape(4, 2)}
-    parts = [rows_of_part(batch, part, 2)["inputs"] for part in range(2)]
-    np.testing.assert_array_equal(np.concatenate(parts), batch["inputs"])

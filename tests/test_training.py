@@ -24,7 +24,7 @@ from dape_jax.training import checkpoint, loop
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
 from dape_jax.training.source import load_corpus
-from dape_jax.training.step import TrainState, init_state, make_train_step, shardings_of
+from dape_jax.training.step import FIRST_SCALE, TrainState, init_state, make_train_step, shardings_of
 
 
 @pytest.fixture(scope="module")
@@ -179,36 +179,6 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
         assert sorted(manager.all_steps()) == [2, 4, 5]
         assert manager.latest_step() == 5
         assert manager.metrics(2) == {"validation_nats": 1.0}
-
-
-def test_eight_devices_and_accumulated_parts_are_one_device(root):
-    """Losses and parameters of three steps agree.
-
-    The optimizer has momentum only: where a gradient is exactly 0, as that of the last bias of the score convolution,
-    Adam would amplify rounding errors to full steps.
-    """
-    run = RunConfig.from_dict(small_spec(root))
-    graphdef, _ = model_structure(run.model)
-    optimizer = optax.sgd(0.5, momentum=0.9)
-    tokens = np.random.default_rng(1).integers(0, 257, (3, 16, 17), np.int32)
-
-    def three_steps(mesh, accumulation):
-        state = init_state(run.model, optimizer, 0, mesh)
-        shardings = shardings_of(state)
-        step = make_train_step(graphdef, optimizer, shardings, accumulation_steps=accumulation)
-        losses = []
-        with jax.set_mesh(mesh):
-            for rows in tokens:
-                state, metrics = step(state, put_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
-                losses.append(float(metrics["loss_nats"]))
-        assert shardings_of(state) == shardings
-        return state, losses
-
-    one = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
-    expected, expected_losses = three_steps(one, 1)
-    found, losses = three_steps(make_mesh(MeshConfig(2, 4, 1, 1)), 2)
-    np.testing.assert_allclose(losses, expected_losses, atol=1e-5)
-    chex.assert_trees_all_close(jax.device_get(found.params), jax.device_get(expected.params), atol=1e-5)
 
 
 def test_schedule_and_decay_are_the_papers():
@@ -386,3 +356,119 @@ def test_chunked_logits_save_memory_and_change_nothing(root):
     assert whole_bytes - bytes_ > 7 / 8 * length / 8 * 2**20
     assert loss == pytest.approx(whole_loss, rel=1e-6)
     chex.assert_trees_all_close(params, whole_params, atol=1e-6)
+
+
+def make_step(root, **model):
+    """Return a state of one layer, and a step as a function of it and of a factor that multiplies its parameters."""
+    spec = small_spec(root, model__num_layers=1)
+    spec["model"] |= {"bias": {"name": "nope"}, "processor": {"name": "none"}} | model
+    config, optimizer = RunConfig.from_dict(spec).model, optax.sgd(0.5, momentum=0.9)
+    mesh = make_mesh(MeshConfig(1, 1, 1, 1), jax.devices()[:1])
+    state = init_state(config, optimizer, 0, mesh)
+    step = make_train_step(model_structure(config)[0], optimizer, shardings_of(state))
+    rows = np.random.default_rng(1).integers(0, 257, (8, 33), np.int32)
+
+    def take(state, factor=1.0):
+        state = state._replace(params=jax.tree.map(lambda x: x * np.float32(factor), state.params))
+        with jax.set_mesh(mesh):
+            state, metrics = step(state, put_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh))
+        return state, {name: float(value) for name, value in metrics.items()}
+
+    return state, take
+
+
+def test_float16_trains_as_float32_does(root, monkeypatch):
+    """Compare losses and parameters after three steps, after which the scale doubles if there is no overflow.
+
+    The unembedding is small, so that gradients underflow in float16 without a loss scale.
+    """
+    monkeypatch.setattr("dape_jax.training.step.STEPS_TO_DOUBLE", 3)
+
+    def three_steps(dtype, scale=None):
+        state, take = make_step(root, dtype=dtype)
+        start = jax.device_get(state.params)
+        params = state.params | {"unembedding_DV": state.params["unembedding_DV"] * 1e-4}
+        health = state.health if scale is None else state.health._replace(loss_scale=jnp.float32(scale))
+        state = state._replace(params=params, health=health)
+        for _ in range(3):
+            state, metrics = take(state)
+        moved = jax.tree.map(lambda new, old: new - old, jax.device_get(state.params), start)
+        return moved["layers"]["mlp"]["up_DF"], metrics["loss_nats"], state.health.loss_scale
+
+    (expected, loss, _), (found, half, scale), (unscaled, *_) = (
+        three_steps(*case) for case in (("float32",), ("float16",), ("float16", 1.0))
+    )
+    assert found.dtype == np.float32
+    assert half == pytest.approx(loss, abs=5e-3)
+    assert scale == 2 * FIRST_SCALE
+    error, without_scale = (np.linalg.norm(x - expected) / np.linalg.norm(expected) for x in (found, unscaled))
+    assert error < 0.05
+    assert without_scale > 2 * error
+
+
+def test_an_overflow_in_float16_is_skipped_and_lowers_the_scale(root):
+    """Overflows are not bad steps; the first scale without an overflow is found."""
+    state, take = make_step(root, dtype="float16")
+    state = state._replace(health=state.health._replace(loss_scale=jnp.float32(2.0**40)))
+    before, scales, metrics = jax.device_get((state.params, state.opt_state)), [], {"applied": 0.0}
+    while not metrics["applied"]:
+        chex.assert_trees_all_equal(jax.device_get((state.params, state.opt_state)), before)
+        state, metrics = take(state)
+        assert not metrics["bad"]
+        scales.append(metrics["loss_scale"])
+    assert scales[:2] == [2.0**40, 2.0**32]  # the largest that is tried
+    assert 1 < scales[-1] < 2.0**32
+    assert state.health.applied == 1
+    assert np.isfinite(metrics["loss_nats"])
+
+
+def test_a_bad_step_changes_nothing_but_the_count(root):
+    """NaN or infinite losses change neither parameters nor optimizer."""
+    state, take = make_step(root)
+    state, _ = take(state)
+    before = jax.device_get(state)
+    for number, factor in enumerate((np.nan, np.inf, np.nan), 1):
+        bad, metrics = take(state, factor)
+        found = [metrics[name] for name in ("bad", "applied", "bad_in_a_row", "num_applied")]
+        assert found == [1, 0, number, 1]
+        chex.assert_trees_all_equal(jax.device_get(bad.opt_state), before.opt_state)
+        state = bad._replace(params=jax.device_put(before.params, shardings_of(bad).params))
+    _, metrics = take(state)
+    assert [metrics[name] for name in ("applied", "bad_in_a_row", "skipped")] == [1, 0, 3]
+
+
+def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monkeypatch, caplog):
+    def make_poisoned_step(*args, **options):
+        step, calls = make_train_step(*args, **options), []
+
+        def run(state, batch):
+            calls.append(None)
+            if len(calls) not in (3, 4):
+                return step(state, batch)
+            kept = jax.tree.map(jnp.copy, state.params)
+            state, metrics = step(state._replace(params=jax.tree.map(lambda x: x * np.nan, kept)), batch)
+            return state._replace(params=kept), metrics
+
+        return run
+
+    def train(name, max_bad_steps):
+        spec = small_spec(root, train__num_steps=6, train__max_bad_steps=max_bad_steps, train__validation_batches=1)
+        spec["model"] |= {"num_layers": 1, "bias": {"name": "nope"}, "processor": {"name": "none"}}
+        loop.train(spec, tmp_path / name)
+
+    def recorded(name: str) -> list[str | None]:
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return [line.get("reason") for line in lines if "train/loss_nats" in line]
+
+    monkeypatch.setattr(loop, "make_train_step", make_poisoned_step)
+    with pytest.raises(NonFiniteError, match=r"step 4: loss_nats = nan.*skipped before it: 1; .*max_bad_steps = 1"):
+        train("stopped", 1)
+    train("skipped", 2)
+    assert "step 3: skipped (bad): loss_nats = nan" in caplog.text
+    assert recorded("skipped") == [None, None, "bad", "bad", None, None]
+    assert (tmp_path / "skipped" / "checkpoints" / "6").exists()
+    assert recorded("stopped") == [None, None, "bad", "bad"]
+    # A run that resumes from step 2 repeats steps 3 and 4, which are recorded once.
+    monkeypatch.setattr(loop, "make_train_step", make_train_step)
+    train("stopped", 1)
+    assert recorded("stopped") == [None] * 6
