@@ -47,18 +47,16 @@ def read_meta(file: Path) -> dict:
     return meta | {"name": meta.get("module") or meta["variant"]}
 
 
-def longest_of_each_method(found: list[Path]) -> set[Path]:
-    """Return the file with the most positions of each method, in every directory."""
-    by_length = sorted(found, key=lambda file: read_meta(file)["T"])
-    return set({(file.parent, read_meta(file)["name"]): file for file in by_length}.values())
+def one_of_each(found: list[Path], *keys: str, longest: bool = True) -> set[Path]:
+    """Return a file of each combination of these values in every directory: the longest, or the methods in turn."""
+    groups = collections.defaultdict(list)
+    for file in sorted(found, key=lambda file: read_meta(file)["T"]):
+        groups[file.parent, *(read_meta(file).get(key) for key in keys)].append(file)
+    return {each[-1] if longest else each[turn % len(each)] for turn, each in enumerate(groups.values())}
 
 
-def each_size(found: list[Path]) -> set[Path]:
-    """Return one file of each batch, heads, length and kernel width in every directory, of the methods in turn."""
-    by_size = collections.defaultdict(list)
-    for file in found:
-        by_size[file.parent, *(read_meta(file).get(letter) for letter in "BHTk")].append(file)
-    return {each[turn % len(each)] for turn, each in enumerate(by_size.values())}
+def slow_unless(quick: bool) -> tuple:
+    return () if quick else (pytest.mark.slow,)
 
 
 def vectors() -> list:
@@ -70,20 +68,17 @@ def vectors() -> list:
     cases = []
     for kind, implementations in (("modules", ("",)), ("attention", ATTENTION)):
         found = files(kind)
-        longest = longest_of_each_method(found)
+        longest, sizes = one_of_each(found, "name"), one_of_each(found, *"BHTk", longest=False)
+        quick = {
+            "": {"float64": longest | sizes, "float32": longest},
+            "dense": {"float64": longest | sizes},
+            "blockwise": {"float64": {file for file in longest if "fire" in file.stem}},
+        }
         for dtype, implementation, file in itertools.product(("float64", "float32"), implementations, found):
-            quick = {
-                ("float64", ""): longest | each_size(found),
-                ("float32", ""): longest,
-                ("float64", "blockwise"): {file for file in longest if "fire" in file.stem},
-            }.get((dtype, implementation.replace("dense", "")), set())
+            is_quick = file in quick[implementation].get(dtype, ())
             case_id = "-".join(filter(None, (name(file), dtype, implementation)))
-            cases.append(pytest.param(file, dtype, implementation, id=case_id, marks=slow_unless(file in quick)))
+            cases.append(pytest.param(file, dtype, implementation, id=case_id, marks=slow_unless(is_quick)))
     return cases
-
-
-def slow_unless(quick: bool) -> tuple:
-    return () if quick else (pytest.mark.slow,)
 
 
 def name(file: Path) -> str:
@@ -200,15 +195,14 @@ def test_golden(file, dtype, attention):
             np.testing.assert_allclose(found[x], expected[x], rtol=0, atol=FLOAT64_TOLERANCE * scale, err_msg=x)
 
 
-def one_of_each_width() -> list:
-    """Return every DAPE V2 file; all but the longest of each kernel width, with one bias, are slow."""
-    found = sorted(files("modules", "*dapev2*"), key=lambda file: read_meta(file)["T"])
-    quick = {read_meta(file)["k"]: file for file in found if read_meta(file)["name"].startswith("kerple")}.values()
-    return [pytest.param(file, id=name(file), marks=slow_unless(file in quick)) for file in found]
+DAPE_V2 = files("modules", "*dapev2*")
+EACH_WIDTH = one_of_each([file for file in DAPE_V2 if read_meta(file)["name"].startswith("kerple")], "k")
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("file", one_of_each_width())
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, id=name(file), marks=slow_unless(file in EACH_WIDTH)) for file in DAPE_V2]
+)
 def test_golden_where_we_differ(file):
     """Edge "prefix" differs from the listing only in the last W//2 rows; `leak` is the listing without tril."""
     data, meta = load(file)

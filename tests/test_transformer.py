@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 import re
 import runpy
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_logits_are_causal_and_do_not_depend_on_length(bias, processor, rotary):
     graphdef, params = random_model(config)
     x, step = tokens(2, 40), logits_of(graphdef)
     whole = np.asarray(step(params, x))
-    chex.assert_shape(whole, (2, 40, 11))
+    assert whole.shape == (2, 40, 11)
     np.testing.assert_allclose(step(params, x[:, :9]), whole[:, :9], atol=1e-4)
     changed = np.asarray(step(params, np.concatenate([x[:, :9], (x[:, 9:] + 1) % 11], 1)))
     np.testing.assert_array_equal(changed[:, :9], whole[:, :9])
@@ -137,28 +138,30 @@ def test_a_block_is_its_equation(form):
         y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + config.norm_epsilon) * layer.scale[...]
         return y + layer.bias[...] if is_layer_norm else y
 
+    def project(equation: str, x: np.ndarray, module: nnx.Module, weight: str, bias: str) -> np.ndarray:
+        y, b = np.einsum(equation, x, getattr(module, weight)[...]), getattr(module, bias)
+        return y if b is None else y + b[...]
+
     def attention(x: np.ndarray) -> np.ndarray:
         a = block.attention
-        q, k, v = (np.einsum("BTD,DHK->BTHK", x, w[...]) for w in (a.query_DHK, a.key_DGK, a.value_DGK))
-        if config.projection_bias:
-            q, k, v = q + a.query_bias_HK[...], k + a.key_bias_GK[...], v + a.value_bias_GK[...]
-        out = np.asarray(
-            jax.jit(attend, static_argnames="causal")(
-                q, k, v, pos_T, pos_T, bias=a.bias, processor=a.processor, causal=config.causal
-            )
-        )
-        y = np.einsum("BTHK,HKD->BTD", out, a.output_HKD[...])
-        return y + a.output_bias_D[...] if config.attention_output_bias else y
+        names = ("query_DHK", "query_bias_HK"), ("key_DGK", "key_bias_GK"), ("value_DGK", "value_bias_GK")
+        q, k, v = (project("BTD,DHK->BTHK", x, a, *each) for each in names)
+        run = jax.jit(functools.partial(attend, causal=config.causal))
+        out = np.asarray(run(q, k, v, pos_T, pos_T, bias=a.bias, processor=a.processor))
+        return project("BTHK,HKD->BTD", out, a, "output_HKD", "output_bias_D")
 
     def mlp(x: np.ndarray) -> np.ndarray:
         m, activation = block.mlp, EQUATIONS[config.activation]
-        up = x @ m.up_DF[...] + (m.up_bias_F[...] if config.mlp_bias else 0)
+        up = project("BTD,DF->BTF", x, m, "up_DF", "up_bias_F")
         if config.gated_mlp:
-            up = activation(x @ m.gate_DF[...] + (m.gate_bias_F[...] if config.mlp_bias else 0)) * up
+            up = activation(project("BTD,DF->BTF", x, m, "gate_DF", "gate_bias_F")) * up
         else:
             up = activation(up)
-        return up @ m.down_FD[...] + (m.down_bias_D[...] if config.mlp_bias else 0)
+        return project("BTF,FD->BTD", up, m, "down_FD", "down_bias_D")
 
+    flags = config.projection_bias, config.attention_output_bias, config.mlp_bias, config.mlp_bias and config.gated_mlp
+    biases = "attention.key_bias_GK", "attention.output_bias_D", "mlp.down_bias_D", "mlp.gate_bias_F"
+    assert flags == tuple(operator.attrgetter(name)(block) is not None for name in biases)
     with jax.numpy_rank_promotion("allow"):
         if config.parallel_residual:
             expected = x_BTD + attention(norm(block.attention_norm, x_BTD)) + mlp(norm(block.mlp_norm, x_BTD))
@@ -173,14 +176,11 @@ def test_a_block_is_its_equation(form):
 
 
 def test_tied_logits_are_products_with_the_embedding():
-    config = make_config(**ARCHITECTURES["llama"])
-    graphdef, params = random_model(config)
+    graphdef, params = random_model(make_config(**ARCHITECTURES["llama"]))
     assert "unembedding_DV" not in params
-    x = tokens(2, 5)
-    model = nnx.merge(graphdef, params)
-    features, logits = jax.jit(lambda model, x: (model.features(x), model(x)))(model, x)
+    run = jax.jit(lambda model, x: (model.features(x), model(x)))
+    features, logits = run(nnx.merge(graphdef, params), tokens(2, 5))
     np.testing.assert_allclose(logits, features @ params["embedding_VD"].T, rtol=1e-5, atol=1e-5)
-    assert make_config(**ARCHITECTURES["llama"]).mlp_width == 4 * config.width
 
 
 def test_the_architectures_have_every_option_with_every_value():
@@ -194,27 +194,6 @@ def test_the_architectures_have_every_option_with_every_value():
     assert {config.activation for config in configs} == set(ACTIVATIONS) - {"relu"}
     assert {config.head_dim for config in configs} == {6, 8, 12}
     assert len({config.mlp_width for config in configs}) == 2
-
-
-@pytest.mark.parametrize(
-    ("bias", "processor"), [("kerple", "dape"), ("t5", "none"), ("cope", "dape"), ("fire", "dape")]
-)
-def test_trained_short_runs_sixteen_times_longer(bias, processor):
-    """Take a gradient step at T, then run at 16 T: no parameter depends on a length."""
-    graphdef, params = random_model(make_config(bias={"name": bias}, processor={"name": processor}))
-
-    def loss(params, x):
-        logits = nnx.merge(graphdef, params)(x[:, :-1])
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits), x[:, 1:, None], axis=-1).mean()
-
-    step = jax.jit(jax.value_and_grad(loss))
-    value, grads = jax.device_get(step(params, tokens(2, 9)))
-    chex.assert_tree_all_finite(grads)
-    trained = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-    assert step(trained, tokens(2, 9))[0] < value
-    long = jax.jit(loss)(trained, tokens(2, 16 * 8 + 1))
-    assert np.isfinite(long)
-    assert long < 2 * np.log(11)
 
 
 @functools.cache
@@ -320,30 +299,6 @@ def test_every_method_starts_from_the_same_model():
         chex.assert_trees_all_equal(shared(bias={"name": bias}), base)
 
 
-@pytest.mark.parametrize("bias", ["kerple", *(pytest.param(bias, marks=pytest.mark.slow) for bias in ("nope", "cope"))])
-def test_identity_starts_as_its_base_and_trains(bias):
-    """With init="identity" the logits are bitwise those of the base; both convolutions change within two steps."""
-    x = jnp.asarray(tokens(2, 17))
-    changes = {"bias": {"name": bias}, "processor": choose("processor", "dape", init="identity")}
-    graphdef, _ = model_structure(make_config(**changes))
-    params = initial_params(**changes)
-    # `test_every_method_starts_from_the_same_model` shows that these are the base's initial parameters.
-    base_graphdef, base = model_structure(make_config(bias={"name": bias}, processor={"name": "none"}))
-    attention = params["layers"]["attention"]
-    kept = {name: value for name, value in attention.items() if name != "processor"}
-    base_params = params | {"layers": params["layers"] | {"attention": kept}}
-    chex.assert_trees_all_equal_shapes(base_params, base)
-    np.testing.assert_array_equal(logits_of(graphdef)(params, x), logits_of(base_graphdef)(base_params, x))
-
-    gradient = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(nnx.merge(graphdef, p)(x))[..., 0].mean()))
-    first = jax.device_get(gradient(params))
-    moved = jax.tree.map(lambda p, g: p - g, params, first)
-    kernels = [g["layers"]["attention"]["processor"] for g in (first, jax.device_get(gradient(moved)))]
-    assert np.abs(kernels[0]["output_WCH"]).max(axis=(1, 2, 3)).min() > 1e-9
-    np.testing.assert_array_equal(kernels[0]["scores_WHC"], 0)  # it is read through a kernel that is 0
-    assert np.abs(kernels[1]["scores_WHC"]).max(axis=(1, 2, 3)).min() > 1e-9
-
-
 @pytest.mark.parametrize("changes", [{"num_kv_heads": 1}, {"num_kv_heads": 1, "window": 5}], ids=str)
 def test_grouped_queries_and_windows(changes):
     """Check causality, the number of parameters with fewer key heads, and the range layers x (window - 1)."""
@@ -446,15 +401,13 @@ def test_the_bias_that_the_readme_adds():
     assert np.isfinite(logits_of(graphdef)(params, tokens(2, 9))).all()
 
 
-@pytest.mark.parametrize(
-    ("processor", "threshold", "activation"), [("dape,kernel=3", 256, "leaky_relu"), ("none", 64, "relu")]
-)
-def test_fire_has_other_settings_under_dape(processor, threshold, activation):
+def test_fire_has_other_settings_under_dape():
     """Settings of FIRE depend on DAPE, as in the official configurations: a confound (`docs/methods.md`)."""
     get_config = runpy.run_path(str(DOCS.parents[1] / "configs" / "paper.py"))["get_config"]
-    bias = get_config(f"125m,bias=fire,processor={processor}").model.bias.to_dict()
-    assert bias == {"name": "fire", "threshold": threshold, "width": 32, "initial_c": 0.1, "activation": activation}
-    assert all(f"`{value}`" in DOCS.read_text() for value in (threshold, activation))
+    for processor, threshold, activation in (("dape,kernel=3", 256, "leaky_relu"), ("none", 64, "relu")):
+        bias = get_config(f"125m,bias=fire,processor={processor}").model.bias.to_dict()
+        assert bias == {"name": "fire", "threshold": threshold, "width": 32, "initial_c": 0.1, "activation": activation}
+        assert all(f"`{value}`" in DOCS.read_text() for value in (threshold, activation))
 
 
 def test_a_cache_that_could_not_be_right_is_refused():
@@ -474,39 +427,33 @@ def test_bfloat16_keeps_parameters_and_logits_in_float32():
     assert np.abs(logits - full).max() > 1e-4  # the dtype changes the result
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"bias": {"name": "kerpel"}}, ["model.bias.name", "kerpel", "kerple"]),
-        ({"processor": {"name": "cape"}}, ["model.processor.name", "cape", "dape"]),
-        ({"processor": {"name": "dape", "kernel_width": 4}}, ["model.processor.kernel_width", "4", "odd"]),
-        ({"bias": {"name": "alibi", "slope": 1}}, ["model.bias.slope = 1", "no such field"]),
-        ({"num_heads": 3}, ["model.num_heads", "3", "16"]),
-        ({"num_kv_heads": 3}, ["model.num_kv_heads", "3", "2"]),
-        ({"window": 0}, ["model.window", "0", "None"]),
-        ({"rotary": {"name": "ntk"}, "width": 4}, ["2", "NTK"]),
-        ({"rotary": {"name": "pi", "factor": 0.5}}, ["model.rotary.factor", "0.5", "1 or more"]),
-        ({"num_heads": 16, "num_kv_heads": 16, "rotary": {"name": "rope"}}, ["1", "even"]),
-        ({"width": 0}, ["model.width", "0", "positive"]),
-        ({"num_heads": 0}, ["model.num_heads", "0", "positive"]),
-        ({"head_dim": 0}, ["model.head_dim", "0", "positive"]),
-        ({"head_dim": "8"}, ["model.head_dim", "'8'", "int"]),
-        ({"mlp_width": -1}, ["model.mlp_width", "-1", "positive"]),
-        ({"norm": "batch_norm"}, ["model.norm", "batch_norm", "rms_norm"]),
-        ({"norm_epsilon": 0.0}, ["model.norm_epsilon", "0.0", "positive"]),
-        ({"norm_first": False, "parallel_residual": True}, ["model.parallel_residual", "norm_first"]),
-        ({"tied_embeddings": True, "num_outputs": 5}, ["model.num_outputs", "5", "11"]),
-        ({"rotary": {"name": "rope", "fraction": 0.4}}, ["model.rotary.fraction = 8 x 0.4 = 3", "even"]),
-        ({"rotary": {"name": "rope", "fraction": 1.5}}, ["model.rotary.fraction", "1.5", "at most 1"]),
-        ({"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}, ["high_frequency_factor", "4.0"]),
-        ({"dtype": "float64"}, ["model.dtype", "float64", "JAX_ENABLE_X64"]),
-        ({"dtype": "float8"}, ["model.dtype", "float8", "bfloat16"]),
-        ({"remat": "some"}, ["model.remat", "some", "full"]),
-        ({"depth": 3}, ["model.depth", "3", "num_layers"]),
-        ({"attention": {"name": "flash"}}, ["model.attention.name", "flash", "blockwise"]),
-    ],
-)
-def test_bad_models_are_named(changes, words):
-    with pytest.raises(InputError) as error:
+BAD = [
+    ("model.num_heads = 3: must divide model.width = 16", {"num_heads": 3}),
+    ("model.num_heads = 0: must be positive", {"num_heads": 0}),
+    ("model.num_kv_heads = 3: must divide model.num_heads = 2", {"num_kv_heads": 3}),
+    ("model.head_dim = 0: must be positive", {"head_dim": 0}),
+    ("model.width = 0: must be positive", {"width": 0}),
+    ("model.mlp_width = -1: must be positive", {"mlp_width": -1}),
+    ("model.window = 0: must be 1 or more", {"window": 0}),
+    ("model.norm = 'batch_norm': must be one of", {"norm": "batch_norm"}),
+    ("model.norm_epsilon = 0.0: must be positive", {"norm_epsilon": 0.0}),
+    (
+        "model.parallel_residual = True: must be False without norm_first",
+        {"norm_first": False, "parallel_residual": True},
+    ),
+    ("model.num_outputs = 5: must be model.vocab_size = 11", {"tied_embeddings": True, "num_outputs": 5}),
+    ("model.dtype = 'float64': must be another dtype", {"dtype": "float64"}),
+    ("model.dtype = 'float8': must be one of", {"dtype": "float8"}),
+    ("model.remat = 'some': must be one of", {"remat": "some"}),
+    ("rotated dims of a head = 2: must be above 2", {"rotary": {"name": "ntk"}, "width": 4}),
+    ("model.head_dim = 1: must be even", {"num_heads": 16, "num_kv_heads": 16, "rotary": {"name": "rope"}}),
+    ("model.rotary.fraction = 8 x 0.4 = 3: must be even", {"rotary": {"name": "rope", "fraction": 0.4}}),
+    ("model.rotary.fraction = 1.5: must be", {"rotary": {"name": "rope", "fraction": 1.5}}),
+    ("model.rotary.high_frequency_factor = 4.0: must", {"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}),
+]
+
+
+@pytest.mark.parametrize(("message", "changes"), BAD)
+def test_bad_models_are_named(message, changes):
+    with pytest.raises(InputError, match=re.escape(message)):
         make_config(**changes)
-    assert all(word in str(error.value) for word in words), error.value

@@ -157,8 +157,8 @@ def check_arrays(q_BTHK: Array, k_BSGK: Array, v_BSGK: Array, q_pos_T: Any = Non
         if pos is not None:
             rows = layout[3]
             require(jnp.ndim(pos) == 1, pos_name, jnp.shape(pos) or pos, f"must be [{rows}], the same for the batch")
-            allowed = f"must be [{layout}], rows before heads, with {rows} = {pos.size}, the length of {pos_name}"
-            require(x.shape[1] == pos.size, f"{name}.shape", x.shape, allowed)
+            allowed = f"must be [{layout}], rows before heads, with {rows} = {len(pos)}, the length of {pos_name}"
+            require(x.shape[1] == len(pos), f"{name}.shape", x.shape, allowed)
     (batch, num_rows, heads, head_dim), groups = q_BTHK.shape, k_BSGK.shape[2]
     allowed = f"must have B = {batch} and K = {head_dim}, like q_BTHK"
     require((k_BSGK.shape[0], k_BSGK.shape[3]) == (batch, head_dim), "k_BSGK.shape", k_BSGK.shape, allowed)
