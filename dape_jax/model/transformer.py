@@ -533,18 +533,14 @@ def attention_of(
     attention = config.attention
     if not isinstance(attention, Auto | Fused):
         return attention
-    H, K = config.num_heads, config.head_dim
-
-    def make() -> ScoreMod:
-        bias = config.bias.build(H, K, nnx.Rngs(0))
-        processor = config.processor.build(H, has_bias=bias is not None, dtype=config.compute_dtype, rngs=nnx.Rngs(0))
-        return ScoreMod(bias, processor)
-
+    model = nnx.merge(*model_structure(config))
+    layer = model.layers.attention
+    score_mod = ScoreMod(model.shared_bias if layer.bias is None else layer.bias, layer.processor)
     q_BTHK, k_BSGK = (
-        jax.ShapeDtypeStruct((1, rows, heads, K), config.compute_dtype)
-        for rows, heads in ((length // row_stride, H), (length, config.num_kv_heads))
+        jax.ShapeDtypeStruct((1, rows, heads, config.head_dim), config.compute_dtype)
+        for rows, heads in ((length // row_stride, config.num_heads), (length, config.num_kv_heads))
     )
-    args = q_BTHK, k_BSGK, nnx.eval_shape(make), Mask(config.causal, config.window, row_stride)
+    args = q_BTHK, k_BSGK, score_mod, Mask(config.causal, config.window, row_stride)
     options: dict[str, Any] = {"has_segments": has_segments, "device_kind": device_kind}
     if isinstance(attention, Auto):
         return attention.choose(*args, **options, platform=platform)
