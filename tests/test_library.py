@@ -191,21 +191,13 @@ def test_pages_use_names_that_exist():
 
 
 IMPORTING = """
-import importlib, sys
+import sys
 import dape_jax
 print(*[name for name in ("jax", "flax", "numpy") if name in sys.modules])
 dape_jax.attend
 heavy = ["grain", "orbax", "matplotlib", "tensorboardX", "ml_collections"]
 heavy += ["dape_jax.data", "dape_jax.training", "dape_jax.evaluation"]
 print(*[name for name in heavy if name in sys.modules])
-
-ours = [name for name in sys.modules if name.startswith("dape_jax")]
-for first in ours:  # in a package that is not yet imported, in any order
-    for name in ours:
-        sys.modules.pop(name, None)
-    for name in (first, *ours):
-        importlib.import_module(name)
-print(len(ours))
 
 import jax
 try:
@@ -221,10 +213,7 @@ def test_import_is_light_and_touches_no_device():
     command = [sys.executable, "-c", IMPORTING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    before, heavy, number, devices = done.stdout.split("\n")[:4]
-    assert (before, heavy) == ("", "")  # before and after the first use of a name
-    assert int(number) >= 8
-    assert devices == "no such platform"
+    assert done.stdout.split("\n")[:3] == ["", "", "no such platform"]  # before and after the first use of a name
 
 
 # The pure op.
@@ -395,20 +384,15 @@ class CappedConfig(dape_jax.ProcessorConfig):
         return Capped()
 
 
-@pytest.mark.parametrize(
-    "implementation", [Dense(), Blockwise(block_size=4, num_buckets=3)], ids=["dense", "blockwise"]
-)
+@pytest.mark.parametrize("implementation", [Dense(), Blockwise(block_size=4, num_buckets=3)], ids=str)
 def test_minimal_processor_in_a_model(implementation):
     """Minimal processors work in training, cached decoding and FLOP counting, and change the logits."""
-    config = read_model(SPEC["model"] | {"vocab_size": 11})
-    plain = dataclasses.replace(config, attention=Dense(), processor=PlainConfig())
-    config = dataclasses.replace(config, attention=implementation, processor=CappedConfig())
-    graphdef, abstract = model_structure(config)
-    uncapped, _ = model_structure(plain)
+    plain = dataclasses.replace(read_model(SPEC["model"] | {"vocab_size": 11}), processor=PlainConfig())
+    config = dataclasses.replace(plain, attention=implementation, processor=CappedConfig())
+    (graphdef, abstract), (uncapped, _) = model_structure(config), model_structure(plain)
     draw = np.random.default_rng(13)
     tokens_BT = jnp.asarray(draw.integers(0, 11, (2, 13), np.int32))
     params = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(leaf.dtype), abstract)
-    params["layers"]["attention"]["bias"] = jax.tree.map(np.abs, params["layers"]["attention"]["bias"])
     params["layers"]["attention"]["query_DHK"] *= 10  # scores that the cap changes
 
     @jax.jit
@@ -417,13 +401,11 @@ def test_minimal_processor_in_a_model(implementation):
             logits_BTV = nnx.merge(graphdef, params)(tokens_BT)
             return (logits_BTV**2).mean(), logits_BTV
 
-        grads, logits_BTV = jax.grad(loss, has_aux=True)(params)
-        return grads, logits_BTV, nnx.merge(uncapped, params)(tokens_BT)
+        return *jax.grad(loss, has_aux=True)(params), nnx.merge(uncapped, params)(tokens_BT)
 
     @jax.jit
     def decode(params):
-        model = nnx.merge(graphdef, params)
-        cache, outs = dape_jax.make_cache(config, 2, 13), []
+        model, cache, outs = nnx.merge(graphdef, params), dape_jax.make_cache(config, 2, 13), []
         for rows in (slice(0, 9), slice(9, 10), slice(10, 13)):
             features_BTD, cache = model.extend(tokens_BT[:, rows], jnp.arange(13)[rows], cache)
             outs.append(model.logits(features_BTD))

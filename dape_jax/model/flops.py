@@ -160,4 +160,4 @@ def pairs_computed(attention: Implementation, length: int, window: int | None, r
         return num_rows * length
     block = min(attention.block_size, num_rows)
     runs = causal_runs(num_rows, length, block, attention.num_buckets, Mask(window=window, row_stride=row_stride))
-    return sum((run.stop - run.start) * block * run.num_keys for run in runs)
+    return sum((stop - start) * block * num_read for start, stop, num_read in runs)
