@@ -215,23 +215,34 @@ def test_the_listing_edge_differs_only_in_the_last_rows(width, implementation):
         assert np.abs(prefix[:, row] - listing[:, row]).max() > 1e-4
 
 
+def value_and_grads(layer, implementation, qkv, weight, dtype=jnp.float32, **options):
+    """Return the output, and the gradients of (out * weight).sum() with respect to parameters and q, k, v."""
+    params, attend = layer
+
+    @jax.jit
+    def run(params, qkv, weight):
+        def loss(params, qkv):
+            out = attend(params, *(x.astype(dtype) for x in qkv), implementation, **options)
+            assert out.dtype == dtype
+            out = out.astype(jnp.float32)
+            return (out * weight).sum(), out
+
+        grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
+        return out, *grads
+
+    return jax.device_get(run(params, qkv, weight))
+
+
 @pytest.mark.parametrize("length", [1, 2, 23])
 def test_implementations_agree_at_any_length(length):
     """Test one token, one block, ragged last blocks, grouped heads, and a window longer than one block."""
-    params, attend = make_layer("kerple", "dape5", heads=4)
-    qkv = make_qkv(length, 1, heads=4, kv_heads=2)
-    weight = make_weight(qkv[0])
-
-    @functools.partial(jax.jit, static_argnums=2)
-    def value_and_grads(params, qkv, implementation):
-        def loss(params, qkv):
-            return (attend(params, *qkv, implementation, window=7) * weight).sum()
-
-        return jax.value_and_grad(loss, (0, 1))(params, qkv)
-
-    expected = value_and_grads(params, qkv, Dense())
-    for implementation in (Blockwise(5, 4), Blockwise(64, 2), Cached(7)):
-        chex.assert_trees_all_close(value_and_grads(params, qkv, implementation), expected, **close("kerple"))
+    layer, qkv = make_layer("kerple", "dape5", heads=4), make_qkv(length, 1, heads=4, kv_heads=2)
+    dense, *others = (
+        value_and_grads(layer, implementation, qkv, make_weight(qkv[0]), window=7)
+        for implementation in (Dense(), Blockwise(5, 4), Blockwise(64, 2), Cached(7))
+    )
+    for found in others:
+        chex.assert_trees_all_close(found, dense, **close("kerple"))
 
 
 @pytest.mark.slow
@@ -269,24 +280,16 @@ ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("
 @pytest.mark.parametrize(("bias", "processor", "window"), every_case(ON_MESH, ON_MESH_QUICK))
 def test_rows_over_devices_agree(bias, processor, window):
     """Rows striped over context and tensor equal dense on one device, in values and all gradients."""
-    params, attend = make_layer(bias, processor, heads=4)
-    qkv = make_qkv(24, heads=4, kv_heads=2)
-    weight = make_weight(qkv[0])
+    layer, qkv = make_layer(bias, processor, heads=4), make_qkv(24, heads=4, kv_heads=2)
 
     class OnMesh(Implementation):
         def attend_rows(self, q, k, v, positions, *score_mod_and_mask):
             q, k, v = (stripe(x, 1) for x in (q, k, v))
             return unstripe(attend_on_mesh(Blockwise(4, 3), q, k, v, *score_mod_and_mask), 1)
 
-    def value_and_grads(implementation):
-        def loss(params, qkv):
-            return (attend(params, *qkv, implementation, window=window) * weight).sum()
-
-        return jax.device_get(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, qkv))
-
-    expected = value_and_grads(Dense())
+    expected = value_and_grads(layer, Dense(), qkv, make_weight(qkv[0]), window=window)
     with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
-        found = value_and_grads(OnMesh())
+        found = value_and_grads(layer, OnMesh(), qkv, make_weight(qkv[0]), window=window)
     chex.assert_trees_all_close(found, expected, **close(bias))
 
 
@@ -305,24 +308,11 @@ def test_bfloat16_is_near_float32(bias, processor):
     integer.
     """
     qkv = make_qkv(16)
-    weight = make_weight(qkv[0])
-
-    def run(dtype):
-        params, attend = make_layer(bias, processor, dtype=dtype)
-
-        @jax.jit
-        def value_and_grads(params, qkv):
-            def loss(params, qkv):
-                out = attend(params, *[x.astype(dtype) for x in qkv], Dense())
-                assert out.dtype == dtype
-                return (out.astype(jnp.float32) * weight).sum(), out.astype(jnp.float32)
-
-            grads, out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
-            return out, jnp.concatenate([grad.reshape(-1) for grad in jax.tree.leaves(grads)])
-
-        return value_and_grads(params, qkv)
-
-    (full, full_grad), (half, half_grad) = (jax.device_get(run(dtype)) for dtype in (jnp.float32, jnp.bfloat16))
+    (full, *full_grads), (half, *half_grads) = (
+        value_and_grads(make_layer(bias, processor, dtype=dtype), Dense(), qkv, make_weight(qkv[0]), dtype)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    full_grad, half_grad = (np.concatenate([x.ravel() for x in jax.tree.leaves(y)]) for y in (full_grads, half_grads))
     assert not np.array_equal(half, full)
     np.testing.assert_allclose(half, full, atol=0.06)
     allowed = 0.03 if bias in ("kerple_power", "cope") else 0.01
@@ -352,40 +342,27 @@ def test_bfloat16_operands_accumulate_in_float32():
 )
 def test_grouped_heads_are_shared_heads(bias, implementation):
     """Two key heads for six query heads equal the two repeated three times, with gradients summed."""
-    params, attend = make_layer(bias, "dape3", heads=6)
-    q, k, v = make_qkv(9, heads=6, kv_heads=2)
-    weight = make_weight(q)
-
-    def loss(k, v, repeats):
-        k, v = (jnp.repeat(x, repeats, axis=2) for x in (k, v))
-        return (attend(params, q, k, v, ALL_IMPLEMENTATIONS[implementation]) * weight).sum()
-
-    step = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
-    chex.assert_trees_all_close(step(k, v, 1), step(k, v, 3), atol=1e-5, rtol=1e-5)
+    layer, (q, k, v) = make_layer(bias, "dape3", heads=6), make_qkv(9, heads=6, kv_heads=2)
+    weight, implementation = make_weight(q), ALL_IMPLEMENTATIONS[implementation]
+    shared = value_and_grads(layer, implementation, (q, k, v), weight)
+    repeated = (q, *(jnp.repeat(x, 3, axis=2) for x in (k, v)))
+    out, of_params, (dq, *grads) = value_and_grads(layer, implementation, repeated, weight)
+    sums = (grad.reshape(2, 9, 2, 3, 4).sum(3) for grad in grads)
+    chex.assert_trees_all_close(shared, (out, of_params, (dq, *sums)), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("bias", "processor"), [("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")])
 def test_a_batch_is_its_sequences(bias, processor):
     """Sequences give the same values alone, and gradients of parameters are sums over sequences."""
-    params, attend = make_layer(bias, processor)
-    qkv = make_qkv(9, batch=3)
-    weight = make_weight(qkv[0])
-
-    @jax.jit
-    def value_and_grads(qkv, weight):
-        def loss(params, qkv):
-            out = attend(params, *qkv, Blockwise(block_size=4, num_buckets=2))
-            return (out * weight).sum(), out
-
-        (of_params, of_qkv), out = jax.grad(loss, (0, 1), has_aux=True)(params, qkv)
-        return of_params, (of_qkv, out)
-
-    shared, own = value_and_grads(qkv, weight)
-    each = [jax.device_get(value_and_grads([x[b : b + 1] for x in qkv], weight[b : b + 1])) for b in range(3)]
-    assert np.abs(each[0][1][1] - each[1][1][1]).max() > 1e-2
-    sums = jax.tree.map(lambda *x: sum(x), *(of_params for of_params, _ in each))
-    chex.assert_trees_all_close(shared, sums, **close(bias))
-    chex.assert_trees_all_close(own, jax.tree.map(lambda *x: np.concatenate(x), *(x for _, x in each)), **close(bias))
+    layer, qkv = make_layer(bias, processor), make_qkv(9, batch=3)
+    weight, implementation = make_weight(qkv[0]), Blockwise(block_size=4, num_buckets=2)
+    out, of_params, of_qkv = value_and_grads(layer, implementation, qkv, weight)
+    each = [value_and_grads(layer, implementation, [x[b : b + 1] for x in qkv], weight[b : b + 1]) for b in range(3)]
+    assert np.abs(each[0][0] - each[1][0]).max() > 1e-2
+    sums = jax.tree.map(lambda *x: sum(x), *(of_params for _, of_params, _ in each))
+    chex.assert_trees_all_close(of_params, sums, **close(bias))
+    own = jax.tree.map(lambda *x: np.concatenate(x), *((out, of_qkv) for out, _, of_qkv in each))
+    chex.assert_trees_all_close((out, of_qkv), own, **close(bias))
 
 
 HALO = (
