@@ -119,10 +119,11 @@ class TransformerConfig:
         heads, width = self.num_heads, self.width
         allowed = f"must divide model.width = {width} if model.head_dim is None"
         require(self.head_dim is not None or width % heads == 0, "model.num_heads", heads, allowed)
-        follows: dict[str, Any] = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
+        follows = {"num_kv_heads": heads, "head_dim": width // heads, "mlp_width": 4 * width}
         follows |= {"num_outputs": self.vocab_size}
-        for field in [field for field in follows if getattr(self, field) is None]:
-            object.__setattr__(self, field, follows[field])
+        for field, value in follows.items():
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, value)
         positive(self, "model", *follows)
         one_of(self, "model", norm=NORMS, activation=ACTIVATIONS, initializer=INITIALIZERS, remat=REMAT)
         if self.dtype == "auto":
@@ -201,7 +202,7 @@ def bias_parameter(is_present: bool, *shape: int) -> nnx.Param | None:
     return nnx.Param(jnp.zeros(shape)) if is_present else None
 
 
-def project(
+def linear(
     equation: str, x: Float[Array, "B T ..."], weight: Any, bias: nnx.Param | None, dtype: DTypeLike | None = None
 ) -> Float[Array, "B T ..."]:
     """Return `sharding.matmul` of `x` and a weight, in the dtype of `x`, plus the bias of the projection."""
@@ -283,9 +284,9 @@ class SelfAttention(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], pos: Int[Array, "T"] | Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T G K"], Float[Array, "B T G K"]]:
         """Return rotated queries, rotated keys, and values."""
-        q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
-        k_BTGK = project("BTD,DGK->BTGK", x_BTD, self.key_DGK, self.key_bias_GK)
-        v_BTGK = project("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
+        q_BTHK = linear("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
+        k_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.key_DGK, self.key_bias_GK)
+        v_BTGK = linear("BTD,DGK->BTGK", x_BTD, self.value_DGK, self.value_bias_GK)
         return self.rotary(q_BTHK, pos), self.rotary(k_BTGK, pos), v_BTGK
 
     def __call__(
@@ -318,7 +319,7 @@ class SelfAttention(nnx.Module):
             mask = dataclasses.replace(self.mask, row_stride=None)  # rows are anywhere in the cache
             attention = Auto() if isinstance(self.attention, Fused) else self.attention
             out_BTHK = attention.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
-        return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D), cache
+        return linear("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D), cache
 
 
 class MLP(nnx.Module):
@@ -336,12 +337,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Return down(activation(up(x))), or down(activation(gate(x)) up(x))."""
-        h_BTF = project("BTD,DF->BTF", x_BTD, self.up_DF, self.up_bias_F)
+        h_BTF = linear("BTD,DF->BTF", x_BTD, self.up_DF, self.up_bias_F)
         if self.gate_DF is None:
             h_BTF = self.activation(h_BTF)
         else:
-            h_BTF *= self.activation(project("BTD,DF->BTF", x_BTD, self.gate_DF, self.gate_bias_F))
-        return project("BTF,FD->BTD", h_BTF, self.down_FD, self.down_bias_D)
+            h_BTF *= self.activation(linear("BTD,DF->BTF", x_BTD, self.gate_DF, self.gate_bias_F))
+        return linear("BTF,FD->BTD", h_BTF, self.down_FD, self.down_bias_D)
 
 
 class Block(nnx.Module):
@@ -503,7 +504,7 @@ class Transformer(nnx.Module):
         """Return the logits of features, float32 (float64 if the compute dtype is)."""
         x_BTD = x_BTD.astype(self.config.compute_dtype)
         dtype = jnp.promote_types(x_BTD.dtype, jnp.float32)
-        return project("BTD,DV->BTV", x_BTD, self.output_DV, self.output_bias_V, dtype)
+        return linear("BTD,DV->BTV", x_BTD, self.output_DV, self.output_bias_V, dtype)
 
     def __call__(
         self,
