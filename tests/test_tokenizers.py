@@ -143,15 +143,9 @@ def test_text_is_lossless_and_never_ends_a_document(tokenizer, text):
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(np.append(ids, tokenizer.end_of_document).astype(np.int32)) == text
     assert tokenizer.end_of_document not in ids
+    assert added_text(tokenizer, ids[:0], ids) == text.decode()
+    assert b"".join(tokenizer.decode(ids[i : i + 1]) for i in range(ids.size)) == text
     assert ids.size == 0 or ids.max() < tokenizer.vocab_size
-
-
-@quick
-@given(text=texts)
-def test_text_is_decoded_token_by_token(tokenizer, text):
-    ids = tokenizer.encode(text.encode())
-    assert added_text(tokenizer, ids[:0], ids) == text
-    assert b"".join(tokenizer.decode(ids[i : i + 1]) for i in range(ids.size)) == text.encode()
 
 
 @quick
@@ -306,17 +300,14 @@ def test_the_same_texts_give_the_same_tokenizer():
     assert first.name == again.name != other.name
 
 
-@pytest.mark.parametrize("vocab_size", [257, 300, 400])
-def test_training_gives_the_size_that_was_asked_for(vocab_size):
-    tokenizer = train_bpe(TEXTS, vocab_size)
-    assert tokenizer.vocab_size == vocab_size
-    assert tokenizer.end_of_document == 0
-    assert {tokenizer.decode(np.array([id])) for id in range(1, 257)} == {bytes([byte]) for byte in range(256)}
-
-
-def test_texts_with_too_little_to_merge_give_a_warning(caplog, capfd):
-    tokenizer = train_bpe(["abc"], 1000)
-    assert tokenizer.vocab_size == 259  # the bytes, the end, ab and abc
+def test_training_gives_the_size_that_was_asked_for(caplog, capfd):
+    for vocab_size in (257, 300):
+        tokenizer = train_bpe(TEXTS, vocab_size)
+        assert tokenizer.vocab_size == vocab_size
+        assert tokenizer.end_of_document == 0
+        assert {tokenizer.decode(np.array([id])) for id in range(1, 257)} == {bytes([byte]) for byte in range(256)}
+    assert not caplog.text
+    assert train_bpe(["abc"], 1000).vocab_size == 259  # the bytes, the end, ab and abc
     assert "259" in caplog.text
     assert capfd.readouterr().out == ""
 
@@ -469,19 +460,15 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, case):
     with pytest.raises(InputError, match=words) as refused:
         read_tokenizer(spec)
     assert str(refused.value).startswith(f"data.tokenizer = {spec!r}: ")
-    assert len(str(refused.value).splitlines()) == 1
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"[]", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}', b"9" * 10_000],
-)
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff\xfe{", b"[" * 100_000, b'{"model": {}}'])
 def test_other_files_are_refused(tmp_path, data):
-    file = tmp_path / "tokenizer.json"
-    file.write_bytes(data)
-    with pytest.raises(InputError, match=r"data.tokenizer = .*tokenizer.json") as refused:
-        read_tokenizer(str(file))
-    assert len(str(refused.value).splitlines()) == 1
+    (tmp_path / "tokenizer.json").write_bytes(data)
+    with pytest.raises(InputError, match=r"data.tokenizer = .*is not a tokenizer\.json") as refused:
+        read_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("spec", ["gpt2", "/nowhere/tokenizer.json", "a\0b", "/tmp"])

@@ -273,11 +273,12 @@ def _sidecars(path: str) -> dict[str, Sidecar]:
     if path == STDLIB:
         return {}
     sidecars: dict[str, Sidecar] = {}
-    for split, file in {split: f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}" for split in SPLITS}.items():
+    for split in SPLITS:
+        file = f"{path.rstrip('/')}/{split}/{SIDECAR_FILE}"
         with read_errors("data.path", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             system, name = fsspec.url_to_fs(os.path.expanduser(file))
             sidecars[split] = _sidecar(file, parse_json(file, system.cat_file(name)))
-    allowed = "must be a whole corpus, with train/store.json and validation/store.json"
+    allowed = f"must be a whole corpus; only {list(sidecars)} has a {SIDECAR_FILE}"
     require(len(sidecars) != 1, "data.path", path, allowed)
     return sidecars
 
