@@ -76,8 +76,7 @@ def prepare(config: PrepareConfig) -> Prepared:
     """
     output = Path(os.path.abspath(os.path.expanduser(config.output)))
     work = output.with_name(output.name + ".partial")
-    files, tokenizer = _inputs(config, output, work)
-    recipe = _recipe(config, files, tokenizer)
+    recipe, files, tokenizer = _recipe(config, output, work)
     if not output.exists():
         output.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(output.with_name(f".{output.name}.lock")):
@@ -93,7 +92,7 @@ def prepare(config: PrepareConfig) -> Prepared:
 def prepare_text(data: DataConfig, lossy: bool) -> Path:
     """Prepare the raw text of a run in `data.cache_dir`/<16 hex digits of its recipe>, unless it is there; return it.
 
-    Changed text gets another directory. Documents may be longer than by default, and one process tokenizes.
+    Changed text gets another directory. Documents may be longer than by default.
 
     Raises:
         InputError: as in `prepare`; the message names `data.path`.
@@ -111,7 +110,8 @@ def prepare_text(data: DataConfig, lossy: bool) -> Path:
             validation_fraction=data.validation_fraction,
             workers=1,  # of the longest documents, few fit in memory
         )
-        output = Path(data.cache_dir, json_digest(_recipe(config, *_inputs(config)))[:16])
+        recipe, *_ = _recipe(config)
+        output = Path(data.cache_dir, json_digest(recipe)[:16])
         corpus, record = prepare(dataclasses.replace(config, output=str(output)))
     except InputError as error:
         raise InputError(f"data.path = {data.path!r}: {error}") from error
@@ -124,22 +124,22 @@ def prepare_text(data: DataConfig, lossy: bool) -> Path:
     return directory
 
 
-def _inputs(config: PrepareConfig, *excluded: Path) -> tuple[list[InputFile], Tokenizer | None]:
-    """Return the input files outside `excluded` directories, and the tokenizer, or None if it has to be trained."""
-    files = find_files(config.input, excluded)
+def _recipe(config: PrepareConfig, *excluded: Path) -> tuple[dict[str, Any], list[InputFile], Tokenizer | None]:
+    """Return everything that the result depends on, as JSON; and input files and tokenizer, or None to train one.
+
+    Files in the `excluded` directories are left out.
+    """
+    files, tokenizer = find_files(config.input, excluded), None
     if config.tokenizer is not None:
-        return files, read_tokenizer(config.tokenizer, "tokenizer")
-    of_ids = next((file.path for file in files if holds_ids(file.path)), None)
-    require(of_ids is None, "train_bpe", config.train_bpe, f"{of_ids} has ids: give their tokenizer, --tokenizer")
-    return files, None
-
-
-def _recipe(config: PrepareConfig, files: list[InputFile], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return everything that the result depends on, as JSON."""
-    trained = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
+        tokenizer = read_tokenizer(config.tokenizer, "tokenizer")
+        name: dict[str, Any] = {"tokenizer": tokenizer.name}
+    else:
+        of_ids = next((file.path for file in files if holds_ids(file.path)), None)
+        require(of_ids is None, "train_bpe", config.train_bpe, f"{of_ids} has ids: give their tokenizer, --tokenizer")
+        name = {"train_bpe": config.train_bpe, "train_bpe_bytes": TRAIN_BPE_BYTES}
     recipe = {
         "format_version": FORMAT_VERSION,
-        **({"tokenizer": tokenizer.name} if tokenizer else trained),
+        **name,
         "text_field": config.text_field,
         "where": config.conditions,
         "min_length": config.min_length,
@@ -147,7 +147,7 @@ def _recipe(config: PrepareConfig, files: list[InputFile], tokenizer: Tokenizer 
         "validation_fraction": config.validation_fraction,
         "input": {file.path: [file.num_bytes, file.version] for file in files},
     }
-    return json.loads(json.dumps(recipe))
+    return json.loads(json.dumps(recipe)), files, tokenizer
 
 
 def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
