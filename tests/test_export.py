@@ -1,6 +1,7 @@
 """Export: transformers gives the run's logits, tokens and log-likelihoods; importing it again is bit-exact."""
 
 import copy
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -113,70 +114,51 @@ def tokens(batch: int = 2, length: int = 20) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_logits_are_those_of_the_run(name, exported):
+def test_the_exported_model_is_that_of_the_run(name, exported, tmp_path):
+    """Compare logits, generation from prompts padded to the left, and the parameters after importing it again."""
     workdir, directory = exported(name)
+    trained, model = read_trained(workdir, "newest", {}), load_model(directory)
+    config, (mesh, params) = trained.run.model, restore(trained)
     with torch.no_grad():
-        found = load_model(directory)(torch.tensor(tokens()), use_cache=False).logits.numpy()
-    expected = logits(*ours(workdir), tokens())
+        found = model(torch.tensor(tokens()), use_cache=False).logits.numpy()
+    expected = logits(config, params, tokens())
     assert expected.std() > 0.1
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
-
-@pytest.mark.parametrize("name", EVERY_MODEL)
-def test_greedy_generation_is_that_of_the_run(name, exported):
-    """Generate with transformers' cache, from prompts of different lengths padded to the left."""
-    workdir, directory = exported(name)
-    trained = read_trained(workdir, "newest", {})
-    mesh, params = restore(trained)
     prompts = [tokens()[0, :9], tokens()[1, :4]]
-    steps = generate(trained.run.model, params, mesh, prompts, max_new_tokens=12, sampling=Sampling(0.0, None, 1.0))
+    options = {"max_new_tokens": 12, "do_sample": False}
+    steps = generate(config, params, mesh, prompts, max_new_tokens=12, sampling=Sampling(0.0, None, 1.0))
     expected = np.stack(list(steps), axis=1)
-    model = load_model(directory)
-    model.generation_config.eos_token_id = None
-    padded, mask = torch.zeros((2, 9), dtype=torch.long), torch.zeros((2, 9), dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        padded[row, 9 - len(prompt) :], mask[row, 9 - len(prompt) :] = torch.tensor(prompt), 1
-    found = model.generate(padded, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    np.testing.assert_array_equal(found[:, 9:], expected)
     assert len(set(expected.flat)) > 2
-    alone = model.generate(padded[:1], max_new_tokens=12, do_sample=False, use_cache=False)
+    model.generation_config.eos_token_id = None
+    padded = torch.tensor(np.stack([prompts[0], np.pad(prompts[1], (5, 0))]))
+    found = model.generate(padded, attention_mask=torch.tensor([[1] * 9, [0] * 5 + [1] * 4]), **options)
+    np.testing.assert_array_equal(found[:, 9:], expected)
+    alone = model.generate(padded[:1], use_cache=False, **options)
     np.testing.assert_array_equal(alone[:, 9:], expected[:1])
 
-
-@pytest.mark.parametrize("name", EVERY_MODEL)
-def test_export_and_import_give_the_same_bits(name, exported, tmp_path, monkeypatch):
-    """Import a directory of several files; its tensors have more than ten layers, not in alphabetical order."""
-    workdir, directory = exported(name)
-    if name == "llama":
-        workdir = make_run(tmp_path / "run", num_layers=12, **MODELS[name])
-        monkeypatch.setattr(export, "_FILE_BYTES", 30_000)
-        export.export_run(workdir, tmp_path / "several")
-        directory = tmp_path / "several"
-        assert len(list(directory.glob("*.safetensors"))) > 5
     load.import_run(directory, tmp_path / "back")
-    (config, params), (expected_config, expected) = ours(tmp_path / "back"), ours(workdir)
-    chex.assert_trees_all_equal(params, expected)
-    for field in ("rotary", "bias", "processor", "window", "head_dim", "mlp_width", "norm", "tied_embeddings"):
-        assert getattr(config, field) == getattr(expected_config, field)
+    back, found_params = ours(tmp_path / "back")
+    chex.assert_trees_all_equal(found_params, params)
+    computed = {"attention": config.attention, "initializer": config.initializer}
+    assert dataclasses.replace(back, **computed) == config
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
-    """Norms, biases of positions and processors stay in float32, in the files and in the model of any dtype."""
+def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):
+    """Norms, biases of positions and processors stay in float32, in the files and in the model."""
     workdir, directory = exported("llama")
     monkeypatch.setattr(export, "_FILE_BYTES", 4000)
-    export.export_run(workdir, tmp_path / "small", dtype=dtype)
+    export.export_run(workdir, tmp_path / "small", dtype="bfloat16")
     weight_map = json.loads((tmp_path / "small" / INDEX_FILE).read_text())["weight_map"]
     files = {file: safetensors.torch.load_file(tmp_path / "small" / file) for file in sorted(set(weight_map.values()))}
     assert len(files) > 2
     assert {name: file for file, tensors in files.items() for name in tensors} == weight_map
     assert all(sum(x.nbytes for x in tensors.values()) <= 4000 for tensors in files.values() if len(tensors) > 1)
-    kind = getattr(torch, dtype)
-    model, converted = load_model(tmp_path / "small"), load_model(directory, dtype=kind).state_dict()
+    model, converted = load_model(tmp_path / "small"), load_model(directory, dtype=torch.bfloat16).state_dict()
     exact = load_model(directory).state_dict()
     for name, tensor in model.state_dict().items():
         is_small = any(part in name for part in ("norm", ".bias.", "processor"))
-        assert tensor.dtype == (torch.float32 if is_small else kind)
+        assert tensor.dtype == (torch.float32 if is_small else torch.bfloat16)
         for other in (exact[name].to(tensor.dtype), files[weight_map[name]][name], converted[name]):
             assert torch.equal(tensor, other)
     expected = logits(*ours(workdir), tokens())
@@ -186,10 +168,9 @@ def test_sixteen_bits_in_several_files(dtype, exported, tmp_path, monkeypatch):
     assert np.abs(found - expected).max() > 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("fire", marks=pytest.mark.slow)])
-def test_a_model_saved_by_pytorch_is_imported(name, exported, tmp_path):
+def test_a_model_saved_by_pytorch_is_imported(exported, tmp_path):
     """Import a model that transformers has loaded, changed and saved, with its code."""
-    workdir, directory = exported(name)
+    workdir, directory = exported("llama")
     model = load_model(directory)
     with torch.no_grad():
         model.layers[1].mlp.up_DF += 1
@@ -205,7 +186,7 @@ def test_a_model_saved_by_pytorch_is_imported(name, exported, tmp_path):
 
 
 def test_training_in_pytorch(exported):
-    """Check that the loss is the mean over next tokens, and that gradient checkpointing changes no gradient."""
+    """Check that the loss is the mean over next tokens, and that checkpointing changes no gradient."""
     _, directory = exported("pythia")
     x = torch.tensor(tokens())
     gradients = []
@@ -221,23 +202,11 @@ def test_training_in_pytorch(exported):
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
-    assert all(
-        gradient is not None and gradient.abs().max() > 0 for gradient in gradients[0].values() if gradient.ndim > 1
-    )
-
-
-def test_losses_of_accumulated_batches_are_divided_by_all_tokens(exported):
-    """`Trainer` requires this of models that accept any argument: it does not divide by the number of batches."""
-    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
-    labels = x.clone()
-    labels[0, :13] = -100
-    with torch.no_grad():
-        expected = model(x, labels=labels).loss
-        num_items = (labels[:, 1:] != -100).sum()
-        parts = [model(x[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=num_items).loss for i in range(2)]
-        means = [model(x[i : i + 1], labels=labels[i : i + 1]).loss for i in range(2)]
-    torch.testing.assert_close(sum(parts), expected)
-    assert abs(sum(means) / 2 - expected) > 1e-3
+        assert gradient.ndim < 2 or gradient.abs().max() > 0
+    labels = x.masked_fill(torch.arange(40).reshape(2, 20) < 13, -100)
+    num_items = (labels[:, 1:] != -100).sum()  # `Trainer` divides by it, not by the number of accumulated batches
+    parts = [model(x[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=num_items).loss for i in range(2)]
+    torch.testing.assert_close(sum(parts), model(x, labels=labels).loss)
 
 
 def test_generation_with_beams_samples_and_hidden_states(exported):
@@ -258,26 +227,19 @@ def test_generation_with_beams_samples_and_hidden_states(exported):
     torch.testing.assert_close(out.logits[0], last[:, -1] @ model.unembedding_DV)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_arguments_that_would_be_ignored_are_refused(exported):
+    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"position_ids": torch.arange(20)[None] % 15}, "position_ids: must count the tokens"),
         ({"position_ids": torch.arange(21)[None]}, "position_ids: must count the tokens"),
         ({"inputs_embeds": torch.zeros(2, 20, 16)}, "inputs_embeds: must be None"),
         ({"output_attentions": True}, "output_attentions: must be None"),
         ({"attention_mask": torch.ones(2, 19)}, r"shape of attention_mask = \(2, 19\): must be \(2, 20\)"),
-        ({"attention_mask": torch.ones(2, 1, 20, 20)}, "shape of attention_mask"),
         ({"attention_mask": torch.tensor([[1] * 5 + [0] * 5 + [1] * 10] * 2)}, "must have no zeros between ones"),
-    ],
-)
-def test_arguments_that_would_be_ignored_are_refused(options, message, exported):
-    model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
-    with pytest.raises(ValueError, match=message):
-        model(x, **options)
-    harmless = {"token_type_ids": torch.zeros_like(x), "head_mask": None, "output_attentions": False, "more": {}}
-    with torch.no_grad():
-        expected = model(x).logits
-        assert torch.equal(model(x, position_ids=torch.arange(20)[None], **harmless).logits, expected)
+    ]
+    for options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            model(x, **options)
 
 
 def test_padding(exported):
@@ -299,13 +261,17 @@ def test_padding(exported):
         model.generate(x, max_new_tokens=2, cache_implementation="static")
 
 
-def test_the_cache_has_both_of_its_names(exported):
+def test_harmless_arguments_and_both_names_of_the_cache(exported):
     model, x = load_model(exported("llama")[1]), torch.tensor(tokens())
+    harmless = {"token_type_ids": torch.zeros_like(x), "head_mask": None, "output_attentions": False}
     with torch.no_grad():
-        expected = model(x).logits[:, -1:]
+        expected = model(x).logits
+        assert torch.equal(model(x, position_ids=torch.arange(20)[None], **harmless).logits, expected)
+        assert torch.equal(model(x, return_dict=False)[0], expected)
         for name in ("past_key_values", "cache"):
             cache = model(x[:, :-1])[CACHE]
-            torch.testing.assert_close(model(x[:, -1:], **{name: cache}).logits, expected, rtol=1e-5, atol=1e-5)
+            last = model(x[:, -1:], **{name: cache}).logits
+            torch.testing.assert_close(last, expected[:, -1:], rtol=1e-5, atol=1e-5)
         with pytest.raises(ValueError, match="past_key_values = 'DynamicCache': must be None beside cache"):
             model(x, cache=cache, past_key_values=cache)
 
@@ -350,14 +316,9 @@ def test_bad_input_is_named(exported, tmp_path, monkeypatch):
         export.export_run(workdir, directory)
     with pytest.raises(InputError, match="dtype = 'int8': must be one of"):
         export.export_run(workdir, tmp_path / "out", dtype="int8")
-    with pytest.raises(InputError, match=r"step = '7': must be one of"):
-        export.export_run(workdir, tmp_path / "out", step="7")
-    with pytest.raises(InputError, match=r"must be a directory written by dape-train"):
-        export.export_run(tmp_path / "nowhere", tmp_path / "out")
     refused = {
         "norm_first = False: must be one of": ENCODER | {"causal": True},
         "bias.name = 'cope': must be one of": {"bias": {"name": "cope"}},
-        "bias.name = 'sandwich': must be one of": {"bias": {"name": "sandwich"}},
         "processor.edge = 'listing': must be one of": {"processor": {"name": "dape", "edge": "listing"}},
         "processor.leak = True: must be one of": {"processor": {"name": "dape", "leak": True}},
     }
@@ -375,18 +336,11 @@ def test_the_command_lines(exported, tmp_path):
     """Export, import and evaluate with the command lines."""
     workdir, _ = exported("llama")
     command = run_command(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
-    assert command.returncode == 0, command.stderr
-    assert command.stdout == f"exported: {tmp_path}/out\n"
-    again = run_command(*EXPORT, f"--workdir={workdir}", f"--output={tmp_path}/out")
-    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
-    command = run_command(
-        "-m", "dape_jax.pretrained.import_command", f"--source={tmp_path}/out", f"--workdir={tmp_path}/run"
-    )
+    assert (command.returncode, command.stdout) == (0, f"exported: {tmp_path}/out\n"), command.stderr
+    command = run_command(*IMPORT, f"--source={tmp_path}/out", f"--workdir={tmp_path}/run")
     assert command.returncode == 0, command.stderr
     assert f"run: {tmp_path}/run\n" in command.stdout
-    bad = run_command(
-        "-m", "dape_jax.pretrained.import_command", f"--source={tmp_path}/run", f"--workdir={tmp_path}/other"
-    )
+    bad = run_command(*IMPORT, f"--source={tmp_path}/run", f"--workdir={tmp_path}/other")
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1)
     assert "must have model.safetensors" in bad.stderr
 

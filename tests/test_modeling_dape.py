@@ -13,7 +13,7 @@ from helpers import ALL_PROCESSORS, SMALL_BIAS, make_bias, make_processor
 
 import dape_jax
 from dape_jax.model.positions import ROTARY, Llama3Rope, Yarn
-from dape_jax.model.processors import DapeConfig, Plain
+from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import TransformerConfig, flat_params
 from dape_jax.pretrained import modeling_dape as theirs
 from dape_jax.pretrained.export import EXPORTED
@@ -22,80 +22,59 @@ from dape_jax.pretrained.families import NOT_EXPORTED
 pytestmark = pytest.mark.hf
 torch.set_num_threads(1)
 
-LENGTH = 13
 PROCESSORS = {
     name: config for name, config in ALL_PROCESSORS.items() if name == "none" or isinstance(config, DapeConfig)
 }
-FAST = {
-    ("kerple", "dape3"),
-    ("nope", "causal4"),
-    ("alibi", "none"),
-    ("t5", "equation2"),
-    ("fire", "of_bias"),
-    ("kerple", "dape1"),
-}
+# Every bias, and every option of DAPE.
+CASES = (
+    *(("nope", "causal4"), ("nope", "dape3"), ("alibi", "none"), ("kerple", "dape1"), ("kerple", "dape3")),
+    *(("t5", "equation2"), ("t5", "of_scores"), ("fire", "of_bias")),
+)
 
 
-def operator_cases() -> list:
-    """Return every bias with and without DAPE1x3, and every processor with and without a bias."""
-    cases = {(bias, processor) for bias in ("nope", *theirs.BIASES) for processor in ("none", "dape3")}
-    cases |= {(bias, processor) for bias in ("kerple", "nope") for processor in PROCESSORS}
-    cases = (cases | FAST) - {("nope", "of_bias")}
-    return [
-        pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST), id="-".join(case)) for case in sorted(cases)
-    ]
-
-
-def spec_of(processor: str) -> dict[str, Any]:
+def make_twins(bias: str, processor: str, heads: int, head_dim: int) -> torch.nn.ModuleDict:
+    """Return PyTorch's bias and processor in double precision, or None, as arguments of `attend`."""
     config = PROCESSORS[processor]
-    return {"name": "dape", **vars(config)} if isinstance(config, DapeConfig) else {"name": "none"}
+    spec = {"name": "dape", **vars(config)} if isinstance(config, DapeConfig) else {"name": "none"}
+    twins = {
+        "bias": theirs.make_bias({"name": bias} | SMALL_BIAS.get(bias, {}), heads, head_dim),
+        "processor": theirs.make_processor(spec, heads, bias != "nope"),
+    }
+    return torch.nn.ModuleDict(twins).double()
 
 
-def as_torch(module: torch.nn.Module | None, ours: Any) -> Any:
-    """Copy the parameters of one of our modules to its PyTorch twin, in double precision."""
-    if module is None:
-        assert ours is None or isinstance(ours, Plain)
-        return None
-    params = flat_params(nnx.to_pure_dict(nnx.state(ours, nnx.Param)))
-    state = {".".join(path): torch.tensor(np.asarray(leaf, np.float64)) for path, leaf in params.items()}
-    module.double().load_state_dict(state)
-    return module
+def by_name(params: Any) -> dict[str, torch.Tensor]:
+    return {".".join(path): torch.tensor(np.asarray(x)) for path, x in flat_params(nnx.to_pure_dict(params)).items()}
 
 
-def random_params(module: Any, seed: int) -> Any:
-    """Return a module whose parameters are random, none of them 0."""
-    if module is None:
-        return None
-    draw = np.random.default_rng(seed)
-    graphdef, state = nnx.split(module)
-
-    def random(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        numbers = draw.normal(0, 0.4, leaf.shape)
-        is_positive = any(key in jax.tree_util.keystr(path) for key in ("p_H", "a_H", "'c'", "threshold"))
-        return jnp.asarray(np.exp(numbers) if is_positive else numbers)
-
-    return nnx.merge(graphdef, jax.tree_util.tree_map_with_path(random, state))
+def random_param(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    """Return a random parameter without a 0."""
+    name = jax.tree_util.keystr(path)
+    numbers = np.random.default_rng(sum(name.encode())).normal(0, 0.4, leaf.shape)
+    is_positive = any(key in name for key in ("p_H", "a_H", "'c'", "threshold"))
+    return jnp.asarray(np.exp(numbers) if is_positive else numbers)
 
 
 def test_all_that_is_exported_is_there():
     """A field of the model that PyTorch lacks would be ignored."""
-    assert set(EXPORTED["bias", "name"]) == {"nope", *theirs.BIASES}
+    assert set(EXPORTED["bias", "name"]) == {"nope", *theirs.BIASES} == {bias for bias, _ in CASES}
     fields = {field.name for field in dataclasses.fields(TransformerConfig)} - set(NOT_EXPORTED)
     assert fields == set(theirs.DEFAULTS) - {"max_position_embeddings", "use_cache"}
 
 
-@pytest.mark.parametrize(("bias", "processor"), operator_cases())
+@pytest.mark.parametrize(("bias", "processor"), CASES)
 def test_values_and_gradients_are_those_of_jax(bias, processor, float64):
     """Compare in float64, with grouped keys and a window, in one block and in blocks of rows."""
-    H, K, window = 4, 6, 7
-    modules = nnx.Dict(
-        bias=random_params(make_bias(bias, H, K), 1),
-        processor=random_params(make_processor(processor, H, bias != "nope", jnp.float64), 2),
-    )
+    length, H, K, window = 13, 4, 6, 7
+    modules = {
+        "bias": make_bias(bias, H, K),
+        "processor": make_processor(processor, H, bias != "nope", jnp.float64),
+    }
+    graphdef, params = nnx.split(nnx.Dict(modules))
+    params = jax.tree_util.tree_map_with_path(random_param, params)
     draw = np.random.default_rng(0)
-    q, k, v, weight = (draw.normal(size=(2, LENGTH, heads, K)) for heads in (H, 2, 2, H))
-    pos = jnp.arange(LENGTH)
-    graphdef, params = nnx.split(modules)
+    q, k, v, weight = (draw.normal(size=(2, length, heads, K)) for heads in (H, 2, 2, H))
+    pos = jnp.arange(length)
 
     @jax.jit
     def loss(params, q, k, v):
@@ -105,30 +84,20 @@ def test_values_and_gradients_are_those_of_jax(bias, processor, float64):
     (_, expected), gradients = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(
         params, *map(jnp.asarray, (q, k, v))
     )
-    options = SMALL_BIAS.get(bias, {})
-    bias_module = as_torch(theirs.make_bias({"name": bias} | options, H, K), modules.bias)
-    processor_module = as_torch(theirs.make_processor(spec_of(processor), H, bias != "nope"), modules.processor)
+    twins = make_twins(bias, processor, H, K)
+    twins.load_state_dict(by_name(params))
     for block_size in (None, 4):
         inputs = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
-        for module in (bias_module, processor_module):
-            if module is not None:
-                module.zero_grad()
-        out = theirs.attend(*inputs, bias=bias_module, processor=processor_module, window=window, block_size=block_size)
+        twins.zero_grad()
+        out = theirs.attend(*inputs, **twins, window=window, block_size=block_size)
         np.testing.assert_allclose(out.detach().numpy(), expected, rtol=0, atol=1e-10)
         (out * torch.tensor(weight)).sum().backward()
         for found, gradient in zip(inputs, gradients[1:], strict=True):
             np.testing.assert_allclose(found.grad.numpy(), gradient, rtol=0, atol=1e-9)
-        of_params = flat_params(nnx.to_pure_dict(gradients[0]))
-        found = {
-            f"{part}.{key}": parameter.grad.numpy()
-            for part, module in (("bias", bias_module), ("processor", processor_module))
-            if module is not None
-            for key, parameter in module.named_parameters()
-        }
-        assert len(found) == len(of_params)
-        for path, gradient in of_params.items():
-            key = ".".join(map(str, path))
-            np.testing.assert_allclose(found[key], gradient, rtol=1e-9, atol=1e-8, err_msg=key)
+        of_params, found = by_name(gradients[0]), dict(twins.named_parameters())
+        assert found.keys() == of_params.keys()
+        for name, gradient in of_params.items():
+            torch.testing.assert_close(found[name].grad, gradient, rtol=1e-9, atol=1e-8)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -139,12 +108,10 @@ def test_values_and_gradients_are_those_of_jax(bias, processor, float64):
 def test_rows_are_the_same_alone_in_blocks_and_padded(bias, processor, window):
     """Compare the last rows alone, as with a cache; in blocks; and with different padding for each sequence."""
     torch.manual_seed(0)
-    module = theirs.make_bias({"name": bias} | SMALL_BIAS.get(bias, {}), 4, 6)
-    made = theirs.make_processor(spec_of(processor), 4, bias != "nope")
-    for part in (module, made):
-        for parameter in () if part is None else part.double().parameters():
-            torch.nn.init.uniform_(parameter, 0.1, 1.0) if parameter.ndim < 2 else torch.nn.init.normal_(parameter)
-    options = {"bias": module, "processor": made, "window": window}
+    twins = make_twins(bias, processor, 4, 6)
+    for parameter in twins.parameters():
+        torch.nn.init.uniform_(parameter, 0.1, 1.0) if parameter.ndim < 2 else torch.nn.init.normal_(parameter)
+    options = {**twins, "window": window}
     q, k, v = (torch.randn(2, 17, heads, 6, dtype=torch.float64) for heads in (4, 2, 2))
     with torch.no_grad():
         expected = theirs.attend(q, k, v, **options)
@@ -256,13 +223,19 @@ def attend_random(num_rows: int = 5, key_heads: int = 4, **options: Any) -> torc
     [
         (lambda: theirs.Dape(2, True, kernel_width=2), "kernel_width = 2: must be odd"),
         (lambda: theirs.Dape(2, False, inputs="bias"), "inputs = 'bias'"),
-        (lambda: theirs.make_processor({"name": "dape", "edge": "listing"}, 2, True), "edge = 'listing': must be 'pre"),
-        (lambda: theirs.make_processor({"name": "dape", "leak": True}, 2, True), "leak = True: must be False"),
+        (
+            lambda: theirs.make_processor({"name": "dape", "edge": "listing"}, 2, True),
+            "edge = 'listing': must be one of",
+        ),
+        (lambda: theirs.make_processor({"name": "dape", "leak": True}, 2, True), "leak = True: must be one of"),
         (lambda: theirs.DapeConfig(norm="batch"), "norm = 'batch': must be one of"),
         (lambda: theirs.DapeConfig(bias={"name": "alibis"}), "bias = 'alibis': must be one of"),
         (lambda: theirs.DapeConfig(num_heads=6, num_kv_heads=4), "num_kv_heads = 4: must divide num_heads = 6"),
-        (lambda: attend_random(processor=theirs.Dape(4, True)), "bias: none is given, .* made with has_bias=True"),
-        (lambda: attend_random(bias=theirs.Alibi(4), processor=theirs.Dape(4, False)), "bias: one is given"),
+        (lambda: attend_random(processor=theirs.Dape(4, True)), "must be given, as has_bias=True"),
+        (
+            lambda: attend_random(bias=theirs.Alibi(4), processor=theirs.Dape(4, False)),
+            "must be None, as has_bias=False",
+        ),
         (lambda: attend_random(key_heads=3), "heads of k = 3: must divide the 4 heads of q"),
         (lambda: attend_random(num_rows=6), "rows of q = 6: must be at most the 5 keys"),
         (lambda: attend_random(window=0), "window = 0: must be 1 or more"),

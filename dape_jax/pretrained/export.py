@@ -67,10 +67,11 @@ def export_run(workdir: epath.PathLike, output: Path, *, step: str = "newest", d
         write_tensors(params, temporary, dtype)
         config = hf_config(trained, tokenizer, dtype)
         write_json(temporary / CONFIG_FILE, config)
-        write_json(temporary / "generation_config.json", generation_config(config))
+        generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "use_cache")}
+        write_json(temporary / "generation_config.json", generation | {"pad_token_id": config["eos_token_id"]})
         write_tokenizer(tokenizer, temporary)
         shutil.copy(Path(__file__).with_name(MODELING_FILE), temporary)
-        (temporary / "README.md").write_text(model_card(trained))
+        (temporary / "README.md").write_text(model_card(trained), encoding="utf-8")
         temporary.rename(output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -93,12 +94,6 @@ def hf_config(trained: TrainedModel, tokenizer: Tokenizer, dtype: str) -> dict[s
         "eos_token_id": tokenizer.end_of_document,
         "use_cache": True,
     }
-
-
-def generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of `generation_config.json`, given the content of `config.json`."""
-    shared = {name: config[name] for name in ("bos_token_id", "eos_token_id", "use_cache")}
-    return shared | {"pad_token_id": config["eos_token_id"]}
 
 
 def write_tensors(params: Params, directory: Path, dtype: str) -> None:
@@ -143,7 +138,7 @@ def write_tensors(params: Params, directory: Path, dtype: str) -> None:
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write `tokenizer.json` and its config, without a maximum length; for `Bytes` with one token per byte."""
     content = byte_tokenizer_json() if isinstance(tokenizer, Bytes) else tokenizer.content
-    (directory / TOKENIZER_FILE).write_text(content + "\n")
+    (directory / TOKENIZER_FILE).write_text(content + "\n", encoding="utf-8")
     parsed = json.loads(content)
     (end,) = [token["content"] for token in parsed["added_tokens"] if token["id"] == tokenizer.end_of_document]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

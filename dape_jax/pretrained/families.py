@@ -44,7 +44,6 @@ ACTIVATIONS = {
 }
 
 SCALINGS = {"default": "rope", "linear": "pi", "llama3": "llama3", "yarn": "yarn"}  # our rotary embeddings
-_LARGEST_FLOAT = 1e300
 
 # Fields of the `model` section for training and computation in JAX; exported configs do not have them.
 NOT_EXPORTED = ("initializer", "attention", "remat", "dtype", "dropout", "num_outputs")
@@ -65,26 +64,19 @@ class Fields:
         """Return a field, or the default if it is missing or null. Without a default the field is required.
 
         Raises:
-            InputError: the field is missing, has another type, or is not a finite number.
+            InputError: the field is missing or has another type.
         """
-        self.read.add(name)
-        value = self.config[name] if name in self.config else None
-        if value is None:
-            self.check(default is not None, name, f"must be of type {kind.__name__}")
-            return default
-        is_right = type(value) is kind or (kind is float and type(value) is int)
-        self.check(is_right, name, f"must be of type {kind.__name__}")
-        if kind is float:
-            self.check(abs(value) < _LARGEST_FLOAT, name, "must be finite")  # also an integer of a thousand digits
-            return float(value)
-        return value
+        value = self.optional(name, kind)
+        self.check(value is not None or default is not None, name, f"must be of type {kind.__name__}")
+        return default if value is None else value
 
     def optional(self, name: str, kind: type, missing: Any = None) -> Any:
         """Return a field, None if it is null, or `missing` if the config does not have it."""
         self.read.add(name)
-        if name not in self.config:
-            return missing
-        return None if self.config[name] is None else self.take(name, kind)
+        value = self.config.get(name, missing)
+        is_right = value is None or type(value) is kind or (kind is float and type(value) is int)
+        self.check(is_right, name, f"must be of type {kind.__name__}")
+        return float(value) if kind is float and value is not None else value
 
     def refuse_others(self) -> None:
         """Raise `InputError` for the first unread field that could change the logits.

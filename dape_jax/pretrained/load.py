@@ -22,7 +22,7 @@ from dape_jax.data.tokenizers import TOKENIZER_FILE, Tokenizer, read_tokenizer, 
 from dape_jax.errors import require
 from dape_jax.model.transformer import Params, TransformerConfig, flat_params
 from dape_jax.pretrained.families import BUFFERS, Tensor, family_of
-from dape_jax.pretrained.files import Source, inside, open_source, short
+from dape_jax.pretrained.files import Source, open_source, short
 from dape_jax.sharding import MeshConfig, make_mesh, mesh_of_all_devices
 from dape_jax.storage import absolute
 from dape_jax.training import checkpoint
@@ -55,7 +55,11 @@ def import_run(
     family = family_of(source.config)
     length = family.max_length if train_length is None else train_length
     require(0 < length <= family.max_length, "train_length", length, f"must be 1 to {family.max_length}")
-    chosen = _tokenizer_of(directory, tokenizer)
+    if tokenizer is None:
+        tokenizer = str(directory / TOKENIZER_FILE)
+        has_one = Path(tokenizer).exists()
+        require(has_one, "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
+    chosen = read_tokenizer(tokenizer, "tokenizer")
     require(checkpoint.read_config(workdir) is None, "workdir", str(workdir), "must not contain a run")
     spec = run_spec(family.model | {"dtype": dtype}, length, absolute(workdir) / TOKENIZER_FILE, chosen)
     run = RunConfig.from_dict(spec)
@@ -63,7 +67,7 @@ def import_run(
     require(chosen.vocab_size <= run.model.vocab_size, "vocab_size", run.model.vocab_size, allowed)
     if mesh is None:
         mesh = mesh_of_all_devices(run.model.width)
-    check_tensors(source, family.tensors, run.model.num_layers, run.model.tied_embeddings)
+    check_tensors(source, family.tensors, run.model.num_layers)
     devices = make_mesh(mesh)
     run.check_model_mesh(devices)
     with jax.set_mesh(devices), checkpoint.run_lock(workdir):
@@ -73,14 +77,6 @@ def import_run(
         record = {"config": resolved(run), "data_digest": "", "imported": {"source": str(directory.resolve())}}
         checkpoint.save_params(workdir, params, record)
         checkpoint.write_config(workdir, record)  # last: an import that was killed before can be repeated
-
-
-def _tokenizer_of(directory: Path, tokenizer: str | None) -> Tokenizer:
-    if tokenizer is None:
-        file = inside(directory, TOKENIZER_FILE)
-        require(file.exists(), "source", str(directory), f"has no {TOKENIZER_FILE}; give --tokenizer")
-        tokenizer = str(file)
-    return read_tokenizer(tokenizer, "tokenizer")
 
 
 def run_spec(
@@ -100,7 +96,7 @@ def run_spec(
     ).to_dict()
 
 
-def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, is_tied: bool) -> None:
+def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int) -> None:
     """Compare names, shapes and dtypes of all tensors with those of the config, before anything is allocated.
 
     Raises:
@@ -112,21 +108,21 @@ def check_tensors(source: Source, tensors: dict[str, Tensor], num_layers: int, i
             name = tensor.name.format(layer=layer)
             source.check(name, tensor.shape)
             needed.add(name)
-    tied = {"lm_head.weight", "embed_out.weight"} if is_tied else set()  # some checkpoints contain a copy
-    for name in sorted(set(source.tensors) - needed - tied):
-        require(
-            name.endswith(BUFFERS),
-            f"{source.directory}: {short(name)}",
-            "tensor",
-            "is not supported: the model has no such parameter",
-        )
+    for name in sorted(set(source.tensors) - needed):
+        field = f"{source.directory}: {short(name)}"
+        if "unembedding_DV" not in tensors and name in ("lm_head.weight", "embed_out.weight"):  # some store a copy
+            is_copy = np.array_equal(source.read(name), source.read(tensors["embedding_VD"].name))
+            require(is_copy, field, "tensor", "must be a copy of the embedding, because tie_word_embeddings is true")
+        else:
+            is_known = name.endswith(BUFFERS)
+            require(is_known, field, "tensor", "is not supported: the model has no such parameter")
 
 
 def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerConfig, mesh: Mesh) -> Params:
     """Read a checkpoint's tensors, one at a time, onto the devices.
 
-    Host memory contains one tensor in the dtype of the file, and the part for one device in float32. A parameter of all
-    layers is allocated on the devices, and filled layer by layer.
+    Host memory contains one tensor, in the dtype of the file and in float32. A parameter of all layers is allocated on
+    the devices, and filled layer by layer.
 
     Raises:
         InputError: a tensor contains NaN or infinity, or cannot be read.
@@ -143,8 +139,8 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
                 params[paths[name]] = _put(source, tensor, 0, whole.shape, whole.sharding)
                 bar.update()
                 continue
-            stacked, sharding = _zeros(whole.shape, whole.sharding), whole.sharding
-            part = NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+            stacked = jnp.zeros(whole.shape, jnp.float32, device=whole.sharding)
+            part = NamedSharding(mesh, PartitionSpec(*whole.sharding.spec[1:]))
             for layer in range(config.num_layers):
                 value = _put(source, tensor, layer, whole.shape[1:], part)
                 stacked = jax.block_until_ready(_with_layer(stacked, value, layer))
@@ -156,20 +152,12 @@ def read_params(source: Source, tensors: dict[str, Tensor], config: TransformerC
 def _put(source: Source, tensor: Tensor, layer: int, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
     """Put a tensor in our layout on its devices, and wait: queued transfers would keep several tensors in memory."""
     name = tensor.name.format(layer=layer)
-    value, shards = tensor.convert(source.read(name)), []
+    value = np.asarray(tensor.convert(source.read(name)), np.float32, order="C")
     assert value.shape == shape, (name, value.shape, shape)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        part = np.asarray(value[index], np.float32, order="C")
-        # Check only the extremes: `isfinite` of all values would allocate an array. The minimum is NaN if any value is.
-        is_finite = bool(np.isfinite(part.min()) and np.isfinite(part.max()))
-        require(is_finite, f"{source.directory}: {name}", "NaN or infinity", "must be finite")
-        shards.append(jax.block_until_ready(jax.device_put(part, device)))
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _zeros(shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    return jax.lax.with_sharding_constraint(jnp.zeros(shape, jnp.float32), sharding)
+    # Check only the extremes: `isfinite` of all values would allocate an array. The minimum is NaN if any value is.
+    is_finite = bool(np.isfinite(value.min()) and np.isfinite(value.max()))
+    require(is_finite, f"{source.directory}: {name}", "NaN or infinity", "must be finite")
+    return jax.block_until_ready(jax.device_put(value, sharding))
 
 
 @functools.partial(jax.jit, donate_argnums=0)

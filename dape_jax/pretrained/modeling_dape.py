@@ -18,10 +18,10 @@ Source: Zheng et al., "DAPE V2: Process Attention Score as Feature Map for Lengt
 biases and rotary embeddings see each class.
 """
 
-import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,16 +31,18 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 SLOPE = 0.01  # negative slope of the LeakyReLU
 BLOCK_BYTES = 2**27  # maximum size of the scores of one block of rows
-KEY_SIZES = 8  # blocks of rows read 1/8, 2/8, .. of the keys of causal attention
 ACTIVATIONS = {
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
     "silu": functional.silu,
 }
+# Arguments that tokenizers and trainers pass to every model, and that have no effect here.
+_WITHOUT_EFFECT = ("cache_position", "token_type_ids")
 # Name of the cache in the outputs of a model, and of the argument of `forward` that `generate` passes it as.
 CACHE = "past_key_values"  # up to transformers 5.23
 if "cache" in {field.name for field in dataclasses.fields(CausalLMOutputWithPast)}:
@@ -81,6 +83,10 @@ def _require(condition: bool, name: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{name} = {value!r}: {allowed}")
 
 
+def _one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    _require(value in allowed, name, value, f"must be one of {list(allowed)}")
+
+
 class DapeConfig(PretrainedConfig):
     """Model section of a run's config, and the train length.
 
@@ -103,17 +109,13 @@ class DapeConfig(PretrainedConfig):
         self.num_kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         self.head_dim = self.width // self.num_heads if self.head_dim is None else self.head_dim
         self.mlp_width = 4 * self.width if self.mlp_width is None else self.mlp_width
-        choices: dict[str, tuple[Any, Iterable[Any]]] = {
-            "norm": (self.norm, ("layer_norm", "rms_norm")),
-            "activation": (self.activation, ACTIVATIONS),
-            "rotary": (self.rotary["name"], ("none", "rope", "pi", "ntk", "yarn", "llama3")),
-            "bias": (self.bias["name"], ["nope", *BIASES]),
-            "processor": (self.processor["name"], ("none", "dape")),
-            "causal": (self.causal, (True,)),
-            "norm_first": (self.norm_first, (True,)),
-        }
-        for name, (value, allowed) in choices.items():
-            _require(value in list(allowed), name, value, f"must be one of {list(allowed)}")
+        _one_of("norm", self.norm, ("layer_norm", "rms_norm"))
+        _one_of("activation", self.activation, ACTIVATIONS)
+        _one_of("rotary", self.rotary["name"], ("none", "rope", "pi", "ntk", "yarn", "llama3"))
+        _one_of("bias", self.bias["name"], ("nope", *BIASES))
+        _one_of("processor", self.processor["name"], ("none", "dape"))
+        _one_of("causal", self.causal, (True,))
+        _one_of("norm_first", self.norm_first, (True,))
         divides = self.num_heads % self.num_kv_heads == 0
         _require(divides, "num_kv_heads", self.num_kv_heads, f"must divide num_heads = {self.num_heads}")
         fields["tie_word_embeddings"] = False  # a tied model uses the table twice and has no second parameter to tie
@@ -141,24 +143,23 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
     if name == "ntk":
         base *= factor ** (size / (size - 2))
     frequencies, scale = [base ** (-m / size) for m in range(0, size, 2)], 1.0
-    if name == "pi":
-        frequencies = [w / factor for w in frequencies]
-    elif name == "yarn":
+    kept = [0.0 if name == "pi" else 1.0] * len(
+        frequencies
+    )  # share of each frequency that is not divided by the factor
+    if name == "yarn":
 
         def dim_of(turns: float) -> float:
             return size * math.log(rotary["train_length"] / (turns * 2 * math.pi)) / (2 * math.log(base))
 
         low = max(math.floor(dim_of(rotary["beta_fast"])), 0)
         high = min(math.ceil(dim_of(rotary["beta_slow"])), size - 1)
-        ramp = [min(max((m - low) / ((high - low) or 1e-3), 0), 1) for m in range(size // 2)]
-        frequencies = [(1 - g) * w + g * w / factor for g, w in zip(ramp, frequencies, strict=True)]
+        kept = [1 - min(max((m - low) / ((high - low) or 1e-3), 0), 1) for m in range(size // 2)]
         scale = 0.1 * math.log(factor) + 1
     elif name == "llama3":
         low, high = rotary["low_frequency_factor"], rotary["high_frequency_factor"]
         turns = [rotary["train_length"] * w / (2 * math.pi) for w in frequencies]
         kept = [min(max((r - low) / (high - low), 0), 1) for r in turns]
-        frequencies = [g * w + (1 - g) * w / factor for g, w in zip(kept, frequencies, strict=True)]
-    return frequencies, scale
+    return [g * w + (1 - g) * w / factor for g, w in zip(kept, frequencies, strict=True)], scale
 
 
 def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
@@ -182,9 +183,17 @@ def rotate(x_BTHK: Tensor, pos_BT: Tensor, rotary: dict[str, Any]) -> Tensor:
 # ---- position biases: modules with parameters
 
 
-def distances(q_pos_BT: Tensor, k_pos_BS: Tensor) -> Tensor:
-    """Return max(query position - key position, 0)."""
-    return (q_pos_BT[:, :, None] - k_pos_BS[:, None, :]).clamp(min=0)
+class Bias(nn.Module):
+    """Base class of biases: a term that is added to the scores and is an input of DAPE."""
+
+    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the bias [B, H, T, S]; B is 1 if it is the same for all sequences."""
+        distance_BTS = (q_pos_BT[:, :, None] - k_pos_BS[:, None, :]).clamp(min=0)
+        return self._of_distance(distance_BTS.to(dtype), q_pos_BT.to(dtype))
+
+    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        """Return the bias at these distances, max(query position - key position, 0)."""
+        raise NotImplementedError
 
 
 def _per_head(x_H: Tensor) -> Tensor:
@@ -193,14 +202,6 @@ def _per_head(x_H: Tensor) -> Tensor:
 
 def _uniform(*shape: int, fan_in: int) -> nn.Parameter:
     return nn.Parameter((2 * torch.rand(*shape) - 1) * fan_in**-0.5)
-
-
-class Bias(nn.Module):
-    """Base class of biases: a term that is added to the scores and is an input of DAPE."""
-
-    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the bias [B, H, T, S]; B is 1 if it is the same for all sequences."""
-        raise NotImplementedError
 
 
 class Alibi(Bias):
@@ -216,9 +217,7 @@ class Alibi(Bias):
         between = [2.0 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * power, 2)]
         self.slopes = (slopes + between)[:num_heads]
 
-    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Bias`."""
-        distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
+    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
         return -_per_head(distance_BTS.new_tensor(self.slopes)) * distance_BTS[:, None]
 
 
@@ -233,10 +232,8 @@ class Kerple(Bias):
         self.p_H = nn.Parameter(2 * torch.rand(num_heads))
         self.a_H = nn.Parameter(torch.rand(num_heads))
 
-    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Bias`."""
-        distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
-        p, a = (x.to(dtype) for x in (self.p_H, self.a_H))
+    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        p, a = (x.to(distance_BTS.dtype) for x in (self.p_H, self.a_H))
         p, a = (_per_head(x + (x.clamp(0.01) - x).detach()) for x in (p, a))  # the gradient is the identity's
         return -p * torch.log1p(a * distance_BTS[:, None])
 
@@ -253,16 +250,13 @@ class T5(Bias):
         exact = num_buckets // 2
         steps = num_buckets - exact
         edges = [exact * (max_distance / exact) ** (m / steps) for m in range(1, steps)]
-        self.first = [math.ceil(round(edge, 9)) for edge in edges]  # distances of the logarithmic buckets
-        self.exact, self.scale = exact, math.sqrt(head_dim)
+        # First distance of every bucket but the first: the first buckets have one distance, the others are logarithmic.
+        self.first = [*range(1, exact + 1), *(math.ceil(round(edge, 9)) for edge in edges)]
+        self.scale = math.sqrt(head_dim)
 
-    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Bias`."""
-        distance_BTS = distances(q_pos_BT, k_pos_BS)
-        edges = torch.tensor(self.first, device=distance_BTS.device)
-        large = self.exact + torch.searchsorted(edges, distance_BTS.contiguous(), right=True)
-        bucket_BTS = torch.where(distance_BTS < self.exact, distance_BTS, large)
-        return self.scale * self.table_NH.to(dtype)[bucket_BTS].permute(0, 3, 1, 2)
+    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        bucket_BTS = torch.bucketize(distance_BTS, distance_BTS.new_tensor(self.first), right=True)
+        return self.scale * self.table_NH.to(distance_BTS.dtype)[bucket_BTS].permute(0, 3, 1, 2)
 
 
 class Fire(Bias):
@@ -289,12 +283,11 @@ class Fire(Bias):
         self.output_MH, self.output_bias_H = _uniform(width, num_heads, fan_in=width), _uniform(num_heads, fan_in=width)
         self.threshold, self.slope = threshold, {"relu": 0.0, "leaky_relu": SLOPE}[activation]
 
-    def forward(self, q_pos_BT: Tensor, k_pos_BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Bias`."""
+    def _of_distance(self, distance_BTS: Tensor, q_pos_BT: Tensor) -> Tensor:
+        dtype = distance_BTS.dtype
         c, threshold = self.c.to(dtype), (self.threshold_multiplier * self.threshold).to(dtype).abs()
-        norm = torch.maximum(q_pos_BT[:, :, None].to(dtype), threshold)
-        distance_BTS = distances(q_pos_BT, k_pos_BS).to(dtype)
-        z_BTS = torch.log1p((c * distance_BTS).abs()) / (torch.log1p((c * norm).abs()) + 1e-6)
+        norm_BT1 = torch.log1p((c * torch.maximum(q_pos_BT, threshold)).abs())[..., None] + 1e-6
+        z_BTS = torch.log1p((c * distance_BTS).abs()) / norm_BT1
         hidden_BTSM = z_BTS[..., None] * self.hidden_M.to(dtype) + self.hidden_bias_M.to(dtype)
         hidden_BTSM = functional.leaky_relu(hidden_BTSM, self.slope)
         return (hidden_BTSM @ self.output_MH.to(dtype) + self.output_bias_H.to(dtype)).permute(0, 3, 1, 2)
@@ -317,8 +310,8 @@ def make_bias(spec: dict[str, Any], num_heads: int, head_dim: int) -> Bias | Non
 def key_convolution(x_BITS: Tensor, kernel_WIO: Tensor, pad: tuple[int, int]) -> Tensor:
     """Convolve along the keys, 1xW, with `pad` zeros (left, right); W - 1 columns fewer than the padded input.
 
-    Except on a CPU, the convolution is a matmul per tap, with shifted sums: by default cuDNN's convolutions round
-    float32 to 10 bits, and the bias far from the query is so large that rounding would lose the scores.
+    Except on a CPU, the convolution is a sum of shifted matmuls: by default cuDNN's convolutions round float32 to 10
+    bits, and the bias far from the query is so large that rounding would lose the scores.
     """
     padded_BITJ, kernel_WIO = functional.pad(x_BITS, pad), kernel_WIO.to(x_BITS.dtype)
     if x_BITS.device.type == "cpu":
@@ -328,12 +321,9 @@ def key_convolution(x_BITS: Tensor, kernel_WIO: Tensor, pad: tuple[int, int]) ->
 
 def convolution_by_taps(padded_BITJ: Tensor, kernel_WIO: Tensor) -> Tensor:
     """Return y[.., j] = sum over w of kernel[w] x[.., j + w], by matmuls."""
-    width, num_columns = kernel_WIO.shape[0], padded_BITJ.shape[-1] - kernel_WIO.shape[0] + 1
-    taps_WBOTJ = torch.einsum("BITJ,WIO->WBOTJ", padded_BITJ, kernel_WIO)
-    y_BOTJ = taps_WBOTJ[0, ..., :num_columns]
-    for w in range(1, width):
-        y_BOTJ = y_BOTJ + taps_WBOTJ[w, ..., w : w + num_columns]
-    return y_BOTJ
+    num_columns = padded_BITJ.shape[-1] - len(kernel_WIO) + 1
+    taps = (torch.einsum("BITJ,IO->BOTJ", padded_BITJ, kernel_IO) for kernel_IO in kernel_WIO)
+    return functools.reduce(torch.add, (tap[..., w : w + num_columns] for w, tap in enumerate(taps)))
 
 
 class Dape(nn.Module):
@@ -368,12 +358,9 @@ class Dape(nn.Module):
         init: str = "uniform",
     ):
         super().__init__()
-        for name, value, allowed in (
-            ("alignment", alignment, ("centered", "causal")),
-            ("inputs", inputs, ("both", "scores", "bias")),
-            ("init", init, ("uniform", "identity")),
-        ):
-            _require(value in allowed, name, value, f"must be one of {allowed}")
+        _one_of("alignment", alignment, ("centered", "causal"))
+        _one_of("inputs", inputs, ("both", "scores", "bias"))
+        _one_of("init", init, ("uniform", "identity"))
         is_possible = kernel_width % 2 == 1 or alignment == "causal"
         _require(is_possible, "kernel_width", kernel_width, "must be odd for a centered kernel")
         _require(inputs != "bias" or has_bias, "inputs", inputs, "must be 'scores' or 'both' without a bias")
@@ -394,20 +381,17 @@ class Dape(nn.Module):
         self.paddings = ((before, 0), (before, 0)) if alignment == "causal" else ((half, 2 * half), (half, 0))
         self.halo = before if alignment == "causal" else half  # keys before the first visible key that a row depends on
 
-    def forward(
-        self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, scores_BHTS: Tensor, bias_BHTS: Tensor | None, mask_BTS: Tensor, is_key_BS: Tensor) -> Tensor:
         """Return the processed scores; where the mask is False, any finite number.
 
         Args:
             scores_BHTS: A.
             bias_BHTS: B, or None.
             mask_BTS: True where the query sees the key.
-            is_key_BS: False for padding to the left of the first key, or None if there is none.
+            is_key_BS: False for padding to the left of the first key.
         """
-        if self.has_bias != (bias_BHTS is not None):
-            given = "none is given" if self.has_bias else "one is given"
-            raise ValueError(f"bias: {given}, but the processor was made with has_bias={self.has_bias}")
+        allowed = f"must be {'given' if self.has_bias else 'None'}, as has_bias={self.has_bias} says"
+        _require(self.has_bias == (bias_BHTS is not None), "bias", type(bias_BHTS).__name__, allowed)
         first_pad, second_pad = self.paddings
         hidden_BCTJ = self.hidden_bias_C.to(scores_BHTS.dtype)[None, :, None, None]
         for x_BHTS, kernel_WHC in ((scores_BHTS, self.scores_WHC), (bias_BHTS, self.bias_WHC)):
@@ -415,10 +399,9 @@ class Dape(nn.Module):
                 visible = torch.where(mask_BTS[:, None], x_BHTS, 0)
                 hidden_BCTJ = hidden_BCTJ + key_convolution(visible, kernel_WHC, first_pad)
         hidden_BCTJ = functional.leaky_relu(hidden_BCTJ, SLOPE)
-        if is_key_BS is not None:  # hidden features left of the first key are zero, as without padding
-            more = hidden_BCTJ.shape[-1] - is_key_BS.shape[-1]
-            is_key_BJ = functional.pad(is_key_BS, (0, more), value=True)
-            hidden_BCTJ = torch.where(is_key_BJ[:, None, None], hidden_BCTJ, 0)
+        # Hidden features left of the first key are zero, as without padding.
+        is_key_BJ = functional.pad(is_key_BS, (0, hidden_BCTJ.shape[-1] - is_key_BS.shape[-1]), value=True)
+        hidden_BCTJ = hidden_BCTJ.masked_fill(~is_key_BJ[:, None, None], 0)
         update_BHTS = key_convolution(hidden_BCTJ, self.output_WCH, second_pad)
         update_BHTS = update_BHTS + _per_head(self.output_bias_H.to(scores_BHTS.dtype))
         base = scores_BHTS + bias_BHTS if self.residual and bias_BHTS is not None else scores_BHTS
@@ -434,9 +417,8 @@ def make_processor(spec: dict[str, Any], num_heads: int, has_bias: bool) -> Dape
     options = dict(spec)
     if options.pop("name") == "none":
         return None
-    for name, only in (("edge", "prefix"), ("leak", False)):
-        value = options.pop(name, only)
-        _require(value == only, name, value, f"must be {only!r}: rows must not change when keys are appended")
+    _one_of("edge", options.pop("edge", "prefix"), ("prefix",))
+    _one_of("leak", options.pop("leak", False), (False,))
     return Dape(num_heads, has_bias, **options)
 
 
@@ -478,38 +460,27 @@ def attend(
     """
     (batch, num_rows, heads, _), (num_keys, groups) = q_BTHK.shape, k_BSGK.shape[1:3]
     _require(heads % groups == 0, "heads of k", groups, f"must divide the {heads} heads of q")
+    _require(num_rows <= num_keys, "rows of q", num_rows, f"must be at most the {num_keys} keys")
     for name, value in (("window", window), ("block_size", block_size)):
         _require(value is None or value > 0, name, value, "must be 1 or more, or None")
-    may_be_padded = k_pos_BS is not None
-    k_pos_BS = torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS
-    k_pos_BS = k_pos_BS[None] if k_pos_BS.ndim == 1 else k_pos_BS
-    _require(num_rows <= num_keys, "rows of q", num_rows, f"must be at most the {num_keys} keys")
-    q_pos_BT = k_pos_BS[:, num_keys - num_rows :]
-    if block_size is None:
-        block_size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys))
-    options = {"bias": bias, "processor": processor, "window": window, "may_be_padded": may_be_padded}
-    if block_size >= num_rows:
-        return _attend_rows(q_BTHK, k_BSGK, v_BSGK, q_pos_BT, k_pos_BS, **options)
+    pos_BS = torch.atleast_2d(torch.arange(num_keys, device=q_BTHK.device) if k_pos_BS is None else k_pos_BS)
+    num_past = num_keys - num_rows
+    size = max(1, BLOCK_BYTES // (4 * batch * heads * num_keys)) if block_size is None else block_size
 
     def of_block(start: int) -> Tensor:
-        rows, last = slice(start, start + block_size), num_keys - num_rows + min(start + block_size, num_rows)
-        if window is None:  # few different sizes, so that the allocator reuses memory
-            keys = slice(0, -(-last * KEY_SIZES // num_keys) * num_keys // KEY_SIZES)
-        else:
-            size = (0 if processor is None else processor.halo) + window - 1 + block_size
-            keys = slice(max(0, last - size), min(num_keys, max(last, size)))
-        args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT[:, rows], k_pos_BS[:, keys]
-        if not torch.is_grad_enabled():
-            return _attend_rows(*args, **options)
-        return checkpoint(_attend_rows, *args, use_reentrant=False, preserve_rng_state=False, **options)
+        stop = min(start + size, num_rows)
+        halo = 0 if processor is None else processor.halo
+        first = 0 if window is None else max(0, num_past + start - window + 1 - halo)
+        rows, keys = slice(start, stop), slice(first, num_past + stop)
+        q_pos_BT = pos_BS[:, num_past + start : num_past + stop]
+        args = q_BTHK[:, rows], k_BSGK[:, keys], v_BSGK[:, keys], q_pos_BT, pos_BS[:, keys], bias, processor, window
+        if size >= num_rows or not torch.is_grad_enabled():
+            return _attend_rows(*args)
+        return checkpoint(_attend_rows, *args, use_reentrant=False, preserve_rng_state=False)
 
-    return torch.cat([of_block(start) for start in range(0, num_rows, block_size)], dim=1)
-
-
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast, which would compute scores in 16 bits for any dtype of queries and keys."""
-    is_available = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if is_available else contextlib.nullcontext()
+    # The largest block first, so that the allocator reuses its memory.
+    blocks = [of_block(start) for start in reversed(range(0, num_rows, size))]
+    return torch.cat(blocks[::-1], dim=1)
 
 
 def _attend_rows(
@@ -518,11 +489,9 @@ def _attend_rows(
     v_BSGK: Tensor,
     q_pos_BT: Tensor,
     k_pos_BS: Tensor,
-    *,
     bias: Bias | None,
     processor: Dape | None,
     window: int | None,
-    may_be_padded: bool,
 ) -> Tensor:
     """Return `attend` of all rows at once."""
     dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
@@ -532,13 +501,13 @@ def _attend_rows(
     mask_BTS = is_key_BS[:, None, :] & (distance_BTS >= 0)
     if window is not None:
         mask_BTS = mask_BTS & (distance_BTS < window)
-    with _without_autocast(q_BTHK.device.type):
+    with torch.autocast(q_BTHK.device.type, enabled=False):  # it would compute scores in 16 bits
         q_BGRTK = q_BTHK.to(dtype).movedim(2, 1).reshape(batch, groups, heads // groups, num_rows, head_dim)
         scores_BGRTS = q_BGRTK @ k_BSGK.to(dtype).permute(0, 2, 3, 1)[:, :, None]
         scores_BHTS = scores_BGRTS.reshape(batch, heads, num_rows, num_keys) * head_dim**-0.5
         bias_BHTS = None if bias is None else bias(q_pos_BT, k_pos_BS, dtype)
         if processor is not None:
-            scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS if may_be_padded else None)
+            scores_BHTS = processor(scores_BHTS, bias_BHTS, mask_BTS, is_key_BS)
         elif bias_BHTS is not None:
             scores_BHTS = scores_BHTS + bias_BHTS
         scores_BHTS = scores_BHTS.masked_fill(~mask_BTS[:, None], -0.7 * torch.finfo(dtype).max)
@@ -592,44 +561,30 @@ class SelfAttention(nn.Module):
         self.output_HKD = _normal(2 / (config.num_layers * math.sqrt(D)), H, K, D)
         self.query_bias_HK, self.key_bias_GK, self.value_bias_GK = (_zeros(has_bias, n, K) for n in (H, G, G))
         self.output_bias_D = _zeros(config.attention_output_bias, D)
-        is_shared = config.bias["name"] in SHARED_BY_LAYERS
-        self.bias = None if is_shared else make_bias(config.bias, H, K)
-        self.processor = make_processor(config.processor, H, is_shared or self.bias is not None)
+        self.bias = None if config.bias["name"] in SHARED_BY_LAYERS else make_bias(config.bias, H, K)
+        self.processor = make_processor(config.processor, H, config.bias["name"] != "nope")
         self.rotary, self.window, self.layer = config.rotary, config.window, layer
 
-    def forward(
-        self,
-        x_BTD: Tensor,
-        q_pos_BT: Tensor,
-        k_pos_BS: Tensor | None,
-        shared_bias: Bias | None,
-        cache: Cache | None,
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, pos_BS: Tensor, shared_bias: Bias | None, cache: Cache | None) -> Tensor:
         """Attend to the visible positions of `x_BTD` and of the cache, to which its keys and values are appended.
 
         Args:
             x_BTD: normalised residual stream.
-            q_pos_BT: positions of `x_BTD`, the last positions of `k_pos_BS`.
-            k_pos_BS: positions of the cache and of `x_BTD`, or None if there is no padding.
+            pos_BS: positions of the cache and of `x_BTD`, which is the last.
             shared_bias: bias shared by all layers, or None if this layer has its own bias or no bias.
             cache: keys and values of earlier positions, or None.
         """
         q_BTHK = project("BTD,DHK->BTHK", x_BTD, self.query_DHK, self.query_bias_HK)
         k_BSGK = project("BTD,DHK->BTHK", x_BTD, self.key_DGK, self.key_bias_GK)
         v_BSGK = project("BTD,DHK->BTHK", x_BTD, self.value_DGK, self.value_bias_GK)
+        q_pos_BT = pos_BS[:, -x_BTD.shape[1] :]
         q_BTHK, k_BSGK = (rotate(x, q_pos_BT, self.rotary) for x in (q_BTHK, k_BSGK))
         if cache is not None:  # the cache has heads before positions
             k_BGSK, v_BGSK = cache.update(k_BSGK.movedim(2, 1), v_BSGK.movedim(2, 1), self.layer)
             k_BSGK, v_BSGK = k_BGSK.movedim(1, 2), v_BGSK.movedim(1, 2)
-        out_BTHK = attend(
-            q_BTHK,
-            k_BSGK,
-            v_BSGK,
-            k_pos_BS=k_pos_BS,
-            bias=shared_bias if self.bias is None else self.bias,
-            processor=self.processor,
-            window=self.window,
-        )
+        bias = shared_bias if self.bias is None else self.bias
+        options = {"bias": bias, "processor": self.processor, "window": self.window}
+        out_BTHK = attend(q_BTHK, k_BSGK, v_BSGK, pos_BS, **options)
         return project("BTHK,HKD->BTD", out_BTHK, self.output_HKD, self.output_bias_D)
 
 
@@ -688,8 +643,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding_VD = _normal(std, V, D)
         is_shared = config.bias["name"] in SHARED_BY_LAYERS
         self.shared_bias = make_bias(config.bias, config.num_heads, config.head_dim) if is_shared else None
-        blocks = [Block(config, layer) for layer in range(config.num_layers)]
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList([Block(config, layer) for layer in range(config.num_layers)])
         self.norm = Norm(config)
         self.unembedding_DV = None if config.tied_embeddings else _normal(std, D, V)
         self.output_bias_V = _zeros(config.output_bias, V)
@@ -702,6 +656,7 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
     def enable_input_require_grads(self) -> None:
         """Do nothing: gradient checkpointing here does not need a gradient of a layer's input."""
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor,
@@ -711,11 +666,10 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> CausalLMOutputWithPast:
         """Return logits [B, T, V] in float32, and the mean loss of next tokens if there are labels.
 
         Args:
@@ -726,7 +680,6 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             labels: tokens [B, T] to predict, not shifted: this function shifts them; -100 is not scored.
             use_cache: return the cache; the default is the config's, and False in training.
             output_hidden_states: return the residual stream before every layer and, after the norm, the last one.
-            return_dict: return an object, not a tuple; the default is the config's.
             logits_to_keep: compute the logits of this many last tokens, or of all if 0.
             num_items_in_batch: divisor of the sum of losses, for gradient accumulation; None for the mean.
             others: arguments of other models, which must not change the result: None, False, empty, or positions
@@ -737,34 +690,32 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         """
         position_ids = others.pop("position_ids", None)
         for name, value in others.items():
-            is_empty = value is None or value is False or (isinstance(value, (str, list, tuple, dict)) and not value)
-            if not is_empty and name not in _WITHOUT_EFFECT:
+            if value is not None and value is not False and name not in _WITHOUT_EFFECT:
                 raise ValueError(f"{name}: must be None or False: this model has no such argument")
-        if cache is not None:
-            _require(
-                past_key_values is None, "past_key_values", type(past_key_values).__name__, "must be None beside cache"
-            )
-            past_key_values = cache
+        if cache is None:
+            cache = past_key_values
+        else:
+            kind = type(past_key_values).__name__
+            _require(past_key_values is None, "past_key_values", kind, "must be None beside cache")
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
         is_checkpointed = self.gradient_checkpointing and self.training
         use_cache = use_cache and not is_checkpointed  # recomputing a layer would append its keys again
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        kind = type(past_key_values).__name__
-        is_dynamic = not getattr(past_key_values, "is_compileable", False)
-        _require(is_dynamic, "past_key_values", kind, "must be a DynamicCache, which contains no keys of later tokens")
-        num_past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        num_keys = num_past + input_ids.shape[1]
-        k_pos_BS = None if attention_mask is None else key_positions(attention_mask, input_ids.shape[0], num_keys)
-        pos_BS = torch.arange(num_keys, device=input_ids.device)[None] if k_pos_BS is None else k_pos_BS
-        q_pos_BT = pos_BS[:, num_past:]
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        is_dynamic = not getattr(cache, "is_compileable", False)
+        allowed = "must be a DynamicCache, which contains no keys of later tokens"
+        _require(is_dynamic, "past_key_values", type(cache).__name__, allowed)
+        num_past = 0 if cache is None else cache.get_seq_length()
+        pos_BS = torch.arange(num_past + input_ids.shape[1], device=input_ids.device)[None]
+        is_padding_BT: Any = False
+        if attention_mask is not None:
+            pos_BS = pos_BS - num_left(attention_mask, (input_ids.shape[0], pos_BS.shape[1]))
+            is_padding_BT = attention_mask[:, num_past:] == 0
         if position_ids is not None:
-            is_token = torch.ones_like(q_pos_BT) if attention_mask is None else attention_mask[:, num_past:]
-            is_same = (
-                position_ids.shape[-1] == q_pos_BT.shape[-1] and ((position_ids == q_pos_BT) | (is_token == 0)).all()
-            )
-            if not is_same:
+            q_pos_BT = pos_BS[:, num_past:]
+            has_length = position_ids.shape[-1] == q_pos_BT.shape[-1]
+            if not has_length or not ((position_ids == q_pos_BT) | is_padding_BT).all():
                 raise ValueError("position_ids: must count the tokens that are not padding from 0, or be None")
 
         x_BTD = self.embedding_VD[input_ids]
@@ -773,13 +724,11 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
             x_BTD = x_BTD * math.sqrt(self.config.width)
         hidden_states = []
         for block in self.layers:
-            hidden_states.append(x_BTD)
-            args = x_BTD, q_pos_BT, k_pos_BS, self.shared_bias, past_key_values
+            if output_hidden_states:
+                hidden_states.append(x_BTD)
+            args = x_BTD, pos_BS, self.shared_bias, cache
             x_BTD = checkpoint(block, *args, use_reentrant=False) if is_checkpointed else block(*args)
-            if not output_hidden_states:
-                hidden_states.clear()
-        x_BTD = self.norm(x_BTD if output_hidden_states else x_BTD[:, -logits_to_keep:])  # -0 keeps all
-        hidden_states.append(x_BTD)
+        x_BTD = self.norm(x_BTD)
         output_DV = self.embedding_VD.T if self.unembedding_DV is None else self.unembedding_DV
         logits_BTV = project("BTD,DV->BTV", x_BTD[:, -logits_to_keep:], output_DV).to(x_BTD.dtype)
         if self.output_bias_V is not None:
@@ -788,36 +737,31 @@ class DapeForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             size, items = self.config.vocab_size, num_items_in_batch
             loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, num_items_in_batch=items)
-        output = CausalLMOutputWithPast(
+        return CausalLMOutputWithPast(
             loss=loss,
             logits=logits_BTV,
-            hidden_states=tuple(hidden_states) if output_hidden_states else None,
-            **{CACHE: past_key_values if use_cache else None},  # type: ignore[arg-type]
+            hidden_states=(*hidden_states, x_BTD) if output_hidden_states else None,
+            **{CACHE: cache if use_cache else None},  # type: ignore[arg-type]
         )
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if return_dict else output.to_tuple()
 
 
-# Arguments that tokenizers and trainers pass to every model, and that have no effect here.
-_WITHOUT_EFFECT = ("cache_position", "token_type_ids")
+def num_left(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor | int:
+    """Return the number of padded tokens to the left of each sequence, [B, 1], or 0 if there is no padding.
 
+    Positions are counted from the first token that is not padding; no query sees the negative ones to the left:
 
-def key_positions(attention_mask: Tensor, batch: int, num_keys: int) -> Tensor | None:
-    """Return the positions of all tokens, counted from the first token that is not padding; None without padding.
-
-    mask        0 0 1 1 1 1
-    positions  -2 -1 0 1 2 3        padding on the left is negative: no query sees it
+        mask        0 0 1 1 1 1
+        positions  -2 -1 0 1 2 3
 
     Raises:
         ValueError: the shape is wrong, or padding is between tokens, for example after padding on the right.
     """
-    shape = tuple(attention_mask.shape)
-    _require(shape == (batch, num_keys), "shape of attention_mask", shape, f"must be {(batch, num_keys)}")
-    if bool(attention_mask.all()):
-        return None
+    found = tuple(attention_mask.shape)
+    _require(found == shape, "shape of attention_mask", found, f"must be {shape}")
     is_token_BS = attention_mask.bool()
+    if is_token_BS.all():
+        return 0
     num_ends = (is_token_BS[:, :-1] & ~is_token_BS[:, 1:]).sum(-1) + is_token_BS[:, -1]
-    if bool((num_ends > 1).any()):
+    if (num_ends > 1).any():
         raise ValueError("attention_mask: must have no zeros between ones; pad to the left to generate")
-    num_left_B1 = (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
-    return torch.arange(num_keys, device=attention_mask.device)[None] - num_left_B1
+    return (is_token_BS.cumsum(-1) == 0).sum(-1, keepdim=True)
