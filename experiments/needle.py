@@ -15,7 +15,10 @@ Writes needle.json.
 """
 
 import dataclasses
+import functools
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,12 +33,12 @@ from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.options import STEP_HELP
-from dape_jax.evaluation.perplexity import ScoredWindow, compile_lengths, score_windows
+from dape_jax.evaluation.perplexity import NllByLength, ScoredWindow, compile_lengths, score_windows
 from dape_jax.evaluation.trained import restore
 from dape_jax.model.processors import DapeConfig
 from dape_jax.model.transformer import Params, flat_params
 from dape_jax.storage import to_path
-from experiments.studies import interval, read_study, with_interval
+from experiments.studies import Study, interval, read_study, with_interval
 
 DIGITS = 5
 ZEROED = ("output_WCH", "output_bias_H")  # parameters of DAPE's second convolution; at zero, the update is zero
@@ -106,6 +109,24 @@ def without_update(params: Params) -> Params:
     )
 
 
+def measure(
+    study: Study, needles: list[Needle], depths: list[float], score: Callable[[list[ScoredWindow]], NllByLength]
+) -> list[dict[str, Any]]:
+    """Return the results of one model at every length and depth; `score` returns the loss of windows by length."""
+    nats: dict[float | None, dict[int, np.ndarray]] = {}
+    for depth in (None, *depths):
+        places = zip(study.windows, needles, strict=True)
+        scored = score([NeedleWindow(window.document, window.end, needle, depth) for window, needle in places])
+        nats[depth] = {length: nll.mean(axis=1) for length, nll in scored.items()}
+    without, records = nats.pop(None), []
+    for length, (depth, found) in itertools.product(without, nats.items()):
+        gains = without[length] - found[length]
+        losses = {"nats": float(found[length].mean()), "nats_without": float(without[length].mean())}
+        records.append({"length": length, "depth": depth, **losses, "decrease_nats": float(gains.mean())})
+        records[-1] |= interval(study.documents, gains)
+    return records
+
+
 def main(_: list[str]) -> None:
     """Measure all models, print the table, write the files."""
     settings = from_flags(Settings)
@@ -113,34 +134,22 @@ def main(_: list[str]) -> None:
     needles = [make_needle(number, tokenizer) for number in range(settings.windows)]
     (num_scored,) = {len(needle.value) for needle in needles}
     study = read_study(settings, last_tokens=num_scored, batch_tokens=settings.batch_tokens)
-    needles, results = needles[: len(study.windows)], []
-    rows = [["model", "length", "depth", "loss with", "without", "decrease"]]
+    needles, depths, results = needles[: len(study.windows)], np.linspace(0, 1, settings.depths).tolist(), []
     for model in study.models:
         programs = compile_lengths(model, "rope", len(study.windows))
         mesh, params = restore(model)
         variants = {model.name: params}
         if isinstance(model.run.model.processor, DapeConfig):
             variants[f"{model.name}, update zero"] = without_update(params)
-        for name, variant in variants.items():
-            nats = {}
-            for depth in (None, *np.linspace(0, 1, settings.depths).tolist()):
-                windows = [
-                    NeedleWindow(window.document, window.end, needle, depth)
-                    for window, needle in zip(study.windows, needles, strict=True)
-                ]
-                scored = score_windows(programs, variant, mesh, study.corpus.validation, windows, name)
-                nats |= {(length, depth): nll.mean(axis=1) for length, nll in scored.items()}
-            lengths: list[dict[str, Any]] = []
-            for (length, depth), found in sorted((at, each) for at, each in nats.items() if at[1] is not None):
-                without = nats[length, None]
-                of_loss = {"nats": float(found.mean()), "nats_without": float(without.mean())}
-                of_loss["decrease_nats"] = float((without - found).mean())
-                each = {"length": length, "depth": depth, **of_loss, **interval(study.documents, without - found)}
-                losses = (f"{each[field]:.2f}" for field in ("nats", "nats_without"))
-                rows.append([name, f"{length:,}", f"{depth:.2f}", *losses, with_interval(each, "decrease_nats")])
-                lengths.append(each)
+        for name, of_variant in variants.items():
+            score = functools.partial(score_windows, programs, of_variant, mesh, study.corpus.validation, name=name)
             about = {"name": name, "step": model.step, "train_length": model.run.train.train_length}
-            results.append(about | {"lengths": lengths})
+            results.append(about | {"lengths": measure(study, needles, depths, score)})
+    rows = [["model", "length", "depth", "loss with", "without", "decrease"]]
+    for result in results:
+        for each in result["lengths"]:
+            numbers = f"{each['depth']:.2f}", f"{each['nats']:.2f}", f"{each['nats_without']:.2f}"
+            rows.append([result["name"], f"{each['length']:,}", *numbers, with_interval(each, "decrease_nats")])
     caption = f"Loss of {DIGITS} digits, in nats per token, with their needle in the text and without. {study.sample}"
     content = {"data": study.corpus.digest, "digits": DIGITS, "num_windows": len(study.windows), "runs": results}
     report.save("needle", study.directory, content, caption, rows, None)

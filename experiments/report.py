@@ -70,35 +70,33 @@ def judge_all(group: Group) -> list[Judgement]:
 
 
 def _as_json(group: Group, judgements: list[Judgement]) -> dict[str, Any]:
-    series = []
-    for each in group.series:  # samples are in the runs
-        fields = vars(each).items()
-        series.append(
-            {key: value for key, value in fields if key not in ("samples", "curves") and value not in ("", {})}
-        )
+    series = [  # samples are in the runs
+        {field: value for field, value in vars(each).items() if field != "samples" and value not in ("", {})}
+        for each in group.series
+    ]
     return {"claims": [_claim_json(group, item) for item in judgements], "series": series, "about": group.about}
 
 
 def _claim_json(group: Group, item: Judgement) -> dict[str, Any]:
+    metric = EXPERIMENTS[group.experiment].metric
+
+    def numbers(found: Difference) -> dict[str, float]:
+        mean, low, high = in_units(found, metric)
+        return {"difference": mean, "low": low, "high": high, "seeds": found.num_seeds}
+
     content: dict[str, Any] = {"claim": item.claim.text, "verdict": item.verdict}
     content |= {"note": item.claim.note} if item.claim.note else {}
     if item.deciding is None:
         return content
-    metric = EXPERIMENTS[group.experiment].metric
     content |= {"holding": item.holding, "contradicted": item.contradicted, "unit": "%" if is_log(metric) else ""}
-    content |= {"deciding": _describe(group, item.deciding.less)} | _numbers(item.deciding, metric)
+    content |= {"deciding": _describe(group, item.deciding.less)} | numbers(item.deciding)
     content["pairs"] = [
         {"pair": _describe(group, pair.weakest.less, with_length=False), "verdict": verdict}
         | {"weakest": _describe(group, pair.weakest.less)}
-        | _numbers(pair.weakest, metric)
+        | numbers(pair.weakest)
         for pair, verdict in zip(item.pairs, item.of_pairs, strict=True)
     ]
     return content | {"paper": _papers(group, item.deciding.less), "minutes": _minutes(group, item)}
-
-
-def _numbers(found: Difference, metric: str) -> dict[str, float]:
-    mean, low, high = in_units(found, metric)
-    return {"difference": mean, "low": low, "high": high, "seeds": found.num_seeds}
 
 
 def _describe(group: Group, less: Less, *, with_length: bool = True) -> str:

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
+from tqdm import tqdm
 
 from dape_jax.config import RunConfig, TaskRunConfig, choose, read_run, resolved
 from dape_jax.data.store import DataConfig, follow_corpus
@@ -32,13 +31,11 @@ from dape_jax.model.flops import model_flops_per_token
 from dape_jax.model.transformer import model_structure
 from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.recipes import RECIPES, read_module
-from dape_jax.sharding import device_platform, make_mesh, put_batch
+from dape_jax.sharding import device_platform
 from dape_jax.tasks import tapes
 from dape_jax.training.loop import train
 from dape_jax.training.metrics import read_metrics
-from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.source import load_corpus
-from dape_jax.training.step import init_state, make_train_step, shardings_of
 from experiments.catalogue import find_experiment
 from experiments.methods import (
     METHODS,
@@ -56,7 +53,7 @@ from experiments.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-TIMED_TURNS, TIMED_STEPS = 4, 5  # turns of each model, and steps in a turn
+TIMED_STEPS = 20  # of each model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,11 +185,10 @@ def train_command(run: Run) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """Run with its config, as nested dict (`spec`) and checked, the digest of its data, and its group in `runs.py`."""
+    """Run with its metric, config, the digest of its data, and its group in `runs.py`."""
 
     run: Run
     metric: str
-    spec: dict[str, Any]
     config: RunConfig | TaskRunConfig
     data_digest: str
     group: str
@@ -225,8 +221,7 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     data = "" if experiment.tasks else settings.data or PRESETS[settings.preset].data
     allowed = f"must be the text to train on; the preset {settings.preset!r} has no default"
     require(bool(experiment.tasks or data), "--data", settings.data, allowed)
-    specs = [config_of(run) for run in runs]
-    configs = [read_run(spec) for spec in specs]
+    configs = [read_run(config_of(run)) for run in runs]
     for config in configs:
         model_structure(config.model)
     # The digest of a text, or of a task's strings, must be the same for every seed.
@@ -238,8 +233,8 @@ def plan_runs(name: str, settings: Settings) -> list[PlannedRun]:
     text = re.sub(r"[^\w.-]", "_", Path(os.path.expanduser(data)).name) or "text"
     group = settings.preset if experiment.tasks else f"{settings.preset}-{text}"
     return [
-        PlannedRun(run, experiment.metric, spec, config, digests[each], group)
-        for run, spec, config, each in zip(runs, specs, configs, unseeded, strict=True)
+        PlannedRun(run, experiment.metric, config, digests[each], group)
+        for run, config, each in zip(runs, configs, unseeded, strict=True)
     ]
 
 
@@ -274,7 +269,7 @@ def run_experiment(name: str, settings: Settings) -> list[PlannedRun]:
             logger.info("%s: run %d of %d: %s", name, number, len(unfinished), item.run.name)
             started = time.monotonic()
             workdir = workdirs / item.workdir_name
-            train(item.spec, workdir)
+            train(resolved(item.config), workdir)
             content = item.content(evaluate_run(item, workdir), time.monotonic() - started)
             add_run(results, name, item.group, content)
     return planned
@@ -333,34 +328,15 @@ def training_curve(workdir: Path) -> dict[str, Any]:
 
 
 def step_milliseconds(configs: list[RunConfig]) -> list[dict[str, Any]]:
-    """Return the median and quartiles of each model's step times on random tokens, measured in turns.
+    """Return the median and quartiles of each model's step times on random tokens, measured in turns."""
+    from benchmarks.step import Step  # it imports this module
 
-    Only one model is in memory at a time: two of the largest models would not fit on a device.
-    """
-    steps: list[Any] = [None] * len(configs)
-    seconds: list[list[float]] = [[] for _ in configs]
-    for _, (index, config) in itertools.product(range(TIMED_TURNS), enumerate(configs)):
-        mesh = make_mesh(config.mesh)
-        optimizer = make_optimizer(config.optimizer, config.train.num_steps)
-        kinds = config.init.trained_kinds
-        state = init_state(config.model, optimizer, config.train.seed, mesh, kinds)
-        if steps[index] is None:
-            graphdef, _ = model_structure(config.model)
-            options = {"accumulation_steps": config.train.accumulation_steps, "train_only": kinds}
-            steps[index] = make_train_step(graphdef, optimizer, shardings_of(state), **options)
-        shape = (config.train.batch_size, config.train.train_length + 1)
-        tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=shape, dtype=np.int32)
-        with jax.set_mesh(mesh):
-            batch = put_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
-            state, _ = jax.block_until_ready(steps[index](state, batch))  # the first turn compiles here
-            for _ in range(TIMED_STEPS):
-                started = time.perf_counter()
-                state, _ = jax.block_until_ready(steps[index](state, batch))
-                seconds[index].append(time.perf_counter() - started)
-        del state, batch
+    steps = [Step(config) for config in configs]
+    with tqdm(total=TIMED_STEPS * len(steps), desc="timing", unit="step") as bar:
+        for _, step in itertools.product(range(TIMED_STEPS), steps):
+            step.take_turn(1, bar)
     results = []
-    for times in seconds:
-        low, median, high = (1000 * value for value in statistics.quantiles(times, n=4))
-        each = [1000 * value for value in times]
+    for each in ([1000 * seconds for seconds in step.seconds] for step in steps):
+        low, median, high = statistics.quantiles(each, n=4)
         results.append({"step_ms": median, "step_ms_quartiles": [low, high], "step_ms_each": each})
     return results

@@ -209,25 +209,22 @@ def _group(name: str, group: str, runs: dict[str, Run]) -> Group:
             about.append(run)
     series = []
     for model in (model for model in order if model in by_model):
-        values, samples = {}, {}
+        values: dict[int, dict[int, float]] = {}
+        samples: dict[int, dict[int, Sample]] = {}
         for run in by_model[model]:
             found = measured(run, experiment.metric)
             values[run["seed"]] = {at * divisor: value for at, value in found.items()}
             of_run = samples_of(run, experiment.metric, found)
             samples[run["seed"]] = {at * divisor: sample for at, sample in of_run.items()}
-        made = _series(model, values, samples)
-        more = {
-            "train_flops": run["train_flops"] if "train_flops" in run else None,
-            "num_steps": run["config"]["train"]["num_steps"],
-            "seconds": sum(run["wall_seconds"] for run in by_model[model]),
-        }
-        series.append(dataclasses.replace(made, **more))
-    found = {field: sorted({json.dumps(run[field]) for run in about}) for field in PROVENANCE}
-    found["wall_seconds"] = [run["wall_seconds"] for run in about]
+        last, seconds = by_model[model][-1], sum(run["wall_seconds"] for run in by_model[model])
+        more = {"train_flops": last.get("train_flops"), "num_steps": last["config"]["train"]["num_steps"]}
+        series.append(dataclasses.replace(_series(model, values, samples), seconds=seconds, **more))
+    facts = {field: sorted({json.dumps(run[field]) for run in about}) for field in PROVENANCE}
+    facts["wall_seconds"] = [run["wall_seconds"] for run in about]
     if experiment.tasks:
-        found["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in about})
-        found["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in about})
-    return Group(name, preset, data, found, series)
+        facts["num_steps"] = sorted({run["config"]["train"]["num_steps"] for run in about})
+        facts["num_sequences"] = sorted({run["config"]["evaluation"]["num_sequences"] for run in about})
+    return Group(name, preset, data, facts, series)
 
 
 def measured(run: Run, metric: str) -> dict[int, float]:
