@@ -184,9 +184,8 @@ class TaskRunConfig(BaseRunConfig):
         for field in ("vocab_size", "num_outputs"):
             value, expected = getattr(self.model, field), getattr(self.data, field)
             require(value == expected, f"model.{field}", value, f"must be {expected} for {self.data.task}")
-        lengths = {"train.train_length": self.train.train_length, "evaluation.lengths": max(self.evaluation.lengths)}
-        for field in sorted(lengths, key=lengths.__getitem__, reverse=True):
-            self.data.check_length(field, lengths[field])
+        self.data.check_length("evaluation.lengths", max(self.evaluation.lengths))
+        self.data.check_length("train.train_length", self.train.train_length)
         message = "must not be fused in a task: kernels need consecutive positions, and a tape may skip some"
         require(not isinstance(self.model.attention, Fused), "model.attention", self.model.attention, message)
         reason = self.model.processor.why_not_cached
