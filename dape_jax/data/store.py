@@ -146,10 +146,10 @@ class TokenStore:
         with Progress(total=size, desc=name, unit="B", unit_scale=True, delay=1, leave=False) as bar:
             for begin in range(0, self.num_tokens, _BLOCK):
                 block = self.tokens[begin : begin + _BLOCK]
-                digest.update(block)
+                digest.update(block.data)
                 largest = max(largest, int(block.max()))
                 bar.update(block.nbytes)
-        digest.update(np.ascontiguousarray(self.offsets, "<i8"))
+        digest.update(np.ascontiguousarray(self.offsets, "<i8").data)
         file, found = self.directory / SIDECAR_FILE, digest.hexdigest()
         require(found == self.digest, f"{file}: digest", self.digest, f"must be the digest of the files, {found}")
         size = self.sidecar.vocab_size

@@ -137,7 +137,7 @@ def build_corpus(
         assert (store / TOKENS_FILE).stat().st_size == offsets[-1] * dtype.itemsize
         with open(store / TOKENS_FILE, "rb") as file:
             digest = hashlib.file_digest(file, "sha256")
-        digest.update(offsets)
+        digest.update(offsets.data)
         with open(store / OFFSETS_FILE, "wb") as file:
             np.save(file, offsets)
             _sync(file)
