@@ -154,10 +154,11 @@ def accuracies(name: str, lengths: Sequence[int]) -> str:
 
 def needle() -> str:
     """Return the decrease in loss with a needle at the beginning of a window, by length."""
-    lengths, results = (128, 512, 2048), read("needle/needle.json")["runs"]
-    at_start = [[select(run["lengths"], length=length, depth=0.0) for length in lengths] for run in results]
-    shown = [[with_interval(each, "decrease_nats") for each in found] for found in at_start]
-    return table(["nats per digit", *lengths], ([run["name"], *row] for run, row in zip(results, shown, strict=True)))
+    lengths, rows = (128, 512, 2048), []
+    for run in read("needle/needle.json")["runs"]:
+        found = [select(run["lengths"], length=length, depth=0.0) for length in lengths]
+        rows.append([run["name"], *(with_interval(each, "decrease_nats") for each in found)])
+    return table(["nats per digit", *lengths], rows)
 
 
 def copying(*texts: str) -> str:
@@ -332,7 +333,7 @@ def gpu_compiled() -> str:
 # ---- TPUs
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-MEASURED_CHIPS = ("v5e", "v5p", "v6e")
+CHIPS = ("v5e", "v5p", "v6e")
 
 
 def tpu(directory: str, **wanted: Any) -> Row:
@@ -388,7 +389,7 @@ def tpu_chips() -> str:
 def tpu_long() -> str:
     """Return memory and times of longer sequences by chip."""
     rows = []
-    for chip in MEASURED_CHIPS:
+    for chip in CHIPS:
         at = {"topology": TOPOLOGIES[chip]}
         found = [
             tpu("lengths", length=n, direction="backward") if chip == "v5e" else tpu(f"chips-{n}", **at)
@@ -401,7 +402,7 @@ def tpu_long() -> str:
 def tpu_plain() -> str:
     """Return times of a layer without a processor and with DAPE1x3 by chip."""
     rows = []
-    for chip in MEASURED_CHIPS:
+    for chip in CHIPS:
         found = [tpu("plain", topology=TOPOLOGIES[chip], processor=name) for name in ("plain", "dape")]
         cells = []
         for row in found:
