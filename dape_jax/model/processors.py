@@ -307,10 +307,10 @@ def dape(
         hidden_bias_C: bias of Conv1.
         output_WCH: kernel of Conv2.
         output_bias_H: bias of Conv2. It shifts a whole row of scores and cancels in the softmax: its gradient is 0.
-        alignment: see `DapeConfig`, also for `edge`, `residual` and `leak`.
-        edge: see above.
-        residual: see above.
-        leak: see above.
+        alignment: see `DapeConfig`.
+        edge: see `DapeConfig`.
+        residual: see `DapeConfig`.
+        leak: see `DapeConfig`.
         dtype: dtype of the convolutions' operands, except those that depend only on B; None for the dtype of the
             scores. Accumulation is in float32 or better.
 
