@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import ALL_BIASES, ALL_PROCESSORS, make_layer, make_qkv, make_weight, tolerance
+from helpers import ALL_BIASES, ALL_PROCESSORS, make_bias, make_layer, make_qkv, make_weight, tolerance
 from tiny import SPEC
 
 from dape_jax.config import read_model
 from dape_jax.errors import InputError
-from dape_jax.model.attention import Blockwise, Dense, Fused, attend, attend_on_mesh
-from dape_jax.model.processors import DapeConfig, Processor, ScoreMod
+from dape_jax.model.attention import Blockwise, Dense, Fused, Implementation, attend, attend_on_mesh
+from dape_jax.model.processors import DapeConfig, Processor
 from dape_jax.model.scores import segment_starts
 from dape_jax.model.transformer import model_structure
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
@@ -75,62 +75,52 @@ def test_a_packed_row_is_its_documents_alone(bias, processor):
         chex.assert_trees_all_close(run(params, qkv, weight, IDS, implementation, window), expected, **close)
 
 
-def method(has_bias=True, **options):
-    bias = ALL_BIASES["fire"](threshold=6).build(2, 4, nnx.Rngs(0)) if has_bias else None
-    processor = DapeConfig(channels=5, **options).build(2, has_bias=has_bias, rngs=nnx.Rngs(1))
-    return {"bias": bias, "processor": processor}
+def test_both_sides_of_a_document():
+    """Without causality, too, a document is what it is alone."""
+    (params, layer), qkv = make_layer("fire", "dape3"), make_qkv(batch=3)
+    run = jax.jit(lambda qkv, ids=None: layer(params, *qkv, Dense(), causal=False, segment_ids=ids))
+    found = run(qkv, IDS)
+    for b, start, stop in DOCUMENTS[3:]:
+        alone = run([x[b : b + 1, start:stop] for x in qkv])
+        chex.assert_trees_all_close(found[b : b + 1, start:stop], alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("split", [None, (1, 1, 2, 2)])
-def test_both_sides_and_devices(split):
-    """The same without causality; and with rows over devices, against one device."""
-    qkv = make_qkv(12, heads=4)
+def test_rows_over_devices_are_those_of_one_device():
+    (params, layer), qkv = make_layer("fire", "dape3", heads=4), make_qkv(12, heads=4)
     ids = jnp.array([[0] * 5 + [1] * 7, [4] * 12], np.int32)
-    options = {"bias": ALL_BIASES["fire"](threshold=6).build(4, 4, nnx.Rngs(0))}
-    options |= {"processor": DapeConfig(channels=5).build(4, rngs=nnx.Rngs(1))}
-    whole = jax.jit(functools.partial(attend, **options, causal=split is not None))
-    if split is None:
-        found = whole(*qkv, segment_ids=ids)
-        documents = [whole(*(x[:1, rows] for x in qkv)) for rows in (slice(0, 5), slice(5, 12))]
-        chex.assert_trees_all_close(found[:1], jnp.concatenate(documents, axis=1), atol=1e-5)
-        chex.assert_trees_all_close(found[1:], whole(*(x[1:] for x in qkv)), atol=1e-5)
-        return
 
-    @jax.jit
-    def on_mesh(*qkv):
-        q, k, v = (stripe(x, 1) for x in qkv)
-        score_mod = ScoreMod(**options)
-        return unstripe(attend_on_mesh(Blockwise(2, 2), q, k, v, score_mod, starts_BS=segment_starts(ids)), 1)
+    class OnMesh(Implementation):
+        def attend_rows(self, q, k, v, positions, score_mod, mask):
+            args = *(stripe(x, 1) for x in (q, k, v)), score_mod, mask
+            return unstripe(attend_on_mesh(Blockwise(2, 2), *args, starts_BS=segment_starts(ids)), 1)
 
-    with jax.set_mesh(make_mesh(MeshConfig(*split), jax.devices()[:4])):
-        found = on_mesh(*qkv)
-    chex.assert_trees_all_close(found, whole(*qkv, segment_ids=ids), atol=1e-5)
-    assert np.abs(found - whole(*qkv))[0, 5:].max() > 1e-3
+    whole = jax.jit(functools.partial(layer, params), static_argnums=3)
+    with jax.set_mesh(make_mesh(MeshConfig(1, 1, 2, 2), jax.devices()[:4])):
+        found = jax.device_get(whole(*qkv, OnMesh()))
+    chex.assert_trees_all_close(found, whole(*qkv, Dense(), segment_ids=ids), atol=1e-5)
+    assert np.abs(found - whole(*qkv, Dense()))[0, 5:].max() > 1e-3
 
 
-@pytest.mark.parametrize("rotary", [{"name": "rope"}, {"name": "none"}])
-def test_a_model_on_packed_documents(rotary):
+@pytest.mark.parametrize(("rotary", "bias"), [("rope", "nope"), ("none", "fire")])
+def test_a_model_on_packed_documents(rotary, bias):
     """Logits are those of the documents alone: positions restart, also of rotary embedding and of the last rows."""
-    spec = SPEC["model"] | {
-        "vocab_size": 17,
-        "rotary": rotary,
-        "bias": {"name": "nope" if rotary["name"] == "rope" else "fire"},
-    }
-    config = read_model(spec | {"attention": {"name": "auto", "block_size": 4, "num_buckets": 2}})
-    graphdef, abstract = model_structure(config)
+    changes = {"vocab_size": 17, "rotary": {"name": rotary}, "bias": {"name": bias}}
+    blocks = {"attention": {"name": "auto", "block_size": 4, "num_buckets": 2}}
+    graphdef, abstract = model_structure(read_model(SPEC["model"] | changes | blocks))
     draw = np.random.default_rng(0)
     params = jax.tree.map(lambda x: jnp.asarray(draw.normal(0, 0.3, x.shape), x.dtype), abstract)
     tokens = jnp.asarray(draw.integers(0, 17, IDS.shape, np.int32))
-    run = jax.jit(lambda tokens, ids=None: nnx.merge(graphdef, params)(tokens, segment_ids=ids))
+
+    @functools.partial(jax.jit, static_argnames="num_last")
+    def run(tokens, ids=None, num_last=None):
+        model = nnx.merge(graphdef, params)
+        return model.logits(model.features(tokens, segment_ids=ids, num_last=num_last))
+
     found, alone = jax.device_get((run(tokens, IDS), run(unpacked(tokens))))
     mask = packed(unpacked(np.ones(IDS.shape, bool)))
     chex.assert_trees_all_close(found, packed(alone) * mask[..., None], atol=1e-5)
     assert np.abs(found - run(tokens))[0, 5:].max() > 1e-2
-    features = jax.jit(
-        lambda **options: nnx.merge(graphdef, params).features(tokens, **options), static_argnames="num_last"
-    )
-    last, every = features(segment_ids=IDS, num_last=3), features(segment_ids=IDS)
-    chex.assert_trees_all_close(last, every[:, -3:], atol=1e-5)
+    chex.assert_trees_all_close(run(tokens, IDS, num_last=3), found[:, -3:], atol=1e-5)
 
 
 class MixesKeys(Processor):
@@ -142,7 +132,11 @@ class MixesKeys(Processor):
 
 def test_refused_segments_are_named():
     """What a document alone cannot be compared with, and what a kernel cannot do."""
-    qkv, pos = make_qkv(batch=3), jnp.arange(11)
+    qkv, pos, bias = make_qkv(batch=3), jnp.arange(11), make_bias("kerple", 2, 4)
+
+    def method(**options):
+        return {"bias": bias, "processor": DapeConfig(channels=5, **options).build(2, rngs=nnx.Rngs(1))}
+
     for options, words in (
         (method(edge="listing"), "edge='listing'"),
         (method(leak=True), "leak=True"),
@@ -152,12 +146,11 @@ def test_refused_segments_are_named():
     ):
         with pytest.raises(InputError, match=words):
             attend(*qkv, **{"segment_ids": IDS} | options)
-    kerple = {"bias": ALL_BIASES["kerple"]().build(2, 4, nnx.Rngs(0)), "processor": method()["processor"]}
     for options, words in (
         ({"segment_ids": IDS}, "segment_ids are given"),
         ({"q_pos_T": pos}, "positions are given"),
         ({"scale": 0.3}, "scale is given"),
     ):
         with pytest.raises(NotImplementedError, match=words):
-            attend(*qkv, **kerple, **options, implementation=Fused("gpu"))
-        attend(*qkv, **kerple, **options)
+            attend(*qkv, **method(), **options, implementation=Fused("gpu"))
+        attend(*qkv, **method(), **options)
