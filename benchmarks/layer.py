@@ -52,9 +52,9 @@ class Layer:
         return [(self.batch, self.length, each, self.head_dim) for each in heads]
 
     def arrays(self) -> list[Float[Array, "B T H K"]]:
-        """Return random queries, keys, values and a cotangent: the same numbers in every dtype."""
-        normal = (jax.random.normal(jax.random.key(i), x, jnp.bfloat16) for i, x in enumerate(self.shapes()))
-        return [x.astype(self.dtype) for x in normal]
+        """Return random queries, keys, values and a cotangent."""
+        dtype = jnp.dtype(self.dtype)
+        return [jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(self.shapes())]
 
     def modules(self) -> tuple[Any, Any]:
         """Return the bias and the processor."""
@@ -143,11 +143,10 @@ def as_numpy(results: dict[str, Any]) -> dict[str, np.ndarray]:
 @functools.lru_cache(maxsize=3)
 def expected_results(layer: Layer, direction: str) -> dict[str, np.ndarray] | None:
     """Return the results of `dense` in float32 at full precision, or None if they need too much memory."""
-    layer = dataclasses.replace(layer, dtype="float32")
-    function, params = layer.function(direction, "dense")
+    function, params = dataclasses.replace(layer, dtype="float32").function(direction, "dense")
     try:
         with jax.default_matmul_precision("highest"):
-            return as_numpy(jax.jit(function)(params, *layer.arrays()))
+            return as_numpy(jax.jit(function)(params, *(x.astype(jnp.float32) for x in layer.arrays())))
     except jax.errors.JaxRuntimeError as error:
         if is_out_of_memory(error):
             return None
