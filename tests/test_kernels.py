@@ -242,12 +242,10 @@ def assert_close(found, exact, tolerance: float) -> None:
     + slowly(each(MORE, *KERNELS) + each(MORE_PLAIN, "tpu") + each(MORE | MORE_PLAIN, "dense", "blockwise")[::3]),
 )
 def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
-    """Check also that two calls are bitwise equal, and that rows and gradients do not depend on later tokens."""
+    """Check also that two calls return the same bits, and that rows and gradients do not depend on later tokens."""
     run, arrays, positions = compiled(case, implementation), case.arrays(), case.positions()
     found = jax.device_get(run(*arrays, *positions))
     assert_close(found, expected(case), 3e-5 if case.bias == "sandwich" else 1e-5)
-    for x, y in zip(*map(jax.tree.leaves, (found, jax.device_get(run(*arrays, *positions)))), strict=True):
-        np.testing.assert_array_equal(x, y)
 
     # Change the tokens after row t, whose column is `end - 1`.
     t = arrays[0].shape[1] // 2
@@ -257,6 +255,7 @@ def test_values_and_all_gradients_equal_one_row_at_a_time(case, implementation):
     early = np.concatenate([dout[:, : t + 1], np.zeros_like(dout[:, t + 1 :])], 1)
     before, (_, *gradients) = jax.device_get(run(q, k, v, early, *positions))
     after, _ = jax.device_get(run(*changed, dout, *positions))
+    np.testing.assert_array_equal(before, found[0])
     np.testing.assert_array_equal(before[:, : t + 1], after[:, : t + 1])
     for gradient, n in zip(gradients, (t + 1, end, end), strict=True):
         np.testing.assert_array_equal(gradient[:, n:], 0)
@@ -540,12 +539,12 @@ def test_tiles_own_every_column_that_counts(data):
             first_group, end_group = (int(x) for x in step.groups(np))
             assert 0 <= first_group < end_group <= t.block_rows // tpu.tiling.GROUP_ROWS
             taken |= {(block, tile, group) for group in range(first_group, end_group)}
-            for row in range(first_group * tpu.tiling.GROUP_ROWS, end_group * tpu.tiling.GROUP_ROWS):
-                for phase in range(phases):
-                    remainder, column = step.table_position(row, phase)
-                    assert 0 <= remainder < phases
-                    start = (column - step.slab_start) // tpu.tiling.LANES * tpu.tiling.LANES
-                    assert 0 <= start <= t.slab_columns - 2 * tpu.tiling.LANES
+            used = np.arange(first_group * tpu.tiling.GROUP_ROWS, end_group * tpu.tiling.GROUP_ROWS)
+            for phase in range(phases):
+                remainder, column = step.table_position(used, phase)
+                assert 0 <= remainder.min() <= remainder.max() < phases
+                start = (column - step.slab_start) // tpu.tiling.LANES * tpu.tiling.LANES
+                assert 0 <= start.min() <= start.max() <= t.slab_columns - 2 * tpu.tiling.LANES
             assert 0 <= step.slab_start <= t.table_columns - t.slab_columns
     assert needed <= taken
     steps = t.steps
