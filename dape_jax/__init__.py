@@ -15,8 +15,13 @@ letters, and so do the names of the model's parameters, from which `sharding.py`
 `axis` means a mesh axis, `dim` a tensor dimension. `scores` are before the softmax, `probs` after it, `bias` is added
 to scores. Names contain units: `nll_nats`, `num_tokens`, `warmup_steps`.
 
-Reading order: model/ (positions, scores, biases, contextual, processors, attention, transformer), kernels, sharding,
-data, tasks, training, evaluation.
+Reading path, from a text to its perplexity by length; other modules are read when they are needed:
+
+    ./           config  sharding
+    data/        store  batches
+    model/       positions  scores  biases  processors  attention  transformer  loss
+    training/    loop  step  optimizer  checkpoint  metrics
+    evaluation/  perplexity  report
 
 The names below are the stable interface for other programs: `docs/library.md`.
 """
