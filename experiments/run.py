@@ -24,7 +24,7 @@ from dape_jax.config import RunConfig, TaskRunConfig, choose, read_run, resolved
 from dape_jax.data.store import DataConfig, follow_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation.accuracy import evaluate_tasks
-from dape_jax.evaluation.options import PerplexityOptions, TaskOptions
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.files import exclusive_lock, read_json
 from dape_jax.model.flops import model_flops_per_token
@@ -301,11 +301,11 @@ def evaluate_run(item: PlannedRun, workdir: Path) -> dict[str, Any]:
     """Return the results of a trained model at the run's lengths, its FLOPs and its losses during training."""
     lengths = item.run.lengths
     if isinstance(item.config, TaskRunConfig):
-        stem, options = "accuracy", TaskOptions(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
+        stem, options = "accuracy", Options(lengths=lengths, num_sequences=item.config.evaluation.num_sequences)
         evaluate_tasks([workdir], options, output=workdir)
     else:
         stem = "delta" if item.metric == "delta" else "lengths"
-        evaluate([workdir], PerplexityOptions(lengths=lengths, protocol=item.metric), output=workdir)
+        evaluate([workdir], Options(lengths=lengths, protocol=item.metric), output=workdir)
     (results,) = read_json(workdir / f"{stem}.json")["runs"]
     found = {field: results[field] for field in ("documents", "lengths", "deltas") if field in results}
     if isinstance(item.config, RunConfig):

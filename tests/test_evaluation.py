@@ -3,10 +3,10 @@
 import csv
 import dataclasses
 import json
-import logging
 import math
 import shutil
 import subprocess
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from dape_jax.data.store import Sidecar, TokenStore
 from dape_jax.data.tokenizers import save_tokenizer, train_bpe
 from dape_jax.errors import InputError
 from dape_jax.evaluation import figures, perplexity, programs, report, trained
-from dape_jax.evaluation.options import PerplexityOptions
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import choose_windows, compile_lengths, score_windows, window_batch
 from dape_jax.evaluation.programs import available_bytes, model_at, padded_batches, predicted_bytes, run_in_batches
 from dape_jax.evaluation.report import ReportPaths
@@ -62,7 +62,7 @@ def evaluate(
     workdirs: list[Path], *, mesh: MeshConfig | None = None, output: Path | None = None, **options: Any
 ) -> ReportPaths:
     """Evaluate with the options as keywords."""
-    return perplexity.evaluate(workdirs, PerplexityOptions(**options), mesh=mesh, output=output)
+    return perplexity.evaluate(workdirs, Options(**options), mesh=mesh, output=output)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,6 @@ def test_rows_in_batches_are_each_run_once_and_padding_is_dropped(num_rows):
     np.testing.assert_array_equal(sums, 2 * np.arange(num_rows) + 100)
     assert {len(rows) for rows in seen} == {8}
     assert sum(progress) == num_rows
-    assert seen[-1][progress[-1] - 1 :] == [num_rows - 1] * (9 - progress[-1])
 
 
 @settings(deadline=None, max_examples=50)
@@ -128,8 +127,7 @@ def test_rows_in_batches_are_each_run_once_and_padding_is_dropped(num_rows):
 def test_every_length_is_scored_on_the_same_tokens(document_lengths, lengths, max_windows, batch_size):
     store, longest = store_of(document_lengths), max(lengths)
     if max(document_lengths) <= longest:
-        allowed = f"evaluation.lengths = {longest}: must be at most {max(document_lengths) - 1}"
-        with pytest.raises(InputError, match=allowed):
+        with pytest.raises(InputError, match=f"lengths = {longest}: must be at most {max(document_lengths) - 1}"):
             choose_windows(store, longest, max_windows)
         return
     windows = choose_windows(store, longest, max_windows)
@@ -182,8 +180,7 @@ def test_perplexity_is_of_the_sum(rows, tokens_each):
     assert result["num_tokens"] == len(rows) * tokens_each
     assert result["num_documents"] == len({document for document, _ in rows})
     if result["num_documents"] == 1:
-        assert result["low"] is None
-        assert result["high"] is None
+        assert result["low"] is result["high"] is None
     else:
         assert result["low"] <= result["perplexity"] * (1 + 1e-9)
         assert result["high"] >= result["perplexity"] * (1 - 1e-9)
@@ -217,20 +214,14 @@ def test_delta_is_positive_where_context_helps(rows, saved):
         assert result["high"] <= 0 or saved > 0
 
 
-@given(st.integers(1, 200_000))
-def test_bins_hold_every_position_once_and_end_at_powers_of_two(length):
-    ends = bin_ends(length)
-    assert ends[-1] == length
-    assert (np.diff(ends) > 0).all()
-    assert {2**octave for octave in range(length.bit_length())} <= set(ends.tolist())
-    assert len(ends) <= 16 * (length.bit_length() + 1)
-
-
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 5), st.integers(1, 100), st.integers(0, 2**32 - 1))
 def test_bins_are_means_of_what_was_measured(length, num_windows, train_length, seed):
     nll = np.random.default_rng(seed).exponential(size=(num_windows, length))
-    positions = positions_result(np.arange(num_windows), nll, train_length)
+    positions, ends = positions_result(np.arange(num_windows), nll, train_length), bin_ends(length)
+    assert [each["last"] for each in positions["bins"]] == ends.tolist()
+    assert (np.diff(ends) > 0).all()
+    assert {2**octave for octave in range(length.bit_length())} | {length} <= set(ends.tolist())
     for each in positions["bins"]:
         measured = nll[:, each["first"] - 1 : each["last"]]
         assert each["num_tokens"] == measured.size
@@ -291,17 +282,11 @@ def test_positions_whose_loss_is_nan_are_where_a_model_breaks(first_nan):
 
 @pytest.mark.parametrize("protocol", perplexity.PROTOCOLS)
 @pytest.mark.parametrize("loss", [1e9, math.nan], ids=str)
-def test_a_model_that_diverged_is_named_and_does_not_affect_the_others(tmp_path, caplog, protocol, loss):
+def test_a_model_that_diverged_does_not_affect_the_others(tmp_path, protocol, loss):
     rng, documents = np.random.default_rng(0), np.arange(4)
     lengths = (64,) if protocol == "positions" else (16, 32)
     scored = {length: rng.normal(2, 0.1, (4, 64 if protocol == "positions" else 16)) for length in lengths}
     diverged = {length: nll * loss for length, nll in scored.items()}
-    with caplog.at_level(logging.WARNING, logger="dape_jax"):
-        perplexity.warn_of_divergence("good", scored)
-        perplexity.warn_of_divergence("bad", diverged)
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert warning.startswith("bad: the model has diverged: its loss is ")
-    assert all(f" at length {length}" in warning for length in lengths)
     stem, _, result, table = perplexity.PROTOCOLS[protocol]
     about = {"train_length": 16, "last_tokens": 16}
     both = [about | {"name": name} | result(documents, nll, 16) for name, nll in (("bad", diverged), ("good", scored))]
@@ -318,10 +303,12 @@ def test_a_model_that_diverged_is_named_and_does_not_affect_the_others(tmp_path,
 @pytest.mark.parametrize("value", [1.7e308, 1e99, math.inf, math.nan], ids=str)
 def test_figures_leave_out_points_that_cannot_be_drawn(value):
     """Omitted points are still in the table."""
-    common = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
-    each = {"length": 16, "perplexity": 3.0, "low": 2.0, "high": 4.0, **common}
-    last = {**each, "length": 64, "perplexity": value, "low": value, "high": value}
-    run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16, "lengths": [each, last]}
+    counts = {"num_tokens": 64, "num_windows": 4, "num_documents": 2}
+    lengths = [
+        {"length": length, "perplexity": perplexity, "low": perplexity, "high": perplexity, **counts}
+        for length, perplexity in ((16, 3.0), (64, value))
+    ]
+    run = {"name": "_a_$^$", "train_length": 16, "last_tokens": 16, "lengths": lengths}
     _, rows, figure = figures.perplexity_table([run])
     assert report.number(value) in rows[1][2]
     assert len(rows[1][2]) < 40
@@ -356,10 +343,7 @@ def test_scores_are_those_of_whole_windows_dense_and_blockwise(root, caplog):
     store = load_corpus(model.run.data).validation
     params = init_state(model.run.model, make_optimizer(model.run.optimizer, 4), 0, mesh).params
     windows = choose_windows(store, 64, 8)
-    with caplog.at_level(logging.INFO):
-        compiled = compile_lengths(model, "rope", len(windows))
-    (said,) = [record.getMessage() for record in caplog.records if record.name == programs.__name__]
-    assert said.startswith("test: length 64 is predicted to take 0.00 GiB on each device, where ")
+    compiled = compile_lengths(model, "rope", len(windows))
     scores = score_windows(compiled, params, mesh, store, windows, "test")
     graphdef, _ = model_structure(model.run.model)
     for length, nll in scores.items():
@@ -429,16 +413,6 @@ def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, ca
     figure = matplotlib.image.imread(output / "lengths.png")
     assert figure.shape[0] > 300
     assert len(np.unique(figure.reshape(-1, figure.shape[-1]), axis=0)) > 50
-
-
-def test_a_reader_of_the_output_that_has_exited_loses_no_files(tmp_path, monkeypatch):
-    def fail(*_: Any, **__: Any) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("builtins.print", fail)
-    with pytest.raises(BrokenPipeError):
-        report.save("stem", tmp_path, {"runs": []}, "caption", [["a"], ["b"]], None, ("md",))
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["stem.json", "stem.md"]
 
 
 def test_results_are_in_the_common_directory_and_replace_earlier_ones(runs):
@@ -578,20 +552,15 @@ def test_texts_that_changed_or_differ_are_refused(runs, monkeypatch, tmp_path):
         evaluate(runs, output=tmp_path)
 
 
-def test_a_text_that_differs_from_its_digest_is_refused(runs, tmp_path):
+def test_a_text_that_differs_from_its_digest_is_refused(runs, root, tmp_path):
     """Whole windows could have changed: no result is given."""
-    texts, output = tmp_path / "texts", tmp_path / "output"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(f"text {number} of this test, " * 9)
-    evaluate(runs[:1], lengths=(16,), output=output, data=str(texts))
-    data = dataclasses.replace(read_trained(runs[0], "newest", {}).run.data, path=str(texts))
-    file = load_corpus(data).validation.directory / "tokens.bin"
-    content = bytearray(file.read_bytes())
+    data = dataclasses.replace(read_trained(runs[0], "newest", {}).run.data, cache_dir=str(tmp_path / "cache"))
+    directory = load_corpus(data).validation.directory
+    content = bytearray((directory / "tokens.bin").read_bytes())
     content[-1] ^= 1
-    file.write_bytes(content)
+    (directory / "tokens.bin").write_bytes(content)
     with pytest.raises(InputError, match="digest = "):
-        evaluate(runs[:1], lengths=(16,), output=tmp_path / "other", data=str(texts))
+        evaluate(runs[:1], lengths=(16,), output=tmp_path / "other", data=str(directory.parent))
     assert not (tmp_path / "other").exists()
 
 
@@ -627,13 +596,12 @@ def test_bad_options_are_named(runs, tmp_path, case):
 
 
 def test_bad_workdirs_are_named(runs, tmp_path, monkeypatch):
-    empty = tmp_path / "empty"
-    (empty / "checkpoints").mkdir(parents=True)
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     for workdirs, words in (
         ([tmp_path / "nothing"], "must be a directory written by dape-train"),
         ([runs[0], runs[0]], "must have different names"),
         ([], "must have at least one directory"),
-        ([empty], "with a checkpoint"),
+        ([tmp_path / "empty"], "with a checkpoint"),
     ):
         with pytest.raises(InputError, match=words):
             evaluate(workdirs, output=tmp_path / "out", lengths=(16,))
@@ -658,25 +626,22 @@ def test_models_of_another_train_length_have_no_common_delta(runs, tmp_path, mon
 def test_results_of_the_repository_name_the_commit_that_made_them(tmp_path: Path, monkeypatch):
     """Uncommitted changes of the source are rejected only for results/; changes of other results are ignored."""
     clone = tmp_path / "clone"
-    results = clone / "results"
+    source, results = clone / "source.py", clone / "results"
     monkeypatch.setattr(provenance, "ROOT", clone)
     results.mkdir(parents=True)
     assert provenance.commit() == "unknown"
     monkeypatch.setenv("DAPE_COMMIT", "1234567")
     assert provenance.commit() == "1234567"
-    provenance.make_results_directory(results / "first")
 
     def git(*arguments: str) -> str:
         author = ["-c", "user.name=someone", "-c", "user.email=someone@example.org", "-c", "commit.gpgsign=false"]
         return subprocess.check_output(["git", *author, *arguments], cwd=clone, stderr=subprocess.DEVNULL, text=True)
 
-    source, result = clone / "source.py", results / "first" / "result.json"
-    for file in (source, result):
+    for file in (source, results / "result.json"):
         file.write_text("1")
-    git("init")
-    git("add", ".")
-    git("commit", "--message=first")
-    result.write_text("2")
+    for command in ("init", "add .", "commit --message=first"):
+        git(*command.split())
+    (results / "result.json").write_text("2")
     assert provenance.commit() == git("describe", "--always").strip()
     provenance.make_results_directory(results / "second")
 
@@ -703,20 +668,17 @@ def bytes_at(run: RunConfig, length: int, last_tokens: int, **model: Any) -> int
         return predicted_bytes(step.lower(abstract_params(config, mesh), {"inputs": rows, "targets": rows}).compile())
 
 
-def test_predicted_memory_is_linear_in_length(root):
+@pytest.mark.parametrize(
+    "bias", [pytest.param(bias, marks=() if bias == "kerple" else pytest.mark.slow) for bias in CHOICES["bias"]]
+)
+def test_predicted_memory_is_linear_in_length(root, bias):
     """Compare lengths 8,192 and 32,768, with the last tokens scored, and with all."""
-    run = untrained(root).run
+    run = untrained(root, model__bias={"name": bias}).run
     assert bytes_at(run, 32768, 16) <= 4.3 * bytes_at(run, 8192, 16)
-    assert bytes_at(run, 32768, 32768) <= 4.3 * bytes_at(run, 8192, 8192)
-    dense = untrained(root, model__num_layers=2, evaluation__blockwise_from=10**6).run
-    assert bytes_at(dense, 4096, 16) > 12 * bytes_at(dense, 1024, 16)  # what it would be if anything were quadratic
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bias", CHOICES["bias"])
-def test_predicted_memory_is_linear_in_length_for_every_method(root, bias):
-    run = untrained(root, model__bias={"name": bias}, model__num_layers=2).run
-    assert bytes_at(run, 32768, 16) <= 4.3 * bytes_at(run, 8192, 16)
+    if bias == "kerple":
+        assert bytes_at(run, 32768, 32768) <= 4.3 * bytes_at(run, 8192, 8192)
+        dense = untrained(root, model__num_layers=2, evaluation__blockwise_from=10**6).run
+        assert bytes_at(dense, 4096, 16) > 12 * bytes_at(dense, 1024, 16)  # what anything quadratic would take
 
 
 def test_no_more_than_a_chunk_of_logits_is_held(root):
@@ -731,24 +693,20 @@ def test_no_more_than_a_chunk_of_logits_is_held(root):
 def test_a_length_that_does_not_fit_is_refused_before_weights_are_read(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(perplexity, "restore", None)  # calling it would be a TypeError
     monkeypatch.setattr(programs, "available_bytes", lambda mesh: 2**16)
-    words = r"^evaluation.lengths = 64: dape needs 0.00 GiB on each device, where 0.00 GiB are free, for 8 sequences"
-    with pytest.raises(InputError, match=words):
-        evaluate(runs[1:], lengths=(16, 64), max_windows=8, output=tmp_path)
+
+    def refused(kind: type[Exception], words: str) -> None:
+        with pytest.raises(kind, match=words):
+            evaluate(runs[1:], lengths=(16, 64), max_windows=8, output=tmp_path)
+
+    refused(InputError, r"^evaluation.lengths = 64: dape needs 0.00 GiB on each device, where 0.00 GiB .* 8 sequences")
     assert not list(tmp_path.glob("lengths.*"))
-
-    def fail(message: str) -> Any:
-        def compile_step(*_: Any) -> None:
-            raise jax.errors.JaxRuntimeError(message)
-
-        return compile_step
-
     for message, kind, words in (
         ("RESOURCE_EXHAUSTED: CompileTimeHbmOom", InputError, "dape needs more than the compiler can allocate"),
         ("INTERNAL: a bug", jax.errors.JaxRuntimeError, "INTERNAL: a bug"),
     ):
-        monkeypatch.setattr(jax.stages.Lowered, "compile", fail(message))
-        with pytest.raises(kind, match=words):
-            evaluate(runs[1:], lengths=(16, 64), max_windows=8, output=tmp_path)
+        error = jax.errors.JaxRuntimeError(message)
+        monkeypatch.setattr(jax.stages.Lowered, "compile", unittest.mock.Mock(side_effect=error))
+        refused(kind, words)
 
 
 def test_devices_of_a_cpu_share_its_memory():
@@ -763,11 +721,10 @@ def test_every_protocol_from_the_command_line(runs):
         flags = (f"--workdir={runs[0]},{runs[1]}", "--lengths=16,32", f"--protocol={protocol}", "--format=md")
         done = run_command("eval.py", *flags)
         assert done.returncode == 0, done.stderr
-        assert "is predicted to take" in done.stderr
         assert str(common / f"{stem}.png") in done.stdout
         assert sorted(file.name for file in common.glob(f"{stem}.*")) == [f"{stem}.{e}" for e in ("json", "md", "png")]
     done = run_command("eval.py", "--help")
     assert all(f"--{name}" in done.stdout for name in ("workdir", "protocol", "[no]dropout", "num_sequences"))
     done = run_command("eval.py", f"--workdir={runs[0]}", "--num_sequences=3")
     assert done.returncode == 2
-    assert done.stderr.splitlines() == ["error: --num_sequences = 3: must not be given: it is only for runs on tasks"]
+    assert done.stderr.splitlines() == ["error: num_sequences = 3: must not be given: it is only for runs on tasks"]

@@ -24,7 +24,7 @@ import transformers
 from flax import nnx
 
 from dape_jax.errors import InputError, printable
-from dape_jax.evaluation.options import PerplexityOptions
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.perplexity import evaluate
 from dape_jax.evaluation.trained import read_trained, restore
 from dape_jax.model.transformer import TransformerConfig, flat_params, model_structure
@@ -229,7 +229,7 @@ def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp
     before, after = (flat_params(ours(workdir)[1]) for workdir in (original, continued))
     for path, leaf in before.items():
         np.testing.assert_array_equal(leaf, after[path])
-    options = PerplexityOptions(lengths=(16, 32), last_tokens=16, max_windows=4, rotary=("rope", "yarn"))
+    options = Options(lengths=(16, 32), last_tokens=16, max_windows=4, rotary=("rope", "yarn"))
     evaluate([original, continued], options, output=tmp_path / "results")
     results = json.loads((tmp_path / "results" / "lengths.json").read_text())["runs"]
     found = [(run["name"], run["rotary"]) for run in results]

@@ -25,7 +25,6 @@ from dape_jax.tools import lm_eval as module  # noqa: E402
 from dape_jax.tools.lm_eval import (  # noqa: E402
     CHUNK,
     DapeLM,
-    GenerationOptions,
     ScoredRow,
     generate_until_stop,
     make_batch,
@@ -92,16 +91,13 @@ def requests_of(kind: str, *arguments: tuple) -> list:
     return [lm_eval.api.instance.Instance(kind, {}, args, index) for index, args in enumerate(arguments)]
 
 
-def log_probs(model: DapeLM, tokens: list[int], length: int = LONGEST) -> np.ndarray:
-    """Return log-probabilities of all tokens but the first, from the full forward, in one program for all lengths.
-
-    For models in which later tokens matter, `length` is the number of tokens.
-    """
-    rest = np.random.default_rng(0).integers(0, 256, length - len(tokens) + 1)
+def log_probs(model: DapeLM, tokens: list[int], num_scored: int) -> float:
+    """Return the log-likelihood of the last tokens, from the full forward, in one program for all lengths."""
+    rest = np.random.default_rng(0).integers(0, 256, LONGEST - len(tokens) + 1)
     inputs_BT = np.array([[*tokens[:-1], *rest]])
     logits_BTV = full_forward(model.info.run.model)(jax.device_get(model._params), inputs_BT)
     log_probs_TV = np.asarray(jax.nn.log_softmax(logits_BTV[0], axis=-1), np.float64)
-    return log_probs_TV[np.arange(len(tokens) - 1), tokens[1:]]
+    return log_probs_TV[np.arange(len(tokens) - 1), tokens[1:]][-num_scored:].sum()
 
 
 def shortened(model: DapeLM, max_length: int) -> DapeLM:
@@ -118,16 +114,8 @@ def full_forward(config):
 
 def greedy_ids(model: DapeLM, prompt: list[int], num: int) -> list[int]:
     """Return greedy ids directly from the library, one prompt at a time."""
-    num_ids = model._tokenizer.vocab_size
-    steps = generate(
-        model.info.run.model,
-        model._params,
-        model._mesh,
-        [np.array(prompt)],
-        max_new_tokens=num,
-        sampling=Sampling(0.0),
-        num_ids=num_ids,
-    )
+    options = {"max_new_tokens": num, "sampling": Sampling(0.0), "num_ids": model._tokenizer.vocab_size}
+    steps = generate(model.info.run.model, model._params, model._mesh, [np.array(prompt)], **options)
     return [int(token_B[0]) for token_B in steps]
 
 
@@ -155,7 +143,7 @@ def test_log_likelihoods_are_those_of_the_full_forward(model):
         assert total == pytest.approx(found[index][0], rel=1e-5, abs=1e-5)
         assert is_greedy == found[index][1]
     for (_, context, scored), (total, _) in zip(requests, found, strict=True):
-        expected = log_probs(model, (context + scored)[-LONGEST - 1 :])[-len(scored) :].sum()
+        expected = log_probs(model, (context + scored)[-LONGEST - 1 :], len(scored))
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
@@ -170,7 +158,6 @@ def test_padding_content_changes_nothing(model):
     config, params = model.info.run.model, model._params
     expected, found = (score(config, params, x, num_ids=257) for x in (batch, padded))
     np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_array_equal(np.asarray(expected[0]) > 0, np.tile(np.arange(64) < 3, (8, 1)))
 
 
 def test_greedy_agrees_with_generation(model, monkeypatch):
@@ -192,7 +179,7 @@ def test_contexts_as_the_harness_has_them(model):
     split = [("", "the text"), ("scores of", " a"), ("scores of", " a"), ("", "  rows"), ("ä", "ö")]
     for total, (context, continuation) in zip(found, split, strict=True):
         tokens = [*(context.encode() or [END]), *continuation.encode()]
-        expected = log_probs(model, tokens)[-len(continuation.encode()) :].sum()
+        expected = log_probs(model, tokens, len(continuation.encode()))
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
@@ -203,13 +190,12 @@ def test_long_contexts_lose_their_beginning_and_are_counted(model, caplog):
     (record,) = caplog.records
     assert "2 of 4 requests exceed max_length = 24 tokens" in record.getMessage()
     for (_, context, scored), (total, _) in zip(requests, found, strict=True):
-        expected = log_probs(model, (context + scored)[-SHORT - 1 :])[-3:].sum()
+        expected = log_probs(model, (context + scored)[-SHORT - 1 :], 3)
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
     with pytest.raises(InputError, match="max_length = 24: must be at least 25, the tokens of one continuation"):
         model._loglikelihood_tokens([(("", ""), [1], ids_of(25))])
-    for pair in (("", ""), ("a", "")):
-        with pytest.raises(InputError, match="continuation = '': must have at least one character"):
-            model.loglikelihood(requests_of("loglikelihood", pair), disable_tqdm=True)
+    with pytest.raises(InputError, match="continuation = '': must have at least one token"):
+        model.loglikelihood(requests_of("loglikelihood", ("a", "")), disable_tqdm=True)
 
 
 def own_windows(ids: list[int], longest: int) -> list[tuple[list[int], int]]:
@@ -228,27 +214,8 @@ def test_rolling_log_likelihood_is_that_of_our_own_windows(model):
     for text, total in zip(texts, found, strict=True):
         windows = own_windows(list(text.encode()), SHORT)
         assert sum(num for _, num in windows) == len(text)
-        expected = sum(log_probs(model, tokens)[-num:].sum() for tokens, num in windows)
+        expected = sum(log_probs(model, tokens, num) for tokens, num in windows)
         assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-@pytest.mark.parametrize("changes", [{"edge": "listing"}, pytest.param({"leak": True}, marks=pytest.mark.slow)])
-def test_models_that_cannot_generate_are_scored_without_padding(model, changes):
-    """Score without padding, which would change the rows of these models."""
-    processor = dataclasses.replace(model.info.run.model.processor, **changes)
-    run = dataclasses.replace(model.info.run, model=dataclasses.replace(model.info.run.model, processor=processor))
-    other = copy.copy(model)
-    other.info = dataclasses.replace(model.info, run=run)
-    requests = [(("", ""), ids_of(length), ids_of(4, seed=1)) for length in (6, 6, 30)]
-    for (_, context, scored), (total, _), (of_prefix, _) in zip(
-        requests, other._loglikelihood_tokens(requests), model._loglikelihood_tokens(requests), strict=True
-    ):
-        tokens = context + scored
-        expected = log_probs(other, tokens, len(tokens) - 1)[-len(scored) :].sum()
-        assert total == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        assert abs(total - of_prefix) > 1e-4
-    with pytest.raises(InputError, match="cannot generate"):
-        other.generate_until(requests_of("generate_until", ("a", dict(UNTIL))))
 
 
 # ---- generation
@@ -282,8 +249,7 @@ def test_drawn_texts_repeat_and_requests_that_are_the_same_do_not_share_them(mod
     kind = {"until": [], "max_gen_toks": 20, "do_sample": True, "temperature": 2.0}
     requests = requests_of("generate_until", *[("the ", dict(kind))] * 20)
     found = model.generate_until(requests, disable_tqdm=True)
-    again = model.generate_until(requests, disable_tqdm=True)
-    assert found == again
+    assert found == model.generate_until(requests, disable_tqdm=True)
     assert len(set(found)) == len(found)
 
 
@@ -315,35 +281,22 @@ def steps_needed(text: str, stops: list[str]) -> int:
 @pytest.mark.parametrize(
     ("gen_kwargs", "expected"),
     [
-        ({"until": ["\n\n"]}, GenerationOptions(("\n\n",), 256, Sampling(0.0))),
-        ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, GenerationOptions(("a",), 7, Sampling(0.0))),
-        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, GenerationOptions(("a",), 256, Sampling(0.0))),
-        (
-            {"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1},
-            GenerationOptions((), 256, Sampling(0.7)),
-        ),
+        ({"until": ["\n\n"]}, (("\n\n",), 256, Sampling(0.0))),
+        ({"until": "a", "max_gen_toks": 7, "temperature": 0.0}, (("a",), 7, Sampling(0.0))),
+        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, (("a",), 256, Sampling(0.0))),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "num_beams": 1}, ((), 256, Sampling(0.7))),
+        ({"num_beams": 4}, r"generation_kwargs = \{'num_beams': 4\}: not supported"),
+        ({"max_gen_toks": 0}, "generation_kwargs.max_gen_toks = 0"),
+        ({"max_gen_toks": 1000}, "max_gen_toks = 1000: must be below max_length = 1000"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature = -1.0"),
     ],
 )
 def test_generation_kwargs_are_read(gen_kwargs, expected):
-    before = json.dumps(gen_kwargs)
-    assert read_generation_kwargs(gen_kwargs, 1000) == expected
-    assert json.dumps(gen_kwargs) == before
-
-
-@pytest.mark.parametrize(
-    ("gen_kwargs", "words"),
-    [
-        ({"num_beams": 4}, ["generation_kwargs = {'num_beams': 4}", "not supported", "top_p"]),
-        ({"until": [3]}, ["generation_kwargs.until = [3]"]),
-        ({"max_gen_toks": 0}, ["generation_kwargs.max_gen_toks = 0", "must be positive"]),
-        ({"max_gen_toks": 1000}, ["max_gen_toks = 1000", "must be below max_length = 1000"]),
-        ({"do_sample": True, "temperature": -1.0}, ["temperature = -1.0"]),
-    ],
-)
-def test_bad_generation_kwargs_are_named(gen_kwargs, words):
-    with pytest.raises(InputError) as error:
+    if not isinstance(expected, str):
+        assert read_generation_kwargs(gen_kwargs, 1000) == expected
+        return
+    with pytest.raises(InputError, match=expected):
         read_generation_kwargs(gen_kwargs, 1000)
-    assert all(word in str(error.value) for word in words), error.value
 
 
 # ---- the harness
@@ -378,13 +331,11 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks)
     num_right = bits = num_bytes = 0
     for document in documents:
         context = list(document["context"].encode())
-        totals = []
-        for choice in document["choices"]:
-            scored = list(f" {choice}".encode())
-            totals.append(log_probs(model, context + scored)[-len(scored) :].sum())
+        choices = [list(f" {choice}".encode()) for choice in document["choices"]]
+        totals = [log_probs(model, context + scored, len(scored)) for scored in choices]
         num_right += int(np.argmax(totals)) == document["answer"]
         for tokens, num in own_windows(list(document["text"].encode()), LONGEST):
-            bits -= log_probs(model, tokens)[-num:].sum() / math.log(2)
+            bits -= log_probs(model, tokens, num) / math.log(2)
         num_bytes += len(document["text"])
     assert results["words_choice"]["acc,none"] == pytest.approx(num_right / 6)
     assert results["words_rolling"]["bits_per_byte,none"] == pytest.approx(bits / num_bytes, rel=1e-5)
@@ -397,19 +348,26 @@ def test_tasks_of_three_kinds_give_the_figures_of_the_full_forward(model, tasks)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"workdir": "nothing"}, ["workdir = 'nothing'", "must be a directory written by dape-train"]),
-        ({"step": "5"}, ["step = '5'", "'newest', 'best'"]),
-        ({"max_length": 0}, ["max_length = 0", "must be positive"]),
-        ({"batch_size": 0}, ["batch_size = 0", "must be positive, or auto"]),
-        ({"pretrained": "gpt2"}, ["model_args = ['pretrained']", "workdir, step, max_length"]),
+        ({"workdir": "nothing"}, "workdir = 'nothing': must be a directory written by dape-train"),
+        ({"step": "5"}, "step = '5': .*'newest', 'best'"),
+        ({"max_length": 0}, "max_length = 0"),
+        ({"batch_size": 0}, "batch_size = 0: .*auto"),
+        ({"pretrained": "gpt2"}, r"model_args = \['pretrained'\]: .*workdir, step, max_length"),
     ],
 )
 def test_bad_arguments_are_named_before_any_parameter_is_read(trained_run, monkeypatch, changes, words):
     monkeypatch.setattr(module, "restore", None)  # calling it would be a TypeError
-    with pytest.raises(InputError) as error:
+    with pytest.raises(InputError, match=words):
         DapeLM(**{"workdir": str(trained_run)} | changes)
-    assert all(word in str(error.value) for word in words), error.value
-    assert "\n" not in str(error.value)
+
+
+def test_a_model_in_which_later_tokens_matter_is_refused(model, monkeypatch):
+    run = model.info.run
+    processor = dataclasses.replace(run.model.processor, leak=True)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, processor=processor))
+    monkeypatch.setattr(module, "read_trained", lambda *_: dataclasses.replace(model.info, run=run))
+    with pytest.raises(InputError, match=r"model.processor.leak = True: .*cannot generate"):
+        DapeLM(model.info.workdir)
 
 
 # ---- the command line

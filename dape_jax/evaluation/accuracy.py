@@ -23,11 +23,11 @@ from matplotlib.figure import Figure
 
 from dape_jax.config import TaskRunConfig
 from dape_jax.evaluation import figures, report
-from dape_jax.evaluation.options import TaskOptions
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
-from dape_jax.model.transformer import Params, TransformerConfig, model_structure
+from dape_jax.model.transformer import Params, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
@@ -36,23 +36,21 @@ from dape_jax.training.step import abstract_params, positions_of
 
 logger = logging.getLogger(__name__)
 
-TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns among many lengths
-MAX_COLUMNS = 8
+TABLE_LENGTHS = (10, 20, 40, 100, 200, 300, 400, 500)  # columns of the table, if there are more than 8 lengths
 
 
 def evaluate_tasks(
     workdirs: Sequence[epath.PathLike],
-    options: TaskOptions = TaskOptions(),
+    options: Options = Options(),
     *,
     mesh: MeshConfig | None = None,
     output: epath.PathLike | None = None,
 ) -> report.ReportPaths:
-    """Evaluate one checkpoint of every workdir, print and write one comparison, `accuracy.*`.
-
-    See `perplexity.evaluate`.
+    """Evaluate one checkpoint of every workdir and write one comparison, `accuracy.*`; see `perplexity.evaluate`.
 
     Workdirs of the same task must have different names.
     """
+    options.refuse("language models", "last_tokens", "max_windows", "data", "rotary", "protocol")
     models = read_models(TaskRunConfig, workdirs, options, mesh, "lengths", "num_sequences", "dropout")
     fields = ("evaluation.lengths", "evaluation.num_sequences", "evaluation.dropout", "train.train_length")
     require_same(models, *fields)
@@ -121,7 +119,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
     """Compile the programs of one model without reading its parameters; return them by T, the tokens of a tape."""
     mesh, run, evaluation = make_mesh(trained.mesh), trained.run, trained.run.evaluation
 
-    def step_at(padded: int) -> tuple[Wrapped, TransformerConfig, int]:
+    def step_at(padded: int) -> tuple[Wrapped, int]:
         blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
         attention = blockwise if padded >= evaluation.blockwise_from else Dense()
         config = dataclasses.replace(run.model, attention=attention)
@@ -130,7 +128,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
         num_batches = -(-evaluation.num_sequences // largest)
         even = -(-evaluation.num_sequences // num_batches)
         step = make_answer_step(model_structure(config)[0], evaluation.dropout)
-        return step, config, batch_size_at(padded, even, evaluation, mesh)
+        return step, batch_size_at(padded, even, evaluation, mesh)
 
     tapes = sorted({padded_length(run.data, length, evaluation.pad_to) for length in evaluation.lengths})
     number = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(mesh))
@@ -151,12 +149,11 @@ def answer_tapes(
 ) -> list[dict[str, Any]]:
     """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
-    program_at = {length: programs[padded_length(config, length, evaluation.pad_to)] for length in evaluation.lengths}
-    flops = evaluation.num_sequences * sum(program.row_flops for program in program_at.values())
     numbers = itertools.count()  # batch numbers, which continue from one length to the next
-    accuracies = []
-    with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=trained.label) as bar:
-        for length, program in program_at.items():
+    accuracies, total = [], evaluation.num_sequences * sum(evaluation.lengths)
+    with jax.set_mesh(mesh), Progress(total=total, unit="symbol", unit_scale=True, desc=trained.label) as bar:
+        for length in evaluation.lengths:
+            program = programs[padded_length(config, length, evaluation.pad_to)]
             bar.set_postfix_str(f"length {length}")
             tapes = Tapes(config, length, evaluation.num_sequences, program.length)
 
@@ -170,12 +167,11 @@ def answer_tapes(
                 num_rows=evaluation.num_sequences,
                 batch_size=program.batch_size,
                 mesh=mesh,
-                progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
+                progress=lambda num_rows, length=length: bar.update(num_rows * length),
             )
             if ((answers_BT < 0) & tapes.counted_BT).any():
-                logger.warning(
-                    "%s: the model has diverged: its logits at length %d are not finite", trained.label, length
-                )
+                message = "%s: the model has diverged: its logits at length %d are not finite"
+                logger.warning(message, trained.label, length)
             right_B = ((answers_BT == tapes.targets_BT) & tapes.counted_BT).sum(axis=1)
             counted_B = tapes.counted_BT.sum(axis=1)
             accuracies.append(length_accuracy(length, right_B, counted_B))
@@ -240,14 +236,6 @@ def task_result(trained: TrainedModel[TaskRunConfig], lengths: list[dict[str, An
 # ---- table and figure
 
 
-def columns(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths in the table: all of a few, otherwise those of the paper, otherwise equally spaced ones."""
-    if len(lengths) <= MAX_COLUMNS:
-        return list(lengths)
-    of_paper = [length for length in TABLE_LENGTHS if length in lengths]
-    return of_paper if len(of_paper) >= MAX_COLUMNS // 2 else list(lengths[:: -(len(lengths) // MAX_COLUMNS + 1)])[::-1]
-
-
 def percent(accuracy: float | None) -> str:
     """Return an accuracy as the paper's table prints it, or a dash for None."""
     return "-" if accuracy is None else f"{100 * accuracy:.2f}"
@@ -256,8 +244,9 @@ def percent(accuracy: float | None) -> str:
 def accuracy_table(results: report.Results) -> report.Table:
     """Return a row for each model: its means, and its accuracy at some lengths."""
     train_length, lengths = results[0]["train_length"], [result["length"] for result in results[0]["lengths"]]
+    shown = [length for length in lengths if length in TABLE_LENGTHS] if len(lengths) > 8 else lengths
     chances = {run["task"]: run["random_accuracy"] for run in results}
-    task, shown = ["task"] if len(chances) > 1 else [], columns(lengths)
+    task = ["task"] if len(chances) > 1 else []
     rows = [["", *task, f"<= {train_length}", f"> {train_length}", *map(str, shown)]]
     for run in results:
         at = {result["length"]: percent(result["accuracy"]) for result in run["lengths"]}
@@ -265,13 +254,12 @@ def accuracy_table(results: report.Results) -> report.Table:
         rows.append([run["name"], *(run[name] for name in task), *means, *(at[length] for length in shown)])
     beyond = [length for length in lengths if length > train_length]
     span = f", {beyond[0]} to {beyond[-1]}" if beyond else ""
+    dropout, num_sequences = ", dropout on" if results[0]["dropout"] else "", results[0]["lengths"][0]["num_sequences"]
     caption = (
-        f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols"
-        f"{', dropout on' if results[0]['dropout'] else ''}; {results[0]['lengths'][0]['num_sequences']} sequences of "
-        f"each length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; > {train_length}, the score: "
-        f"mean over {len(beyond)} lengths{span}. Chance: "
-        + ", ".join(f"{percent(chance)} ({task})" for task, chance in chances.items())
-        + "."
+        f"Accuracy in % by input length, trained on inputs of 1 to {train_length} symbols{dropout}; {num_sequences} "
+        f"sequences of each length. <= {train_length}: mean over {len(lengths) - len(beyond)} lengths; "
+        f"> {train_length}, the score: mean over {len(beyond)} lengths{span}. Chance: "
+        f"{', '.join(f'{percent(chance)} ({task})' for task, chance in chances.items())}."
     )
     return report.Table(caption, rows, plot(results))
 

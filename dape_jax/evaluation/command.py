@@ -10,12 +10,10 @@ In a clone, `python eval.py` is the same program.
 
 import dataclasses
 
-from absl import flags
-
 from dape_jax import command_line
 from dape_jax.command_line import flag
 from dape_jax.errors import require
-from dape_jax.evaluation.options import Options, PerplexityOptions, TaskOptions
+from dape_jax.evaluation.options import Options
 from dape_jax.storage import to_path
 
 
@@ -49,25 +47,13 @@ def main(_: list[str]) -> None:
     workdirs = [to_path(workdir, "--workdir") for workdir in given.workdir]
     mesh = None if given.mesh is None else read_mesh("--mesh", given.mesh)
     output = to_path(given.output, "--output") if given.output else None
-    if are_algorithmic(workdirs):
-        refuse_flags(PerplexityOptions, "language models")
-        paths = evaluate_tasks(workdirs, command_line.from_flags(TaskOptions), mesh=mesh, output=output)
-    else:
-        refuse_flags(TaskOptions, "runs on tasks")
-        paths = evaluate(workdirs, command_line.from_flags(PerplexityOptions), mesh=mesh, output=output)
+    run = evaluate_tasks if are_algorithmic(workdirs) else evaluate
+    paths = run(workdirs, command_line.from_flags(Options), mesh=mesh, output=output)
     print(f"\nresults: {paths.directory}\nfigure: {paths.figure}")
-
-
-def refuse_flags(options: type[Options], models: str) -> None:
-    """Raise `InputError` if a flag of `options` other than those of `Options` is given: it is for other models."""
-    shared = {field.name for field in dataclasses.fields(Options)}
-    for name in (field.name for field in dataclasses.fields(options) if field.name not in shared):
-        given = flags.FLAGS[name]
-        require(not given.present, f"--{name}", given.value, f"must not be given: it is only for {models}")
 
 
 def command() -> None:
     """Run the command line `dape-eval`."""
-    for each in (Flags, Options, PerplexityOptions, TaskOptions):
-        command_line.define_flags(each)
+    command_line.define_flags(Flags)
+    command_line.define_flags(Options)
     command_line.run(main)

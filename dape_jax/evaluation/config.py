@@ -42,7 +42,6 @@ class AccuracyConfig:
 
 
 def _check_lengths(lengths: tuple[int, ...]) -> None:
-    are_positive = all(isinstance(length, int) and length > 0 for length in lengths)
-    is_increasing = are_positive and list(lengths) == sorted(set(lengths))
+    is_increasing = list(lengths) == sorted(set(lengths)) and min(lengths, default=0) > 0
     allowed = "must be one or more positive integers in increasing order"
-    require(len(lengths) > 0 and is_increasing, "evaluation.lengths", lengths, allowed)
+    require(is_increasing, "evaluation.lengths", lengths, allowed)

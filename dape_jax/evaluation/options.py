@@ -11,7 +11,10 @@ STEP_HELP = "Checkpoint: newest, best (lowest validation loss) or its number."
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of every evaluation, and flags of `eval.py`. None or empty means the value in the run's config."""
+    """Options of `evaluate` and `evaluate_tasks`, and flags of `eval.py`.
+
+    None or empty means the value in the run's config.
+    """
 
     step: str = flag("newest", STEP_HELP)
     lengths: tuple[int, ...] = flag(
@@ -20,15 +23,7 @@ class Options:
         "and 1-40 is 1, 2, 3 .. 40. Those of the run's config if empty.",
     )
     format: tuple[str, ...] = flag((), "Further files with the table: csv, md.")
-
-    def __post_init__(self):
-        require(set(self.format) <= set(FORMATS), "format", self.format, f"must be of {list(FORMATS)}, or none")
-
-
-@dataclasses.dataclass(frozen=True)
-class PerplexityOptions(Options):
-    """Options of `evaluate`, and flags of `eval.py` for language models."""
-
+    # Of language models.
     last_tokens: int | None = flag(None, "Scored tokens of a sequence; that of the run's config if unset.")
     max_windows: int | None = flag(None, "Maximum number of scored sequences; that of the run's config if unset.")
     data: str | None = flag(
@@ -44,13 +39,17 @@ class PerplexityOptions(Options):
         "perplexity of the last tokens by length; delta, the gain from the context before the last train-length "
         "tokens; or positions, the loss by position in windows of the longest length.",
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskOptions(Options):
-    """Options of `evaluate_tasks`, and flags of `eval.py` for runs on algorithmic tasks."""
-
+    # Of runs on tasks.
     num_sequences: int | None = flag(
         None, "For runs on tasks: sequences of each length; that of the run's config if unset."
     )
     dropout: bool | None = flag(None, "For runs on tasks: whether dropout stays on; as in the run's config if unset.")
+
+    def __post_init__(self):
+        require(set(self.format) <= set(FORMATS), "format", self.format, f"must be of {list(FORMATS)}, or none")
+
+    def refuse(self, models: str, *names: str) -> None:
+        """Raise `InputError` if one of these options is given, which are only for other models."""
+        for field in dataclasses.fields(self):
+            value, allowed = getattr(self, field.name), f"must not be given: it is only for {models}"
+            require(field.name not in names or value == field.default, field.name, value, allowed)

@@ -18,8 +18,6 @@ Reading order: `PROTOCOLS`, `evaluate`, then the functions in the order in which
 
 import dataclasses
 import functools
-import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,18 +33,17 @@ from dape_jax.data.store import Corpus, TokenStore
 from dape_jax.errors import require
 from dape_jax.evaluation import figures, report, statistics
 from dape_jax.evaluation.config import EvaluationConfig
-from dape_jax.evaluation.options import PerplexityOptions
+from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
 from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore, validation_corpus
 from dape_jax.model.positions import STRETCHES, Rope
-from dape_jax.model.transformer import Params, TransformerConfig, model_structure
+from dape_jax.model.transformer import Params, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
 from dape_jax.training.step import abstract_params, make_nll_step
 
-logger = logging.getLogger(__name__)
-
+Model = TrainedModel[RunConfig]
 NllByLength = dict[int, Float64[np.ndarray, "windows scored"]]  # nats, of the scored tokens of every window
 
 
@@ -94,7 +91,7 @@ PROTOCOLS = {
 
 def evaluate(
     workdirs: Sequence[epath.PathLike],
-    options: PerplexityOptions = PerplexityOptions(),
+    options: Options = Options(),
     *,
     mesh: MeshConfig | None = None,
     output: epath.PathLike | None = None,
@@ -111,13 +108,14 @@ def evaluate(
         InputError: before any parameters are read, for bad input, a text that differs from its digest, or a length that
             does not fit into memory; later, if a checkpoint is damaged.
     """
+    options.refuse("runs on tasks", "num_sequences", "dropout")
     require(options.protocol in PROTOCOLS, "protocol", options.protocol, f"must be one of {list(PROTOCOLS)}")
     protocol, last_tokens = PROTOCOLS[options.protocol], options.last_tokens
     allowed = f"must not be given with --protocol={options.protocol}, which has its own number of scored tokens"
     require(last_tokens is None or protocol.windows is as_configured, "last_tokens", last_tokens, allowed)
     models = read_models(RunConfig, workdirs, options, mesh, "lengths", "last_tokens", "max_windows")
-    variants = rotary_variants(models, options.rotary)
     models = [scored_as(protocol, model) for model in models]
+    variants = rotary_variants(models, options.rotary)
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
 
@@ -128,48 +126,46 @@ def evaluate(
 
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused early.
-    programs = [
-        {rotary: compile_lengths(model, rotary, len(windows)) for rotary in chosen}
-        for model, chosen in zip(models, variants, strict=True)
-    ]
+    programs = [compile_lengths(model, rotary, len(windows)) for model, rotary in variants]
     results = []
-    for model, by_rotary in zip(models, programs, strict=True):
+    for (model, rotary), compiled in zip(variants, programs, strict=True):
+        name, train_length = variant_name(model, rotary), model.run.train.train_length
         mesh_of_model, params = restore(model)
-        for rotary, compiled in by_rotary.items():
-            name, train_length = variant_name(model, rotary), model.run.train.train_length
-            nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
-            warn_of_divergence(name, nll)
-            identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
-            identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": corpus.digest}
-            results.append(identity | protocol.result(documents, nll, train_length))
+        nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
         del params  # before the next model's are read
+        identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
+        identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": corpus.digest}
+        results.append(identity | protocol.result(documents, nll, train_length))
     return report.save(protocol.stem, directory, {"runs": results}, *protocol.table(results), options.format)
 
 
 # ---- models, variants and corpora
 
 
-def rotary_variants(models: Sequence[TrainedModel[RunConfig]], rotary: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the rotary variants of each model: `rotary` for models with RoPE, only "rope" (as trained) for others.
+def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tuple[Model, str]]:
+    """Return each model with its rotary variants: those of `rotary` for RoPE, only "rope" (as trained) for others.
 
     Raises:
         InputError: a variant is unknown or given twice, or no model has RoPE and others than "rope" are asked for.
     """
     is_known = set(rotary) <= set(STRETCHES) and len(set(rotary)) == len(rotary) > 0
     require(is_known, "rotary", rotary, f"must be one or more of {list(STRETCHES)}, each once")
-    have_rope = [type(model.run.model.rotary) is Rope for model in models]
     names = [type(model.run.model.rotary).__name__ for model in models]
     allowed = f"must be 'rope', as trained: no model has RoPE, model.rotary is {', '.join(names)}"
-    require(rotary == ("rope",) or any(have_rope), "rotary", rotary, allowed)
-    return [rotary if has_rope else ("rope",) for has_rope in have_rope]
+    require(rotary == ("rope",) or Rope.__name__ in names, "rotary", rotary, allowed)
+    return [
+        (model, variant)
+        for model in models
+        for variant in (rotary if type(model.run.model.rotary) is Rope else ("rope",))
+    ]
 
 
-def variant_name(model: TrainedModel[RunConfig], rotary: str) -> str:
+def variant_name(model: Model, rotary: str) -> str:
     """Return the name of a model in one rotary variant."""
     return model.name + ("" if rotary == "rope" else f"+{rotary}")
 
 
-def scored_as(protocol: Protocol, model: TrainedModel[RunConfig]) -> TrainedModel[RunConfig]:
+def scored_as(protocol: Protocol, model: Model) -> Model:
     """Return the model with the lengths and scored tokens of a protocol, which its mesh must divide."""
     evaluation, mesh = protocol.windows(model.run.evaluation, model.run.train.train_length), make_mesh(model.mesh)
     for length in evaluation.lengths:
@@ -180,7 +176,7 @@ def scored_as(protocol: Protocol, model: TrainedModel[RunConfig]) -> TrainedMode
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def common_corpus(models: Sequence[TrainedModel[RunConfig]], data: str | None) -> Corpus:
+def common_corpus(models: Sequence[Model], data: str | None) -> Corpus:
     """Return the corpus that all models are scored on, after its validation documents were verified.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
@@ -257,14 +253,14 @@ def window_batch(
 # ---- scores
 
 
-def compile_lengths(model: TrainedModel[RunConfig], rotary: str, num_windows: int) -> list[Program]:
+def compile_lengths(model: Model, rotary: str, num_windows: int) -> list[Program]:
     """Compile the scoring step of one model for every length, without reading its parameters."""
     mesh, run, evaluation = make_mesh(model.mesh), model.run, model.run.evaluation
 
-    def step_at(length: int) -> tuple[Wrapped, TransformerConfig, int]:
-        config = model_at(run.model, length, evaluation, rotary, run.train.train_length)
-        step = make_nll_step(model_structure(config)[0], min(evaluation.last_tokens, length))
-        return step, config, batch_size_at(length, num_windows, evaluation, mesh)
+    def step_at(length: int) -> tuple[Wrapped, int]:
+        graphdef, _ = model_structure(model_at(run.model, length, evaluation, rotary, run.train.train_length))
+        step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
+        return step, batch_size_at(length, num_windows, evaluation, mesh)
 
     params, name = abstract_params(run.model, mesh), variant_name(model, rotary)
     return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=("inputs", "targets"), name=name)
@@ -275,8 +271,8 @@ def score_windows(
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}
-    flops = len(windows) * sum(program.row_flops for program in programs)
-    with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=name) as bar:
+    total = len(windows) * sum(program.length for program in programs)
+    with jax.set_mesh(mesh), Progress(total=total, unit="token", unit_scale=True, desc=name) as bar:
         for program in programs:
             bar.set_postfix_str(f"length {program.length}")
             nll = run_in_batches(
@@ -285,15 +281,7 @@ def score_windows(
                 num_rows=len(windows),
                 batch_size=program.batch_size,
                 mesh=mesh,
-                progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
+                progress=lambda num_rows, length=program.length: bar.update(num_rows * length),
             )
             nll_by_length[program.length] = nll.astype(np.float64)
     return nll_by_length
-
-
-def warn_of_divergence(name: str, nll_by_length: NllByLength) -> None:
-    """Log the lengths at which the loss of a model is NaN, or so large that its perplexity is infinite."""
-    losses = {length: float(nll.mean()) for length, nll in nll_by_length.items()}
-    if wrong := [length for length, loss in losses.items() if not math.isfinite(statistics.perplexity_of(loss))]:
-        found = ", ".join(f"{losses[length]:,.6g} nats at length {length}" for length in wrong)
-        logger.warning("%s: the model has diverged: its loss is %s", name, found)

@@ -5,7 +5,6 @@ parameters are read, and `run_in_batches`, which runs it over any number of rows
 """
 
 import dataclasses
-import logging
 import math
 import os
 import re
@@ -21,28 +20,20 @@ from jaxtyping import Int
 
 from dape_jax.errors import InputError, is_out_of_memory
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
+from dape_jax.hardware import GIB
 from dape_jax.model.attention import Auto, Dense
-from dape_jax.model.flops import forward_flops
 from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
 from dape_jax.progress import Progress
 from dape_jax.sharding import BATCH_AXES, activation_spec, put_batch
 
-logger = logging.getLogger(__name__)
-
-GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Compiled `step(params, batch)` for batches of one shape.
-
-    `row_flops` is the work for one sequence, in which progress is measured: it grows faster than the length.
-    """
+    """Compiled `step(params, batch)` for batches of one shape."""
 
     length: int
     batch_size: int
-    row_flops: int
     step: Compiled
 
 
@@ -71,7 +62,7 @@ def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig 
 
 
 def compile_programs(
-    step_at: Callable[[int], tuple[Wrapped, TransformerConfig, int]],
+    step_at: Callable[[int], tuple[Wrapped, int]],
     lengths: Sequence[int],
     params: Params,
     mesh: Mesh,
@@ -83,13 +74,12 @@ def compile_programs(
     """Compile a step for every length, the longest first, and refuse a length that does not fit into memory.
 
     Args:
-        step_at: returns, for a length, the jitted `step(params, batch)`, the model's config and the number of sequences
-            of a batch.
-        lengths: lengths in tokens.
-        params: first argument of the step: arrays, or only their shapes and shardings.
+        step_at: returns, for a length, the jitted `step(params, batch)` and the number of sequences of a batch.
+        lengths: lengths in tokens, increasing.
+        params: shapes and shardings of the first argument of the step.
         mesh: mesh of parameters and batches.
         batch_names: names of the int32[B, T] arrays of a batch.
-        name: name of the model in progress bar, log and errors.
+        name: name of the model in progress bar and errors.
         field: config field of the lengths, for errors.
 
     Raises:
@@ -97,27 +87,23 @@ def compile_programs(
     """
     available, programs = available_bytes(mesh), []
     sharding = NamedSharding(mesh, activation_spec("BT"))
-    for length in Progress(sorted(lengths, reverse=True), desc=f"{name}: compiling", unit="length", leave=False):
-        step, config, batch_size = step_at(length)
+    for length in Progress(lengths[::-1], desc=f"{name}: compiling", unit="length", leave=False):
+        step, batch_size = step_at(length)
         rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
+        compiled, needed = None, "more than the compiler can allocate"
         try:
             with jax.set_mesh(mesh):
                 compiled = step.lower(params, dict.fromkeys(batch_names, rows)).compile()
+            needed = f"{predicted_bytes(compiled) / GIB:.2f} GiB"
         except jax.errors.JaxRuntimeError as error:  # compilers for TPUs know the chip's memory
             if not is_out_of_memory(error):
                 raise
-            compiled = None
-        num_bytes = math.inf if compiled is None else predicted_bytes(compiled)
-        needed = "more than the compiler can allocate" if compiled is None else f"{num_bytes / GIB:.2f} GiB"
-        if compiled is None or num_bytes > available:
+        if compiled is None or predicted_bytes(compiled) > available:
             raise InputError(
                 f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB are free, "
                 f"for {batch_size} sequences at once; give shorter --lengths, or more devices to a sequence with --mesh"
             )
-        if not programs:
-            message = "%s: length %s is predicted to take %s on each device, where %.2f GiB are free"
-            logger.info(message, name, f"{length:,}", needed, available / GIB)
-        programs.append(Program(length, batch_size, forward_flops(config, length, 1).total, compiled))
+        programs.append(Program(length, batch_size, compiled))
     return programs[::-1]
 
 
@@ -125,12 +111,8 @@ def predicted_bytes(compiled: Compiled) -> int:
     """Return the memory that a compiled program needs on each device: arguments, results and temporaries."""
     stats = compiled.memory_analysis()
     assert stats is not None
-    return (
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        + stats.temp_size_in_bytes
-        - stats.alias_size_in_bytes  # results that overwrite arguments
-    )
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return held - stats.alias_size_in_bytes  # results that overwrite arguments
 
 
 def available_bytes(mesh: Mesh) -> int:

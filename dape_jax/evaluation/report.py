@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from etils import epath
 from matplotlib.figure import Figure
 
-from dape_jax.errors import InputError
+from dape_jax.errors import require
 from dape_jax.files import write_atomically
 from dape_jax.provenance import provenance
-from dape_jax.storage import absolute, is_remote
+from dape_jax.storage import absolute
 
 Results = Sequence[dict[str, Any]]  # the "runs" of a report's JSON: one result for each model
 
@@ -52,7 +52,7 @@ def save(
     figure: Figure | None,
     formats: Sequence[str] = (),
 ) -> ReportPaths:
-    """Print the table, then write the files to an existing directory; files of the same stem are replaced.
+    """Write the files to an existing directory, replacing those of the same stem, and print the table.
 
     Commit, command, device and versions are added to the content of the JSON. `formats` are further files: csv, md.
     """
@@ -61,11 +61,9 @@ def save(
     files |= {name: (FORMATS[name](caption, rows).rstrip() + "\n").encode() for name in formats}
     if figure is not None:
         files["png"] = png_of(figure)
-    try:
-        print(table, flush=True)  # before anything is written, so that a full disk does not lose it
-    finally:  # also if the reader of the output has exited, as in `| head`
-        for suffix, file_content in files.items():
-            write_atomically(directory / f"{stem}.{suffix}", file_content)
+    for suffix, file_content in files.items():
+        write_atomically(directory / f"{stem}.{suffix}", file_content)
+    print(table, flush=True)
     return ReportPaths(directory, table, None if figure is None else directory / f"{stem}.png")
 
 
@@ -78,7 +76,7 @@ def png_of(figure: Figure) -> bytes:
 
 def text_table(caption: str, rows: list[list[str]]) -> str:
     """Return a table for a terminal."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([caption, "", *lines])
 
@@ -116,10 +114,9 @@ def common_directory(workdirs: Sequence[epath.PathLike]) -> epath.Path:
         InputError: the paths have no common part, because they are in different buckets, or only some are local.
     """
     first, *others = map(absolute, workdirs)
-    lineages = [{os.fspath(each), *map(os.fspath, each.parents)} for each in others]
-    common = next((up for up in (first, *first.parents) if all(os.fspath(up) in each for each in lineages)), None)
-    if common is None or (is_remote(first) and not os.fspath(common).partition("://")[2]):  # not even a bucket
-        raise InputError(f"workdir = {list(map(str, workdirs))}: must have a common directory; give --output")
+    common = next(up for up in (first, *first.parents) if all(each.is_relative_to(up) for each in others))
+    is_directory = os.fspath(common) not in ("/", "gs://", "s3://")
+    require(is_directory, "workdir", list(map(str, workdirs)), "must have a common directory; give --output")
     return common
 
 

@@ -135,26 +135,24 @@ def validation_corpus(trained: TrainedModel[RunConfig], data: str | None) -> Cor
         InputError: the corpus cannot be read or was prepared with another tokenizer, or the text under the model's
             `data.path` has changed since training.
     """
-    config = trained.run.data
+    config, workdir = trained.run.data, trained.workdir
+    advice = f"the corpus of {workdir}; name another to score with --data"
     if data is not None:
-        file = trained.workdir / TOKENIZER_FILE
-        tokenizer = str(file) if file.exists() else "bytes"
-        try:
-            return load_corpus(dataclasses.replace(config, path=data, tokenizer=tokenizer), lossy=True)
-        except InputError as error:
-            raise InputError(f"{error} (--data, for {trained.workdir})") from error
-    is_known = config.path is not None
-    require(is_known, "data.path", None, f"{trained.workdir} was imported, without a text; name one with --data")
+        tokenizer = workdir / TOKENIZER_FILE
+        config = dataclasses.replace(config, path=data, tokenizer=str(tokenizer) if tokenizer.exists() else "bytes")
+        advice = f"--data, for {workdir}"
+    allowed = f"{workdir} was imported, without a text; name one with --data"
+    require(config.path is not None, "data.path", None, allowed)
     try:
         corpus = load_corpus(config, lossy=True)
     except InputError as error:
-        raise InputError(f"{error} (the corpus of {trained.workdir}; name another to score with --data)") from error
+        raise InputError(f"{error} ({advice})") from error
     allowed = (
-        f"no longer holds the text that {trained.workdir} was trained on (digest {corpus.digest}, "
-        f"in training {trained.data_digest}), so its validation documents may be training data; name the corpus to "
-        "score with --data"
+        f"no longer holds the text that {workdir} was trained on (digest {corpus.digest}, in training "
+        f"{trained.data_digest}), so its validation documents may be training data; name the corpus to score with "
+        "--data"
     )
-    require(corpus.digest == trained.data_digest, "data.path", config.path, allowed)
+    require(data is not None or corpus.digest == trained.data_digest, "data.path", config.path, allowed)
     return corpus
 
 

@@ -6,7 +6,6 @@ In: a `TaskConfig`. Out: the arrays of `tapes.make_tapes`, only this process's r
 import grain
 import numpy as np
 
-from dape_jax.errors import require
 from dape_jax.sharding import rows_of_part
 from dape_jax.tasks.tapes import TRAINING, VALIDATION, Batch, TaskConfig, draw_tapes
 
@@ -26,16 +25,7 @@ def train_batches(
         global_batch_size: rows of a batch over all processes; this process yields global_batch_size / num_shards.
         shard_index: index of this process.
         num_shards: number of processes that share the batch.
-
-    Raises:
-        InputError: the batch size is not a positive multiple of the number of processes.
     """
-    require(
-        global_batch_size > 0 and global_batch_size % num_shards == 0,
-        "train.batch_size",
-        global_batch_size,
-        f"must be a positive multiple of the number of processes, {num_shards}",
-    )
 
     def batch_of(index: int) -> Batch:
         batch = draw_tapes(config, TRAINING, index, global_batch_size, longest=longest)

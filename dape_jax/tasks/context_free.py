@@ -19,9 +19,6 @@ OPEN, CLOSE = 8, 9
 UNKNOWN, EQUALS = 9, 10
 
 
-# ---- stack manipulation
-
-
 def sample_stack_manipulation(rng: np.random.Generator, num: int, length: int) -> Symbols:
     """Draw a stack of 1 to N - 1 bits, bottom first, followed by actions; only a stack if N = 1."""
     symbols_BN = strings(2, rng, num, length)
@@ -50,15 +47,12 @@ def solve_stack_manipulation(inputs_BN: Symbols) -> Targets:
     return np.where(below_BM >= 0, bits_BM, np.where(below_BM == -1, END, 0)).astype(np.int32)
 
 
-# ---- reverse string
-
-
 def solve_reverse_string(inputs_BN: Symbols) -> Targets:
     """Return the input in reverse order."""
     return inputs_BN[:, ::-1].copy()
 
 
-# ---- modular arithmetic with brackets, and equations
+# ---- expressions with brackets, and equations
 
 
 def expressions(rng: np.random.Generator, num: int, length: int, num_operators: int) -> Symbols:

@@ -21,15 +21,9 @@ OPERATOR = 2  # between two numbers
 MISSING, PAD = 2, 3
 
 
-# ---- duplicate string
-
-
 def solve_duplicate_string(inputs_BN: Symbols) -> Targets:
     """Return the input followed by itself."""
     return np.concatenate([inputs_BN, inputs_BN], axis=1)
-
-
-# ---- missing duplicate
 
 
 def sample_missing_duplicate_string(rng: np.random.Generator, num: int, length: int) -> Symbols:
@@ -51,9 +45,6 @@ def solve_missing_duplicate_string(inputs_BN: Symbols) -> Targets:
     half = N // 2
     index_B = (inputs_BN == MISSING).argmax(axis=1)
     return inputs_BN[np.arange(B), (index_B + half) % (2 * half)][:, None]
-
-
-# ---- odds first
 
 
 def solve_odds_first(inputs_BN: Symbols) -> Targets:
@@ -146,9 +137,6 @@ def solve_compute_sqrt(inputs_BN: Symbols) -> Targets:
     """Return the square root, rounded down, highest bit first, in (N + 1) // 2 bits."""
     roots = [math.isqrt(number) for number in bits_to_integers(inputs_BN[:, ::-1] == 1)]
     return integers_to_bits(roots, (inputs_BN.shape[1] + 1) // 2)[:, ::-1].copy()
-
-
-# ---- bucket sort
 
 
 def solve_bucket_sort(inputs_BN: Symbols) -> Targets:

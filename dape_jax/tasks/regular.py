@@ -21,18 +21,12 @@ def strings(num_symbols: int, rng: np.random.Generator, num: int, length: int) -
     return rng.integers(0, num_symbols, (num, length), np.int32)
 
 
-# ---- even pairs
-
-
 def solve_even_pairs(inputs_BN: Symbols) -> Targets:
     """Return 1 if the number of unequal neighbours is odd, else 0.
 
     The number is odd if and only if the last symbol differs from the first.
     """
     return (inputs_BN[:, :1] != inputs_BN[:, -1:]).astype(np.int32)
-
-
-# ---- modular arithmetic
 
 
 def sample_modular_arithmetic(rng: np.random.Generator, num: int, length: int) -> Symbols:
@@ -56,15 +50,9 @@ def solve_modular_arithmetic(inputs_BN: Symbols) -> Targets:
     return (total_B + term_B)[:, None] % MODULUS
 
 
-# ---- parity check
-
-
 def solve_parity_check(inputs_BN: Symbols) -> Targets:
     """Return the number of 1s modulo 2."""
     return inputs_BN.sum(axis=1, keepdims=True, dtype=np.int32) % 2
-
-
-# ---- cycle navigation
 
 
 def solve_cycle_navigation(inputs_BN: Symbols) -> Targets:

@@ -123,21 +123,19 @@ def make_tapes(
     Raises:
         InputError: the task's strings do not agree with its alphabets or its `output_length`.
     """
-    task, (num, length), answers = config.of, inputs_BN.shape, config.of.output_length(inputs_BN.shape[1])
-    found = getattr(targets_BM, "shape", None)
+    task, (num, length) = config.of, inputs_BN.shape
+    answers, found = task.output_length(length), getattr(targets_BM, "shape", None)
     require(found == (num, answers), f"task {config.task}: shape of solve()", found, f"must be [B, M] = {num, answers}")
     for name, symbols, alphabet in (
         ("sample", inputs_BN, task.input_symbols),
         ("solve", targets_BM, task.output_symbols),
     ):
-        extremes = int(symbols.min()), int(symbols.max())
-        is_known = 0 <= extremes[0] and extremes[1] < len(alphabet)
-        allowed = f"must be 0 to {len(alphabet) - 1}, for its {len(alphabet)} symbols"
-        require(is_known, f"task {config.task}: smallest and largest integer of {name}()", extremes, allowed)
+        low, high, allowed = int(symbols.min()), int(symbols.max()), f"must be 0 to {len(alphabet) - 1}, its symbols"
+        require(0 <= low and high < len(alphabet), f"task {config.task}: range of {name}()", (low, high), allowed)
     after_input = length * (1 + config.computation_steps)
     begin = length - answers if task.answered_in_place else after_input
     tape = begin + answers
-    pad_to = config.pad_to if pad_to is None else pad_to
+    pad_to = pad_to or config.pad_to
     shape = (num, -(-tape // pad_to) * pad_to)
     computation = len(task.input_symbols)
     output = computation + (config.computation_steps > 0)

@@ -29,13 +29,10 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import printable, require
 from dape_jax.evaluation.trained import read_trained, restore
-from dape_jax.files import write_json
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.progress import Progress
-from dape_jax.provenance import make_results_directory, provenance
 from dape_jax.sharding import activation_spec
-from dape_jax.storage import absolute
 
 # Rows per prefill step. Lengths of caches are multiples of it, so that prompts of many lengths share a program.
 CHUNK = 64
@@ -262,9 +259,8 @@ def complete(
     sampling: Sampling,
     seed: int = 0,
     step: str = "newest",
-    output: epath.PathLike | None = None,
 ) -> list[str]:
-    """Continue prompts with a trained model; print the completions and optionally save them.
+    """Continue prompts with a trained model, and print the completions.
 
     A prompt is read as the middle of a document, as training windows are. An empty prompt is the end-of-document token,
     which precedes every document in training. `generate.Flags` describes the other arguments.
@@ -276,33 +272,21 @@ def complete(
         InputError: the input is invalid; raised before any device is used.
     """
     require(len(prompts) > 0, "prompt", list(prompts), "must have at least one: --prompt=TEXT or --prompt_file=FILE")
-    if output is not None:
-        output = epath.Path(output)
-        require(not output.exists(), "output", str(output), "must not exist yet")
     trained = read_trained(workdir, step, {})
     check(trained.run.model, max_new_tokens, seed)
     tokenizer = saved_tokenizer(trained.workdir)
     end_token = tokenizer.end_of_document
     ids = [tokenizer.encode(prompt) if prompt else np.array([end_token]) for prompt in prompts]
-    if output is not None:
-        make_results_directory(absolute(output).parent)
     mesh, params = restore(trained)
     options = {"sampling": sampling, "seed": seed, "num_ids": tokenizer.vocab_size, "end_token": end_token}
     stream = generate(trained.run.model, params, mesh, ids, max_new_tokens=max_new_tokens, **options)
     steps = list(Progress(stream, total=max_new_tokens, unit="step", desc=trained.name))
-    # A sequence that has ended repeats its end token.
-    sequences = [tokens[: np.sum(tokens != end_token) + 1] for tokens in np.stack(steps, axis=1)]
-    completions = [added_text(tokenizer, prompt, tokens) for prompt, tokens in zip(ids, sequences, strict=True)]
+    # A sequence that has ended repeats its end token, which has no text.
+    completions = [
+        added_text(tokenizer, prompt, tokens) for prompt, tokens in zip(ids, np.stack(steps, 1), strict=True)
+    ]
     for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), 1):
         if len(prompts) > 1:
             print(f"\n==== {number} of {len(prompts)} ====")
         print(printable(prompt.decode("utf-8", "replace") + completion, keep="\n\t"))
-    if output is not None:
-        settings = dataclasses.asdict(sampling) | {"max_new_tokens": max_new_tokens, "seed": seed}
-        records = [
-            {"prompt": prompt.decode("utf-8", "replace"), "text": completion, "tokens": sequence.tolist()}
-            for prompt, completion, sequence in zip(prompts, completions, sequences, strict=True)
-        ]
-        content = {"workdir": str(workdir), "step": trained.step, "settings": settings, "completions": records}
-        write_json(output, content | provenance("flax"))
     return completions

@@ -1,8 +1,7 @@
 """Command line of `completion.py`: continue prompts with a trained model.
 
 python -m dape_jax.tools.generate --workdir=runs/mine --prompt="def main("
-python -m dape_jax.tools.generate --workdir=runs/mine --prompt="class " --prompt="import " --greedy
-python -m dape_jax.tools.generate --workdir=runs/mine --prompt_file=long.txt --output=text.json
+python -m dape_jax.tools.generate --workdir=runs/mine --prompt="class " --prompt_file=long.txt --greedy
 """
 
 import dataclasses
@@ -31,7 +30,6 @@ class Flags:
     greedy: bool = flag(False, "Take the most probable token, as with --temperature=0.")
     seed: int = flag(0, "Seed of the random draws.")
     step: str = flag("newest", STEP_HELP)
-    output: str | None = flag(None, "JSON file to create for prompts, completions, tokens and settings.")
 
     def __post_init__(self):
         require(self.top_k >= 0, "--top_k", self.top_k, "must be positive, or 0 for all")
@@ -58,7 +56,6 @@ def main(_: list[str]) -> None:
         sampling=Sampling(0.0 if given.greedy else given.temperature, given.top_k or None, given.top_p),
         seed=given.seed,
         step=given.step,
-        output=to_path(given.output, "--output") if given.output else None,
     )
 
 

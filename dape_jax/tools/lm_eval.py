@@ -12,8 +12,8 @@ widths, so that a few programs serve all requests:
     row        c c c c x x . . . . . . . . . .      c: context   x: scored   .: padding up to the width of the batch
     position         ^ ^                            the only positions that are unembedded
 
-Padding changes no score, because attention is causal. The exceptions are the models that generation refuses
-(`edge="listing"`, `leak=True`): their rows are not padded, and a batch has rows of equal length.
+Padding changes no score, because attention is causal. Models in which later tokens matter (`edge="listing"`,
+`leak=True`) are refused.
 """
 
 import functools
@@ -90,37 +90,33 @@ def make_batch(rows: Sequence[ScoredRow], width: int) -> dict[str, np.ndarray]:
 @functools.partial(jax.jit, static_argnames=("config", "num_ids"))
 def score(
     config: TransformerConfig, params: Params, batch: dict[str, Array], *, num_ids: int
-) -> tuple[Float[Array, "B T"], Bool[Array, "B"]]:
+) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
     """Return the negative log-likelihood of each row's scored targets, and whether all of them are greedy.
 
-    The scored targets start at column 0 of the result; zeros follow. Positions are unembedded `CHUNK` at a time, so
-    memory does not grow with length times vocabulary. `batch` is from `make_batch`; `num_ids` is the size of the
-    tokenizer's vocabulary, which may be smaller than the model's: the greedy token is one of these ids.
+    Positions are unembedded `CHUNK` at a time, so memory does not grow with length times vocabulary. `batch` is from
+    `make_batch`; `num_ids` is the size of the tokenizer's vocabulary, which may be smaller than the model's: the greedy
+    token is one of these ids.
     """
     graphdef, _ = model_structure(config)
     model = nnx.merge(graphdef, params)
     x_BTD = model.features(batch["inputs"])
     batch_size, width = batch["inputs"].shape
-    size = min(CHUNK, width)
     first_B, stop_B = batch["first"], batch["stop"]
 
-    def chunk(
-        number: Integer[Array, ""], found: tuple[Float[Array, "B T"], Bool[Array, "B"]]
-    ) -> tuple[Float[Array, "B T"], Bool[Array, "B"]]:
-        nll_BT, greedy_B = found
-        pos_BT = first_B[:, None] + (number * size + jnp.arange(size))[None]
+    def add_chunk(
+        number: Integer[Array, ""], found: tuple[Float[Array, "B"], Bool[Array, "B"]]
+    ) -> tuple[Float[Array, "B"], Bool[Array, "B"]]:
+        pos_BT = first_B[:, None] + (number * CHUNK + jnp.arange(CHUNK))[None]
         scored_BT = pos_BT < stop_B[:, None]
         pos_BT = jnp.minimum(pos_BT, width - 1)
         logits_BTV = model.logits(jnp.take_along_axis(x_BTD, pos_BT[:, :, None], axis=1))
         targets_BT = jnp.take_along_axis(batch["targets"], pos_BT, axis=1)
-        chunk_BT = jnp.where(scored_BT, nll(logits_BTV, targets_BT), 0.0)
+        nll_BT = jnp.where(scored_BT, nll(logits_BTV, targets_BT), 0.0)
         greedy_BT = jnp.argmax(logits_BTV[:, :, :num_ids], axis=-1) == targets_BT
-        nll_BT = jax.lax.dynamic_update_slice(nll_BT, chunk_BT, (0, number * size))
-        return nll_BT, greedy_B & jnp.all(greedy_BT | ~scored_BT, axis=1)
+        return found[0] + nll_BT.sum(axis=1), found[1] & jnp.all(greedy_BT | ~scored_BT, axis=1)
 
-    start = (jnp.zeros((batch_size, math.ceil(width / size) * size)), jnp.ones((batch_size,), bool))
-    num_chunks = (jnp.max(stop_B - first_B) + size - 1) // size
-    return jax.lax.fori_loop(0, num_chunks, chunk, start)
+    num_chunks = -(-jnp.max(stop_B - first_B) // CHUNK)
+    return jax.lax.fori_loop(0, num_chunks, add_chunk, (jnp.zeros(batch_size), jnp.ones(batch_size, bool)))
 
 
 class GenerationOptions(NamedTuple):
@@ -137,13 +133,12 @@ def read_generation_kwargs(gen_kwargs: dict[str, Any], max_length: int) -> Gener
     Raises:
         InputError: a value is invalid, an option is not supported, or no space is left for a context.
     """
-    supported = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     options: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": None, **normalize_gen_kwargs(gen_kwargs)}
+    supported = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
     # One beam is greedy search.
     others = {key: value for key, value in options.items() if key not in supported and (key, value) != ("num_beams", 1)}
     require(not others, "generation_kwargs", others, f"not supported; the options are {', '.join(supported)}")
     until, max_gen_toks = options["until"], options["max_gen_toks"]
-    require(all(isinstance(stop, str) for stop in until), "generation_kwargs.until", until, "must be a list of strings")
     require(max_gen_toks > 0, "generation_kwargs.max_gen_toks", max_gen_toks, "must be positive")
     allowed = f"must be below max_length = {max_length}, to leave room for a context; increase max_length"
     require(max_gen_toks < max_length, "generation_kwargs.max_gen_toks", max_gen_toks, allowed)
@@ -206,7 +201,8 @@ class DapeLM(TemplateLM):
             ignored: options that the harness passes to every model, such as `device`: JAX uses all of them.
 
         Raises:
-            InputError: the checkpoint is missing, or a number is invalid; raised before any parameter is read.
+            InputError: the checkpoint is missing, a number is invalid, or later tokens matter in the model; raised
+                before any parameter is read.
         """
         unknown = set(ignored) - {"device", "max_batch_size"}
         require(not unknown, "model_args", sorted(unknown), "must be workdir, step, max_length")
@@ -217,6 +213,7 @@ class DapeLM(TemplateLM):
         is_number = str(batch_size).isdecimal() and int(str(batch_size)) > 0
         require(batch_size in (None, "auto") or is_number, "batch_size", batch_size, "must be positive, or auto")
         self.batch_size = int(str(batch_size)) if is_number else None
+        check(self.info.run.model, max_new_tokens=1, seed=0)
         self._tokenizer = saved_tokenizer(self.info.workdir)
         self._mesh, self._params = restore(self.info)
 
@@ -233,13 +230,6 @@ class DapeLM(TemplateLM):
         """Return the harness's record of the model: checkpoint and provenance."""
         about = {"workdir": str(self.info.workdir), "step": self.info.step, "max_length": self.max_length}
         return about | provenance("flax")
-
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation given its context, and whether it is the greedy one."""
-        for request in requests:
-            _, continuation = cast(tuple[str, str], request.args)
-            require(continuation != "", "continuation", continuation, "must have at least one character")
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole document; every token is scored once, in windows of `max_length`."""
@@ -274,21 +264,16 @@ class DapeLM(TemplateLM):
 
     def _score(self, rows: list[ScoredRow], unit: str, disable_tqdm: bool) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each row's scored tokens, and whether all are greedy; widest batches first."""
-        run = self.info.run
-
-        def width_of(index: int) -> int:
-            length = len(rows[index].tokens) - 1
-            return length if run.model.processor.why_not_cached else padded_width(length, self.max_length)
-
+        run, widths = self.info.run, [padded_width(len(row.tokens) - 1, self.max_length) for row in rows]
         # A batch unembeds as many positions as its row with the most scored tokens: group similar rows.
-        order = sorted(range(len(rows)), key=lambda index: (width_of(index), rows[index].num_scored), reverse=True)
+        order = sorted(range(len(rows)), key=lambda index: (widths[index], rows[index].num_scored), reverse=True)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
         with jax.set_mesh(self._mesh), Progress(total=len(rows), unit=unit, disable=disable_tqdm) as bar:
-            for width, group in itertools.groupby(order, key=width_of):
+            for width, group in itertools.groupby(order, key=widths.__getitem__):
                 bar.set_postfix_str(f"width {width}")
                 indices = list(group)
                 config = model_at(run.model, width, run.evaluation, "rope", run.train.train_length)
-                nll_BT, greedy_B = run_in_batches(
+                nll_B, greedy_B = run_in_batches(
                     functools.partial(score, config, self._params, num_ids=self._tokenizer.vocab_size),
                     lambda chosen: make_batch([rows[indices[i]] for i in chosen], width),  # noqa: B023
                     num_rows=len(indices),
@@ -296,9 +281,8 @@ class DapeLM(TemplateLM):
                     mesh=self._mesh,
                     progress=bar.update,
                 )
-                sums = -nll_BT.sum(axis=1, dtype=np.float64)
-                for index, total, greedy in zip(indices, sums, greedy_B, strict=True):
-                    answers[index] = (float(total), bool(greedy))
+                for index, nll_nats, greedy in zip(indices, nll_B.tolist(), greedy_B.tolist(), strict=True):
+                    answers[index] = (-nll_nats, greedy)
         return answers
 
     def _rows_per_batch(self, width: int, num_rows: int) -> int:
@@ -316,9 +300,8 @@ class DapeLM(TemplateLM):
         Sampled continuations depend on the order of the requests and on the batch size; equal calls give equal results.
 
         Raises:
-            InputError: the model cannot generate, or `generation_kwargs` are invalid.
+            InputError: `generation_kwargs` are invalid.
         """
-        check(self.info.run.model, max_new_tokens=1, seed=0)
         prompts: list[np.ndarray] = []
         indices_of_options: dict[GenerationOptions, list[int]] = defaultdict(list)
         num_truncated = 0
@@ -353,7 +336,6 @@ class DapeLM(TemplateLM):
                     outputs = generate_until_stop(steps, batch[:num_real], self._tokenizer, options.until)
                     for row, output in zip(rows, outputs, strict=False):
                         answers[indices[row]] = output
-                        self.cache_hook.add_partial("generate_until", requests[indices[row]].args, output)
                     bar.update(num_real)
         return answers
 

@@ -1,8 +1,8 @@
 """Draw attention maps before the softmax, as in the paper's appendix K: scores, bias, and what DAPE adds to them.
 
 `attention_maps.py` is the command line. In: a trained run and one document. Out, in --output: one figure per layer
-(`layer-00.png`), `index.html`, which shows all of them, and `attention_maps.json` with statistics of every map. With
-`MAX_NAMED_TOKENS` tokens or fewer, the axes show the text of each token.
+(`layer-00.png`) and `index.html`, which shows all of them. With `MAX_NAMED_TOKENS` tokens or fewer, the axes show the
+text of each token.
 
 A figure has one row per head and one column per map, each a function of (query, key):
 
@@ -12,7 +12,7 @@ A figure has one row per head and one column per map, each a function of (query,
     probs    softmax(processor(A, B))
 
 Masked pairs stay blank. Up to 512 tokens, one cell is one pair. Beyond, a cell is the mean of the visible pairs among
-n x n pairs, n = ceil(length / 512). Statistics are over all visible pairs, pooled or not.
+n x n pairs, n = ceil(length / 512).
 
 Query rows are independent, so maps are computed for one layer and one block of rows at a time: memory is linear in the
 length.
@@ -22,8 +22,8 @@ import dataclasses
 import functools
 import html
 import json
+from collections import defaultdict
 from string import Template
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,16 +37,16 @@ from matplotlib.figure import Figure
 
 from dape_jax.config import resolved
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
-from dape_jax.errors import InputError, printable, require
-from dape_jax.evaluation import figures, report
+from dape_jax.errors import InputError, require
+from dape_jax.evaluation import report
 from dape_jax.evaluation.trained import TrainedModel, read_trained, restore, validation_corpus
-from dape_jax.files import write_atomically, write_json
+from dape_jax.files import write_atomically
 from dape_jax.model.attention import Blockwise, score
 from dape_jax.model.biases import Bias
 from dape_jax.model.contextual import ContextualBias
 from dape_jax.model.processors import Plain, add_bias
 from dape_jax.model.scores import masked_softmax
-from dape_jax.model.transformer import Block, Places, SelfAttention, model_structure
+from dape_jax.model.transformer import Block, Params, Places, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory, provenance
 
@@ -59,7 +59,6 @@ PAGE = Template("""<!doctype html>
 <style>body { font-family: sans-serif; } img { max-width: 100%; } pre { white-space: pre-wrap; }</style>
 <h1>$title</h1>
 <pre>$facts</pre>
-<p>Statistics of every map: <a href="attention_maps.json">attention_maps.json</a>
 $figures
 """)
 
@@ -75,75 +74,47 @@ def attention_maps(
     """Draw the maps of every layer and head of a trained model; `attention_maps.Flags` describes the arguments.
 
     Returns:
-        The path of the page.
+        The path of the page. An earlier page of this name is replaced.
 
     Raises:
-        InputError: the input is invalid, or the output has a page; raised before any device is used.
+        InputError: the input is invalid; raised before any device is used.
     """
     require(length >= 2, "length", length, "must be at least 2 tokens")
     trained = read_trained(workdir, step, {})
-    maps = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
-    output = maps if output is None else epath.Path(output)
-    page = output / "index.html"
-    require(not page.exists(), "output", str(output), "contains an index.html; delete it or choose another --output")
+    default = trained.workdir / "attention_maps" / f"step-{trained.step}-length-{length}"
     tokens_T, source = read_tokens(trained, length, text)
     names = token_names(saved_tokenizer(workdir), tokens_T) if length <= MAX_NAMED_TOKENS else None
-    make_results_directory(output)
+    output = make_results_directory(output or default)
 
     block_size = trained.run.evaluation.block_size
     config = dataclasses.replace(trained.run.model, attention=Blockwise(block_size, num_buckets=4))
-    graphdef, _ = model_structure(config)
     _, params = restore(trained)  # no mesh is set: one sequence is not split over devices
-
-    @jax.jit
-    def maps_of_layer(params, x_BTD, layer):
-        model = nnx.merge(graphdef, params)
-        block = jax.tree.map(lambda stacked: stacked[layer], model.layers)
-        return layer_maps(block, x_BTD, model.shared_bias, block_size=block_size)
-
-    cell_size, layers = -(-length // MAX_CELLS), []
+    cell_size, files = -(-length // MAX_CELLS), []
     x_BTD = jax.device_get(params["embedding_VD"][tokens_T][None])
     for layer in Progress(range(config.num_layers), unit="layer", desc=trained.name):
-        x_BTD, cells, stats = jax.device_get(maps_of_layer(params, x_BTD, layer))
+        x_BTD, cells = layer_maps(config, params, layer, x_BTD, block_size=block_size)
         allowed = f"the model has diverged: the output of layer {layer} is not finite"
         require(bool(np.isfinite(x_BTD).all()), "workdir", str(workdir), allowed)
-        cells = {map_name: cells[map_name] for map_name in HEADINGS if map_name in cells}  # jit sorts by name
         title = f"{trained.name}, step {trained.step}\nlayer {layer}, {length} tokens"
         if cell_size > 1:
             title += f", mean of {cell_size} x {cell_size} pairs per cell"
-        figure, file = draw(cells, cell_size * len(cells["scores"][0]), title, names), f"layer-{layer:02}.png"
-        write_atomically(output / file, report.png_of(figure))
-        heads = [
-            {map_name: {key: float(values[head]) for key, values in stats[map_name].items()} for map_name in cells}
-            for head in range(config.num_heads)
-        ]
-        layers.append({"figure": file, "heads": heads})
+        files.append(f"layer-{layer:02}.png")
+        figure = draw(cells, cell_size * len(cells["scores"][0]), title, names)
+        write_atomically(output / files[-1], report.png_of(figure))
 
     model = resolved(trained.run)["model"]
-    content = {
-        "run": trained.name,
-        "workdir": str(workdir),
-        "step": trained.step,
-        "train_length": trained.run.train.train_length,
-        "length": length,
-        "cell_size": cell_size,
-        "text": source,
-        "model": {field: model[field] for field in ("rotary", "bias", "processor", "window")},
-        "layers": layers,
-    } | provenance("flax", "matplotlib")
-    write_json(output / "attention_maps.json", report.json_values(content))
-    facts = "\n".join([content["command"], json.dumps(content["model"]), *source.values()])
+    facts = {field: model[field] for field in ("rotary", "bias", "processor", "window")} | provenance("flax")
     heading = html.escape(f"{trained.name}, step {trained.step}: attention maps at {length} tokens")
-    images = "\n".join(f'<p><img src="{each["figure"]}" alt="{each["figure"]}">' for each in layers)
-    text_of_page = PAGE.substitute(title=heading, facts=html.escape(facts), figures=images)
-    write_atomically(page, text_of_page.encode())  # last, so that a page implies that all files exist
-    return page
+    images = "\n".join(f'<p><img src="{file}" alt="{file}">' for file in files)
+    lines = html.escape("\n".join([*(f"{name}: {json.dumps(value)}" for name, value in facts.items()), *source]))
+    write_atomically(output / "index.html", PAGE.substitute(title=heading, facts=lines, figures=images).encode())
+    return output / "index.html"
 
 
 def read_tokens(
     trained: TrainedModel, length: int, text: epath.PathLike | None
-) -> tuple[Int[np.ndarray, "T"], dict[str, str]]:
-    """Return the tokens to read, and their source and beginning for the record.
+) -> tuple[Int[np.ndarray, "T"], tuple[str, str]]:
+    """Return the tokens to read, and for the page their source and their beginning.
 
     Raises:
         InputError: the file cannot be read, or there are too few tokens.
@@ -168,72 +139,73 @@ def read_tokens(
         tokens = store.document(document)
         source = f"validation document {document} of data.path = {trained.run.data.path!r}"
     tokens_T = tokens[:length].astype(np.int32)
-    beginning = tokenizer.decode(tokens_T[:400]).decode("utf-8", errors="replace")
-    return tokens_T, {"source": source, "beginning": beginning}
+    return tokens_T, (source, tokenizer.decode(tokens_T[:400]).decode("utf-8", errors="replace"))
+
+
+# ---- maps
 
 
 def layer_maps(
-    block: Block,
-    x_BTD: Float[Array, "1 T D"],
-    shared_bias: Bias | ContextualBias | None,
+    config: TransformerConfig,
+    params: Params,
+    layer: int,
+    x_BTD: Float[np.ndarray, "1 T D"],
     *,
     block_size: int,
     max_cells: int = MAX_CELLS,
-) -> tuple[Float[Array, "1 T D"], dict[str, Float[Array, "H cells cells"]], dict[str, dict[str, Float[Array, "H"]]]]:
-    """Return the output, maps and statistics of one layer for one sequence.
+) -> tuple[Float[np.ndarray, "1 T D"], dict[str, Float[np.ndarray, "H cells cells"]]]:
+    """Return the output of one layer for one sequence, and the cells of each map, NaN where no pair is visible.
 
-    Memory is linear in T if the attention of `block` is `Blockwise`: maps of `block_size` query rows are held at once.
-
-    Returns:
-        The output of the layer; the cells of each map, NaN where no pair is visible; and the mean, std, min and max of
-        each map over all visible pairs.
+    Memory is linear in T if attention is `Blockwise`: maps of `block_size` query rows are held at once.
     """
-    pos_S = jnp.arange(x_BTD.shape[1])
-    length, attention = pos_S.size, block.attention
-    bias = shared_bias if attention.bias is None else attention.bias
-    q_BTHK, k_BSGK, _ = attention.project(block.attention_norm(x_BTD).astype(block.dtype), pos_S)
-    num_blocks = -(-length // block_size)
-    padding = num_blocks * block_size - length  # rows after the last one, which are masked below
-    q_blocks = jnp.pad(q_BTHK[0], ((0, padding), (0, 0), (0, 0))).reshape(num_blocks, 1, block_size, *q_BTHK.shape[2:])
-    pos_blocks = jnp.arange(num_blocks * block_size).reshape(num_blocks, block_size)
-    cell_size = -(-length // max_cells)
-    num_cells = -(-length // cell_size)
-    maps_of = functools.partial(row_maps, attention, bias, k_BSGK=k_BSGK, k_pos_S=pos_S)
-
-    def pool(cells: Float[Array, "_ cells cells"], x: Float[Array, "_ T S"], pos_T: Int[Array, "T"]) -> Array:
-        """Add a block of rows to the sums of their cells."""
-        padded = jnp.pad(x, ((0, 0), (0, 0), (0, num_cells * cell_size - length)))
-        return cells.at[:, pos_T // cell_size].add(padded.reshape(*x.shape[:2], num_cells, cell_size).sum(-1))
-
-    def add_block(carry, q_and_pos):
-        (sums, counts), (q_BTHK, pos_T) = carry, q_and_pos
-        maps, mask_TS = maps_of(q_BTHK, pos_T)
-        mask_TS &= (pos_T < length)[:, None]
-        counts = pool(counts, mask_TS[None].astype(counts.dtype), pos_T)
-        sums = {name: pool(sums[name], jnp.where(mask_TS[None], x, 0), pos_T) for name, x in maps.items()}
-        return (sums, counts), {name: _block_statistics(x, mask_TS) for name, x in maps.items()}
-
-    maps, _ = jax.eval_shape(maps_of, q_blocks[0], pos_blocks[0])
-    zeros = {name: jnp.zeros((x.shape[0], num_cells, num_cells), x.dtype) for name, x in maps.items()}
-    (sums, counts), of_blocks = jax.lax.scan(
-        add_block, (zeros, jnp.zeros((1, num_cells, num_cells))), (q_blocks, pos_blocks)
-    )
-    cells = {name: x / counts for name, x in sums.items()}  # 0 / 0, which is NaN, where no pair is visible
-    x_BTD, _ = block(x_BTD, Places(pos_S), shared_bias)
-    return x_BTD, cells, {name: _combine(blocks) for name, blocks in of_blocks.items()}
+    length = x_BTD.shape[1]
+    q_BTHK, k_BSGK, x_BTD = project(config, params, layer, x_BTD)
+    starts = np.arange(0, length, -(-length // max_cells))  # the first position of each cell
+    sums: dict[str, list[np.ndarray]] = defaultdict(list)  # of each query row, over the visible keys of each cell
+    for first in range(0, length, block_size):
+        pos_T = np.minimum(np.arange(first, first + block_size), length - 1)  # the last position repeated, not used
+        maps, mask_TS = jax.device_get(row_maps(config, params, layer, q_BTHK[:, pos_T], pos_T, k_BSGK))
+        for name, x_HTS in (maps | {"pairs": np.ones((1, *mask_TS.shape), np.float32)}).items():
+            visible_HTS = np.where(mask_TS, x_HTS, 0)[:, : length - first]
+            sums[name].append(np.add.reduceat(visible_HTS, starts, axis=2))
+    pooled = {name: np.add.reduceat(np.concatenate(blocks, axis=1), starts, axis=1) for name, blocks in sums.items()}
+    num_pairs = pooled.pop("pairs")
+    with np.errstate(invalid="ignore"):  # 0 / 0
+        return jax.device_get(x_BTD), {name: pooled[name] / num_pairs for name in HEADINGS if name in pooled}
 
 
+def block_of(
+    config: TransformerConfig, params: Params, layer: int | Int[Array, ""]
+) -> tuple[Block, Bias | ContextualBias | None]:
+    """Return one layer, and the bias that it uses."""
+    model = nnx.merge(model_structure(config)[0], params)
+    block = jax.tree.map(lambda stacked: stacked[layer], model.layers)
+    return block, model.shared_bias if block.attention.bias is None else block.attention.bias
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def project(
+    config: TransformerConfig, params: Params, layer: int | Int[Array, ""], x_BTD: Float[Array, "1 T D"]
+) -> tuple[Float[Array, "1 T H K"], Float[Array, "1 T G K"], Float[Array, "1 T D"]]:
+    """Return the queries, the keys and the output of one layer."""
+    (block, bias), pos_T = block_of(config, params, layer), jnp.arange(x_BTD.shape[1])
+    q_BTHK, k_BTGK, _ = block.attention.project(block.attention_norm(x_BTD).astype(block.dtype), pos_T)
+    return q_BTHK, k_BTGK, block(x_BTD, Places(pos_T), bias)[0]
+
+
+@functools.partial(jax.jit, static_argnames="config")
 def row_maps(
-    attention: SelfAttention,
-    bias: Bias | ContextualBias | None,
+    config: TransformerConfig,
+    params: Params,
+    layer: int | Int[Array, ""],
     q_BTHK: Float[Array, "1 T H K"],
     q_pos_T: Int[Array, "T"],
-    *,
     k_BSGK: Float[Array, "1 S G K"],
-    k_pos_S: Int[Array, "S"],
 ) -> tuple[dict[str, Float[Array, "H T S"]], Bool[Array, "T S"]]:
     """Return the maps of a block of rows (see the module's docstring) and the mask of visible pairs."""
-    scores_BHTS, bias_BHTS, mask_TS = score(q_BTHK, k_BSGK, q_pos_T, k_pos_S, bias=bias, window=attention.mask.window)
+    block, bias = block_of(config, params, layer)
+    attention, pos_S = block.attention, jnp.arange(k_BSGK.shape[1])
+    scores_BHTS, bias_BHTS, mask_TS = score(q_BTHK, k_BSGK, q_pos_T, pos_S, bias=bias, window=attention.mask.window)
     processed_BHTS = attention.processor(scores_BHTS, bias_BHTS, mask_TS)
     maps = {"scores": scores_BHTS}
     if bias_BHTS is not None:
@@ -244,35 +216,18 @@ def row_maps(
     return {name: x_BHTS[0] for name, x_BHTS in maps.items()}, mask_TS
 
 
-def _block_statistics(x_HTS: Float[Array, "H T S"], mask_TS: Bool[Array, "T S"]) -> dict[str, Float[Array, "_"]]:
-    """Return statistics of a block of rows; variances about a block's own mean add up without cancellation."""
-    pairs: dict[str, Any] = {"axis": (1, 2), "where": mask_TS[None]}
-    return {
-        "count": mask_TS.sum(dtype=x_HTS.dtype)[None],
-        "mean": x_HTS.mean(**pairs),
-        "var": x_HTS.var(**pairs),
-        "min": x_HTS.min(initial=jnp.inf, **pairs),
-        "max": x_HTS.max(initial=-jnp.inf, **pairs),
-    }
-
-
-def _combine(blocks: dict[str, Float[Array, "blocks _"]]) -> dict[str, Float[Array, "H"]]:
-    """Return the statistics of a map from those of its blocks."""
-    share = blocks["count"] / blocks["count"].sum()
-    mean = (share * blocks["mean"]).sum(0)
-    var = (share * (blocks["var"] + (blocks["mean"] - mean[None]) ** 2)).sum(0)
-    return {"mean": mean, "std": jnp.sqrt(var), "min": blocks["min"].min(0), "max": blocks["max"].max(0)}
+# ---- figures
 
 
 def token_names(tokenizer: Tokenizer, tokens_T: Int[np.ndarray, "T"]) -> list[str]:
     """Return the text of each token for the axes: spaces are visible, and unusual characters are escaped."""
-    names = []
-    for token in tokens_T:
-        text = printable(tokenizer.decode(token[None]).decode("utf-8", "backslashreplace")).replace(" ", "\u00b7")
-        # matplotlib's font has Latin, Greek and Cyrillic letters, and warns of others.
-        known = "".join(c if c < "\u0500" else c.encode("unicode_escape").decode() for c in text)
-        names.append(figures.label(known) or "(end)")
-    return names
+
+    def visible(c: str) -> str:  # matplotlib's font has Latin, Greek and Cyrillic letters, and warns of others
+        is_known = c.isprintable() and c < "\u0500"
+        return "\u00b7" if c == " " else c if is_known else c.encode("unicode_escape").decode()
+
+    texts = [tokenizer.decode(token[None]).decode("utf-8", "backslashreplace") for token in tokens_T]
+    return ["".join(map(visible, text)) or "(end)" for text in texts]
 
 
 def draw(
@@ -298,7 +253,7 @@ def draw(
         panels[0, column].set_title(HEADINGS[name], fontsize=10)
         panels[-1, column].set_xlabel("key")
         for head, axes in enumerate(panels[:, column]):
-            norm, colours = _colours(name, heads[head])
+            norm, colours = norm_and_colours(name, heads[head])
             image = axes.imshow(heads[head], norm=norm, cmap=colours, extent=(0, extent, extent, 0))
             figure.colorbar(image, ax=axes, shrink=0.8).ax.tick_params(labelsize=7)
             axes.tick_params(labelsize=8)
@@ -312,7 +267,7 @@ def draw(
     return figure
 
 
-def _colours(name: str, x: Float[np.ndarray, "cells cells"]) -> tuple[Normalize, Colormap]:
+def norm_and_colours(name: str, x: Float[np.ndarray, "cells cells"]) -> tuple[Normalize, Colormap]:
     """Return a diverging scale about 0 that clips outliers; for probabilities, four powers of ten."""
     if name == "probs":
         highest = float(np.nanmax(x))
