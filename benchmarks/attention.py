@@ -68,7 +68,7 @@ from benchmarks.measure import (
     write,
 )
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import MIB, chip_of
 from dape_jax.kernels import KERNELS
@@ -281,11 +281,5 @@ def run(settings: Settings) -> None:
         raise AssertionError("errors exceed the tolerance for rounding:\n" + "\n".join(wrong))
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and run."""
-    run(from_flags(Settings))
-
-
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(run, Settings)

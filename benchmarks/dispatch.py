@@ -7,6 +7,7 @@ placing it on the device, and calling the step, which returns before the device 
 per second on any device.
 """
 
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -14,9 +15,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from absl import flags
 
 from dape_jax import command_line
+from dape_jax.command_line import flag
 from dape_jax.data.batches import train_batches
 from dape_jax.data.store import DataConfig
 from dape_jax.files import write_json
@@ -28,14 +29,20 @@ from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.source import load_corpus
 from dape_jax.training.step import init_state, make_train_step, shardings_of
 
-STEPS = flags.DEFINE_integer("steps", 300, "Number of timed steps, after 20 steps of warm-up.")
-OUTPUT = flags.DEFINE_string("output", "results/dispatch", "Directory of the JSON.")
 PARTS = ("next batch", "place batch", "call step")
 
 
-def main(arguments: list[str]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Flags of this program."""
+
+    steps: int = flag(300, "Number of timed steps, after 20 steps of warm-up.")
+    output: str = flag("results/dispatch", "Directory of the JSON.")
+
+
+def main(settings: Settings) -> None:
     """Time the parts of each step, and write their medians."""
-    output = make_results_directory(Path(OUTPUT.value))
+    output = make_results_directory(Path(settings.output))
     model = TransformerConfig(num_layers=12, width=32, num_heads=4, vocab_size=257, attention=Dense(), dtype="float32")
     config = OptimizerConfig(1e-3, 0.1, 0.1, 0.9, 0.95, 1e-8, 0.1, 1.0)
     optimizer, mesh = make_optimizer(config, 1000), make_mesh(MeshConfig(1, -1, 1, 1))
@@ -52,7 +59,7 @@ def main(arguments: list[str]) -> None:
         batches = train_batches(
             load_corpus(data).train, train_length=16, global_batch_size=8, seed=0, shard_index=0, num_shards=1
         )
-        for number in range(20 + STEPS.value):
+        for number in range(20 + settings.steps):
             # Wait for the previous step, because the call below could block on the device's queue.
             jax.block_until_ready(state)
             times = [time.perf_counter()]
@@ -70,10 +77,10 @@ def main(arguments: list[str]) -> None:
     leaves = len(jax.tree.leaves(state))
     for part, median in medians.items():
         print(f"{part:12s} {median:8.3f} ms")
-    content = {"median_ms": medians, "steps": STEPS.value, "num_layers": 12, "num_arrays": leaves}
+    content = {"median_ms": medians, "steps": settings.steps, "num_layers": 12, "num_arrays": leaves}
     write_json(output / "dispatch.json", content | provenance("flax", "optax"))
     print(f"{leaves} arrays in the state; written to {output / 'dispatch.json'}")
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, Settings)

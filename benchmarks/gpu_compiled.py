@@ -35,7 +35,7 @@ from benchmarks.hlo import compile_program
 from benchmarks.layer import DIRECTIONS, Layer
 from benchmarks.measure import Row, check_names, check_positive, failure, table, write
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import MIB
 from dape_jax.provenance import make_results_directory
@@ -107,9 +107,8 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return table(rows, labels, figures | {"compile s": ("compile_s", ".0f")})
 
 
-def main(_: list[str]) -> None:
-    """Parse flags, compile every combination and write the report."""
-    settings = from_flags(Settings)
+def main(settings: Settings) -> None:
+    """Compile every combination and write the report."""
     has_plugin = any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     require(has_plugin, "jax", jax.__version__, "needs the plugin for CUDA: pip install 'jax[cuda13]==0.10.2'")
     make_results_directory(Path(settings.output))
@@ -129,5 +128,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

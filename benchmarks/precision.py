@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import Row, check_names, check_positive, table, write
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.model.attention import score
 from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
@@ -140,9 +140,8 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return table(rows, {"bias": "bias", "dtype": "dtype", "length": "length"}, figures)
 
 
-def main(_: list[str]) -> None:
-    """Parse flags, measure every combination and write the report."""
-    settings = from_flags(Settings)
+def main(settings: Settings) -> None:
+    """Measure every combination and write the report."""
     make_results_directory(Path(settings.output))
     config = DapeConfig()
     cases = list(itertools.product(settings.biases, DTYPES, settings.lengths))
@@ -155,5 +154,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

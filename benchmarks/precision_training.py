@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.measure import Row, check_names, check_positive, table, write
 from benchmarks.step import read_config, train
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.provenance import make_results_directory
 
@@ -81,9 +81,8 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return table(rows, {"dtype": "dtype"}, figures)
 
 
-def main(_: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Train, write the report, and fail if a run differs by more than `BAND_NATS`."""
-    settings = from_flags(Settings)
     make_results_directory(Path(settings.output))
     with tempfile.TemporaryDirectory() as directory:
         rows = measure(settings, Path(directory))
@@ -94,5 +93,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

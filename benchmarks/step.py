@@ -42,7 +42,7 @@ from benchmarks.attention import choose, implementations
 from benchmarks.hlo import compile_program
 from benchmarks.measure import Row, check_names, check_positive, failure, table, write
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.config import RunConfig, resolved
 from dape_jax.data.store import STDLIB, follow_corpus
 from dape_jax.evaluation.programs import available_bytes, predicted_bytes
@@ -283,11 +283,5 @@ def run(settings: Settings) -> None:
     write(device_platform(), settings, rows, caption, cells(rows), left_out=left_out)
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and run."""
-    run(from_flags(Settings))
-
-
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(run, Settings)

@@ -28,7 +28,7 @@ from benchmarks.layer import BIASES, Layer
 from benchmarks.measure import Row, check_names, check_positive, table, write
 from benchmarks.step import RATIO_TO, TABLE7, read_config
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
@@ -115,9 +115,8 @@ def cells(rows: list[Row]) -> list[list[str]]:
     return table(rows, labels, figures | {"ratio": ("ratio", ".3f")})
 
 
-def main(_: list[str]) -> None:
-    """Parse flags, compile every combination and write the report."""
-    settings = from_flags(Settings)
+def main(settings: Settings) -> None:
+    """Compile every combination and write the report."""
     libtpu = find_libtpu()
     make_results_directory(Path(settings.output))
     rows: list[dict[str, Any]] = []
@@ -145,5 +144,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

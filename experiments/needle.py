@@ -27,7 +27,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Int
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.data.store import TokenStore
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import require
@@ -127,9 +127,8 @@ def measure(
     return records
 
 
-def main(_: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Measure all models, print the table, write the files."""
-    settings = from_flags(Settings)
     tokenizer = saved_tokenizer(to_path(settings.workdir[0], "--workdir"))
     needles = [make_needle(number, tokenizer) for number in range(settings.windows)]
     (num_scored,) = {len(needle.value) for needle in needles}
@@ -156,5 +155,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Int
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.data.store import DataConfig, TokenStore, follow_corpus
 from dape_jax.errors import require
 from dape_jax.evaluation import report
@@ -99,9 +99,8 @@ def measure(store: TokenStore, settings: Settings, name: str) -> dict[str, Any]:
     return {"name": name, **counts, "lengths": records}
 
 
-def main(_: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Measure all texts, print the table, write the files."""
-    settings = from_flags(Settings)
     directory = make_results_directory(to_path(settings.output, "--output"), "--output")
     results, rows = [], [["text", "context", "repeated", "predictable"]]
     for path in settings.data:
@@ -122,5 +121,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
-    command_line.run(main)
+    command_line.run(main, Settings)

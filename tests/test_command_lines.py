@@ -165,9 +165,8 @@ class Settings:
     def __post_init__(self):
         require(self.rate > 0, "--rate", self.rate, "must be positive")
 
-command_line.define_flags(Settings)
 if __name__ == "__main__":
-    command_line.run(lambda _: print(dataclasses.asdict(command_line.from_flags(Settings))))
+    command_line.run(lambda settings: print(dataclasses.asdict(settings)), Settings)
 """
 
 

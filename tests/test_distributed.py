@@ -69,7 +69,7 @@ from dape_jax.errors import InputError, StoppedError
 def refuse():
     raise InputError("text = 'a': of process 0" if jax.process_index() == 0 else "not raised")
 
-def main(_):
+def main():
     distributed.join(None, None, None)
     done = distributed.process_zero_first(lambda: Path("order").open("a").write(str(jax.process_index())))
     facts = {"a": {"b": jax.process_index(), "c": 1}}

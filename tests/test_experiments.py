@@ -12,7 +12,6 @@ import pytest
 import tiny
 from matplotlib.figure import Figure
 
-from dape_jax import command_line
 from dape_jax.config import RunConfig, TaskRunConfig, read_run
 from dape_jax.errors import InputError
 from dape_jax.evaluation.report import json_values
@@ -592,10 +591,9 @@ def test_bad_input_is_named(small_world, name: str, changes: dict, words: list[s
         (["list", "fig2"], {}, True, ["list = 'fig2'"]),
     ],
 )
-def test_commands_print_or_refuse(arguments, settings_of_flags, is_refused, words, capsys, monkeypatch):
-    monkeypatch.setattr(command_line, "from_flags", lambda kind: kind(**settings_of_flags))
+def test_commands_print_or_refuse(arguments, settings_of_flags, is_refused, words, capsys):
     with pytest.raises(InputError) if is_refused else contextlib.nullcontext() as error:
-        experiments_main.main(["experiments", *arguments])
+        experiments_main.main(Settings(**settings_of_flags), *arguments)
     output = str(error.value) if is_refused else capsys.readouterr().out
     assert all(word in output for word in words), output
 

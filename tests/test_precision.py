@@ -157,11 +157,10 @@ def test_training_in_16_bits_is_compared_with_float32(tmp_path, monkeypatch):
     assert exact["losses"][0] > exact["losses"][-1] > 1
     assert precision_training.cells(rows)[2][-1] == "65,536"
 
-    monkeypatch.setattr(precision_training, "from_flags", lambda _: settings)
     monkeypatch.setattr(precision_training, "measure", lambda *_: rows)
     monkeypatch.setattr(precision_training, "BAND_NATS", half["apart"] / 2)
     with pytest.raises(AssertionError, match="float16"):
-        precision_training.main([])
+        precision_training.main(settings)
     assert (tmp_path / "precision_training.json").exists()
 
 

@@ -53,9 +53,7 @@ def test_without_its_update_a_model_is_that_with_the_plain_bias():
 def test_studies_of_models_measure_both_models_on_the_same_windows(trained_runs, tmp_path, monkeypatch):
     def results_of(program, **settings):
         workdirs, output = tuple(map(str, trained_runs)), tmp_path / program.__name__
-        chosen = program.Settings(workdirs, windows=6, output=str(output), **settings)
-        monkeypatch.setattr(program, "from_flags", lambda _: chosen)
-        program.main([])
+        program.main(program.Settings(workdirs, windows=6, output=str(output), **settings))
         (file,) = output.iterdir()
         return {run["name"]: run["lengths"] for run in read_json(file)["runs"]}
 
@@ -160,9 +158,7 @@ def test_equal_documents_are_kept_once_and_the_source_is_recorded(tmp_path, monk
     monkeypatch.setattr(corpora.Source, "download", lambda self, where: archive.rename(where / archive.name))
     source = corpora.Source("speeches", "pip", "data/*.txt", "public domain", unlike=("index",))
     monkeypatch.setitem(corpora.CORPORA, "speeches", ((source,), 0.3, "another"))
-    settings = corpora.Settings("speeches", str(tmp_path / "out"))
-    monkeypatch.setattr(corpora, "from_flags", lambda _: settings)
-    corpora.main([])
+    corpora.main(corpora.Settings("speeches", str(tmp_path / "out")))
     found = open_corpus(tmp_path / "out")
     texts = [
         bytes(store.document(i)[:-1].tolist())

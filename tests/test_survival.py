@@ -350,7 +350,7 @@ def test_a_renamed_step_is_damaged(workdir, caplog):
 
 
 def test_an_error_of_the_machine_is_one_line(capsys, monkeypatch):
-    def main(_):
+    def main():
         raise PermissionError(errno.EACCES, "Permission denied", "a/b")
 
     monkeypatch.setattr(command_line.app, "run", lambda main, flags_parser: main(["program"]))

@@ -6,7 +6,7 @@ from pathlib import Path
 from absl import flags
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
 from dape_jax.recipes import define_config_flag
@@ -31,10 +31,8 @@ class Settings:
         require_local(self.output or "", "--output")
 
 
-def main(_: list[str]) -> None:
-    """Parse flags, plan the run and print the report."""
-    settings = from_flags(Settings)
-
+def main(settings: Settings) -> None:
+    """Plan the run and print the report."""
     import jax  # after the flags are checked: it takes seconds to import
 
     from dape_jax.planning.plan import plan_run, run_to_plan, save, to_markdown
@@ -54,6 +52,5 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Settings)
     define_config_flag()
-    command_line.run(main)
+    command_line.run(main, Settings)

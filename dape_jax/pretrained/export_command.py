@@ -13,7 +13,7 @@ import dataclasses
 from pathlib import Path
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.storage import require_local, to_path
 
@@ -28,9 +28,8 @@ class Flags:
     dtype: str = flag("float32", "Dtype of the tensors: float32, bfloat16 or float16.")
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and export the run."""
-    given = from_flags(Flags)
+def main(given: Flags) -> None:
+    """Export the run."""
     require_local(given.output, "--output")
 
     from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
@@ -43,8 +42,7 @@ def main(_: list[str]) -> None:
 
 def command() -> None:
     """Run the command line `dape-export`."""
-    define_flags(Flags)
-    command_line.run(main)
+    command_line.run(main, Flags)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.storage import require_local, to_path
 
 
@@ -31,9 +31,8 @@ class Flags:
     )
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and import the checkpoint."""
-    given = from_flags(Flags)
+def main(given: Flags) -> None:
+    """Import the checkpoint."""
     require_local(given.source, "--source")
     workdir = to_path(given.workdir, "--workdir")
 
@@ -55,8 +54,7 @@ def main(_: list[str]) -> None:
 
 def command() -> None:
     """Run the command line `dape-import`."""
-    define_flags(Flags)
-    command_line.run(main)
+    command_line.run(main, Flags)
 
 
 if __name__ == "__main__":

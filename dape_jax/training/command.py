@@ -33,9 +33,8 @@ class Settings:
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
 
 
-def main(_: list[str]) -> None:
+def main(settings: Settings) -> None:
     """Join the other processes of the run, and train."""
-    settings = command_line.from_flags(Settings)
     workdir = to_path(settings.workdir, "--workdir")
     from dape_jax.distributed import join  # after the flags are checked: JAX takes seconds to import
     from dape_jax.training.loop import train
@@ -47,5 +46,4 @@ def main(_: list[str]) -> None:
 def command() -> None:
     """Run the command line `dape-train`."""
     define_config_flag()
-    command_line.define_flags(Settings)
-    command_line.run(main, interrupted="interrupted; the same command resumes from the newest checkpoint")
+    command_line.run(main, Settings, interrupted="interrupted; the same command resumes from the newest checkpoint")

@@ -210,15 +210,14 @@ class ShowConfig:
     show: str | None = flag(None, "Prepared corpus to show, instead of preparing one.")
 
 
-def main(_: list[str]) -> None:
-    """Parse flags, prepare the corpus and show it; or show another one."""
-    if (shown := command_line.from_flags(ShowConfig).show) is None:
+def main(given: ShowConfig) -> None:
+    """Prepare the corpus and show it; or show another one."""
+    shown = given.show
+    if shown is None:
         shown = prepare(command_line.from_flags(PrepareConfig)).corpus.train.directory.parent
     show(Path(os.path.expanduser(shown)))
 
 
 def command() -> None:
     """Run the command line `dape-prepare`."""
-    command_line.define_flags(PrepareConfig)
-    command_line.define_flags(ShowConfig)
-    command_line.run(main, "interrupted: the same command resumes")
+    command_line.run(main, ShowConfig, PrepareConfig, interrupted="interrupted: the same command resumes")
