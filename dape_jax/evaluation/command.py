@@ -32,9 +32,8 @@ class Flags:
     )
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and evaluate, which prints the table."""
-    given = command_line.from_flags(Flags)
+def main(given: Flags) -> None:
+    """Evaluate, which prints the table."""
     require(all(given.workdir or [""]), "--workdir", list(given.workdir), "must be directories, separated by commas")
 
     from dape_jax.distributed import require_single_process  # after the flags are checked: JAX takes seconds to import
@@ -54,6 +53,4 @@ def main(_: list[str]) -> None:
 
 def command() -> None:
     """Run the command line `dape-eval`."""
-    command_line.define_flags(Flags)
-    command_line.define_flags(Options)
-    command_line.run(main)
+    command_line.run(main, Flags, Options)

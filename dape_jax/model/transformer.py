@@ -468,6 +468,10 @@ class Transformer(nnx.Module):
     def _block(self, number: Int[Array, ""] | int) -> Block:
         return jax.tree.map(lambda stacked: stacked[number], self.layers)
 
+    def embeddings(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Return the input of the first layer, on one device."""
+        return self._scaled(self.embedding_VD[...][tokens_BT])
+
     def _scaled(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return x_BTD * math.sqrt(self.config.width) if self.config.scale_embedding else x_BTD
 
@@ -486,7 +490,7 @@ class Transformer(nnx.Module):
             cache: result of `make_cache` or of an earlier call. Columns at the first position and later are overwritten
                 before they are read.
         """
-        x_BTD = self._scaled(self.embedding_VD[...][tokens_BT])
+        x_BTD = self.embeddings(tokens_BT)
 
         def layer(
             carry: tuple[Array, Cache], block_and_number: tuple[Block, Array]

@@ -6,7 +6,7 @@ python -m dape_jax.tools.attention_maps --workdir=runs/a --length=512
 import dataclasses
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.storage import to_path
 
@@ -24,9 +24,8 @@ class Flags:
     output: str | None = flag(None, "Result directory; WORKDIR/attention_maps/step-STEP-length-LENGTH if unset.")
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and draw the maps."""
-    given = from_flags(Flags)
+def main(given: Flags) -> None:
+    """Draw the maps."""
     text = to_path(given.text, "--text") if given.text else None
     output = to_path(given.output, "--output") if given.output else None
 
@@ -39,5 +38,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Flags)
-    command_line.run(main)
+    command_line.run(main, Flags)

@@ -10,7 +10,7 @@ import sys
 from io import TextIOWrapper
 
 from dape_jax import command_line
-from dape_jax.command_line import define_flags, flag, from_flags
+from dape_jax.command_line import flag
 from dape_jax.errors import InputError, require
 from dape_jax.evaluation.options import STEP_HELP
 from dape_jax.storage import to_path
@@ -35,9 +35,8 @@ class Flags:
         require(self.top_k >= 0, "--top_k", self.top_k, "must be positive, or 0 for all")
 
 
-def main(_: list[str]) -> None:
-    """Parse flags and complete the prompts."""
-    given = from_flags(Flags)
+def main(given: Flags) -> None:
+    """Complete the prompts."""
     prompts = [os.fsencode(prompt) for prompt in given.prompt]
     if given.prompt_file is not None:
         try:
@@ -60,5 +59,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(Flags)
-    command_line.run(main)
+    command_line.run(main, Flags)
