@@ -392,7 +392,6 @@ def test_unsupported_arguments_are_refused_with_the_reason():
     assert "Quantum" in ask(device_kind="Quantum TPU")
     assert "causal = False" in ask(mask=Mask(causal=False))
     assert "positions are given" in ask(mask=Mask(row_stride=None))
-    assert "positions are given" in ask(mask=Mask(consecutive=False))
     for changes, words in (
         ({"heads": 65, "groups": 65}, ("H = 65", "64")),
         ({"head_dim": 136}, ("K = 136", "128")),
