@@ -1,6 +1,6 @@
 # make demo       install, train two small models, evaluate both, print the path of the figure
-# make test       install what tests need, run all but the slow tests
-# make test-all   also the slow tests
+# make test       install what tests need, run the tests that are neither slow nor extra
+# make test-all   all tests
 # make test-newest  tests of import and export with the newest releases of transformers and what it needs
 # make lint       formatting, lint, types
 # make docs       build the documentation's site into build/docs; warnings are errors
@@ -67,7 +67,7 @@ build/gpu-wheels/downloaded: constraints.txt | install
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: install-dev
-	$(PY) -m pytest -n auto --dist worksteal -m 'not slow'
+	$(PY) -m pytest -n auto --dist worksteal -m 'not slow and not extra'
 
 test-all: install-dev
 	$(PY) -m pytest -n auto --dist worksteal

@@ -135,9 +135,16 @@ def sample() -> list[tuple[str, str, str, str]]:
 
 
 def every_case(axes: Sequence[Sequence], sample: Sequence, valid: Callable[..., bool] = is_valid) -> list:
-    """Return the complete product as parameters of a test; cases that are not in `sample` are slow."""
-    product, sample = [case for case in itertools.product(*axes) if valid(*case)], set(sample)
-    return [pytest.param(*case, marks=() if case in sample else pytest.mark.slow) for case in product]
+    """Return the complete product as parameters of a test; cases that are not in `sample` are slow.
+
+    Those of `sample` that add no value of an axis are extra.
+    """
+    quick = each_value(axes, valid=lambda *case: case in sample)
+    return [
+        pytest.param(*case, marks=() if case in quick else pytest.mark.extra if case in sample else pytest.mark.slow)
+        for case in itertools.product(*axes)
+        if valid(*case)
+    ]
 
 
 @functools.cache

@@ -22,6 +22,8 @@ from dape_jax.tools import maps as module
 from dape_jax.tools.maps import attention_maps, block_of, layer_maps, row_maps
 from dape_jax.training.source import load_corpus
 
+pytestmark = pytest.mark.extra
+
 LENGTH = 77
 # Every kind of bias and processor, grouped heads and a window, in two models; and the maps that each has.
 CASES = {

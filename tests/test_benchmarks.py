@@ -21,6 +21,8 @@ from dape_jax.hardware import MIB
 from dape_jax.model.attention import Dense, Implementation
 from dape_jax.model.flops import model_flops
 
+pytestmark = pytest.mark.extra
+
 
 def tiny(directory: Path, **changes) -> attention.Settings:
     settings = attention.Settings(lengths=(16,), channels=4, block_size=4, num_buckets=2, repeats=2)

@@ -283,6 +283,7 @@ def test_dropout_keeps_the_expectation():
     assert (np.abs(dropped.mean(axis=0) - added) <= 5 * error + 1e-6).all()
 
 
+@pytest.mark.extra
 def test_dropout_depends_on_seed_and_step():
     """One training step with the same parameters and batch, by seed and by number of earlier steps."""
     run = TaskRunConfig.from_dict(spec("task=reverse_string"))

@@ -238,6 +238,7 @@ finally:
         *((f"dape_jax.{module} --nosuch=1", set(), 0.5) for module in MODULES),
     ],
 )
+@pytest.mark.extra
 def test_help_and_a_wrong_flag_need_little_time_and_no_large_package(command, allowed, seconds):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = run("-c", PROGRAM, *command.split())

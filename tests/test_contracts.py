@@ -278,6 +278,7 @@ ON_MESH_QUICK = [("kerple", "dape3", 5), ("transformer_xl", "causal2", None), ("
 
 
 @pytest.mark.parametrize(("bias", "processor", "window"), every_case(ON_MESH, ON_MESH_QUICK))
+@pytest.mark.extra
 def test_rows_over_devices_agree(bias, processor, window):
     """Rows striped over context and tensor equal dense on one device, in values and all gradients."""
     layer, qkv = make_layer(bias, processor, heads=4), make_qkv(24, heads=4, kv_heads=2)
@@ -340,6 +341,7 @@ def test_bfloat16_operands_accumulate_in_float32():
         [("kerple", "blockwise"), ("cope", "dense"), ("transformer_xl", "blockwise")],
     ),
 )
+@pytest.mark.extra
 def test_grouped_heads_are_shared_heads(bias, implementation):
     """Two key heads for six query heads equal the two repeated three times, with gradients summed."""
     layer, (q, k, v) = make_layer(bias, "dape3", heads=6), make_qkv(9, heads=6, kv_heads=2)
@@ -373,6 +375,7 @@ HALO = (
 
 
 @pytest.mark.parametrize(("width", "options", "window"), every_case(HALO, pairwise(HALO)))
+@pytest.mark.extra
 def test_blocks_read_the_halo_of_a_row(width, options, window):
     """Options without a cache read keys next to the visible ones: blockwise reads them too (`key_halo`)."""
     options = dict(option.split("=") if "=" in option else (option, True) for option in options.split(","))
@@ -387,6 +390,7 @@ def test_blocks_read_the_halo_of_a_row(width, options, window):
 
 
 @pytest.mark.parametrize("bias", ALL_BIASES)
+@pytest.mark.extra
 def test_biases_are_functions_of_positions_only(bias):
     """Biases depend on no length and no offset: a corner of a large bias is the small bias, also far away."""
     layer = ALL_BIASES[bias]().build(2, 4, nnx.Rngs(0))
@@ -498,6 +502,7 @@ LARGE = ([("kerple", "dape3"), ("t5", "none"), ("cope", "causal2")], ALL_IMPLEME
         valid=lambda *_: True,
     ),
 )
+@pytest.mark.extra
 def test_large_inputs_give_finite_values_and_gradients(method, implementation):
     """Scores of 1e4: the softmax is one key, and a masked score is a finite number below all of them."""
     q, k, v = make_qkv()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+pytestmark = pytest.mark.extra
+
 ROOT = Path(__file__).parents[1]
 FILES = (
     *(f"dape_jax/{file}" for file in ("model/biases.py", "model/processors.py", "tasks/__init__.py")),

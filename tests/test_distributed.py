@@ -52,6 +52,7 @@ def test_incomplete_or_wrong_flags_are_refused(monkeypatch, flags, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.extra
 def test_an_incomplete_environment_is_refused():
     code = "import dape_jax.distributed as d; d.join(None, None, None)"
     environment = os.environ | {"JAX_COORDINATOR_ADDRESS": "localhost:1234", "JAX_PLATFORMS": "cpu"}
@@ -307,6 +308,7 @@ def ending(run: Run) -> str:
     return lines[0]
 
 
+@pytest.mark.extra
 def test_a_difference_between_processes_is_named_on_both(root, tmp_path):
     """Check another package's version too: ours may be next to train.py, whose directory is searched first."""
     metadata = tmp_path / "packages" / "optax-99.dist-info" / "METADATA"

@@ -376,6 +376,7 @@ def test_unembedding_in_chunks_changes_no_value(root):
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("context=8", marks=pytest.mark.slow), "fsdp=2,context=4"])
+@pytest.mark.extra
 def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
     """Perplexities do not depend on the mesh, up to rounding, dense and blockwise."""
     found, expected = (
@@ -424,6 +425,7 @@ def test_results_are_in_the_common_directory_and_replace_earlier_ones(runs):
     assert len(list(common.glob("lengths*"))) == 2
 
 
+@pytest.mark.extra
 def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens(runs, tmp_path, monkeypatch):
     """Compute equation 6 from the other protocol with the last T_train tokens scored, not those of the config."""
 
@@ -457,6 +459,7 @@ def test_delta_is_the_difference_of_two_perplexities_of_the_train_lengths_tokens
     assert [written.table.find(f"ΔP({length})") > 0 for length in (16, 32, 64)] == [False, True, True]
 
 
+@pytest.mark.extra
 def test_loss_by_position_adds_up_to_the_perplexity_of_all_tokens(runs, tmp_path):
     written = evaluate(runs, protocol="positions", lengths=(16, 64), output=tmp_path)
     evaluate(runs, lengths=(64,), last_tokens=64, output=tmp_path)
@@ -671,6 +674,7 @@ def bytes_at(run: RunConfig, length: int, last_tokens: int, **model: Any) -> int
 @pytest.mark.parametrize(
     "bias", [pytest.param(bias, marks=() if bias == "kerple" else pytest.mark.slow) for bias in CHOICES["bias"]]
 )
+@pytest.mark.extra
 def test_predicted_memory_is_linear_in_length(root, bias):
     """Compare lengths 8,192 and 32,768, with the last tokens scored, and with all."""
     run = untrained(root, model__bias={"name": bias}).run

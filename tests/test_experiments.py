@@ -27,6 +27,8 @@ from experiments.runs import Group, Series, add_run, paper_groups, read_groups, 
 from experiments.settings import Settings
 from experiments.verdicts import Sample
 
+pytestmark = pytest.mark.extra
+
 ROOT = Path(__file__).parents[1]
 
 

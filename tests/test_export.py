@@ -32,7 +32,7 @@ from dape_jax.storage import to_path
 from dape_jax.tools.completion import Sampling, generate
 from dape_jax.training import checkpoint
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.extra]
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parent.parent

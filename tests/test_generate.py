@@ -41,6 +41,8 @@ from dape_jax.tools.completion import (
     sample,
 )
 
+pytestmark = pytest.mark.extra
+
 GREEDY = Sampling(temperature=0.0)
 # Tables of biases are small enough for positions of these tests to exceed them.
 BIAS_OPTIONS = {"t5": {"num_buckets": 8, "max_distance": 12}, "fire": {"threshold": 6}, "cope": {"num_positions": 6}}

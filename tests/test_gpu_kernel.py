@@ -25,6 +25,8 @@ from dape_jax.model.biases import BIASES
 from dape_jax.model.processors import Dape, DapeConfig, ScoreMod
 from dape_jax.model.scores import BLOCK_BYTES, Mask, causal_runs, rows_in_block
 
+pytestmark = pytest.mark.extra
+
 FUSED = functools.partial(attend_fused, platform="gpu", interpret=True)
 
 

@@ -203,6 +203,7 @@ def test_an_import_that_was_killed_can_be_repeated(runs, directories, tmp_path, 
     assert ours(tmp_path / "run")[0] == expected_config
 
 
+@pytest.mark.extra
 def test_a_model_with_a_sentencepiece_tokenizer_is_used_like_any_other(text, tmp_path, capsys, caplog):
     """Import it, continue it with another method on text that its tokens change, evaluate both, and generate."""
     torch.manual_seed(0)

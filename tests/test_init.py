@@ -149,6 +149,7 @@ def test_what_does_not_fit_is_refused_before_any_device_work(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extra
 def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_root, sources, tmp_path, monkeypatch):
     """Check also that a run without a checkpoint reads the source again, and that a resumed run does not need it."""
     source = tmp_path / "source"
@@ -180,6 +181,7 @@ def test_frozen_parameters_do_not_change_and_a_resumed_run_is_bit_exact(trained_
     assert plan.state_bytes(run, make_mesh(run.mesh))["moments"] < 10_000
 
 
+@pytest.mark.extra
 def test_the_gradient_norm_is_that_of_the_trained_parameters(trained_root):
     """A step of plain gradient descent shows the gradient of every parameter."""
     run = read_run(tiny.spec(trained_root, model__num_layers=1))

@@ -19,6 +19,8 @@ from dape_jax.model.biases import BIASES
 from dape_jax.model.contextual import CONTEXTUAL
 from dape_jax.model.transformer import ENCODER, LLAMA, Transformer, TransformerConfig, flat_params
 
+pytestmark = pytest.mark.extra
+
 D, H, G, F, L, V = 128, 64, 32, 192, 4, 200  # see the shape legend
 SHAPE = {"width": D, "num_heads": H, "num_kv_heads": G, "mlp_width": F, "num_layers": L, "vocab_size": V}
 KERNEL_WIDTH, CHANNELS = 3, 24

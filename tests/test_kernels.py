@@ -43,6 +43,8 @@ from dape_jax.model.scores import Mask, Positions
 from dape_jax.model.transformer import Transformer, attention_of
 from dape_jax.sharding import MeshConfig, make_mesh, stripe, unstripe
 
+pytestmark = pytest.mark.extra
+
 IMPLEMENTATIONS = {
     "dense": Dense(),
     "blockwise": Blockwise(block_size=32, num_buckets=3),

@@ -24,6 +24,8 @@ from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer
 from dape_jax.training.step import TrainState, init_state, make_nll_step, make_train_step, shardings_of
 
+pytestmark = pytest.mark.extra
+
 LENGTH = 12
 NUM_TOKENS = 16  # drawn uniformly; one more starts every sequence
 MODEL = SPEC["model"] | {

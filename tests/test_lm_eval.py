@@ -19,6 +19,8 @@ from dape_jax.data.tokenizers import Bytes
 from dape_jax.errors import InputError
 from dape_jax.tools.completion import Sampling, decoding_model, generate
 
+pytestmark = pytest.mark.extra
+
 lm_eval = pytest.importorskip("lm_eval")
 
 from dape_jax.tools import lm_eval as module  # noqa: E402

@@ -19,6 +19,8 @@ from dape_jax.evaluation.statistics import perplexity_of
 from dape_jax.progress import Progress
 from dape_jax.training import loop, metrics
 
+pytestmark = pytest.mark.extra
+
 
 class FakeWandb(types.ModuleType):
     """Replace the names of wandb that are used, and record arguments. Without a key, `init` fails."""

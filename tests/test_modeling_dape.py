@@ -19,7 +19,7 @@ from dape_jax.pretrained import modeling_dape as theirs
 from dape_jax.pretrained.export import EXPORTED
 from dape_jax.pretrained.families import NOT_EXPORTED
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.extra]
 torch.set_num_threads(1)
 
 PROCESSORS = {

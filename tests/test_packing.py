@@ -21,6 +21,7 @@ def documents(batch: dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray
     return [(i[ids == segment], t[ids == segment]) for i, t, ids in rows for segment in range(1, ids.max() + 1)]
 
 
+@pytest.mark.extra
 def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
     for number in range(150):
         (tmp_path / f"{number}.txt").write_text("the attention scores of a long text"[: 3 + number % 33] + f" {number}")

@@ -102,6 +102,7 @@ OTHER = {"num_kv_heads": 2, "head_dim": 96, "mlp_width": 1280}
         (ARCHITECTURES["llama"] | OTHER, "nope", None, 0.05),
     ],
 )
+@pytest.mark.extra
 def test_the_formula_agrees_with_xla(model, bias, processor, allowed):
     """Compare one dense layer, which has no loop, with the compiler's own count, which includes elementwise work."""
     model = SIZES | model | {"bias": {"name": bias}, "processor": processor or {"name": "none"}}

@@ -180,6 +180,7 @@ def matmuls(jaxpr) -> list:
     "bias",
     [pytest.param(bias, marks=() if bias in ("fire", "transformer_xl") else pytest.mark.slow) for bias in ALL_BIASES],
 )
+@pytest.mark.extra
 def test_operands_in_float32_are_not_rounded(bias, dtype):
     """Matmuls and convolutions of a training step set the precision, since TPUs and GPUs round by default.
 

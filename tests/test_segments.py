@@ -46,9 +46,18 @@ METHODS = [
     *(("kerple", processor) for processor in ALL_PROCESSORS if processor != "dape3"),
     *itertools.product(("fire", "cope"), ("none", *WINDOWS)),
 ]
+QUICK = [
+    ("fire", "dape3"),
+    ("t5", "dape3"),
+    ("kerple", "none"),
+    ("kerple", "causal2"),
+    *(("cope", each) for each in WINDOWS),
+]
 
 
-@pytest.mark.parametrize(("bias", "processor"), METHODS)
+@pytest.mark.parametrize(
+    ("bias", "processor"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.extra) for case in METHODS]
+)
 def test_a_packed_row_is_its_documents_alone(bias, processor):
     """Values and all gradients: documents alone by `Dense`, packed by every implementation, without and with a window.
 

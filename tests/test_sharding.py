@@ -76,24 +76,24 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("sharding")
 
 
-def case(bias, processor, mesh, is_fast=False, accumulation_steps=1, **model):
-    return pytest.param(bias, processor, mesh, accumulation_steps, model, marks=() if is_fast else pytest.mark.slow)
+def case(bias, processor, mesh, marks=pytest.mark.slow, accumulation_steps=1, **model):
+    return pytest.param(bias, processor, mesh, accumulation_steps, model, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("bias", "processor", "mesh", "accumulation_steps", "model"),
     [
-        case("kerple", "dape", "context", is_fast=True),
-        case("kerple", "dape", "tensor", is_fast=True),
+        case("kerple", "dape", "context", pytest.mark.extra),
+        case("kerple", "dape", "tensor", pytest.mark.extra),
         case("nope", "none", "fsdp"),
         case("fire", "dape", "mix"),
         case("cope", "none", "context"),
         # Tied embeddings, gates and root-mean-square norms have gradients that are summed over devices, too.
-        case("kerple", "dape", "mix", is_fast=True, **ARCHITECTURES["llama"]),
+        case("kerple", "dape", "mix", (), **ARCHITECTURES["llama"]),
         case("kerple", "dape", "tensor", **ARCHITECTURES["pythia"]),
         case("kerple", "dape", "mix", **ARCHITECTURES["mixed"]),
         # Windows, dense attention and recomputation, with two parts in a step.
-        case("cope", "dape", "mix", is_fast=True, accumulation_steps=2, window=5),
+        case("cope", "dape", "mix", (), accumulation_steps=2, window=5),
         case("cope", "dape", "tensor", accumulation_steps=2, window=5),
         case("cope", "dape", "context", accumulation_steps=2, attention=DENSE, remat="full"),
     ],
@@ -119,6 +119,7 @@ def test_eight_devices_are_one(root, bias, processor, mesh, accumulation_steps, 
         pytest.param("context", DENSE, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.extra
 def test_every_device_computes_its_share(root, mesh, attention):
     """Work and activations on each of eight devices are about an eighth of the total, by the compiler's plan."""
     run = make_run(root, "kerple", "dape", width=32, attention=attention)
@@ -180,6 +181,7 @@ def test_striped_rows_are_restored(num_context, rows_each, dim):
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [((1, 1, 1, 1), (1, 20)), ((1, 2, 2, 2), (17, 32))], ids=str)
+@pytest.mark.extra
 def test_unembedding_in_parts_is_the_whole(root, sizes, parts):
     """Compare values and gradients, at sizes that do and do not divide the length; no array has all logits."""
     run = make_run(root, "nope", "none", num_layers=1)

@@ -17,6 +17,8 @@ from dape_jax.model.transformer import Transformer, flat_params, model_structure
 from dape_jax.training.step import make_nll_step
 from experiments import copying, corpora, needle, repetition
 
+pytestmark = pytest.mark.extra
+
 # ---- needle
 
 

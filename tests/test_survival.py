@@ -148,6 +148,7 @@ def test_a_step_is_restored_on_any_mesh(saved, mesh):
     assert checkpoint.leaf_digests(state._asdict()) == checkpoint.leaf_digests(small_state(3)._asdict())
 
 
+@pytest.mark.extra
 def test_a_flipped_bit_in_any_file_is_an_error_or_has_no_effect(workdir):
     """Flips in JSON items are always detected; in other files some bytes are not used to restore any array."""
     for step in (1, 2):
@@ -383,6 +384,7 @@ with checkpoint.Checkpoints(Path(sys.argv[1]), 1) as manager:
 """
 
 
+@pytest.mark.extra
 def test_a_full_disk_is_one_line_and_loses_no_checkpoint(tmp_path):
     """Simulate a full disk by a limit on the size of files, which makes the same calls fail."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}

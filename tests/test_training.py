@@ -142,6 +142,7 @@ def test_a_config_is_saved_resolved(root, whole):
     assert model["dtype"] == "float32"
 
 
+@pytest.mark.extra
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoints(root, tmp_path, monkeypatch):
     calls = []
     real = loop.make_train_step
@@ -333,6 +334,7 @@ def test_a_run_resumes_with_other_resumable_fields(root, tmp_path):
         np.testing.assert_allclose(found, leaf, atol=2e-4)
 
 
+@pytest.mark.extra
 def test_chunked_logits_save_memory_and_change_nothing(root):
     """With 4 x 256 tokens at V = 8192, all logits take 32 MiB in float32, a chunk an eighth of that."""
     length = 256
@@ -377,6 +379,7 @@ def make_step(root, **model):
     return state, take
 
 
+@pytest.mark.extra
 def test_float16_trains_as_float32_does(root, monkeypatch):
     """Compare losses and parameters after three steps, after which the scale doubles if there is no overflow.
 
@@ -437,6 +440,7 @@ def test_a_bad_step_changes_nothing_but_the_count(root):
     assert [metrics[name] for name in ("applied", "bad_in_a_row", "skipped")] == [1, 0, 3]
 
 
+@pytest.mark.extra
 def test_bad_steps_are_skipped_and_recorded_or_stop_the_run(root, tmp_path, monkeypatch, caplog):
     def make_poisoned_step(*args, **options):
         step, calls = make_train_step(*args, **options), []

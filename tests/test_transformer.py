@@ -197,6 +197,7 @@ def test_the_architectures_have_every_option_with_every_value():
 
 
 @pytest.mark.usefixtures("float64")  # in float32 the order of sums, which depends on the CPU, changes gradients
+@pytest.mark.extra
 def test_remat_and_attention_change_no_number():
     found = []
     blockwise = {"name": "blockwise", "block_size": 4, "num_buckets": 2}

@@ -13,6 +13,8 @@ from experiments import report, runs, verdicts
 from experiments.methods import Cell, Claim, Less, Score
 from experiments.verdicts import Sample, describe, difference, format_difference, holm, judge
 
+pytestmark = pytest.mark.extra
+
 A, B = Cell("a", 16, 16), Cell("b", 16, 16)
 
 
