@@ -257,9 +257,9 @@ def run(settings: Settings) -> None:
             for method, name in itertools.product(settings.methods, names)
         }
 
-    for each in itertools.chain(*(configs(*case).values() for case in cases)):
+    planned = [each for case in cases for each in configs(*case).values()]
+    for each in planned:
         each.check_mesh(make_mesh(each.mesh))
-        dtype = each.model.dtype
     for line in left_out:
         print(line, file=sys.stderr)
 
@@ -272,7 +272,7 @@ def run(settings: Settings) -> None:
             rows += [case | {"method": method, "name": name} | times for (method, name), times in found.items()]
 
     device = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
-    what = f"preset {settings.preset}, batch {settings.batch}, {dtype}; {device}"
+    what = f"preset {settings.preset}, batch {settings.batch}, {planned[0].model.dtype}; {device}"
     caption = f"A training step ({what}); / first: time and memory relative to the first of the model and length."
     failed = [
         f"{row['method']} {row['name']} at {row['model']} {row['length']}: {row['failed']}"

@@ -68,6 +68,7 @@ def layer_request(run: RunConfig, topology: str, model: str) -> tpu.Request:
     (bias,) = (name for name, config in BIASES.items() if type(run.model.bias) is config)
     batch = run.train.batch_size // read_topology(topology).num_chips
     heads, head_dim = run.model.num_heads, run.model.head_dim
+    assert isinstance(run.model.processor, DapeConfig | PlainConfig)
     layer = Layer(run.train.train_length, batch, heads, heads, head_dim, bias, run.model.processor)
     return tpu.Request(topology, model, "backward", "fused", layer)
 

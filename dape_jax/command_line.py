@@ -128,7 +128,7 @@ def _parse(arguments: list[str]) -> list[str]:
         raise InputError(*(line.removeprefix("flag ") for line in lines)) from error
     if "config" in flags.FLAGS:
         config = flags.FLAGS["config"]
-        config.value = recipes.read_config(config.value, of_config)
+        config.value = recipes.read_config(str(config.value), of_config)
     return remaining
 
 

@@ -109,7 +109,7 @@ def attend(
     if isinstance(implementation, str):
         allowed = f"must be one of {list(IMPLEMENTATIONS)}, or an instance of one"
         require(implementation in IMPLEMENTATIONS, "implementation", implementation, allowed)
-        implementation = IMPLEMENTATIONS[implementation]()
+    chosen: Implementation = IMPLEMENTATIONS[implementation]() if isinstance(implementation, str) else implementation
     check_arrays(q_BTHK, k_BSGK, v_BSGK, q_pos_T, k_pos_S)
     given = q_pos_T is not None or k_pos_S is not None
     starts_BS = None
@@ -124,14 +124,22 @@ def attend(
     check_modules(score_mod)
     args = q_BTHK, k_BSGK, v_BSGK, positions, score_mod
     if all(isinstance(leaf, jax.Array | np.ndarray | float) for leaf in jax.tree.leaves(args)):
-        return _attend_compiled(implementation, mask, *args)
-    return implementation.attend_rows(*args, mask)  # a bias or processor is a plain function
+        return _attend_compiled(chosen, mask, *args)
+    return chosen.attend_rows(*args, mask)  # a bias or processor is a plain function
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _attend_compiled(implementation: "Implementation", mask: Mask, *args: Any) -> Array:
+def _attend_compiled(
+    implementation: "Implementation",
+    mask: Mask,
+    q_BTHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    positions: Positions,
+    score_mod: ScoreMod,
+) -> Array:
     """Call an implementation. Outside a user's `jit`, its loops would be compiled again in every call."""
-    return implementation.attend_rows(*args, mask)
+    return implementation.attend_rows(q_BTHK, k_BSGK, v_BSGK, positions, score_mod, mask)
 
 
 def _positions(
@@ -211,7 +219,8 @@ def _bias(bias: Any, content: Content, positions: Positions, causal: bool) -> Fl
         return bias_HTS
 
     def of_sequence(content: Content) -> Float[Array, "H T S"]:
-        with_batch = Content(*(x[None] for x in content[:4]), *content[4:])
+        q, k, scores, visible, q_pos_T, k_pos_S = content
+        with_batch = Content(q[None], k[None], scores[None], visible[None], q_pos_T, k_pos_S)
         return bias.from_content(with_batch, causal=causal)[0]
 
     q_pos_T, k_pos_S, q_start_BT, k_start_BS = positions

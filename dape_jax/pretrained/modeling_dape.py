@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 SLOPE = 0.01  # negative slope of the LeakyReLU
 BLOCK_BYTES = 2**27  # maximum size of the scores of one block of rows

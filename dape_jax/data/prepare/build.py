@@ -71,7 +71,8 @@ def read_record(file: Path) -> Record:
 
 
 def _record_of(saved: dict[str, Any]) -> Record:
-    return Record(**{name: Counter(count) if isinstance(count, dict) else count for name, count in saved.items()})
+    values: dict[str, Any] = {name: Counter(x) if isinstance(x, dict) else x for name, x in saved.items()}
+    return Record(**values)
 
 
 class Document(NamedTuple):

@@ -194,8 +194,9 @@ def _training_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[s
     """Yield the first training documents, up to `TRAIN_BPE_BYTES`."""
     num_bytes = 0
     for _, content in (found for file in files for found in read_documents(file, config)):
-        is_kept = isinstance(content, bytes) and config.skips_length(len(content)) is None
-        if is_kept and split_of(content, config.validation_fraction) == "train":
+        if not isinstance(content, bytes) or config.skips_length(len(content)):
+            continue
+        if split_of(content, config.validation_fraction) == "train":
             with contextlib.suppress(UnicodeDecodeError):  # counted later, by the encoder
                 yield content.decode()
                 num_bytes += len(content)

@@ -38,7 +38,7 @@ def read_documents(path: str) -> Iterator[Integer[np.ndarray, "_"]]:
     prefix, _ = os.path.splitext(path)
     try:
         raw, tokens = (np.memmap(f"{prefix}{suffix}", np.uint8, "r") for suffix in (".idx", ".bin"))
-        magic, version, code, num_sequences, num_offsets = _HEADER.unpack_from(raw)
+        magic, version, code, num_sequences, num_offsets = _HEADER.unpack_from(raw.data)
     except (OSError, ValueError, struct.error) as error:
         raise InputError(f"{prefix}: .bin and .idx must be a pair of Megatron-LM's; cannot be read: {error}") from error
     header, allowed = (magic, version, code), f"must be {MAGIC!r}, {VERSION} and one of {DTYPES}"

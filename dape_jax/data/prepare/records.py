@@ -115,9 +115,11 @@ def _records(path: str, config: PrepareConfig) -> Iterator[tuple[int, Content | 
         elif suffix == ".parquet":
             yield from enumerate((_select(row, config) for row in _rows(content, config)), 1)
         else:
-            text = content.read(_BINARY_PROBE_BYTES)
-            is_binary = b"\0" in text
-            yield 1, Bad("binary file", "a NUL byte") if is_binary else text + content.read(config.max_length + 1)
+            text: bytes = content.read(_BINARY_PROBE_BYTES)
+            if b"\0" in text:
+                yield 1, Bad("binary file", "a NUL byte")
+            else:
+                yield 1, text + content.read(config.max_length + 1)
 
 
 def _rows(content: Any, config: PrepareConfig) -> Iterator[dict[str, Any]]:
