@@ -43,6 +43,8 @@ from dape_jax.training import loop
 from dape_jax.training.optimizer import make_optimizer
 from dape_jax.training.step import init_state, make_sums_step, make_train_step, shardings_of
 
+pytestmark = pytest.mark.extra
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = [Path(__file__).parent / "golden" / "che"]
 if "DAPE_GOLDEN_DIR" in os.environ:

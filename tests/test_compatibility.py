@@ -23,6 +23,7 @@ def written(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.mark.extra
 def test_a_run_is_resumed_and_read(written):
     import jax.numpy as jnp
     from flax import nnx

@@ -88,6 +88,7 @@ command_line.run(main)
 """
 
 
+@pytest.mark.extra
 def test_processes_started_by_a_cluster_join_and_agree(tmp_path):
     """In SLURM's environment: process 0 goes first, its errors are raised on all, and all end with one status."""
     with socket.socket() as free:

@@ -391,6 +391,7 @@ def test_devices_that_share_a_sequence_give_the_same(runs, tmp_path, mesh):
 # ---- comparisons of runs
 
 
+@pytest.mark.extra
 def test_two_evaluations_agree_to_the_bit_and_compare_methods(runs, tmp_path, capsys):
     contents = []
     for output, formats in ((tmp_path / "first", ()), (tmp_path / "second", ("csv", "md"))):

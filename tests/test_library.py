@@ -219,6 +219,7 @@ def test_import_is_light_and_touches_no_device():
 # The pure op.
 
 
+@pytest.mark.extra
 def test_pure_op_is_module_is_attend(page):
     close(page.out_BTHK, page.attended_BTHK)
 
@@ -237,6 +238,7 @@ def test_pure_op_is_module_is_attend(page):
 
 
 @pytest.mark.usefixtures("no_annotations")
+@pytest.mark.extra
 def test_jit(page):
     close(page.jitted_BTHK, page.out_BTHK)
     positions = [jnp.arange(page.T)] * 2
@@ -246,6 +248,7 @@ def test_jit(page):
             jax.jit(attend)(*page.args, **page.ours, **{name: value})
 
 
+@pytest.mark.extra
 def test_transformations(page):
     """Values and gradients under vmap, checkpoint and scan, and with donated arguments; shard_map: `test_sharding`."""
     options = {"bias": page.bias, "implementation": Blockwise(8, 2)}
@@ -268,6 +271,7 @@ def test_transformations(page):
     close(half_scale(2 * page.q_BTHK, *page.args[1:]), page.attended_BTHK, atol=1e-5)
 
 
+@pytest.mark.extra
 def test_gradients(page):
     chex.assert_tree_all_finite(page.grads)
     assert float(np.abs(page.grads["dape"].pop("output_bias_H")).max()) < 1e-6  # it cancels in the softmax
@@ -278,6 +282,7 @@ def test_gradients(page):
         close(of_module[name], grad)
 
 
+@pytest.mark.extra
 def test_ensemble_is_a_loop(page):
     members = [jax.tree.map(lambda leaf, e=e: leaf[e], page.ensemble) for e in range(3)]
     alone = [page.attention(params, page.q_BTHK, page.k_BTHK, page.v_BTHK, page.pos_T) for params in members]
@@ -286,6 +291,7 @@ def test_ensemble_is_a_loop(page):
     chex.assert_trees_all_close(page.init(jax.random.split(jax.random.key(2), 3)[1]), members[1])
 
 
+@pytest.mark.extra
 def test_each_sequence_has_its_own_positions(page):
     for b in range(2):
         qkv = [x[b : b + 1] for x in page.args]
@@ -294,6 +300,7 @@ def test_each_sequence_has_its_own_positions(page):
     assert np.abs(page.each_BTHK[1] - page.attended_BTHK[1]).max() > 1e-2
 
 
+@pytest.mark.extra
 def test_linen(page):
     variables = page.LinenAttention().init(jax.random.key(3), *page.args, page.pos_T)
     params = variables["params"]["attention"]
@@ -304,6 +311,7 @@ def test_linen(page):
 # Models of other projects.
 
 
+@pytest.mark.extra
 def test_model_learns(page, names, monkeypatch):
     assert page.losses[0] > np.log(12)
     assert np.mean(page.losses[-10:]) < 0.7
@@ -319,6 +327,7 @@ def test_model_learns(page, names, monkeypatch):
 # The recipes.
 
 
+@pytest.mark.extra
 def test_encoder_sees_all_keys(page):
     distance_TS = jnp.abs(page.pos_T[:, None] - page.pos_T[None, :])
     p_H, a_H = page.params["kerple"]["p_H"], page.params["kerple"]["a_H"]
@@ -329,6 +338,7 @@ def test_encoder_sees_all_keys(page):
     close(page.both_ways_BTHK, jnp.einsum("BHTS,BSHK->BTHK", probs_BHTS, page.v_BTHK))
 
 
+@pytest.mark.extra
 def test_own_bias_and_processor(page):
     scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", page.q_BTHK, page.k_BTHK) * page.K**-0.5
     mask_TS = page.pos_T[:, None] >= page.pos_T[None, :]
@@ -340,6 +350,7 @@ def test_own_bias_and_processor(page):
     assert isinstance(page.recency, dape_jax.Bias)
 
 
+@pytest.mark.extra
 def test_derivatives(page, monkeypatch):
     """Reverse over reverse equals forward over reverse with JAX's own gradient of the convolution."""
     x_C, ones_C = page.hidden_bias_C, page.ones_C
@@ -357,6 +368,7 @@ def test_derivatives(page, monkeypatch):
     close(page.hessian_times_ones_C, hessian_CC @ ones_C, atol=1e-5)
 
 
+@pytest.mark.extra
 def test_split_heads_give_right_numbers(page):
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     split = NamedSharding(mesh, PartitionSpec(None, None, "heads"))

@@ -93,7 +93,7 @@ def case(bias, processor, mesh, marks=pytest.mark.slow, accumulation_steps=1, **
         case("kerple", "dape", "tensor", **ARCHITECTURES["pythia"]),
         case("kerple", "dape", "mix", **ARCHITECTURES["mixed"]),
         # Windows, dense attention and recomputation, with two parts in a step.
-        case("cope", "dape", "mix", (), accumulation_steps=2, window=5),
+        case("cope", "dape", "mix", pytest.mark.extra, accumulation_steps=2, window=5),
         case("cope", "dape", "tensor", accumulation_steps=2, window=5),
         case("cope", "dape", "context", accumulation_steps=2, attention=DENSE, remat="full"),
     ],

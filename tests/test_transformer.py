@@ -282,6 +282,7 @@ def test_parameter_counts_are_those_that_the_docs_give(bias, kernel):
     assert counts["total"] == count(alone) + counts["bias"] + counts["processor"]
 
 
+@pytest.mark.extra
 def test_every_method_starts_from_the_same_model():
     """Random initial values of a bias or processor do not change those of the rest of the model."""
 
