@@ -32,6 +32,7 @@ from dape_jax.command_line import flag
 from dape_jax.config import RunConfig
 from dape_jax.errors import require
 from dape_jax.hardware import read_topology
+from dape_jax.model.processors import DapeConfig, PlainConfig
 from dape_jax.model.transformer import SIZES, attention_of
 from dape_jax.planning.compile import compile_error, find_libtpu, in_process, libtpu_version
 from dape_jax.planning.plan import REMATS, Request

@@ -113,7 +113,8 @@ def _records(path: str, config: PrepareConfig) -> Iterator[tuple[int, Content | 
                 if not line.isspace():
                     yield number, _parse(line, config)
         elif suffix == ".parquet":
-            yield from enumerate((_select(row, config) for row in _rows(content, config)), 1)
+            for number, row in enumerate(_rows(content, config), 1):
+                yield number, _select(row, config)
         else:
             text: bytes = content.read(_BINARY_PROBE_BYTES)
             if b"\0" in text:
