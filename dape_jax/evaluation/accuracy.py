@@ -27,7 +27,7 @@ from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, run_in_batches
 from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore
 from dape_jax.model.attention import Blockwise, Dense
-from dape_jax.model.transformer import Params, model_structure
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh, replicated
@@ -119,7 +119,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
     """Compile the programs of one model without reading its parameters; return them by T, the tokens of a tape."""
     mesh, run, evaluation = make_mesh(trained.mesh), trained.run, trained.run.evaluation
 
-    def step_at(padded: int) -> tuple[Wrapped, int]:
+    def step_at(padded: int) -> tuple[Wrapped, TransformerConfig, int]:
         blockwise = Blockwise(block_size=evaluation.block_size, num_buckets=4)
         attention = blockwise if padded >= evaluation.blockwise_from else Dense()
         config = dataclasses.replace(run.model, attention=attention)
@@ -128,7 +128,7 @@ def compile_tapes(trained: TrainedModel[TaskRunConfig]) -> dict[int, Program]:
         num_batches = -(-evaluation.num_sequences // largest)
         even = -(-evaluation.num_sequences // num_batches)
         step = make_answer_step(model_structure(config)[0], evaluation.dropout)
-        return step, batch_size_at(padded, even, evaluation, mesh)
+        return step, config, batch_size_at(padded, even, evaluation, mesh)
 
     tapes = sorted({padded_length(run.data, length, evaluation.pad_to) for length in evaluation.lengths})
     number = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(mesh))
@@ -150,10 +150,10 @@ def answer_tapes(
     """Run the programs that `compile_tapes` returned; return the accuracy of the model at each length."""
     config, evaluation = trained.run.data, trained.run.evaluation
     numbers = itertools.count()  # batch numbers, which continue from one length to the next
-    accuracies, total = [], evaluation.num_sequences * sum(evaluation.lengths)
-    with jax.set_mesh(mesh), Progress(total=total, unit="symbol", unit_scale=True, desc=trained.label) as bar:
-        for length in evaluation.lengths:
-            program = programs[padded_length(config, length, evaluation.pad_to)]
+    program_at = {length: programs[padded_length(config, length, evaluation.pad_to)] for length in evaluation.lengths}
+    accuracies, flops = [], evaluation.num_sequences * sum(program.row_flops for program in program_at.values())
+    with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=trained.label) as bar:
+        for length, program in program_at.items():
             bar.set_postfix_str(f"length {length}")
             tapes = Tapes(config, length, evaluation.num_sequences, program.length)
 
@@ -167,7 +167,7 @@ def answer_tapes(
                 num_rows=evaluation.num_sequences,
                 batch_size=program.batch_size,
                 mesh=mesh,
-                progress=lambda num_rows, length=length: bar.update(num_rows * length),
+                progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
             )
             if ((answers_BT < 0) & tapes.counted_BT).any():
                 message = "%s: the model has diverged: its logits at length %d are not finite"

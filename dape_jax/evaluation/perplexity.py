@@ -37,7 +37,7 @@ from dape_jax.evaluation.options import Options
 from dape_jax.evaluation.programs import Program, batch_size_at, compile_programs, model_at, run_in_batches
 from dape_jax.evaluation.trained import TrainedModel, read_models, require_same, restore, validation_corpus
 from dape_jax.model.positions import STRETCHES, Rope
-from dape_jax.model.transformer import Params, model_structure
+from dape_jax.model.transformer import Params, TransformerConfig, model_structure
 from dape_jax.progress import Progress
 from dape_jax.provenance import make_results_directory
 from dape_jax.sharding import MeshConfig, check_mesh, make_mesh
@@ -126,24 +126,28 @@ def evaluate(
 
     directory = make_results_directory(output or report.common_directory(workdirs))
     # Compile everything before reading parameters, so that a length that does not fit is refused early.
-    programs = [compile_lengths(model, rotary, len(windows)) for model, rotary in variants]
+    programs = [
+        {rotary: compile_lengths(model, rotary, len(windows)) for rotary in chosen}
+        for model, chosen in zip(models, variants, strict=True)
+    ]
     results = []
-    for (model, rotary), compiled in zip(variants, programs, strict=True):
-        name, train_length = variant_name(model, rotary), model.run.train.train_length
+    for model, by_rotary in zip(models, programs, strict=True):
         mesh_of_model, params = restore(model)
-        nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
+        for rotary, compiled in by_rotary.items():
+            name, train_length = variant_name(model, rotary), model.run.train.train_length
+            nll = score_windows(compiled, params, mesh_of_model, store, windows, name)
+            identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
+            identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": corpus.digest}
+            results.append(identity | protocol.result(documents, nll, train_length))
         del params  # before the next model's are read
-        identity = {"name": name, "workdir": str(model.workdir), "step": model.step, "train_length": train_length}
-        identity |= {"rotary": rotary, "last_tokens": evaluation.last_tokens, "data": corpus.digest}
-        results.append(identity | protocol.result(documents, nll, train_length))
     return report.save(protocol.stem, directory, {"runs": results}, *protocol.table(results), options.format)
 
 
 # ---- models, variants and corpora
 
 
-def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tuple[Model, str]]:
-    """Return each model with its rotary variants: those of `rotary` for RoPE, only "rope" (as trained) for others.
+def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the rotary variants of each model: `rotary` for models with RoPE, only "rope" (as trained) for others.
 
     Raises:
         InputError: a variant is unknown or given twice, or no model has RoPE and others than "rope" are asked for.
@@ -153,11 +157,7 @@ def rotary_variants(models: Sequence[Model], rotary: tuple[str, ...]) -> list[tu
     names = [type(model.run.model.rotary).__name__ for model in models]
     allowed = f"must be 'rope', as trained: no model has RoPE, model.rotary is {', '.join(names)}"
     require(rotary == ("rope",) or Rope.__name__ in names, "rotary", rotary, allowed)
-    return [
-        (model, variant)
-        for model in models
-        for variant in (rotary if type(model.run.model.rotary) is Rope else ("rope",))
-    ]
+    return [rotary if name == Rope.__name__ else ("rope",) for name in names]
 
 
 def variant_name(model: Model, rotary: str) -> str:
@@ -257,10 +257,10 @@ def compile_lengths(model: Model, rotary: str, num_windows: int) -> list[Program
     """Compile the scoring step of one model for every length, without reading its parameters."""
     mesh, run, evaluation = make_mesh(model.mesh), model.run, model.run.evaluation
 
-    def step_at(length: int) -> tuple[Wrapped, int]:
-        graphdef, _ = model_structure(model_at(run.model, length, evaluation, rotary, run.train.train_length))
-        step = make_nll_step(graphdef, min(evaluation.last_tokens, length))
-        return step, batch_size_at(length, num_windows, evaluation, mesh)
+    def step_at(length: int) -> tuple[Wrapped, TransformerConfig, int]:
+        config = model_at(run.model, length, evaluation, rotary, run.train.train_length)
+        step = make_nll_step(model_structure(config)[0], min(evaluation.last_tokens, length))
+        return step, config, batch_size_at(length, num_windows, evaluation, mesh)
 
     params, name = abstract_params(run.model, mesh), variant_name(model, rotary)
     return compile_programs(step_at, evaluation.lengths, params, mesh, batch_names=("inputs", "targets"), name=name)
@@ -271,8 +271,8 @@ def score_windows(
 ) -> NllByLength:
     """Run the programs of `compile_lengths`; return the nll of the scored tokens of every window, by length."""
     nll_by_length = {}
-    total = len(windows) * sum(program.length for program in programs)
-    with jax.set_mesh(mesh), Progress(total=total, unit="token", unit_scale=True, desc=name) as bar:
+    flops = len(windows) * sum(program.row_flops for program in programs)
+    with jax.set_mesh(mesh), Progress(total=flops, unit="FLOP", unit_scale=True, desc=name) as bar:
         for program in programs:
             bar.set_postfix_str(f"length {program.length}")
             nll = run_in_batches(
@@ -281,7 +281,7 @@ def score_windows(
                 num_rows=len(windows),
                 batch_size=program.batch_size,
                 mesh=mesh,
-                progress=lambda num_rows, length=program.length: bar.update(num_rows * length),
+                progress=lambda num_rows, program=program: bar.update(num_rows * program.row_flops),
             )
             nll_by_length[program.length] = nll.astype(np.float64)
     return nll_by_length

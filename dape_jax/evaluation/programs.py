@@ -22,6 +22,7 @@ from dape_jax.errors import InputError, is_out_of_memory
 from dape_jax.evaluation.config import AccuracyConfig, EvaluationConfig
 from dape_jax.hardware import GIB
 from dape_jax.model.attention import Auto, Dense
+from dape_jax.model.flops import forward_flops
 from dape_jax.model.positions import Rope, stretched
 from dape_jax.model.transformer import Params, TransformerConfig
 from dape_jax.progress import Progress
@@ -30,10 +31,14 @@ from dape_jax.sharding import BATCH_AXES, activation_spec, put_batch
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Compiled `step(params, batch)` for batches of one shape."""
+    """Compiled `step(params, batch)` for batches of one shape.
+
+    `row_flops` is the work for one sequence, in which progress is measured: it grows faster than the length.
+    """
 
     length: int
     batch_size: int
+    row_flops: int
     step: Compiled
 
 
@@ -62,7 +67,7 @@ def batch_size_at(length: int, num_sequences: int, evaluation: EvaluationConfig 
 
 
 def compile_programs(
-    step_at: Callable[[int], tuple[Wrapped, int]],
+    step_at: Callable[[int], tuple[Wrapped, TransformerConfig, int]],
     lengths: Sequence[int],
     params: Params,
     mesh: Mesh,
@@ -74,7 +79,8 @@ def compile_programs(
     """Compile a step for every length, the longest first, and refuse a length that does not fit into memory.
 
     Args:
-        step_at: returns, for a length, the jitted `step(params, batch)` and the number of sequences of a batch.
+        step_at: returns, for a length, the jitted `step(params, batch)`, the model's config and the number of sequences
+            of a batch.
         lengths: lengths in tokens, increasing.
         params: shapes and shardings of the first argument of the step.
         mesh: mesh of parameters and batches.
@@ -88,7 +94,7 @@ def compile_programs(
     available, programs = available_bytes(mesh), []
     sharding = NamedSharding(mesh, activation_spec("BT"))
     for length in Progress(lengths[::-1], desc=f"{name}: compiling", unit="length", leave=False):
-        step, batch_size = step_at(length)
+        step, config, batch_size = step_at(length)
         rows = jax.ShapeDtypeStruct((batch_size, length), np.int32, sharding=sharding)
         compiled, needed = None, "more than the compiler can allocate"
         try:
@@ -103,7 +109,7 @@ def compile_programs(
                 f"{field} = {length}: {name} needs {needed} on each device, where {available / GIB:.2f} GiB are free, "
                 f"for {batch_size} sequences at once; give shorter --lengths, or more devices to a sequence with --mesh"
             )
-        programs.append(Program(length, batch_size, compiled))
+        programs.append(Program(length, batch_size, forward_flops(config, length, 1).total, compiled))
     return programs[::-1]
 
 

@@ -461,11 +461,12 @@ class Transformer(nnx.Module):
         else:
             assert dropout_key is None
             # Blocks are taken out of the stack one at a time: a slice with all but the last would be a copy.
-            x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self._block(i), None)), x_BTD, jnp.arange(num_layers - 1))
-            x_BTD, _ = self._block(num_layers - 1)(x_BTD, places._replace(num_rows=num_rows), self.shared_bias)
+            x_BTD, _ = jax.lax.scan(lambda x, i: layer(x, (self.block(i), None)), x_BTD, jnp.arange(num_layers - 1))
+            x_BTD, _ = self.block(num_layers - 1)(x_BTD, places._replace(num_rows=num_rows), self.shared_bias)
         return constrain(unstripe(self._normed(x_BTD), 1), "BTD")[:, -num_last:]
 
-    def _block(self, number: Int[Array, ""] | int) -> Block:
+    def block(self, number: Int[Array, ""] | int) -> Block:
+        """Return one layer of the stack."""
         return jax.tree.map(lambda stacked: stacked[number], self.layers)
 
     def embeddings(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:

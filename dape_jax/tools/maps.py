@@ -180,7 +180,7 @@ def block_of(
 ) -> tuple[Block, Bias | ContextualBias | None]:
     """Return one layer, and the bias that it uses."""
     model = nnx.merge(model_structure(config)[0], params)
-    block = jax.tree.map(lambda stacked: stacked[layer], model.layers)
+    block = model.block(layer)
     return block, model.shared_bias if block.attention.bias is None else block.attention.bias
 
 
