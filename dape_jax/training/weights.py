@@ -4,7 +4,9 @@ Optimizer state, schedule and position in the data start from the beginning. Rot
 differ from the source's. All other parameters must match by path and shape, which is checked before any device work.
 """
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from flax.traverse_util import unflatten_dict
@@ -49,12 +51,10 @@ def read_weights(
     assert run.init.source is not None
     field, (directory, which) = run.init.source, run.init.source_and_step
     workdir = to_path(directory, "init.source")
-    try:
+    with _reading(field):
         step, saved = checkpoint.restore_config(workdir, which)
         source = read_run(saved["config"])
         names = [_tokens_of(source, saved_tokenizer(workdir)), _tokens_of(run, tokenizer)]
-    except InputError as error:
-        raise InputError(f"init.source = {field!r}: {error}") from error
     require_same(init_source=f"step {step} of {directory}")
     require(names[0] == names[1], "init.source", field, f"has {names[0]}, but this run has {names[1]}")
     taken, new, dropped = _compare(source.model, run.model, field)
@@ -68,9 +68,19 @@ def read_weights(
     models = resolved(source)["model"], resolved(run)["model"]
     if lines := differences(*models, ignored=_FREE_FIELDS, names=("source", "now")):
         logger.warning("the model differs from that of %s: %s", workdir, "; ".join(lines))
-    flat = flat_params(checkpoint.restore_params(workdir, step, abstract_params(source.model, mesh)))
+    with _reading(field):
+        flat = flat_params(checkpoint.restore_params(workdir, step, abstract_params(source.model, mesh)))
     record = {"workdir": str(absolute(workdir)), "step": step, "data_digest": saved["data_digest"]}
     return unflatten_dict({path: flat[path] for path in taken}), record
+
+
+@contextlib.contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """Name `init.source` in an `InputError` of the block."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"init.source = {source!r}: {error}") from error
 
 
 def _tokens_of(run: RunConfig | TaskRunConfig, tokenizer: Tokenizer | None) -> str:
