@@ -29,7 +29,7 @@ def run(
 ) -> None:
     """Call `main`, and turn expected exceptions into one line on standard error and an exit status.
 
-    Each field of a dataclass in `settings` is a flag; see `flag`. An inherited field is a flag of its own class.
+    Each field of a dataclass in `settings` is a flag; see `flag`.
 
         InputError (also for bad flags)   2, with one line for each message
         OverflowError                     2, a size of the config that does not fit into a device's integers
@@ -142,10 +142,10 @@ def flag(default: Any, text: str, repeated: bool = False) -> Any:
 
 
 def _define_flags(settings: type) -> None:
-    """Define one absl flag for each field of a dataclass, except inherited fields."""
+    """Define one absl flag for each field of a dataclass."""
     kinds = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float, str: flags.DEFINE_string}
     hints = typing.get_type_hints(settings)
-    for field in (field for field in dataclasses.fields(settings) if field.name in settings.__annotations__):
+    for field in dataclasses.fields(settings):
         kind, is_required = hints[field.name], field.default is dataclasses.MISSING
         default: Any = None if is_required else field.default
         if field.metadata["repeated"]:

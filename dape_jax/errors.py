@@ -60,12 +60,8 @@ def one_of(config: object, section: str, **allowed: Collection[Any]) -> None:
     one_of(self, "model", activation=ACTIVATIONS, dtype=DTYPES)
     """
     for field, values in allowed.items():
-        require(
-            getattr(config, field) in values,
-            f"{section}.{field}",
-            getattr(config, field),
-            f"must be one of {list(values)}",
-        )
+        value = getattr(config, field)
+        require(value in values, f"{section}.{field}", value, f"must be one of {list(values)}")
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -143,9 +143,8 @@ def rotary_frequencies(rotary: dict[str, Any], head_dim: int) -> tuple[list[floa
     if name == "ntk":
         base *= factor ** (size / (size - 2))
     frequencies, scale = [base ** (-m / size) for m in range(0, size, 2)], 1.0
-    kept = [0.0 if name == "pi" else 1.0] * len(
-        frequencies
-    )  # share of each frequency that is not divided by the factor
+    # Share of each frequency that is not divided by the factor.
+    kept = [0.0 if name == "pi" else 1.0] * len(frequencies)
     if name == "yarn":
 
         def dim_of(turns: float) -> float:

@@ -157,9 +157,8 @@ def _check_recipe(directory: Path, recipe: dict[str, Any]) -> None:
     old, new = ({**each, "input": [*each["input"]], **each["input"]} for each in (read_json(file), recipe))
     for name in sorted(old | new, key="input".__eq__):  # the order of the files is compared last
         found, given = (str(each.get(name))[:200] for each in (old, new))
-        require(
-            old.get(name) == new.get(name), name, given, f"but {directory} was made with {found!r}; give a new output"
-        )
+        allowed = f"must be {found}: {directory} was made with it; for another, give a new output"
+        require(old.get(name) == new.get(name), name, given, allowed)
 
 
 def _build(
