@@ -590,7 +590,7 @@ def test_the_command_line(tmp_path: Path):
     refused = start(source, tmp_path / "out", *more, "--max_length=9")
     _, errors = refused.communicate()
     assert (refused.returncode, errors.count("\n")) == (2, 1)
-    assert "max_length = '9': but" in errors
+    assert "max_length = '9': must be 16777216" in errors
 
 
 # token ids of Megatron
