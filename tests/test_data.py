@@ -486,13 +486,10 @@ def test_shards_share_the_global_batch(size: tuple[int, int], num_shards: int, r
     assert all(after == state_after for _, after in shards)
 
 
-def test_a_store_shorter_than_a_window_or_a_batch_is_refused():
+def test_a_store_shorter_than_a_window_is_refused():
     store, shard = memory_store(100), {"seed": 0, "shard_index": 0, "num_shards": 1}
     with pytest.raises(InputError, match="train_length = 100: must be at most 99: memory has 100 tokens"):
         train_batches(store, train_length=100, global_batch_size=4, **shard)
-    for batch_size in (0, 10):
-        with pytest.raises(InputError, match=f"batch_size = {batch_size}: must be 1 to 9, the number of windows of l"):
-            validation_batches(store, length=10, batch_size=batch_size, num_batches=3)
 
 
 # batches: validation
@@ -518,6 +515,22 @@ def test_validation_batches_are_fixed_full_and_spread(size: tuple[int, int], bat
     assert starts[0] == 0
     assert gaps.min() > 0
     assert gaps.max() - gaps.min() <= 1
+
+
+@quick
+@given(sizes, st.sampled_from([1, 2, 8]), st.integers(1, 4))
+def test_a_validation_set_smaller_than_a_batch_is_used_whole(size: tuple[int, int], multiple: int, num_batches: int):
+    num_tokens, length = size
+    store = memory_store(num_tokens)
+    batch_size = (len(Windows(store, length)) // multiple + 1) * multiple
+    options = {"length": length, "num_batches": num_batches, "multiple": multiple}
+    (batch,) = validation_batches(store, batch_size=batch_size, **options)
+    assert len(batch["inputs"]) % multiple == 0
+    assert len(batch["inputs"]) <= batch_size
+    weights = batch["weights"] if "weights" in batch else np.ones(batch["inputs"].shape, np.float32)
+    every = np.arange(len(Windows(store, length)) * length)
+    np.testing.assert_array_equal(batch["inputs"][weights > 0], every)  # each token once
+    assert weights.sum() == len(every)
 
 
 # batches: packed documents
@@ -601,3 +614,9 @@ def test_packed_validation_batches_are_full_and_in_order():
     assert shapes == [dict.fromkeys(PACKED, (3, 8))] * 2
     rows = PackedDocuments(store, 8)
     np.testing.assert_array_equal(batches[0]["targets"][0], rows[0]["targets"])
+    (padded,) = validation_batches(store, length=8, batch_size=192, num_batches=2, packing="documents", multiple=64)
+    assert padded["weights"].sum() == sum(rows[i]["weights"].sum() for i in range(len(rows)))
+    assert {values.shape for values in padded.values()} == {(-(-len(rows) // 64) * 64, 8)}
+    (padded,) = validation_batches(store, length=8, batch_size=128, num_batches=2, packing="documents", multiple=64)
+    assert padded["weights"].sum() == sum(rows[i]["weights"].sum() for i in range(len(rows)))
+    assert {values.shape for values in padded.values()} == {(128 if len(rows) > 64 else 64, 8)}

@@ -59,8 +59,8 @@ def test_values_that_are_given_are_kept(root):
     for unchanged in (spec, {}, {"data": {"task": "even_pairs"}, "model": {"vocab_size": None}}):
         assert follow_corpus(unchanged) == unchanged
     spec["data"] |= {"path": str(root / "text")}
-    with pytest.raises(InputError, match=r"data\.tokenizer = None: raw text"):  # ids of which tokenizer?
-        load_corpus(RunConfig.from_dict(spec).data)
+    run = RunConfig.from_dict(follow_corpus(spec))
+    assert (run.model.vocab_size, run.data.tokenizer) == (512, "bytes")  # raw text means bytes
 
 
 def test_a_run_records_what_followed_and_starts_again(root, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from dape_jax.sharding import MeshConfig, make_mesh, put_batch
 from dape_jax.training import checkpoint, loop
 from dape_jax.training.metrics import read_metrics
 from dape_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
-from dape_jax.training.source import load_corpus
+from dape_jax.training.source import load_corpus, open_source
 from dape_jax.training.step import FIRST_SCALE, TrainState, init_state, make_train_step, shardings_of
 
 
@@ -264,7 +264,7 @@ def test_training_learns(root, tmp_path):
     [
         ({"train__batch_size": 12}, ["train.batch_size", "12", "8 devices x 1"]),
         ({"train__batch_size": 8, "train__accumulation_steps": 2}, ["train.batch_size", "8", "16"]),
-        ({"train__train_length": 2000}, ["train.batch_size", "8", "windows of length 2000"]),
+        ({"train__train_length": 8000}, ["train.train_length", "8000", "must be at most"]),
         ({"optimizer__warmup_fraction": 0.95}, ["optimizer.warmup_fraction", "0.95", "num_steps = 4"]),
         ({"mesh__data": 3}, ["mesh", "3", "8 devices"]),
         ({"data__path": "/nowhere/at/all"}, ["data.path", "/nowhere/at/all"]),
@@ -281,6 +281,20 @@ def test_bad_input_is_refused_before_any_device_work(root, tmp_path, monkeypatch
     assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_small_validation_set_gives_the_same_loss_at_any_batch_size(root):
+    losses = []
+    for batch_size, num_devices in ((8, 8), (64, 8), (64, 1)):
+        changes = {"data__validation_fraction": 0.06, "model__num_layers": 1, "train__train_length": 64}
+        run = RunConfig.from_dict(tiny.spec(root, **changes, train__batch_size=batch_size))
+        mesh, (graphdef, _) = make_mesh(run.mesh, jax.devices()[:num_devices]), model_structure(run.model)
+        source = open_source(run, mesh)
+        assert sum(len(batch["inputs"]) for batch in source.validation) < batch_size + num_devices
+        with jax.set_mesh(mesh):
+            params = init_state(run.model, make_optimizer(run.optimizer, 4), 0, mesh).params
+            losses.append(loop.make_validation(run, graphdef, source.validation, mesh)(params)["loss_nats"])
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
 def test_damaged_tokens_are_found_before_training(tmp_path):

@@ -158,22 +158,29 @@ def train_batches(
 
 
 def validation_batches(
-    store: TokenStore, *, length: int, batch_size: int, num_batches: int, packing: str = "stream"
+    store: TokenStore, *, length: int, batch_size: int, num_batches: int, packing: str = "stream", multiple: int = 1
 ) -> list[Batch]:
     """Return full batches of windows evenly spaced over the store, in order; the same batches in every run.
 
-    T = `length` may be longer than in training. There are `num_batches`, or fewer if the store is too small.
+    T = `length` may be longer than in training. There are `num_batches`, or fewer if the store is too small. With fewer
+    windows than `batch_size` there is one batch of all windows. Its last rows repeat the last window, with loss
+    `weights` of 0, if the number of rows would not be a multiple of `multiple`.
 
     Raises:
-        InputError: the store is shorter than one window or one batch.
+        InputError: the store is shorter than one window.
     """
     windows = _windows(store, length, packing)
-    allowed = f"must be 1 to {len(windows)}, the number of windows of length {length} in {store.directory}"
-    require(0 < batch_size <= len(windows), "train.batch_size", batch_size, allowed)
-    num_windows = min(num_batches, len(windows) // batch_size) * batch_size
+    num_windows = min(num_batches, len(windows) // batch_size) * batch_size or len(windows)
     spread = np.arange(num_windows) * len(windows) // num_windows
-    batches = [[windows[index] for index in indices] for indices in spread.reshape(-1, batch_size).tolist()]
-    return [{name: np.stack([row[name] for row in rows]) for name in rows[0]} for rows in batches]
+    num_padding = -num_windows % multiple
+    rows = [windows[index] for index in spread.tolist()]
+    if num_padding:
+        weights = {"weights": np.ones(length, np.float32)}
+        rows = [weights | row for row in rows]
+        rows += [rows[-1] | {"weights": np.zeros(length, np.float32)}] * num_padding
+    size = min(batch_size, len(rows))
+    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return [{name: np.stack([row[name] for row in batch]) for name in batch[0]} for batch in batches]
 
 
 def _windows(store: TokenStore, length: int, packing: str) -> Windows | PackedDocuments:

@@ -211,9 +211,9 @@ def find_corpus(config: DataConfig) -> Path | None:
 def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a config file's dict in which the corpus determines `model.vocab_size` and `data.tokenizer`.
 
-    If `model.vocab_size` is None, it becomes that of the tokenizer, and a `data.tokenizer` of None becomes "bytes" for
-    raw text; for a prepared corpus it remains None, which selects the corpus's tokenizer. A dict with a vocabulary
-    size, or without these fields, is returned unchanged; `config.read_run` reports missing fields.
+    A `data.tokenizer` of None becomes "bytes" for raw text; for a prepared corpus it remains None, which selects the
+    corpus's tokenizer. A `model.vocab_size` of None becomes that of the tokenizer. A dict without these fields is
+    returned unchanged; `config.read_run` reports missing fields.
 
     Raises:
         InputError: the corpus or the tokenizer cannot be read.
@@ -223,12 +223,13 @@ def follow_corpus(spec: dict[str, Any]) -> dict[str, Any]:
         path, tokenizer, vocab_size = data["path"], data["tokenizer"], model["vocab_size"]
     except (KeyError, TypeError):
         return spec
-    if vocab_size is not None or not (isinstance(path, str) and path):
+    if None not in (tokenizer, vocab_size) or not (isinstance(path, str) and path):
         return spec
-    if sidecars := _sidecars(path):
-        return spec | {"model": model | {"vocab_size": sidecars["train"].vocab_size}}
-    tokenizer = "bytes" if tokenizer is None else tokenizer
-    vocab_size = read_tokenizer(tokenizer).vocab_size
+    sidecars = _sidecars(path)
+    if not sidecars and tokenizer is None:
+        tokenizer = Bytes.name
+    if vocab_size is None:
+        vocab_size = sidecars["train"].vocab_size if sidecars else read_tokenizer(tokenizer).vocab_size
     return spec | {"data": data | {"tokenizer": tokenizer}, "model": model | {"vocab_size": vocab_size}}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from typing import Any
 
 from jax.sharding import Mesh
@@ -11,7 +12,7 @@ from dape_jax.data.store import Corpus, DataConfig, find_corpus, open_corpus
 from dape_jax.data.tokenizers import Tokenizer
 from dape_jax.distributed import process_zero_first, process_zero_only
 from dape_jax.errors import require
-from dape_jax.sharding import batch_part, rows_of_part
+from dape_jax.sharding import BATCH_AXES, batch_part, rows_of_part
 from dape_jax.tasks.tapes import Batch, digest
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         batches = corpus_batches.train_batches(
             corpus.train, train_length=train.train_length, seed=run.data.seed, packing=packing, **shard
         )
+        multiple = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         validation = corpus_batches.validation_batches(
-            corpus.validation, length=train.train_length, packing=packing, **sizes
+            corpus.validation, length=train.train_length, packing=packing, multiple=multiple, **sizes
         )
         data_digest = corpus.digest
     mine = [rows_of_part(batch, part, num_parts) for batch in validation]
