@@ -20,6 +20,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from dape_jax.data import store as store_module
 from dape_jax.data.batches import PackedDocuments, Windows, train_batches, validation_batches
 from dape_jax.data.prepare.inputs import find_files
 from dape_jax.data.prepare.records import split_of
@@ -27,6 +28,7 @@ from dape_jax.data.store import (
     OFFSETS_FILE,
     SIDECAR_FILE,
     TOKENS_FILE,
+    VERIFIED_FILE,
     Corpus,
     DataConfig,
     Sidecar,
@@ -239,7 +241,9 @@ def test_a_corpus_in_a_bucket_is_copied_once_and_nothing_else(bucket: str, prist
     assert loaded.train.directory.parent == tmp_path / "cache" / loaded.digest[:16]
     files = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()}
     names = {
-        f"{split}/{name}" for split in ("train", "validation") for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)
+        f"{split}/{name}"
+        for split in ("train", "validation")
+        for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE, VERIFIED_FILE)
     }
     assert files == {f"cache/{loaded.digest[:16]}/{name}" for name in names} | {f"cache/.{loaded.digest[:16]}.lock"}
     monkeypatch.setattr(type(system), "get", None)
@@ -325,6 +329,26 @@ def test_ids_beyond_the_vocabulary_are_refused(pristine: Path, tmp_path: Path):
     (store / SIDECAR_FILE).write_text(json.dumps(sidecar))
     with pytest.raises(InputError, match=r"tokens\.bin: token id = 257: must be 0 to 256"):
         open_corpus(tmp_path / "copy").verify()
+
+
+def test_files_are_read_once_for_each_identity(pristine: Path, tmp_path: Path, monkeypatch):
+    copied = open_corpus(damaged_copy(pristine, str(tmp_path)))
+    copied.verify(full=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "sha256", None)
+        copied.verify(full=False)
+        with pytest.raises(TypeError):
+            copied.verify()
+    file = copied.train.directory / TOKENS_FILE
+    stat = file.stat()
+    file.write_bytes(b"\1" + file.read_bytes()[1:])
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same size, time and inode
+    with pytest.raises(InputError, match="must be the digest of the files"):
+        copied.verify(full=False)
+    (copied.validation.directory / VERIFIED_FILE).write_text("{")
+    copied.validation.verify(full=False)
+    monkeypatch.setattr(store_module, "write_json", lambda *_: os.write(-1, b""))  # as in a directory of another user
+    copied.validation.verify()
 
 
 @pytest.mark.parametrize("name", [TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE, ""])

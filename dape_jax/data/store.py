@@ -6,11 +6,13 @@ In: the path of a corpus that `prepare` made. Out: a `Corpus` of two `TokenStore
                      offsets.npy     int64[num_documents + 1]: document i is tokens[offsets[i]:offsets[i + 1]]
                      tokenizer.json  the tokenizer; missing for bytes
                      store.json      the fields of `Sidecar`
+                     verified.json   size, times, inode and device of these files when their digest was last checked
     validation/      the same
 
 Nothing is built here: `training.source.load_corpus` first calls `prepare` if `data.path` is raw text.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +21,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,7 +32,7 @@ from jaxtyping import Int64, UInt
 
 from dape_jax.data.tokenizers import TOKENIZER_FILE, Bytes, Tokenizer, read_tokenizer, saved_tokenizer
 from dape_jax.errors import InputError, one_of, require
-from dape_jax.files import parse_json, read_json
+from dape_jax.files import parse_json, read_json, write_json
 from dape_jax.progress import Progress
 from dape_jax.storage import is_remote, require_local
 
@@ -41,6 +43,7 @@ Split = Literal["train", "validation"]
 STDLIB = "stdlib"  # `data.path` of the source of the interpreter's standard library
 FORMAT_VERSION = 2
 TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE = "tokens.bin", "offsets.npy", "store.json"
+VERIFIED_FILE = "verified.json"
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 PACKINGS = ("stream", "documents")
@@ -135,12 +138,23 @@ class TokenStore:
             raise IndexError(f"document {index} of {self.num_documents}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
-    def verify(self) -> None:
+    def verify(self, full: bool = True) -> None:
         """Read all data, and compare its digest with the recorded one and its ids with the vocabulary.
+
+        Unless `full`, nothing is read if the files are those that were last verified, by size, times and inode. This is
+        remembered in the directory, if it can be written to.
 
         Raises:
             InputError: the files have changed since they were written, or were written by another program.
         """
+        stats = {name: os.stat(self.directory / name) for name in (TOKENS_FILE, OFFSETS_FILE, SIDECAR_FILE)}
+        fields = ("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino", "st_dev")
+        identity = {name: [getattr(stat, field) for field in fields] for name, stat in stats.items()}
+        remembered, is_known = self.directory / VERIFIED_FILE, False
+        with contextlib.suppress(InputError):  # there is none, or it is damaged
+            is_known = read_json(remembered) == identity
+        if is_known and not full:
+            return
         digest, largest = hashlib.sha256(), 0
         size, name = self.tokens.nbytes, f"checking {self.directory}"
         with Progress(total=size, desc=name, unit="B", unit_scale=True, delay=1, leave=False) as bar:
@@ -154,6 +168,9 @@ class TokenStore:
         require(found == self.digest, f"{file}: digest", self.digest, f"must be the digest of the files, {found}")
         size = self.sidecar.vocab_size
         require(largest < size, f"{self.directory / TOKENS_FILE}: token id", largest, f"must be 0 to {size - 1}")
+        if not is_known:
+            with contextlib.suppress(OSError):  # a corpus of another user, or a full disk
+                write_json(remembered, identity)
 
     def __reduce__(self):
         # A memory map is pickled with all of its content, which would be sent to each of Grain's worker processes.
@@ -172,10 +189,15 @@ class Corpus:
         """SHA-256 of both splits. The same text, tokenizer and split give the same digest on every machine."""
         return _digest(self.train.sidecar, self.validation.sidecar)
 
-    def verify(self) -> None:
+    def verify(self, full: bool = True) -> None:
         """Verify both stores; see `TokenStore.verify`."""
-        self.train.verify()
-        self.validation.verify()
+        verify((self.train, self.validation), full)
+
+
+def verify(stores: Iterable[TokenStore], full: bool) -> None:
+    """Verify stores at the same time, each in its thread; see `TokenStore.verify`."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(lambda store: store.verify(full), stores))
 
 
 def _digest(train: Sidecar, validation: Sidecar) -> str:

@@ -29,6 +29,7 @@ class Options:
     data: str | None = flag(
         None, "Another corpus whose validation documents are scored, in the form of --config.data.path."
     )
+    verify: bool = flag(False, "Check the digest of the text, even if its files are unchanged since the last check.")
     rotary: tuple[str, ...] = flag(
         ("rope",),
         "Variants of models with RoPE, one row of the table each: rope (as trained), pi, ntk, yarn. Other models are "

@@ -119,7 +119,7 @@ def evaluate(
     fields = ("evaluation.lengths", "evaluation.last_tokens", "evaluation.max_windows")
     require_same(models, *(["train.train_length"] if options.protocol == "delta" else []), *fields)
 
-    corpus = common_corpus(models, options.data)
+    corpus = common_corpus(models, options.data, options.verify)
     store, evaluation = corpus.validation, models[0].run.evaluation
     windows = choose_windows(store, max(evaluation.lengths), evaluation.max_windows)
     documents = np.array([window.document for window in windows])
@@ -176,7 +176,7 @@ def scored_as(protocol: Protocol, model: Model) -> Model:
     return dataclasses.replace(model, run=dataclasses.replace(model.run, evaluation=evaluation))
 
 
-def common_corpus(models: Sequence[Model], data: str | None) -> Corpus:
+def common_corpus(models: Sequence[Model], data: str | None, verify: bool = False) -> Corpus:
     """Return the corpus that all models are scored on, after its validation documents were verified.
 
     Imported models, which have no text, get that of the first trained one, with their own tokenizer.
@@ -196,7 +196,7 @@ def common_corpus(models: Sequence[Model], data: str | None) -> Corpus:
         texts[model.name] = f"{data or model.run.data.path} as {corpora[-1].validation.sidecar.tokenizer}"
     allowed = "must be the same text and tokenizer for all; --data=TEXT scores all runs of one tokenizer on one text"
     require(len({corpus.digest for corpus in corpora}) == 1, "data", texts, allowed)
-    corpora[0].validation.verify()
+    corpora[0].validation.verify(full=verify)
     return corpora[0]
 
 

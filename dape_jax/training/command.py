@@ -28,6 +28,9 @@ class Settings:
     )
     num_processes: int | None = flag(None, "Number of processes of the run, given with --coordinator.")
     process_id: int | None = flag(None, "Index of this process, from 0, given with --coordinator.")
+    verify: bool = flag(
+        False, "Check the digest of the whole corpus, even if its files are unchanged since the last check."
+    )
 
     def __post_init__(self):
         require(bool(self.workdir), "--workdir", self.workdir, "must be a directory")
@@ -40,7 +43,7 @@ def main(settings: Settings) -> None:
     from dape_jax.training.loop import train
 
     join(settings.coordinator, settings.num_processes, settings.process_id)
-    train(flags.FLAGS.config, workdir)
+    train(flags.FLAGS.config, workdir, settings.verify)
 
 
 def command() -> None:

@@ -43,8 +43,10 @@ from dape_jax.training.weights import read_weights
 logger = logging.getLogger(__name__)
 
 
-def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
+def train(spec: dict[str, Any], workdir: epath.PathLike, verify: bool = False) -> None:
     """Train the model described by `spec`: start, resume or return, depending on `workdir`.
+
+    With `verify`, the corpus is read and compared with its digest, even if it is unchanged since that was last done.
 
     `workdir` contains:
 
@@ -88,7 +90,7 @@ def train(spec: dict[str, Any], workdir: epath.PathLike) -> None:
     jax.eval_shape(lambda params: nnx.merge(graphdef, params).features(tokens, segment_ids=segment_ids), abstract)
 
     # ---- data
-    source = open_source(run, mesh)
+    source = open_source(run, mesh, verify)
     record["data_digest"] = source.digest
     step_names = checkpoint.step_names(workdir)
     require_same(data_digest=source.digest, saved_steps=step_names)

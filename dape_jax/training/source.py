@@ -28,8 +28,8 @@ class Source:
     tokenizer: Tokenizer | None  # of the corpus; None for a task
 
 
-def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
-    """Open the training data of a run.
+def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh, verify: bool = False) -> Source:
+    """Open the training data of a run. With `verify`, a corpus is read and checked even if its files are unchanged.
 
     Raises:
         InputError: the corpus is missing, too short or damaged, or its vocabulary is larger than the model's.
@@ -46,7 +46,7 @@ def open_source(run: RunConfig | TaskRunConfig, mesh: Mesh) -> Source:
         data_digest, tokenizer = digest(run.data), None
     else:
         corpus = process_zero_first(lambda: load_corpus(run.data, lossy=run.init.source is not None))
-        process_zero_only(corpus.verify)
+        process_zero_only(lambda: corpus.verify(full=verify))
         counts = [
             f"{n:,}" for store in (corpus.train, corpus.validation) for n in (store.num_documents, store.num_tokens)
         ]
