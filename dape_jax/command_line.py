@@ -65,6 +65,7 @@ def run(
     def call(arguments: list[str]) -> None:
         main(*map(from_flags, settings[:1]), *arguments[1:])
 
+    sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")  # None if it was closed, as by `2>&-`
     sys.unraisablehook = _print_unraisable
     for each in settings:
         _define_flags(each)

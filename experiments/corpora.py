@@ -116,7 +116,10 @@ def main(settings: Settings) -> None:
             for name, text in tqdm(source.documents(archive), desc=source.package, unit="document"):
                 documents.setdefault(text, name)  # equal documents are kept once
         texts = Path(scratch, "documents.jsonl")
-        texts.write_text("".join(json.dumps({"text": t, "name": name}) + "\n" for t, name in documents.items() if t))
+        texts.write_text(
+            "".join(json.dumps({"text": t, "name": name}) + "\n" for t, name in documents.items() if t),
+            encoding="utf-8",
+        )
         options = [f"--input={texts}", f"--output={settings.output}", "--tokenizer=bytes"]
         options += [f"--validation_fraction={validation_fraction}"]
         subprocess.run([sys.executable, "-m", "dape_jax.data.prepare", *options], check=True)

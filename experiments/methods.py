@@ -329,4 +329,4 @@ def models_of(experiment: Experiment) -> list[Model]:
 
 def paper_tables() -> dict[str, Any]:
     """Return the numbers printed in the paper; `curves` has one entry per method and train length."""
-    return json.loads(Path(__file__).with_name("paper_tables.json").read_text())
+    return json.loads(Path(__file__).with_name("paper_tables.json").read_text(encoding="utf-8"))

@@ -59,7 +59,9 @@ def write(results: Path) -> Path:
         ours = [(group, items) for group, items in judged if group.experiment == name]
         write_json(results / name / "report.json", json_values({group.name: _as_json(group, i) for group, i in ours}))
         write_png(results / name / "figure.png", experiment_figure([group for group, _ in ours]))
-    (results / "README.md").write_text("\n\n".join([*parts, f"{VERDICTS_TEXT}\n{_readme(judged)}"]) + "\n")
+    (results / "README.md").write_text(
+        "\n\n".join([*parts, f"{VERDICTS_TEXT}\n{_readme(judged)}"]) + "\n", encoding="utf-8"
+    )
     return results / "README.md"
 
 

@@ -11,6 +11,7 @@ the paper's.
 
 import dataclasses
 import json
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from dape_jax.config import RESUMABLE_FIELDS, RunConfig, TaskRunConfig, read_run, resolved
+from dape_jax.data.store import read_errors
 from dape_jax.evaluation.report import FIXED_BELOW
 from dape_jax.files import json_digest, write_atomically
 from experiments.catalogue import EXPERIMENTS
@@ -81,7 +83,8 @@ def run_name(run: Run) -> str:
 
 def read_lines(file: Path) -> list[Run]:
     """Return the lines of a compressed file of JSON lines; none if it does not exist."""
-    return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
+    with read_errors("results", str(file)):
+        return [json.loads(line) for line in zstd.decompress(file.read_bytes()).splitlines()] if file.exists() else []
 
 
 def write_lines(file: Path, lines: list[Run]) -> None:
@@ -91,16 +94,38 @@ def write_lines(file: Path, lines: list[Run]) -> None:
 
 
 def read_runs(results: Path) -> dict[str, dict[str, dict[str, Run]]]:
-    """Return the finished runs under a directory, by experiment, group and name."""
-    lines = {name: read_lines(results / name / FILE) for name in EXPERIMENTS}
-    stored = {(name, line["key"]): line for name in lines for line in lines[name] if "stored_in" not in line}
+    """Return the finished runs under a directory, by experiment, group and name.
+
+    Raises:
+        InputError: a file is damaged, or a value that tables and claims need is missing or of another type.
+    """
+    lines = [(name, *each) for name in EXPERIMENTS for each in enumerate(read_lines(results / name / FILE), 1)]
+    stored: dict[tuple[str, str], Run] = {}
+    for name, number, line in lines:
+        with read_errors("results", f"{results / name / FILE}: line {number}"):
+            if "stored_in" not in line:
+                _check(line)
+                stored[name, line["key"]] = line
     found: dict[str, dict[str, dict[str, Run]]] = {name: {} for name in EXPERIMENTS}
-    for name, of_file in lines.items():
-        for line in of_file:
-            whole = stored[line["stored_in"], line["key"]] if "stored_in" in line else line
+    for name, number, line in lines:
+        with read_errors("results", f"{results / name / FILE}: line {number}"):
+            whole = stored[line["stored_in"] if "stored_in" in line else name, line["key"]]
             run = {field: value for field, value in whole.items() if field not in ("group", "name")}
             found[name].setdefault(line["group"], {})[line["name"]] = run
     return found
+
+
+def _check(run: Run) -> None:
+    """Raise an error of any type if a value that tables and claims need is missing, or of another type."""
+    run_name(run)
+    samples = samples_of(run, run["metric"], measured(run, run["metric"])).values()
+    numbers = [run["wall_seconds"], run["config"]["train"]["num_steps"], run["train_length"]]
+    numbers += [run[field] for field in ("paper_train_length", "train_flops") if run.get(field) is not None]
+    numbers += map(float, run.get("validation_nats", {}).values())
+    if not all(map(math.isfinite, numbers)) or not all(run[field] for field in PROVENANCE):
+        raise ValueError(f"must be finite: {numbers}; must be given: {PROVENANCE}")
+    if any(len(sample.units) != len(sample.rows) for sample in samples):
+        raise ValueError("must have a document for each window")
 
 
 def add_run(results: Path, experiment: str, group: str, run: Run) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from dape_jax.data.store import read_errors
 from dape_jax.evaluation.perplexity import PROTOCOLS
 from experiments.catalogue import EXPERIMENTS
 from experiments.methods import NOT_IN_PAPER, paper_tables
@@ -37,8 +38,9 @@ Row = dict[str, Any]
 @cache
 def read(name: str) -> Any:
     """Return the content of a JSON file in results/, a list of its lines for JSON lines."""
-    text = (RESULTS / name).read_text()
-    return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
+    with read_errors("results", str(RESULTS / name)):
+        text = (RESULTS / name).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
 
 def select(rows: Iterable[Row], **wanted: Any) -> Row:

@@ -448,6 +448,35 @@ def test_runs_of_a_method_that_is_not_in_the_catalogue_are_left_out(small_world,
             report.write(results)
 
 
+DAMAGES = {
+    "flops": lambda run: run.update(train_flops=[]),
+    "text": lambda run: run.update(train_flops="x"),
+    "list": lambda run: run.update(validation_nats=[1]),
+    "steps": lambda run: run["config"].update(train={"seed": 0}),
+    "window": lambda run: run["lengths"][1]["window_nats"].pop(),
+    "huge": lambda run: run["lengths"][1]["window_nats"].__setitem__(0, 10**400),
+    "key": lambda run: run.pop("seed"),
+    "stored": lambda run: run.update(stored_in="fig6"),
+}
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, "line", "file"])
+def test_a_wrong_value_in_a_results_file_is_one_line_with_its_name(tmp_path, damage):
+    first = next(line for line in read_lines(ROOT / "results/fig1" / runs.FILE) if "window_nats" in line["lengths"][0])
+    file = tmp_path / "fig1" / runs.FILE
+    file.parent.mkdir()
+    write_lines(file, [first])
+    assert read_groups(tmp_path)
+    if damage in DAMAGES:
+        DAMAGES[damage](first)
+    write_lines(file, [[1]] if damage == "line" else [first])
+    if damage == "file":
+        file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(InputError, match=f"^results = '{file}.*: cannot be read: ") as error:
+        read_groups(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_tasks_are_run_and_reported_as_methods_by_tasks(small_world, trained):
     results = Path(small_world["results"])
     before = run_tiny("tasks", small_world, (0,))

@@ -168,6 +168,13 @@ def test_sixteen_bits_in_several_files(exported, tmp_path, monkeypatch):
     assert np.abs(found - expected).max() > 1e-4
 
 
+def test_a_value_beyond_float16_is_refused(tmp_path):
+    params = {"embedding_VD": np.array([[1e5, 1.0]], np.float32), "norm": {"scale": np.array([1e5], np.float32)}}
+    with pytest.raises(InputError, match=r"^dtype = 'float16': embedding_VD has values beyond"):
+        export.write_tensors(params, tmp_path, "float16")
+    export.write_tensors(params, tmp_path, "bfloat16")
+
+
 def test_a_model_saved_by_pytorch_is_imported(exported, tmp_path):
     """Import a model that transformers has loaded, changed and saved, with its code."""
     workdir, directory = exported("llama")

@@ -303,6 +303,11 @@ def test_frequencies_are_the_probabilities(sampling):
     assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / num))
 
 
+def test_a_top_k_beyond_the_vocabulary_keeps_all_tokens():
+    logits = [0.0, 1.0, 2.0]
+    np.testing.assert_array_equal(draw(logits, Sampling(top_k=2**63 - 1)), draw(logits, Sampling(top_k=3)))
+
+
 def test_of_equal_logits_the_lower_ids_are_kept():
     logits = [0.0, 1.0, 1.0, 1.0, 0.0]
     assert set(draw(logits, Sampling(top_k=2))) == {1, 2}
@@ -333,6 +338,8 @@ def test_models_that_no_cache_can_serve_are_refused_with_the_reason():
         ([[1], [2, 11]], {}, r"prompts\[1\] = 11: .*0 to 10"),
         ([[-1, 3]], {}, r"prompts\[0\] = -1"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ([[1]], {"max_new_tokens": 2**63 - 1}, r"max_new_tokens = \d+: must be 1 to 2\*\*31 - 1"),
+        ([[1]] * 1000, {"max_new_tokens": 2**31 - 1}, r"max_new_tokens = \d+: the cache needs \S+ GiB on each device"),
         ([[1]], {"seed": -1}, "seed = -1"),
     ],
 )

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dape_jax import command_line
+from dape_jax import command_line, files
 from dape_jax.errors import InputError
 from dape_jax.sharding import MeshConfig, make_mesh
 from dape_jax.training import checkpoint
@@ -323,19 +323,47 @@ def test_a_directory_has_one_run(tmp_path):
             checkpoint.run_lock(workdir).__enter__()
 
 
+@pytest.mark.parametrize("name", ["lr[3e-4]", "a*", "b?", "lr[3]/run"])
+def test_a_path_in_which_orbax_would_lose_checkpoints_is_refused(workdir, tmp_path, monkeypatch, name):
+    """Refuse to write below such a directory, also if the given path is relative. A moved run can be read."""
+    moved = tmp_path / name
+    shutil.copytree(workdir, moved)
+    monkeypatch.chdir(moved)
+    for path in (moved, Path("new")):
+        with pytest.raises(InputError, match=r"^workdir = '.*': the path must not contain \*, \? or \["):
+            checkpoint.run_lock(path).__enter__()
+    assert not Path("new").exists()
+    assert read_as_an_evaluator(moved, "newest")[0] == 3
+
+
+def test_a_path_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"^workdir = '.*': the path must be UTF-8"):
+        checkpoint.read_config(tmp_path / os.fsdecode(b"r\xfcn"))
+    assert checkpoint.read_config(tmp_path / "rün") is None
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    assert checkpoint.read_config(tmp_path) is None
+    with pytest.raises(InputError, match="set PYTHONUTF8=1"):
+        checkpoint.read_config(tmp_path / "rün")
+
+
 # ---- errors of the machine
 
 
 @pytest.mark.parametrize(
-    ("handler", "number"), [(ocp.StandardCheckpointHandler, errno.EIO), (ocp.JsonCheckpointHandler, errno.EACCES)]
+    ("place", "function", "number"),
+    [
+        (ocp.StandardCheckpointHandler, "restore", errno.EIO),
+        (ocp.JsonCheckpointHandler, "restore", errno.EACCES),
+        (files, "parse_json", errno.EACCES),  # of the metrics
+    ],
 )
-def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, handler, number):
+def test_a_step_that_may_not_be_read_now_is_not_damaged(workdir, monkeypatch, place, function, number):
     """Unreadable steps are not moved, and older steps are not used instead."""
 
     def restore(*_args, **_options):
         raise OSError(number, os.strerror(number), "a file")
 
-    monkeypatch.setattr(handler, "restore", restore)
+    monkeypatch.setattr(place, function, restore)
     with pytest.raises(InputError, match=f"cannot be read now: .*{os.strerror(number)}"):
         checkpoint.restore_newest(workdir, abstract(small_state(0)))
     assert checkpoint.step_names(workdir) == ["3", "2", "1"]

@@ -35,6 +35,7 @@ from dape_jax.model.transformer import (
     Places,
     Transformer,
     TransformerConfig,
+    flat_params,
     make_cache,
     model_structure,
     parameter_counts,
@@ -443,6 +444,17 @@ BAD = [
     ("model.rotary.fraction = 1.5: must be", {"rotary": {"name": "rope", "fraction": 1.5}}),
     ("model.rotary.high_frequency_factor = 4.0: must", {"rotary": {"name": "llama3", "low_frequency_factor": 4.0}}),
 ]
+
+
+def test_parameters_are_float32_also_with_64_bits():
+    """A checkpoint can be read with and without JAX_ENABLE_X64; comparisons in float64 keep float64 parameters."""
+    config = make_config(bias={"name": "fire"}, num_layers=1)
+    with jax.enable_x64(True):
+        for dtype in ("float32", "float64"):
+            _, params = model_structure.__wrapped__(dataclasses.replace(config, dtype=dtype))
+            dtypes = {path: leaf.dtype for path, leaf in flat_params(params).items()}
+            assert set(dtypes.values()) >= {np.dtype(dtype)}, dtypes
+            assert dtype == "float64" or set(dtypes.values()) == {np.dtype(dtype)}, dtypes
 
 
 @pytest.mark.parametrize(("message", "changes"), BAD)

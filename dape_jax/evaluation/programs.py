@@ -130,7 +130,7 @@ def available_bytes(mesh: Mesh) -> int:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():  # not Linux: only the total memory is known
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    (kibibytes,) = re.findall(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    (kibibytes,) = re.findall(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
     return int(kibibytes) * 1024 // len(devices)
 
 

@@ -413,6 +413,9 @@ class Transformer(nnx.Module):
         self.unembedding_DV = None if is_tied else nnx.Param(initializer(config, D)(rngs.params(), (D, V)))
         self.output_bias_V = bias_parameter(config.output_bias, V)
         self.config = config
+        if config.dtype != "float64":  # also with JAX_ENABLE_X64, so that a checkpoint does not depend on it
+            params = nnx.state(self, nnx.Param)
+            nnx.update(self, jax.tree.map(lambda param: param.astype(jnp.float32), params))
 
     @property
     def output_DV(self) -> Float[Array, "D V"]:

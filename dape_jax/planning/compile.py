@@ -47,7 +47,7 @@ def in_process(function: Callable[[Any], dict[str, Any]], request: Any, libtpu: 
     # No TPU is used, so other processes may use libtpu too, and no cloud metadata is queried for a slice.
     os.environ.update(TPU_LIBRARY_PATH=str(libtpu), TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+    with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(1, context, _start, (log.name,)) as pool:
             try:

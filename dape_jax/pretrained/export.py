@@ -105,6 +105,9 @@ def write_tensors(params: Params, directory: Path, dtype: str) -> None:
 
     Norms, position biases and processors are float32 for every `dtype`, as in PyTorch's model. One file's tensors are
     in memory at a time.
+
+    Raises:
+        InputError: a value is too large for the dtype.
     """
     tensors: dict[str, tuple[Array, tuple[int, ...], np.dtype]] = {}  # parameter, index of the layer, dtype
     for path, leaf in flat_params(params).items():
@@ -131,7 +134,10 @@ def write_tensors(params: Params, directory: Path, dtype: str) -> None:
         values = {}
         for name in members:
             leaf, layer, kind = tensors[name]
-            values[name] = np.asarray(jax.device_get(leaf[layer]), kind, order="C")
+            with np.errstate(over="ignore"):
+                values[name] = np.asarray(jax.device_get(leaf[layer]), kind, order="C")
+            allowed = f"{name} has values beyond its largest number; must be float32 or bfloat16"
+            require(bool(np.isfinite(values[name]).all()), "dtype", dtype, allowed)
         safetensors.numpy.save_file(values, directory / file, {"format": "pt"})
 
 

@@ -28,7 +28,9 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt
 
 from dape_jax.data.tokenizers import Tokenizer, saved_tokenizer
 from dape_jax.errors import printable, require
+from dape_jax.evaluation.programs import available_bytes
 from dape_jax.evaluation.trained import read_trained, restore
+from dape_jax.hardware import GIB
 from dape_jax.model.attention import Dense
 from dape_jax.model.transformer import Cache, Params, Transformer, TransformerConfig, make_cache, model_structure
 from dape_jax.progress import Progress
@@ -47,7 +49,9 @@ class Sampling:
     top_p: float | None = None  # total probability that the smallest set of most probable tokens reaches, or None
 
     def __post_init__(self):
-        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "must be 0 (greedy) or more")
+        require(
+            0 <= self.temperature < math.inf, "temperature", self.temperature, "must be 0 (greedy) or a positive number"
+        )
         require(self.top_k is None or self.top_k > 0, "top_k", self.top_k, "must be positive, or None for all")
         allowed = "must be above 0 and at most 1, or None for all"
         require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, allowed)
@@ -68,7 +72,9 @@ def sample(logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], sampling: Sa
         order_BV = jnp.argsort(logits_BV, axis=-1, descending=True)
         ranked_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
         if sampling.top_k is not None:
-            ranked_BV = jnp.where(jnp.arange(ranked_BV.shape[1])[None] < sampling.top_k, ranked_BV, -jnp.inf)
+            ranked_BV = jnp.where(
+                jnp.arange(ranked_BV.shape[1])[None] < min(sampling.top_k, ranked_BV.shape[1]), ranked_BV, -jnp.inf
+            )
         if sampling.top_p is not None and sampling.top_p < 1:
             before_BV = jnp.cumsum(jax.nn.softmax(ranked_BV, axis=-1), axis=-1)[:, :-1]
             before_BV = jnp.pad(before_BV, ((0, 0), (1, 0)))
@@ -101,7 +107,7 @@ def extend(
 def check(config: TransformerConfig, max_new_tokens: int, seed: int) -> None:
     """Raise `InputError` for arguments that `generate` refuses for any prompt. Allocates nothing."""
     jax.eval_shape(lambda: make_cache(config, 1, 1))
-    require(max_new_tokens > 0, "max_new_tokens", max_new_tokens, "must be positive")
+    require(0 < max_new_tokens < 2**31, "max_new_tokens", max_new_tokens, "must be 1 to 2**31 - 1")
     require(0 <= seed < 2**32, "seed", seed, "must be 0 to 2**32 - 1")
 
 
@@ -209,7 +215,8 @@ def generate(
     `max_new_tokens` steps.
 
     Raises:
-        InputError: there are no prompts, a prompt or number is invalid, or the model cannot use a cache.
+        InputError: there are no prompts, a prompt or number is invalid, the model cannot use a cache, or the cache
+            does not fit into memory.
     """
     check(config, max_new_tokens, seed)
     require(len(prompts) > 0, "prompts", [], "must have at least one prompt")
@@ -221,6 +228,11 @@ def generate(
 
     num_prompts = len(prompts)
     padded = [*prompts, *[prompts[-1]] * (-num_prompts % mesh.size)]
+    column = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.eval_shape(lambda: make_cache(config, 1, 1)))
+    needed = column * (max(map(len, prompts)) + max_new_tokens) * len(padded) // mesh.size
+    available = available_bytes(mesh)
+    allowed = f"the cache needs {needed / GIB:.2f} GiB on each device, where {available / GIB:.2f} GiB are free"
+    require(needed <= available, "max_new_tokens", max_new_tokens, allowed)
     num_ids = config.vocab_size if num_ids is None else num_ids
     end = np.int32(-1 if end_token is None else end_token)  # no token is -1
 

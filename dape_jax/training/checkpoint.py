@@ -12,12 +12,14 @@ training resumes from an older step, it moves the damaged steps to `damaged/`. D
 import contextlib
 import errno
 import functools
+import glob
 import itertools
 import logging
 import operator
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,7 +77,9 @@ def run_lock(workdir: epath.PathLike) -> Iterator[Callable[[], None]]:
     Raises:
         InputError: another run uses the directory, or it cannot be written to.
     """
-    is_bucket = is_remote(_directory(workdir))
+    is_bucket, pattern = is_remote(_directory(workdir)), glob.has_magic(str(absolute(workdir)))
+    allowed = "the path must not contain *, ? or [: Orbax reads it as a pattern when it writes a checkpoint"
+    require(not pattern, "workdir", str(absolute(workdir)), allowed)
     lock = run_marker(epath.Path(workdir) / LOCK_FILE) if is_bucket else exclusive_lock(workdir, "workdir", LOCK_FILE)
     with contextlib.ExitStack() as stack:
         entered: list[Callable[[], None] | None] = []
@@ -131,7 +135,12 @@ def require_space(workdir: epath.PathLike, state: TrainState | Params) -> None:
 def _directory(workdir: epath.PathLike) -> epath.Path:
     allowed = "must be local or gs://bucket/path: Orbax writes no checkpoints to s3"
     require(not str(workdir).startswith("s3://"), "workdir", str(workdir), allowed)
-    return absolute(workdir) / "checkpoints"
+    directory = absolute(workdir) / "checkpoints"
+    is_utf8 = str(directory).isascii() or sys.getfilesystemencoding() == "utf-8"
+    is_utf8 &= str(directory).encode(errors="ignore").decode() == str(directory)
+    allowed = "the path must be UTF-8, for TensorStore; in another locale, set PYTHONUTF8=1"
+    require(is_utf8, "workdir", str(workdir), allowed)
+    return directory
 
 
 def step_names(workdir: epath.PathLike) -> list[str]:
@@ -255,9 +264,10 @@ class Checkpoints(ocp.CheckpointManager):
 
 
 def _error_number(error: BaseException) -> int | None:
-    """Return the `errno` of an error, including errors of TensorStore, which contain it in their text; or None."""
+    """Return the `errno` of an error or of its cause, or None. Errors of TensorStore contain it in their text."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
-    return int(code[1]) if code else getattr(error, "errno", None)
+    number = int(code[1]) if code else getattr(error, "errno", None)
+    return _error_number(error.__cause__) if number is None and error.__cause__ is not None else number
 
 
 def save(
@@ -334,7 +344,7 @@ def _move(workdir: epath.PathLike, faults: dict[str, str]) -> None:
         damaged.mkdir(exist_ok=True)
         free = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         target = damaged / next(each for each in free if each not in names_in(damaged))
-        target.with_suffix(".txt").write_text(f"{fault}\n")  # also creates the directory in a bucket
+        target.with_suffix(".txt").write_text(f"{fault}\n", encoding="utf-8")  # also creates the directory in a bucket
         (_directory(workdir) / name).rename(target)
         logger.warning("step %s is damaged and moved to %s: %s", name, target, fault)
 
@@ -409,7 +419,7 @@ def _read(workdir: epath.PathLike, name: str, **items: Any) -> dict[str, Any]:
         while cause.__cause__ is not None and not isinstance(cause, InputError):
             cause = cause.__cause__
         # A bucket's errors do not tell damage from the network.
-        verdict = _NOT_NOW if _error_number(cause) in _NOT_DAMAGE or is_remote(step) else "cannot be read"
+        verdict = _NOT_NOW if _error_number(error) in _NOT_DAMAGE or is_remote(step) else "cannot be read"
         fault = f"{step}: {verdict}: {' '.join(str(cause).split())[:300]}"
     if fault := agreed(fault):
         raise InputError(f"{fault}; nothing was moved") if _NOT_NOW in fault else DamagedError(fault)
